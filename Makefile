@@ -1,0 +1,60 @@
+# `make` alone says what there is to do. Nothing here needs root, a GPU or an account.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+# pytest processes at once; each real engine takes one core and about 2 GB of memory.
+WORKERS ?= 2
+# Further arguments for pytest, e.g. ARGS='-k prefix -x'.
+ARGS ?=
+
+.PHONY: help
+help: ## say what there is to do
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+.PHONY: setup
+setup: $(STAMP) ## make .venv with everything in it (PYTHON=... chooses the interpreter)
+
+$(STAMP): pyproject.toml scripts/setup.sh
+	@scripts/setup.sh
+
+.PHONY: demo
+demo: $(STAMP) ## show one replica reusing what another computed (FLEET=1: on Redis and S3)
+	@$(BIN)/objkv demo $(if $(FLEET),--fleet)
+
+.PHONY: test
+test: $(STAMP) ## run all tests (FRESH=1: replay no engine run; ARGS=... for pytest)
+	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(if $(FRESH),--fresh) $(ARGS)
+
+.PHONY: check
+check: lint types layers ## lint, types and layers
+
+.PHONY: lint
+lint: $(STAMP) ## ruff: rules and format
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+.PHONY: types
+types: $(STAMP) ## mypy, strict
+	@$(BIN)/mypy
+
+.PHONY: layers
+layers: $(STAMP) ## import-linter: calls go down, siblings do not know each other
+	@$(BIN)/lint-imports
+
+.PHONY: bench
+bench: $(STAMP) ## measure codecs and transfers on this machine
+	@$(BIN)/python -m benchmarks.transfers $(ARGS)
+
+.PHONY: docs
+docs: $(STAMP) ## write docs/configuration.md from the settings, and check all links
+	@env -u XDG_CACHE_HOME $(BIN)/python scripts/write_configuration.py
+	@$(BIN)/pytest -q tests/test_docs.py
+
+.PHONY: clean
+clean: ## remove .venv and everything that was built or cached
+	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

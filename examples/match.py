@@ -1,0 +1,31 @@
+"""Ask from Python which part of a prompt is stored, as a router might: no vLLM, no GPU.
+
+    python examples/match.py 17 4 93 ...         # token ids, as the replica's tokenizer makes them
+
+Uses the same settings as replicas and the ``objkv`` command: ``OBJKV_*``, or a file.
+"""
+
+import sys
+
+from objkv.assembly.backends import open_backends
+from objkv.config import load_config
+from objkv.keys.prefix import PromptExtras
+from objkv.ops.identities import read_identity
+from objkv.ops.match import match_prompt
+from objkv.telemetry import NullRecorder
+
+
+def main() -> None:
+    """One line per namespace, that is per model and layout."""
+    tokens = [int(word) for word in sys.argv[1:]]
+    with open_backends(load_config(), NullRecorder()) as backends:
+        for namespace in backends.index.namespaces():
+            identity = read_identity(backends.bulk, namespace)
+            if identity is None:
+                continue
+            report = match_prompt(backends.index, identity, tokens, PromptExtras())
+            print(f"{identity.model} {namespace}: {report.usable_tokens} of {len(tokens)} tokens")
+
+
+if __name__ == "__main__":
+    main()

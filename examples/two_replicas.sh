@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Two replicas on one machine share what either computed; nothing is configured.
+#
+#   examples/two_replicas.sh Qwen/Qwen2.5-0.5B-Instruct
+#
+# The second answer reports the prompt tokens that it did not compute (cached_tokens).
+set -euo pipefail
+
+model=${1:?name a model}
+connector='{"kv_connector":"ObjKVConnector","kv_role":"kv_both"}'
+question=$(printf 'Alice has %d apples. ' $(seq 400))
+
+replica() { # replica PORT
+  vllm serve "$model" --port "$1" --kv-transfer-config "$connector" \
+    --enable-prompt-tokens-details >"replica-$1.log" 2>&1 &
+  pids+=($!)
+}
+
+ask() { # ask PORT
+  until curl --silent --fail --output /dev/null "http://127.0.0.1:$1/health"; do sleep 1; done
+  curl --silent --fail "http://127.0.0.1:$1/v1/completions" --header 'Content-Type: application/json' \
+    --data "{\"model\": \"$model\", \"prompt\": \"$question\", \"max_tokens\": 8, \"temperature\": 0}"
+  echo
+}
+
+pids=()
+trap 'kill "${pids[@]}" 2>/dev/null' EXIT
+replica 8001
+ask 8001
+replica 8002
+ask 8002

@@ -1,0 +1,244 @@
+"""Opens both ends as the settings say, wrapped in one stated order.
+
+Opening sends nothing and creates nothing: what is wrong shows in the first call, or in
+``check_backends``.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from objkv.assembly.redis import Client, connect_redis
+from objkv.config import Config, local_path, without_password
+from objkv.errors import ConfigError, StoreDenied, StoreError
+from objkv.index.base import PruneIndex, WriteIndex
+from objkv.index.breaker import BreakerIndex
+from objkv.index.memory import MemoryIndex
+from objkv.index.observe import ObserveIndex
+from objkv.index.redis import RedisIndex
+from objkv.index.sqlite import SqliteIndex
+from objkv.index.wrapped import WrappedIndex
+from objkv.stores.base import PruneStore
+from objkv.stores.breaker import BreakerStore
+from objkv.stores.limit import LimitStore
+from objkv.stores.local import LocalStore
+from objkv.stores.memory import MemoryStore
+from objkv.stores.observe import ObserveStore
+from objkv.stores.redis import RedisStore
+from objkv.stores.s3 import S3Store
+from objkv.stores.s3_client import open_s3_client
+from objkv.stores.singleflight import SingleflightStore
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+
+HOT_PREFIX = "objkv:p:"
+"""Beside the index's own ``objkv:i:`` and ``objkv:l:``, so that one ACL pattern allows all."""
+
+OnChange = Callable[[str, bool], None]
+"""Told ``bulk``, ``hot`` or ``index``, and whether it was given up (True) or is back (False). From
+any thread, under a lock: it only logs or counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Both ends, open. A context manager that closes them."""
+
+    bulk: PruneStore
+    hot: PruneStore | None
+    """On the index's connection; None where the index is no Redis, or keeps no payloads."""
+    index: PruneIndex
+
+    def close(self) -> None:
+        """Close all ends, also those after one that fails. Idempotent."""
+        try:
+            self.bulk.close()
+        finally:
+            try:
+                self.index.close()
+            finally:
+                if self.hot is not None:
+                    self.hot.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_backends(
+    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
+) -> Backends:
+    """Bulk store, index, and the hot store on the index's connection.
+
+    ``on_change`` hears when an end is given up and when it is back; by default that is logged.
+    Raises ``ConfigError``.
+    """
+    told = on_change or log_change
+    client = _redis_client(config)
+    bulk = open_bulk(config, recorder, on_change=told)
+    index = open_index(config, recorder, on_change=told, client=client)
+    hot = open_hot(config, recorder, on_change=told, client=client)
+    return Backends(bulk, hot, index)
+
+
+def open_bulk(
+    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
+) -> PruneStore:
+    """The bulk store. Innermost first: each call is observed, waiting for a slot is not; a store
+    that fails is left alone, while one that is merely busy is not; a burst for one key is one
+    call."""
+    told = on_change or log_change
+    wait_s = config.load_deadline_ms / 1000
+    store = ObserveStore(_bulk_place(config, recorder), recorder, "bulk")
+    guarded = BreakerStore(
+        store,
+        failures=config.breaker_failures,
+        reset_s=config.breaker_reset_ms / 1000,
+        on_change=lambda given_up: told("bulk", given_up),
+    )
+    limited = LimitStore(guarded, calls_max=config.bulk_calls_max, wait_s=wait_s)
+    return SingleflightStore(limited, wait_s=wait_s)
+
+
+def open_hot(
+    config: Config,
+    recorder: Recorder,
+    *,
+    on_change: OnChange | None = None,
+    client: Client | None = None,
+) -> PruneStore | None:
+    """The hot store, or None without Redis or with ``hot_payload_bytes_max`` 0. Wrapped as the bulk
+    store is, but its connections are its limit, and payloads this small are not worth sharing.
+
+    ``client`` is the index's connection; by default a new one.
+    """
+    if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
+        return None
+    client = client or connect_redis(config.index_url, config)
+    told = on_change or log_change
+    store = ObserveStore(RedisStore(client, prefix=HOT_PREFIX, ttl_s=config.ttl_s), recorder, "hot")
+    return BreakerStore(
+        store,
+        failures=config.breaker_failures,
+        reset_s=config.breaker_reset_ms / 1000,
+        on_change=lambda given_up: told("hot", given_up),
+    )
+
+
+def open_index(
+    config: Config,
+    recorder: Recorder,
+    *,
+    on_change: OnChange | None = None,
+    client: Client | None = None,
+) -> PruneIndex:
+    """The index. Innermost first: each call is observed; an index that fails is left alone.
+
+    ``client`` is the connection to use where the index is Redis; by default a new one.
+    """
+    told = on_change or log_change
+    place = _index_place(config, client)
+    guarded = BreakerIndex(
+        ObserveIndex(place, recorder),
+        failures=config.breaker_failures,
+        reset_s=config.breaker_reset_ms / 1000,
+        on_change=lambda given_up: told("index", given_up),
+    )
+    return _OperatorIndex(guarded, place)
+
+
+def check_backends(backends: Backends, config: Config) -> None:
+    """One round trip to each end, judged by ``at_start``.
+
+    A refusal is always a ``ConfigError``: the operator can act. An end that does not answer is a
+    warning, or with ``strict`` a ``StoreError`` that names it.
+    """
+    ends: tuple[tuple[str, Callable[[], None], str], ...] = (
+        ("bulk store", backends.bulk.check, config.bulk_url),
+        ("index", backends.index.check, config.index_url),
+    )
+    for name, check, url in ends:
+        shown = without_password(url)
+        try:
+            check()
+        except StoreDenied as exc:
+            raise ConfigError(f"{name} {shown}: {exc}") from exc
+        except StoreError as exc:
+            if config.at_start == "strict":
+                raise type(exc)(
+                    f"{name} {shown} does not answer, and at_start is strict: {exc}"
+                ) from exc
+            logger.warning(
+                "%s unreachable at start, serving without it url=%s error=%s", name, shown, exc
+            )
+
+
+def log_change(name: str, given_up: bool) -> None:
+    """The one line in the log when an end is given up, and the one when it is back."""
+    if given_up:
+        logger.warning("%s keeps failing, serving without it", name)
+    else:
+        logger.warning("%s is back", name)
+
+
+class _OperatorIndex(WrappedIndex):
+    """The wrapped index, and beside it what operators do by hand, which nothing wraps."""
+
+    def __init__(self, inner: WriteIndex, place: PruneIndex) -> None:
+        super().__init__(inner)
+        self._place = place
+
+    def __repr__(self) -> str:
+        return f"<OperatorIndex of {self._inner!r}>"
+
+    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+        """See ``PruneIndex``."""
+        return self._place.pin(namespace, prefix_hash, pinned=pinned, ttl_s=ttl_s)
+
+    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
+        """See ``PruneIndex``."""
+        return self._place.drop(namespace, prefix_hash)
+
+
+def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
+    url = config.bulk_url
+    scheme = url.partition(":")[0]
+    if scheme == "memory":
+        return MemoryStore()
+    if scheme == "file":
+        return LocalStore(local_path(url))
+    assert scheme == "s3"
+    parts = urlsplit(url)
+    return S3Store(
+        open_s3_client(config),
+        bucket=parts.netloc,
+        prefix=parts.path.strip("/"),
+        multipart_bytes=config.s3_multipart_bytes,
+        deadline_s=config.load_deadline_ms / 1000,
+        recorder=recorder,
+    )
+
+
+def _index_place(config: Config, client: Client | None) -> PruneIndex:
+    scheme = config.index_url.partition(":")[0]
+    if scheme == "memory":
+        return MemoryIndex()
+    if scheme == "sqlite":
+        return SqliteIndex(local_path(config.index_url))
+    return RedisIndex(client or connect_redis(config.index_url, config))
+
+
+def _redis_client(config: Config) -> Client | None:
+    if not config.index_url.startswith("redis"):
+        return None
+    return connect_redis(config.index_url, config)

@@ -1,0 +1,243 @@
+"""One Redis client for everything that talks to Redis, from ``index_url`` and the settings.
+
+Nothing connects before the first command, so that a replica can start before its Redis does.
+Passwords appear in no error and no repr.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, cast
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.cluster import ClusterNode
+from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
+
+from objkv.config import Config, without_password
+from objkv.errors import ConfigError
+
+Client = redis.Redis | redis.RedisCluster
+Kind = Literal["redis", "cluster", "sentinel"]
+
+CLIENT_NAME = "objkv"
+CONNECT_FLOOR_S = 1.0
+READ_FLOOR_S = 2.0
+HEALTH_CHECK_S = 30
+"""A connection idle for longer is tried with PING before it carries a command."""
+RETRIES = 1
+"""Mends a connection that the server closed meanwhile; one that stays away is the breaker's."""
+CLUSTER_RETRIES = 3
+"""Each rereads the topology; enough to follow a fail-over that has happened."""
+
+_EXAMPLES: dict[Kind, str] = {
+    "redis": "rediss://user@redis.example:6379/0",
+    "cluster": "rediss+cluster://user@node1.example:6379,node2.example:6379",
+    "sentinel": "rediss+sentinel://user@s1.example:26379,s2.example:26379/0?service=objkv",
+}
+_DEFAULT_PORTS: dict[Kind, int] = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
+_HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUrl:
+    """What an ``index_url`` says."""
+
+    kind: Kind
+    tls: bool
+    hosts: tuple[tuple[str, int], ...]
+    username: str | None
+    password: str | None = field(repr=False)
+    db: int = 0
+    service: str = ""
+    """Name of the primary that the Sentinels watch."""
+
+
+def connect_redis(url: str, config: Config) -> Client:
+    """A client that answers bytes and fits ``config``; the caller closes it.
+
+    Raises ``ConfigError`` for a URL or a TLS file that cannot be used.
+    """
+    place = parse_redis_url(url)
+    options = _options(place, config)
+    match place.kind:
+        case "redis":
+            host, port = place.hosts[0]
+            made_by = redis.SSLConnection if place.tls else redis.Connection
+            pool = redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
+                host=host, port=port, connection_class=made_by, **options
+            )
+            return redis.Redis.from_pool(pool)
+        case "sentinel":
+            return _sentinel(place, options)
+        case "cluster":
+            return cast(redis.RedisCluster, _LazyCluster(lambda: _cluster(place, options)))
+
+
+def parse_redis_url(url: str) -> RedisUrl:
+    """The parts of ``url``. Raises ``ConfigError`` with a right one as an example."""
+    scheme, _, kind_name = urlsplit(url).scheme.partition("+")
+    kind = cast(Kind, kind_name or "redis")
+    if scheme not in ("redis", "rediss") or kind not in _EXAMPLES:
+        raise _wrong(url, "redis", "unknown scheme")
+    parts = urlsplit(url)
+    user, _, places = parts.netloc.rpartition("@")
+    username, _, password = user.partition(":")
+    hosts = []
+    for place in places.split(","):
+        match = _HOST.fullmatch(place)
+        port = int(match[2] or _DEFAULT_PORTS[kind]) if match else 0
+        if match is None or not 0 < port < 65_536:
+            raise _wrong(url, kind, f"{place!r} is no host:port")
+        hosts.append((match[1].strip("[]"), port))
+    if kind == "redis" and len(hosts) > 1:
+        raise _wrong(url, "cluster", "several hosts are for redis+cluster or redis+sentinel")
+    database = parts.path.strip("/")
+    if database and not re.fullmatch(r"\d{1,5}", database):
+        raise _wrong(url, kind, f"{database!r} is no database number")
+    if kind == "cluster" and int(database or 0):
+        raise _wrong(url, kind, "a cluster has no database but 0")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    service = query.pop("service", "") if kind == "sentinel" else ""
+    if query or parts.fragment:
+        raise _wrong(url, kind, f"unknown {', '.join(sorted(query)) or 'fragment'}")
+    if kind == "sentinel" and not service:
+        raise _wrong(url, kind, "names no service")
+    return RedisUrl(
+        kind=kind,
+        tls=scheme == "rediss",
+        hosts=tuple(hosts),
+        username=unquote(username) or None,
+        password=unquote(password) or None,
+        db=int(database or 0),
+        service=service,
+    )
+
+
+def _wrong(url: str, kind: Kind, what: str) -> ConfigError:
+    shown = without_password(url)
+    return ConfigError(f"index_url {shown!r}: {what}; write it like {_EXAMPLES[kind]!r}")
+
+
+def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
+    """What every connection is made with.
+
+    The time-outs are no tighter than their floors although a lookup's deadline is: the deadline is
+    kept by whoever waits for the lookup, while a socket that times out is closed, and a new one,
+    with TLS, costs more than the late answer. They only bound what a dead server can hold up.
+    """
+    deadline_s = config.lookup_deadline_ms / 1000
+    read_s = max(READ_FLOOR_S, 2 * deadline_s)
+    options: dict[str, Any] = {
+        "username": config.redis_username or place.username,
+        "password": config.redis_password or place.password,
+        "db": place.db,
+        "client_name": CLIENT_NAME,
+        "decode_responses": False,
+        # RESP2 is understood by every server and proxy, and nothing of RESP3 is needed.
+        "protocol": 2,
+        "socket_connect_timeout": max(CONNECT_FLOOR_S, deadline_s),
+        "socket_timeout": read_s,
+        "socket_keepalive": True,
+        "health_check_interval": HEALTH_CHECK_S,
+        "retry": Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), RETRIES),
+        "max_connections": config.redis_calls_max,
+        # Whoever finds all connections in use waits as long as one call may last, then fails.
+        "timeout": read_s,
+    }
+    return options | _tls_options(place, config)
+
+
+def _tls_options(place: RedisUrl, config: Config) -> dict[str, Any]:
+    files = {
+        "redis_ca_file": ("ssl_ca_certs", config.redis_ca_file),
+        "redis_cert_file": ("ssl_certfile", config.redis_cert_file),
+        "redis_key_file": ("ssl_keyfile", config.redis_key_file),
+    }
+    given = {name: (option, path) for name, (option, path) in files.items() if path is not None}
+    if not place.tls:
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: no use without TLS; begin index_url with rediss"
+            )
+        return {}
+    if (config.redis_cert_file is None) != (config.redis_key_file is None):
+        raise ConfigError("redis_cert_file and redis_key_file: set both or none")
+    for name, (_, path) in given.items():
+        _check_readable(name, path)
+    options = {option: str(path) for option, path in given.values()}
+    return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **options}
+
+
+def _check_readable(name: str, path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as exc:
+        raise ConfigError(f"{name} {path}: {exc.strerror}") from exc
+
+
+def _sentinel(place: RedisUrl, options: dict[str, Any]) -> redis.Redis:
+    timeouts = ("socket_connect_timeout", "socket_timeout", "socket_keepalive")
+    # Sentinels have users of their own, so Redis's name and password are not shown to them.
+    shared = {
+        name: value
+        for name, value in options.items()
+        if name in timeouts or name.startswith("ssl_")
+    }
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        place.hosts, sentinel_kwargs={"ssl": place.tls, **shared}
+    )
+    pool = _SentinelPool(  # type: ignore[no-untyped-call]
+        place.service, sentinel, ssl=place.tls, **options
+    )
+    return redis.Redis.from_pool(pool)
+
+
+class _SentinelPool(SentinelConnectionPool, redis.BlockingConnectionPool):
+    """Follows the primary as Sentinel tells, and waits for a connection instead of failing."""
+
+
+def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
+    own = dict(options)
+    for name in ("db", "retry", "health_check_interval"):
+        del own[name]  # not for clusters
+    (host, port), *others = place.hosts
+    shown = f"[{host}]" if ":" in host else host
+    return redis.RedisCluster(
+        # Only with a URL does the client take the class of its pools.
+        url=f"{'rediss' if place.tls else 'redis'}://{shown}:{port}",
+        startup_nodes=[ClusterNode(*other) for other in others],  # type: ignore[no-untyped-call]
+        connection_pool_class=redis.BlockingConnectionPool,
+        retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), CLUSTER_RETRIES),
+        **own,
+    )
+
+
+class _LazyCluster:
+    """Stands for a ``RedisCluster`` that is opened when it is first used, because the real one
+    asks the cluster for its topology while it is being made."""
+
+    def __init__(self, opened: Callable[[], redis.RedisCluster]) -> None:
+        self._open = opened
+        self._lock = Lock()
+        self._client: redis.RedisCluster | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return redis.RedisCluster  # so that isinstance tells a cluster from a single server
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = self._open()
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        """Close the client, if it was ever opened."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()

@@ -1,0 +1,1 @@
+"""The ``objkv`` command: one file per subcommand, each parses, calls ops and prints."""

@@ -1,0 +1,58 @@
+"""The ``objkv`` command. A new subcommand is one line here and one file beside this one."""
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from objkv.cli.demo import demo
+from objkv.cli.doctor import doctor
+from objkv.cli.ls import ls
+from objkv.cli.match import match
+from objkv.cli.show import show
+
+app = typer.Typer(
+    name="objkv",
+    help="One shared KV cache for a fleet of vLLM replicas: look into it, and check it.",
+    epilog="Exit codes: 0 fine, 1 the check found something, 2 wrong usage or settings, "
+    "3 a store is unreachable.",
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    pretty_exceptions_enable=False,
+    # Plain usage errors: a box drawn around a sentence helps nobody who greps a log.
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"objkv {metadata.version('objkv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where errors come from.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Keep what all commands need to know."""
+    ctx.obj = debug
+
+
+app.command("demo")(demo)
+app.command("doctor")(doctor)
+app.command("ls")(ls)
+app.command("show")(show)
+app.command("match")(match)
+
+
+def main() -> None:
+    """The console script."""
+    app()

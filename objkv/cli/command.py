@@ -1,0 +1,137 @@
+"""What all commands share: options, settings, both ends, and how errors become exit codes."""
+
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.cli.output import Output, printable
+from objkv.config import Config, Resolved, resolve_config
+from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
+from objkv.telemetry import NullRecorder
+
+FINE: Final = 0
+FOUND: Final = 1
+WRONG_USAGE: Final = 2
+UNREACHABLE: Final = 3
+BUG: Final = 70
+INTERRUPTED: Final = 130
+NO_READER: Final = 141
+"""128 and SIGPIPE, as other programs end when what reads them goes away."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommonOptions:
+    """The options that every command has."""
+
+    bulk_url: Annotated[
+        str | None, typer.Option(help="Bulk store, as OBJKV_BULK_URL.", metavar="URL")
+    ] = None
+    index_url: Annotated[
+        str | None, typer.Option(help="Index, as OBJKV_INDEX_URL.", metavar="URL")
+    ] = None
+    config: Annotated[
+        Path | None, typer.Option(help="Settings, as OBJKV_CONFIG_FILE.", metavar="FILE")
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a command works with."""
+
+    resolved: Resolved
+    out: Output
+
+    @property
+    def config(self) -> Config:
+        """The settings."""
+        return self.resolved.config
+
+    @contextmanager
+    def backends(self) -> Iterator[Backends]:
+        """Both ends, closed afterwards. Nothing is asked yet: the first call finds out."""
+        with open_backends(self.config, NullRecorder()) as backends:
+            yield backends
+
+
+def command(work: Callable[..., int]) -> Callable[..., None]:
+    """Make a command of ``work(session, its own options…)``, which returns an exit code.
+
+    The common options are added to its own, errors become one sentence on standard error and an
+    exit code.
+    """
+    own = list(inspect.signature(work).parameters.values())[1:]
+    common = inspect.signature(CommonOptions).parameters.values()
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+
+    def run(ctx: typer.Context, **values: Any) -> None:
+        options = CommonOptions(**{f.name: values.pop(f.name) for f in fields(CommonOptions)})
+        debug = bool(ctx.obj)
+        raise typer.Exit(guarded(lambda: work(_session(options), **values), debug=debug))
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *common)]
+    run.__name__, run.__doc__ = work.__name__, work.__doc__
+    run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (context, *parameters)}
+    return run
+
+
+def guarded(work: Callable[[], int], *, debug: bool) -> int:
+    """Run ``work``; whatever it raises becomes one sentence and an exit code."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # What is left in the buffer is written once more at the end, and must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+    except (typer.Exit, typer.BadParameter):
+        raise
+    # The last frame: what is not ours is a bug, and a user can do more with a sentence.
+    except Exception as exc:
+        if debug:
+            traceback.print_exc()
+        if isinstance(exc, ObjkvError):
+            code = exit_code(exc)
+            hint = "; objkv doctor shows what works" if code == UNREACHABLE else ""
+            return _say(f"{str(exc).rstrip('.')}{hint}".removeprefix("objkv "), code)
+        if isinstance(exc, OSError) and not isinstance(exc, ConnectionError | TimeoutError):
+            # A full disk, a folder that is not ours: this machine's refusal, not a bug.
+            place = f"{exc.filename}: " if exc.filename else ""
+            return _say(f"{place}{exc.strerror or exc}", WRONG_USAGE)
+        sentence = f"a bug in objkv: {type(exc).__name__}: {exc}; objkv --debug shows where"
+        return _say(sentence, BUG)
+
+
+def exit_code(error: ObjkvError) -> int:
+    """The exit code of a command that ended with ``error``."""
+    if isinstance(error, ConfigError | StoreDenied):
+        return WRONG_USAGE
+    if isinstance(error, StoreError):
+        return UNREACHABLE
+    return FOUND if isinstance(error, PayloadError) else BUG
+
+
+def _session(options: CommonOptions) -> Session:
+    given = {"bulk_url": options.bulk_url, "index_url": options.index_url}
+    overrides = {name: value for name, value in given.items() if value is not None}
+    resolved = resolve_config(overrides, file=options.config)
+    return Session(resolved, Output(machine=options.json, color=not options.no_color))
+
+
+def _say(sentence: str, code: int) -> int:
+    sys.stderr.write(f"objkv: {printable(sentence)}\n")
+    return code

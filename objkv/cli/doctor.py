@@ -1,0 +1,72 @@
+"""``objkv doctor``: explain the settings, probe both ends, say what to fix."""
+
+from objkv.assembly.backends import open_bulk, open_hot, open_index
+from objkv.assembly.describe import describe_index
+from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
+from objkv.cli.output import Output
+from objkv.ops.doctor import DoctorReport, Patient, Verdict, examine
+from objkv.telemetry import MemoryRecorder, NullRecorder
+
+_CODES: dict[Verdict, int] = {
+    "ok": FINE,
+    "warnings": FINE,
+    "failed": FOUND,
+    "denied": WRONG_USAGE,
+    "unreachable": UNREACHABLE,
+}
+_SENTENCES: dict[Verdict, str] = {
+    "ok": "everything works",
+    "warnings": "everything works; see the warnings",
+    "failed": "something does not work as replicas need it",
+    "denied": "something is not allowed or wrongly configured",
+    "unreachable": "a store cannot be reached",
+}
+
+
+@command
+def doctor(session: Session) -> int:
+    """Explain the settings, probe both ends, and say what to fix."""
+    numbers = MemoryRecorder()
+    patient = Patient(
+        open_bulk=lambda: open_bulk(session.config, numbers),
+        open_hot=lambda: open_hot(session.config, NullRecorder()),
+        open_index=lambda: open_index(session.config, NullRecorder()),
+        describe_index=lambda: describe_index(session.config),
+        numbers=numbers,
+    )
+    with session.out.waiting("probing"):
+        report = examine(session.resolved, patient)
+    if session.out.machine:
+        session.out.document(report)
+    else:
+        _print(session.out, report)
+    return _CODES[report.verdict]
+
+
+def _print(out: Output, report: DoctorReport) -> None:
+    out.line(f"objkv {report.objkv}, Python {report.python}")
+    out.line()
+    rows = [(setting.name, setting.value, setting.source) for setting in report.settings]
+    out.table(("setting", "value", "from"), rows)
+    out.line()
+    checks = [
+        (
+            check.area,
+            check.name,
+            check.status,
+            "" if check.elapsed_ms is None else f"{check.elapsed_ms:.1f}",
+            check.detail,
+        )
+        for check in report.checks
+    ]
+    out.table(("area", "check", "status", ">ms", "detail"), checks)
+    fixes = [check for check in report.checks if check.fix]
+    if fixes:
+        out.line()
+    for check in fixes:
+        out.line(f"{check.area}, {check.name}: {check.fix}")
+    out.line()
+    here = [f"{name} {version}" for name, version in report.libraries.items() if version]
+    out.line(f"libraries: {', '.join(here)}")
+    out.line()
+    out.line(_SENTENCES[report.verdict], "green" if report.verdict == "ok" else "bold")

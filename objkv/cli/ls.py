@@ -1,0 +1,164 @@
+"""``objkv ls``: namespaces, and the prefixes of one."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from objkv.cli.command import FINE, Session, command
+from objkv.cli.output import Output, age, plain, size
+from objkv.errors import ConfigError
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.ops.identities import pick_namespace
+from objkv.ops.listing import (
+    BulkCount,
+    NamespaceSummary,
+    PrefixSummary,
+    count_bulk,
+    list_namespaces,
+    list_prefixes,
+)
+
+_LIMIT = 50
+
+
+@command
+def ls(
+    session: Session,
+    namespace: Annotated[
+        str | None,
+        typer.Argument(
+            help="A namespace, or its beginning: list its prefixes.", metavar="NAMESPACE"
+        ),
+    ] = None,
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes", help="List prefixes, of all namespaces if none is given.")
+    ] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Rows to show.", metavar="N")] = _LIMIT,
+    bulk: Annotated[
+        bool, typer.Option("--bulk", help="Count the bulk store itself instead of the index.")
+    ] = False,
+) -> int:
+    """List namespaces with what is stored in each, or the prefixes of one."""
+    if bulk and prefixes:
+        raise ConfigError("--bulk counts namespaces; prefixes are known to the index only")
+    if bulk:
+        _show_namespaces(session, _counted(session, namespace), "bulk", limit)
+        return FINE
+    if namespace is None and not prefixes:
+        _show_namespaces(session, _indexed(session), "index", limit)
+        return FINE
+    with session.backends() as backends, session.out.waiting("reading the index"):
+        names = backends.index.namespaces()
+        if namespace is not None:
+            names = [pick_namespace(names, namespace)]
+        found = [(name, prefix) for name in names for prefix in list_prefixes(backends.index, name)]
+    _show_prefixes(session, found, limit)
+    return FINE
+
+
+def _indexed(session: Session) -> BulkCount:
+    with session.backends() as backends, session.out.waiting("reading the index"):
+        return BulkCount(tuple(list_namespaces(backends.bulk, backends.index)), 0, 0)
+
+
+def _counted(session: Session, namespace: str | None) -> BulkCount:
+    with session.backends() as backends, session.out.counting("entries counted") as progress:
+        name = ""
+        if namespace is not None:
+            complete = len(namespace) == NAMESPACE_HEX
+            known = () if complete else backends.index.namespaces()
+            name = pick_namespace(known, namespace)
+        return count_bulk(backends.bulk, namespace=name, progress=progress)
+
+
+def _show_namespaces(session: Session, count: BulkCount, source: str, limit: int) -> None:
+    out = session.out
+    shown, omitted = _cut(count.namespaces, limit)
+    if out.machine:
+        document = {
+            "source": source,
+            "namespaces": shown,
+            "omitted": omitted,
+            "other_entries": count.other_entries,
+            "other_bytes": count.other_bytes,
+        }
+        out.document(document)
+        return
+    if not shown:
+        out.line(f"nothing is stored yet in {session.config.public()[f'{source}_url']}")
+    else:
+        columns = (
+            "namespace", "model", "tenant", "kv dtype", ">chunk", ">chunks", ">tokens", ">bytes",
+            ">newest", ">oldest", ">hits",
+        )  # fmt: skip
+        out.table(columns, [_namespace_row(summary) for summary in shown])
+    for summary in shown:
+        if summary.problem:
+            out.line(f"{summary.namespace}: {summary.problem}", "yellow")
+    if count.other_entries:
+        out.line(f"{count.other_entries:,} other entries, {size(count.other_bytes)}")
+    _tell_omitted(out, omitted)
+
+
+def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:
+    return (
+        summary.namespace,
+        summary.model,
+        summary.tenant,
+        summary.kv_dtype,
+        summary.chunk_tokens,
+        summary.chunks,
+        summary.tokens,
+        size(summary.nbytes),
+        age(summary.newest_s),
+        age(summary.oldest_s),
+        summary.hits,
+    )
+
+
+def _show_prefixes(
+    session: Session, found: Sequence[tuple[str, PrefixSummary]], limit: int
+) -> None:
+    out = session.out
+    shown, omitted = _cut(found, limit)
+    if out.machine:
+        rows: list[Any] = [{"namespace": name, **plain(prefix)} for name, prefix in shown]
+        out.document({"prefixes": rows, "omitted": omitted})
+        return
+    if not shown:
+        out.line(f"no prefixes are indexed in {session.config.public()['index_url']}")
+        return
+    columns = (
+        "namespace", "root", "leaf", ">tokens", ">chunks", ">bytes", ">newest", ">oldest", ">hits",
+        "notes",
+    )  # fmt: skip
+    out.table(columns, [_prefix_row(name, prefix) for name, prefix in shown])
+    _tell_omitted(out, omitted)
+
+
+def _prefix_row(namespace: str, prefix: PrefixSummary) -> Sequence[object]:
+    notes = ["pinned"] if prefix.pinned else []
+    if prefix.token_start:
+        notes.append(f"tokens before {prefix.token_start:,} are gone: unusable")
+    return (
+        namespace[:8],
+        prefix.root.hex()[:12],
+        prefix.leaf.hex(),
+        prefix.token_end - prefix.token_start,
+        prefix.chunks,
+        size(prefix.nbytes),
+        age(prefix.newest_s),
+        age(prefix.oldest_s),
+        prefix.hits,
+        ", ".join(notes),
+    )
+
+
+def _cut(rows: Sequence[Any], limit: int) -> tuple[Sequence[Any], int]:
+    return rows[:limit], max(0, len(rows) - limit)
+
+
+def _tell_omitted(out: Output, omitted: int) -> None:
+    if omitted:
+        out.line(f"{omitted:,} more: raise --limit")

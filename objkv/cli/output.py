@@ -1,0 +1,150 @@
+"""How results are shown: tables for people, one JSON document for machines."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment, Segments
+from rich.table import Table
+from rich.text import Text
+
+_WIDTH = 10_000
+_AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+_STYLES = {
+    "ok": "green",
+    "warning": "yellow",
+    "warnings": "yellow",
+    "skipped": "dim",
+    "failed": "bold red",
+    "denied": "bold red",
+    "unreachable": "bold red",
+    "corrupt": "bold red",
+    "missing": "bold red",
+}
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to whoever chooses exit codes; rich would end with 1."""
+        raise
+
+
+class Output:
+    """Standard output, for people or for machines; progress goes to standard error."""
+
+    def __init__(self, *, machine: bool, color: bool) -> None:
+        self.machine = machine
+        """Whether the result is one JSON document and nothing else."""
+        self.color = color
+        """Whether colours are allowed; whether there are any is the terminal's business."""
+        # Wider than any row: a row that is folded into columns has hashes that nobody can copy,
+        # and no grep finds. A terminal that is too narrow wraps it at its own edge.
+        self._console = _Console(width=_WIDTH, no_color=True if not color else None)
+        self._progress = Console(stderr=True, no_color=True if not color else None)
+
+    def document(self, value: Any) -> None:
+        """Print ``value``, dataclasses included, as the one JSON document."""
+        sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Print rows; a column whose name starts with ``>`` is aligned to the right, and columns
+        without names make a table without a head."""
+        table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
+        for name in columns:
+            right = name.startswith(">")
+            table.add_column(
+                name.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+            )
+        for row in rows:
+            table.add_row(*(_cell(value) for value in row))
+        for line in self._console.render_lines(table, pad=False):
+            whole = Segments([*_trimmed(line), Segment.line()])
+            self._console.print(whole, soft_wrap=True, end="")
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Print one line, whatever it holds."""
+        self._console.print(Text(printable(text), style=style), soft_wrap=True)
+
+    @contextmanager
+    def counting(self, what: str) -> Iterator[Callable[[int], None]]:
+        """A function to tell how far the work is; shown while somebody watches a terminal."""
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        disable = not self._progress.is_terminal
+        with Progress(
+            *columns, console=self._progress, transient=True, disable=disable
+        ) as progress:
+            task = progress.add_task(what, total=None)
+            yield lambda done: progress.update(task, description=f"{what}: {done:,}")
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show that the work goes on, while somebody watches a terminal."""
+        with self.counting(what):
+            yield
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON values: dataclasses by field, bytes as hex."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal would obey: stored names are not ours to trust."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def size(nbytes: int | None) -> str:
+    """``1.5 MiB``; a dash for None."""
+    if nbytes is None:
+        return "-"
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def age(moment_s: int | None, now_s: float | None = None) -> str:
+    """How long ago, in the largest unit that fits; a dash for None."""
+    if moment_s is None:
+        return "-"
+    seconds = max(0, int((time.time() if now_s is None else now_s) - moment_s))
+    for length, unit in _AGES:
+        if seconds >= length:
+            return f"{seconds // length} {unit}"
+    return "0 s"
+
+
+def _trimmed(line: Sequence[Segment]) -> list[Segment]:
+    """``line`` without the spaces at its end, which a narrow terminal would wrap."""
+    trimmed = list(line)
+    while trimmed and not trimmed[-1].text.strip():
+        trimmed.pop()
+    if trimmed:
+        trimmed[-1] = trimmed[-1]._replace(text=trimmed[-1].text.rstrip())
+    return trimmed
+
+
+def _cell(value: object) -> Text:
+    if value is None:
+        text = "-"
+    elif isinstance(value, bool):
+        text = "true" if value else "false"
+    else:
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+    return Text(printable(text), style=_STYLES.get(text, ""))

@@ -1,0 +1,118 @@
+"""``objkv show``: one chunk taken apart and verified."""
+
+from typing import Annotated
+
+import typer
+
+from objkv.assembly.backends import Backends
+from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import Output, age, size
+from objkv.errors import ConfigError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.ops.identities import pick_namespace
+from objkv.ops.show import (
+    BEGINNING_CHARS_MIN,
+    PayloadReport,
+    find_payloads,
+    inspect_payload,
+    is_beginning,
+    promised_payloads,
+)
+
+
+@command
+def show(
+    session: Session,
+    key: Annotated[
+        str,
+        typer.Argument(help="A payload's path, or a prefix hash or its beginning.", metavar="KEY"),
+    ],
+    namespace: Annotated[
+        str | None, typer.Option(help="Where to look; by default everywhere.", metavar="NS")
+    ] = None,
+) -> int:
+    """Show what a chunk's payloads say of themselves, and verify every byte."""
+    with session.backends() as backends:
+        keys = _keys(backends, key, namespace)
+        reports = [inspect_payload(backends.bulk, key) for key in keys]
+    verdicts = {report.verdict for report in reports} or {"missing"}
+    worst = next(v for v in ("missing", "corrupt", "ok") if v in verdicts)
+    if session.out.machine:
+        session.out.document({"key": key, "verdict": worst, "payloads": reports})
+    elif not reports:
+        session.out.line(f"{key}: not in the bulk store", "bold red")
+    else:
+        _print(session.out, reports)
+    return FINE if worst == "ok" else FOUND
+
+
+def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey]:
+    if "/" in text:
+        try:
+            return [ChunkKey.parse(text)]
+        except ValueError as exc:
+            raise ConfigError(f"{exc}: write namespace/aa/hash/group.shard.safetensors") from exc
+    if not is_beginning(text):
+        raise ConfigError(
+            f"{text!r}: give a payload's path, or {BEGINNING_CHARS_MIN} to 40 hex digits of a "
+            "prefix hash"
+        )
+    complete = namespace is not None and len(namespace) == NAMESPACE_HEX
+    known = () if complete else backends.index.namespaces()
+    places = known if namespace is None else [pick_namespace(known, namespace)]
+    found = find_payloads(backends.bulk, places, text)
+    if len(text) == 2 * PREFIX_HASH_BYTES:
+        # What the index promises and the bulk store lacks is missing, and worth telling.
+        prefix_hash = bytes.fromhex(text)
+        for place in places:
+            if promised := promised_payloads(backends.index, place, prefix_hash):
+                found.setdefault((place, prefix_hash), []).extend(promised)
+    if len(found) > 1:
+        choices = ", ".join(digest.hex() for _, digest in sorted(found)[:5])
+        raise ConfigError(f"{len(found)} chunks begin with {text}, choose one: {choices}")
+    return sorted(dict.fromkeys(next(iter(found.values()), [])), key=ChunkKey.path)
+
+
+def _print(out: Output, reports: list[PayloadReport]) -> None:
+    for report in reports:
+        out.line(report.key, "bold")
+        rows: list[tuple[str, object]] = [("verdict", report.verdict)]
+        if report.problem:
+            rows.append(("problem", report.problem))
+        if report.token_start is not None and report.token_end is not None:
+            parent = report.parent_hash.hex() if report.parent_hash else None
+            rows += [
+                ("tokens", f"[{report.token_start}, {report.token_end})"),
+                ("group", report.group),
+                ("shard", report.shard),
+                ("parent", parent),
+                ("codec", f"{report.codec}, {report.ratio} of the raw size"),
+                ("size", f"{size(report.nbytes)}, of which header {size(report.header_bytes)}"),
+                ("header checksum", report.header_checksum),
+                ("token digest", report.token_digest),
+                ("token ids", "stored" if report.tokens_stored else "not stored"),
+                ("writer", report.writer),
+                ("age", age(report.created_s)),
+            ]
+        out.table(("", ""), rows)
+        out.line()
+        if report.frames:
+            columns = ("layer", "dtype", "shape", "codec", ">bytes", ">raw bytes", "checksum")
+            out.table(
+                columns,
+                [
+                    (
+                        frame.layer,
+                        frame.dtype,
+                        "x".join(map(str, frame.shape)),
+                        frame.codec,
+                        frame.nbytes,
+                        frame.raw_bytes,
+                        frame.problem or "ok",
+                    )
+                    for frame in report.frames
+                ],
+            )
+            out.line()

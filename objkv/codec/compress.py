@@ -1,0 +1,167 @@
+"""Codecs: the pages of one layer to the bytes of one frame, and back into a given buffer.
+
+Everything here is safe from many threads at once and releases the GIL while it computes. Beware:
+the first use of ``blosc`` calls ``blosc2.set_releasegil(True)``, which holds for the whole process;
+blosc2's own thread count is left alone, every call here asks for one thread.
+"""
+
+import threading
+from functools import cache
+from types import ModuleType
+from typing import Final
+
+import lz4.block
+import zstandard
+
+from objkv.errors import PayloadError
+
+Buffer = bytes | bytearray | memoryview
+
+CODECS: Final = ("none", "lz4", "zstd", "blosc")
+GAIN_MIN: Final = 0.10
+"""A codec that saves less than this share of a frame is not worth decoding: the frame is stored
+as it is."""
+
+_ZSTD_LEVEL = 1
+_ZSTD_WINDOW_BYTES_MAX = 8 << 20
+_BLOSC_HEADER_BYTES = 32
+_BLOSC_VERSION_MAX = 5
+_BLOSC_ZSTD = 5
+
+
+class _Contexts(threading.local):
+    """One zstd context of each kind per thread: they must not be shared."""
+
+    def __init__(self) -> None:
+        self.encoder = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+        self.decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES_MAX)
+
+
+_contexts = _Contexts()
+
+
+def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffer]:
+    """The frame of ``pages`` and the codec it ended up with: ``codec``, or ``none`` if that gains
+    less than ``GAIN_MIN``, in which case the frame is ``pages`` itself, not a copy.
+
+    ``item_bytes`` is the size of one element, by which ``blosc`` shuffles. Raises KeyError for an
+    unknown codec.
+    """
+    if codec == "none":
+        return "none", pages
+    frame = _COMPRESS[codec](pages, item_bytes)
+    if len(frame) > pages.nbytes * (1 - GAIN_MIN):
+        return "none", pages
+    return codec, frame
+
+
+def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
+    """Decode ``frame`` to exactly fill ``out``. What ``out`` holds after an error is undefined.
+
+    Allocates nothing that a number inside ``frame`` asks for. Raises ``PayloadError`` for a frame
+    that is broken or decodes to another length, and for an unknown codec.
+    """
+    if codec not in _DECOMPRESS:
+        raise PayloadError(f"unknown codec {codec!r}")
+    _DECOMPRESS[codec](frame, out)
+
+
+def _compress_lz4(pages: memoryview, _item_bytes: int) -> Buffer:
+    frame: bytes = lz4.block.compress(pages, store_size=False)
+    return frame
+
+
+def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
+    # The binding cannot decode into a buffer; what it allocates is as long as ``out``.
+    try:
+        pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
+    except (lz4.block.LZ4BlockError, ValueError) as exc:
+        raise PayloadError(f"lz4: {exc}") from exc
+    _check_length("lz4", len(pages), out)
+    out[:] = pages
+
+
+def _compress_zstd(pages: memoryview, _item_bytes: int) -> Buffer:
+    return _contexts.encoder.compress(pages)
+
+
+def _decompress_zstd(frame: memoryview, out: memoryview) -> None:
+    # ``ZstdDecompressor.decompress`` would allocate whatever length the frame claims.
+    done = 0
+    try:
+        _check_length("zstd", zstandard.get_frame_parameters(frame).content_size, out)
+        with _contexts.decoder.stream_reader(frame) as reader:
+            while done < out.nbytes:
+                n = reader.readinto(out[done:])
+                if not n:
+                    break
+                done += n
+    except zstandard.ZstdError as exc:
+        raise PayloadError(f"zstd: {exc}") from exc
+    _check_length("zstd", done, out)
+
+
+def _compress_blosc(pages: memoryview, item_bytes: int) -> Buffer:
+    blosc2 = _blosc2()
+    frame: bytes = blosc2.compress2(
+        pages,
+        codec=blosc2.Codec.ZSTD,
+        clevel=_ZSTD_LEVEL,
+        filters=[blosc2.Filter.SHUFFLE],
+        filters_meta=[0],
+        typesize=item_bytes,
+        nthreads=1,
+    )
+    return frame
+
+
+def _decompress_blosc(frame: memoryview, out: memoryview) -> None:
+    _check_blosc_header(frame, out.nbytes)
+    try:
+        _blosc2().decompress2(frame, out, nthreads=1)
+    except (ValueError, RuntimeError) as exc:
+        raise PayloadError(f"blosc: {exc}") from exc
+
+
+def _check_blosc_header(frame: memoryview, nbytes: int) -> None:
+    """Refuse every chunk that our encoder would not write.
+
+    blosc2 writes as many bytes as the chunk's own header says, whatever the buffer's length, and
+    loads plugins for filters and codecs that it does not know: both must be settled before.
+    """
+    if len(frame) < _BLOSC_HEADER_BYTES:
+        raise PayloadError(f"blosc: a frame of {len(frame)} bytes")
+    header = bytes(frame[:_BLOSC_HEADER_BYTES])
+    known = (
+        header[0] <= _BLOSC_VERSION_MAX
+        and header[2] & 0b101 == 0b101  # the long header
+        and header[2] >> 5 == _BLOSC_ZSTD - 1
+        and set(header[16:22]) <= {0, 1}  # no filter but shuffle
+        and header[22] == _BLOSC_ZSTD
+        and header[30] == 0
+        and header[31] & ~0x70 == 0  # no dictionary, nothing lazy; runs of one value are fine
+    )
+    if not known:
+        raise PayloadError("blosc: not a chunk of shuffled zstd")
+    if int.from_bytes(header[12:16], "little") != len(frame):
+        raise PayloadError("blosc: the frame's length is not the chunk's")
+    if int.from_bytes(header[4:8], "little") != nbytes:
+        raise PayloadError("blosc: decodes to another length than the layer's")
+
+
+def _check_length(codec: str, nbytes: int, out: memoryview) -> None:
+    if nbytes != out.nbytes:
+        raise PayloadError(f"{codec}: decodes to {nbytes} bytes, the layer has {out.nbytes}")
+
+
+@cache
+def _blosc2() -> ModuleType:
+    # Imported late: it takes 0.4 s, and most processes never meet a compressed payload.
+    import blosc2
+
+    blosc2.set_releasegil(True)
+    return blosc2  # type: ignore[no-any-return]
+
+
+_COMPRESS = {"lz4": _compress_lz4, "zstd": _compress_zstd, "blosc": _compress_blosc}
+_DECOMPRESS = {"lz4": _decompress_lz4, "zstd": _decompress_zstd, "blosc": _decompress_blosc}

@@ -1,0 +1,35 @@
+"""Takes blocks that a load within a step failed to fill out of vLLM's own prefix cache.
+
+vLLM hashes such blocks, and those computed after them, before it knows of the failure, and with
+``recompute`` leaves the hashes to the request that computes them again in the next step. A
+preemption or an abort right there would leave them to whoever asks next. Source: vLLM 0.31-0.33,
+``v1/core/sched/scheduler.py``, ``_handle_invalid_blocks``.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+def evict_failed(
+    manager: "KVCacheManager", request_ids: Iterable[str], failed: set[int]
+) -> set[int]:
+    """Forget, of each request, the first failed block and all after it; single-group models.
+
+    The blocks stay with their requests. Returns what was evicted.
+    """
+    evicted = set(failed)
+    for request_id in request_ids:
+        (table,) = manager.get_block_ids(request_id)
+        first = next((i for i, block in enumerate(table) if block in failed), len(table))
+        evicted.update(table[first:])
+    evicted.discard(0)
+    manager.evict_blocks(evicted)
+    return evicted
+
+
+def holds_nothing(manager: "KVCacheManager | None") -> bool:
+    """Whether no request holds a block, so that vLLM can have dropped its whole prefix cache."""
+    return manager is not None and manager.usage == 0

@@ -1,0 +1,292 @@
+"""The façade that vLLM sees: forwards to the scheduler's or the worker's side, lets nothing out.
+
+No method raises into the engine once it runs, and none waits, except ``wait_for_layer_load`` for a
+layer that the forward pass needs now, and ``shutdown`` for saves in flight, both with a deadline.
+"""
+
+import logging
+import os
+import socket
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from objkv.assembly.backends import Backends, check_backends, open_backends
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.config import load_config
+from objkv.connector.eviction import evict_failed, holds_nothing
+from objkv.connector.guard import guarded, speak_as_vllm
+from objkv.connector.metadata import StepPlan
+from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
+from objkv.connector.scheduler import Roles, SchedulerSide
+from objkv.connector.translate import (
+    copies_are_synchronous,
+    read_geometry,
+    read_identity,
+    safe_load_mode,
+    tensor_rank,
+    warn_of_outer_policy,
+)
+from objkv.connector.worker import Rank, WorkerSide
+from objkv.index.near import NearIndex
+from objkv.telemetry import MemoryRecorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_NO_MATCH: tuple[int | None, bool] = (0, False)
+
+
+class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Shares the KV of prompts with every replica that uses the same stores and the same model.
+
+    Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, with what to do.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        speak_as_vllm()
+        self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
+        self._recorder = MemoryRecorder()
+        self._writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
+        self._backends: Backends = open_backends(self._config, self._recorder)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        check_backends(self._backends, self._config)
+        warn_of_outer_policy(vllm_config, self._config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self._open_scheduler(vllm_config)
+
+    def _open_scheduler(self, vllm_config: "VllmConfig") -> SchedulerSide:
+        transfer = self._kv_transfer_config
+        if self._config.load_failure == "recompute":
+            # vLLM reads it after it made the connector. Its default would fail the request, and
+            # to objkv a payload that cannot be loaded is a miss like any other.
+            transfer.kv_load_failure_policy = "recompute"
+        identity = read_identity(vllm_config, self._geometry, self._config)
+        config = safe_load_mode(vllm_config, self._geometry, self._config)
+        return SchedulerSide(
+            config,
+            Roles(
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+                copies_are_synchronous=copies_are_synchronous(),
+                steps_in_flight=max(1, vllm_config.max_concurrent_batches),
+            ),
+            self._geometry,
+            identity,
+            bulk=self._backends.bulk,
+            index=NearIndex(
+                self._backends.index,
+                records_max=self._config.near_records_max,
+                ttl_s=self._config.near_ttl_ms / 1000,
+                fields=self._geometry.all_fields(),
+            ),
+            recorder=self._recorder,
+        )
+
+    # Worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the paged cache of this rank. Raises ``ConfigError`` for a layout objkv cannot
+        read."""
+        config = self._config
+        settings = CacheSettings(
+            self._writer, config.ttl_s, config.lease_ms, config.hot_payload_bytes_max
+        )
+        cache = ChunkCache(
+            self._backends.bulk, self._backends.hot, self._backends.index, settings, self._recorder
+        )
+        rank = Rank(
+            tensor_rank(self._vllm_config),
+            self._writer,
+            max(1, self._vllm_config.max_concurrent_batches),
+        )
+        self._worker = WorkerSide(
+            config, self._geometry, rank, cache, recorder=self._recorder, kv_caches=kv_caches
+        )
+        # An engine that is dropped, or a process that just ends, still drains its saves.
+        weakref.finalize(self, self._worker.close)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Start this step's loads. See the base class."""
+        self._start_loads()
+
+    @guarded(None)
+    def _start_loads(self) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Block until the layer's loaded blocks are there, or have failed. See the base class."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Nothing: whole chunks are taken out after the step."""
+
+    @guarded(None)
+    def wait_for_save(self) -> None:
+        """Settle loads within the step and take finished chunks out. See the base class."""
+        if self._worker is not None:
+            self._worker.end_forward(self._plan())
+
+    @guarded(None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Let saves in flight read their blocks before anything overwrites them."""
+        if self._worker is not None:
+            self._worker.before_reuse()
+
+    @guarded(KVConnectorTransferResults())
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Saves and loads that ended. See the base class."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        done = self._worker.results(self._plan(), finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The older form of ``get_transfer_results``."""
+        done = self.get_transfer_results(finished_req_ids)
+        return done.finished_sending or None, done.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to recompute. See the base class."""
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What did not go as planned on this worker."""
+        return self._worker.take_report() if self._worker is not None else None
+
+    def get_kv_connector_stats(self) -> ObjKVStats | None:
+        """Numbers since the last call, of whichever side this is."""
+        data = self._recorder.drain()
+        return ObjKVStats(data=cast("dict[str, Any]", data)) if data else None
+
+    def shutdown(self) -> None:
+        """Drain saves within ``drain_deadline_ms``, stop threads, close connections. Idempotent."""
+        self._shutdown()
+
+    @guarded(None)
+    def _shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+        self._backends.close()
+
+    # Scheduler's side.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is dropped is a miss later on."""
+        return False
+
+    @guarded(None)
+    def on_new_request(self, request: "Request") -> None:
+        """Start looking the request's prompt up."""
+        self._side().track(request)
+
+    @guarded(_NO_MATCH)
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens stored beyond those computed; None while not known. See the base class."""
+        return self._side().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan the load into the allocated blocks, if any. See the base class."""
+        ids = blocks.get_block_ids() if num_external_tokens else ()
+        self._side().plan_load(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """The step's plan. See the base class."""
+        return self._side().plan_step(scheduler_output)
+
+    @guarded(None)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take in what the workers told."""
+        side, manager = self._side(), self._kv_cache_manager
+        side.update(connector_output)
+        if connector_output.invalid_block_ids and manager is not None:
+            evict_failed(manager, side.requests_under_way, connector_output.invalid_block_ids)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must be kept for saves in flight."""
+        return self._side().finish(request), None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``, for models with several groups."""
+        return self._side().finish(request), None
+
+    @guarded(False)
+    def reset_cache(self) -> bool:
+        """Use nothing that was stored so far. False while blocks of it are still in use."""
+        return self._side().reset(clean=holds_nothing(self._kv_cache_manager))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers may wait for loads: Python must run between graph pieces then."""
+        return load_config(extra_config).load_mode != "async"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjKVStats:
+        """Statistics back from what crossed a process boundary."""
+        return ObjKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ObjKVPromMetrics:
+        """The Prometheus metrics of this connector."""
+        return ObjKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler

@@ -1,0 +1,45 @@
+"""What crosses between the scheduler's process and the workers', once per step. Plain values."""
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from objkv.transfer.plan import LoadPlan, SavePlan
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):
+    """Scheduler → workers: what to load and save in this step."""
+
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+    held: frozenset[str] = frozenset()
+    """Finished requests whose blocks are kept until their saves have left the device."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """Workers → scheduler: what did not go as planned."""
+
+    dropped: set[tuple[str, int]] = field(default_factory=set)
+    """(request id, chunk) whose save was dropped."""
+    rejected: set[tuple[str, bytes]] = field(default_factory=set)
+    """(namespace, prefix hash) of records that promised what was not there, or not right."""
+    failed: set[str] = field(default_factory=set)
+    """Requests whose load failed, wholly or in part."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
+        """What went wrong on one worker went wrong."""
+        assert isinstance(other, StepReport)
+        return StepReport(
+            self.dropped | other.dropped,
+            self.rejected | other.rejected,
+            self.failed | other.failed,
+        )
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.dropped or self.rejected or self.failed)

@@ -1,0 +1,96 @@
+"""objkv's numbers in vLLM's statistics: logged per interval, and as Prometheus metrics.
+
+Counters are named ``vllm:objkv_<name>_total``; durations are kept as ``_seconds`` sums and counts.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COUNTERS = {
+    "hit_tokens": "Tokens that vLLM was told to load instead of computing.",
+    "loads": "Load plans that ended, one per request and worker.",
+    "load_bytes": "Payload bytes brought in and verified.",
+    "load_failures": "Load plans of which something had to be recomputed.",
+    "load_failed_blocks": "Blocks recomputed after a failed load.",
+    "load_ghosts": "Payloads that were indexed but gone.",
+    "load_corrupt": "Payloads refused: length, claim or checksum.",
+    "load_errors": "Loads that failed for another reason: store, deadline, no slab.",
+    "load_refused": "Chunks not loaded because the queue was full.",
+    "load_seconds_sum": "Seconds from plan to last byte, summed.",
+    "load_seconds_count": "Load plans timed.",
+    "lookup_errors": "Lookups that the index failed to answer.",
+    "lookup_deadlines": "Lookups that took too long.",
+    "lookup_refused": "Lookups not made because the queue was full.",
+    "lookup_seconds_sum": "Seconds of lookups, summed.",
+    "lookup_seconds_count": "Lookups answered.",
+    "saves": "Payloads saved.",
+    "save_bytes": "Payload bytes saved.",
+    "save_drops": "Chunks not saved: no slab, queue full, too late.",
+    "save_errors": "Chunks not saved because a store failed.",
+    "save_existed": "Chunks that were stored already.",
+    "save_leased_elsewhere": "Chunks that another replica was saving.",
+    "save_seconds_sum": "Seconds of saves, summed.",
+    "save_seconds_count": "Saves timed.",
+    "publish_errors": "Payloads saved but not announced.",
+    "hot_hits": "Payloads read from the hot store.",
+    "hot_misses": "Payloads promised hot that were read from bulk.",
+}
+
+
+class ObjKVStats(KVConnectorStats):
+    """Flat numbers since the last report; sums add up over workers and steps, ``_max`` do not."""
+
+    data: dict[str, float]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "ObjKVStats":
+        """Add another worker's, or another step's, numbers to these."""
+        for name, value in other.data.items():
+            mine = self.data.get(name, 0.0)
+            self.data[name] = max(mine, value) if name.endswith("_max") else mine + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM logs for an interval."""
+        shown = {k: v for k, v in self.data.items() if k in COUNTERS and not k.endswith("_count")}
+        return {name: round(value, 3) for name, value in sorted(shown.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class ObjKVPromMetrics(KVConnectorPromMetrics):
+    """``ObjKVStats`` as Prometheus counters, per engine."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(
+                name=f"vllm:objkv_{name}", documentation=text, labelnames=labelnames
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if counter := self._counters.get(name):
+                counter.labels(*labels).inc(value)

@@ -1,0 +1,90 @@
+"""What besides token ids identifies a request's KV, read from vLLM's ``Request``."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from objkv.connector.weights import adapter_digest, local_folder
+from objkv.keys.prefix import MultimodalItem, PromptExtras
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class UnknownAdapterError(Exception):
+    """A LoRA adapter whose weights cannot be read here: its KV cannot be told from others'."""
+
+
+class Adapters:
+    """Content digests of LoRA adapters, computed on a background thread, once per adapter.
+
+    The digest is of what the adapter holds, not of its name or mount path: replicas that mount one
+    adapter in different places share, and other weights under an old name do not.
+    """
+
+    def __init__(self, submit: Callable[[Callable[[], None]], bool]) -> None:
+        self._submit = submit
+        self._digests: dict[tuple[str, int], bytes | None] = {}
+        self._asked: set[tuple[str, int]] = set()
+
+    def digest(self, lora_request: Any) -> bytes | None:
+        """The digest, or None while it is not known yet. Raises ``UnknownAdapterError``."""
+        if lora_request.load_inplace:
+            # The folder may hold other weights than the blocks of this engine were computed with.
+            raise UnknownAdapterError(f"replaced in place: {lora_request.lora_path}")
+        key = (lora_request.lora_path, lora_request.lora_int_id)
+        if key in self._digests:
+            digest = self._digests[key]
+            if digest is None:
+                raise UnknownAdapterError(lora_request.lora_path)
+            return digest
+        if key not in self._asked and self._submit(lambda: self._read(key)):
+            self._asked.add(key)
+        return None
+
+    def forget(self) -> None:
+        """Adapters may have changed in place: read them again."""
+        self._digests.clear()
+        self._asked.clear()
+
+    def _read(self, key: tuple[str, int]) -> None:
+        try:
+            folder = local_folder(key[0], None) or Path(key[0])
+            self._digests[key] = adapter_digest(folder)
+        except OSError:
+            self._digests[key] = None
+
+
+def read_extras(request: "Request", lora_digest: bytes | None, chunk_tokens: int) -> PromptExtras:
+    """The extras of a request's prompt."""
+    return PromptExtras(
+        lora_digest=lora_digest,
+        salt=request.cache_salt,
+        items=tuple(
+            MultimodalItem(
+                feature.identifier.encode(), feature.mm_position.offset, feature.mm_position.length
+            )
+            for feature in request.mm_features
+        ),
+        embeds=_embeds(request, chunk_tokens),
+    )
+
+
+def _embeds(request: "Request", chunk_tokens: int) -> dict[int, bytes]:
+    """Per chunk of a prompt given by embeddings: SHA-256 of its rows, and of which rows count."""
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return {}
+    mask = request.prompt_is_token_ids
+    digests = {}
+    for chunk, start in enumerate(range(0, embeds.shape[0], chunk_tokens)):
+        rows = embeds[start : start + chunk_tokens].contiguous()
+        digest = hashlib.sha256(f"{rows.dtype}{tuple(rows.shape)}".encode())
+        digest.update(rows.view(torch.uint8).numpy().data)
+        if mask is not None:
+            digest.update(bytes(mask[start : start + chunk_tokens]))
+        digests[chunk] = digest.digest()
+    return digests

@@ -1,0 +1,288 @@
+"""The scheduler's side: what is stored, what to load, what to save. Never touches the network.
+
+Lookups run in the background and are polled; plans are made from their answers and from vLLM's
+block tables, whole, once per step. Source of the call order: vLLM 0.31-0.33,
+``v1/core/sched/scheduler.py``.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import sleep
+from typing import TYPE_CHECKING
+
+from objkv.cache.lookup import LookupService, Records
+from objkv.cache.match import usable_chunks
+from objkv.config import Config
+from objkv.connector.admissions import Admissions
+from objkv.connector.geometry import Geometry
+from objkv.connector.guard import guarded
+from objkv.connector.home import Home
+from objkv.connector.metadata import StepPlan, StepReport
+from objkv.connector.steps import BlockTable, load_moves, save_moves
+from objkv.connector.tracking import RequestTracker, Tracked, Usable
+from objkv.index.base import Record
+from objkv.index.near import NearIndex
+from objkv.keys.identity import GroupIdentity, Identity
+from objkv.stores.base import WriteStore
+from objkv.telemetry import Recorder
+from objkv.transfer.plan import LoadPlan, SavePlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_EMPTY_STEP_S = 100e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What this replica does, and how."""
+
+    loads: bool
+    saves: bool
+    copies_are_synchronous: bool
+    steps_in_flight: int
+    """How many steps may be scheduled before the first of them is over."""
+
+
+class SchedulerSide:
+    """All methods are called by the scheduler's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        geometry: Geometry,
+        identity: Identity,
+        *,
+        bulk: WriteStore,
+        index: NearIndex,
+        recorder: Recorder,
+    ) -> None:
+        self._config = config
+        self._roles = roles
+        self._geometry = geometry
+        self._index = index
+        self._recorder = recorder
+        self._lookups = LookupService(
+            index,
+            recorder,
+            deadline_s=config.lookup_deadline_ms / 1000,
+            queue_max=config.lookup_queue_max,
+        )
+        self._requests = RequestTracker(geometry, self._lookups, recorder)
+        self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.tp_size)
+        self._loads: dict[str, LoadPlan] = {}
+        self._loading: dict[str, LoadPlan] = {}
+        self._held: set[str] = set()
+        self._home = Home(identity, bulk, self._lookups.submit, writes=roles.saves)
+        self._home.announce()
+        public = config.public()
+        logger.info(
+            "objkv ready model=%s namespace=%s chunk_tokens=%d load_mode=%s bulk=%s index=%s",
+            identity.model,
+            self._home.namespace,
+            identity.chunk_tokens,
+            config.load_mode,
+            public["bulk_url"],
+            public["index_url"],
+        )
+
+    @property
+    def namespace(self) -> str:
+        """The current namespace; it changes with ``reset``."""
+        return self._home.namespace
+
+    def track(self, request: "Request") -> None:
+        """A request arrived: start asking what is stored of it."""
+        self._requests.add(request, self._home.namespace, trusted=self._home.open)
+        self._home.announce()
+
+    def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond ``computed`` can be loaded, and whether between steps.
+
+        None: not known yet, ask again. Cheap and free of side effects: asked in a hot loop.
+        """
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        tracked.accounted = computed
+        if (
+            not self._roles.loads
+            or not tracked.may_load
+            or request.skip_reading_prefix_cache
+            or computed % self._geometry.block_tokens
+        ):
+            return 0, False
+        records = self._requests.records(tracked)
+        if records is None:
+            return None, False
+        usable = self._usable(tracked, records, computed)
+        if usable.end <= computed:
+            return 0, False
+        return usable.end - computed, not usable.sync
+
+    def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
+        """vLLM allocated ``blocks`` and wants ``tokens`` external tokens in them, maybe none."""
+        if tracked := self._requests.get(request.request_id):
+            self._admissions.add(tracked)
+        if tokens == 0:
+            return
+        assert tracked is not None
+        usable = tracked.usable
+        assert tracked.chain is not None
+        assert usable is not None
+        span = (usable.computed, usable.computed + tokens)
+        tracked.accounted = span[1]
+        moves = load_moves(self._geometry, tracked.chain, usable.records, blocks, span)
+        plan = LoadPlan(request.request_id, tracked.namespace, tuple(moves), usable.sync)
+        self._loads[request.request_id] = plan
+        self._recorder.count("hit_tokens", tokens)
+
+    def plan_step(self, output: "SchedulerOutput") -> StepPlan:
+        """Everything that the workers do in this step."""
+        self._admissions.next_step(output)
+        loads = tuple(self._loads.values())
+        self._loads = {}
+        for plan in loads:
+            if plan.sync:
+                self._touch(plan)
+            else:
+                self._loading[plan.request_id] = plan
+        saves = self._saves(output) if self._roles.saves else ()
+        if not output.total_num_scheduled_tokens and (self._loading or self._lookups.pending):
+            # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
+            sleep(_EMPTY_STEP_S)
+        return StepPlan(loads, saves, frozenset(self._held))
+
+    def update(self, output: "KVConnectorOutput") -> None:
+        """What the workers told."""
+        self._held -= output.finished_sending or set()
+        if isinstance(report := output.kv_connector_worker_meta, StepReport):
+            self._read_report(report)
+        for request_id in output.finished_recving or ():
+            if plan := self._loading.pop(request_id, None):
+                self._touch(plan)
+
+    def finish(self, request: "Request") -> bool:
+        """A request ended; True if its blocks must live until its saves have left them."""
+        tracked = self._requests.end(request.request_id)
+        if tracked is None or not tracked.saved or self._roles.copies_are_synchronous:
+            return False
+        self._held.add(request.request_id)
+        return True
+
+    def reset(self, *, clean: bool) -> bool:
+        """Forget everything stored so far, as far as this replica is concerned; see ``Home``.
+
+        Weights may have changed: requests under way neither load nor save any more.
+        """
+        self._index.clear()
+        self._requests.distrust()
+        return self._home.renew(clean=clean)
+
+    @property
+    def requests_under_way(self) -> tuple[str, ...]:
+        """The requests that have not ended."""
+        return self._requests.ids()
+
+    def close(self) -> None:
+        """Stop the background threads."""
+        self._lookups.close()
+
+    def _usable(self, tracked: Tracked, records: Records, computed: int) -> Usable:
+        known, num_tokens = tracked.usable, tracked.request.num_tokens
+        if (
+            known is None
+            or known.records is not records
+            or (known.num_tokens, known.computed) != (num_tokens, computed)
+        ):
+            end, sync = self._usable_tokens(records, num_tokens, computed)
+            known = tracked.usable = Usable(records, num_tokens, computed, end, sync)
+        return known
+
+    def _usable_tokens(
+        self, records: Sequence[Record | None], num_tokens: int, computed: int
+    ) -> tuple[int, bool]:
+        """The end of the match in tokens, and whether to load it within the step.
+
+        A load between steps may cover the whole prompt: vLLM then computes the last token again.
+        Within a step, and with sliding windows, at least one token must be left to compute.
+        """
+        size, groups = self._geometry.chunk_tokens, self._geometry.groups
+        if self._geometry.windowed:
+            records = records[: (num_tokens - 1) // size]
+            return usable_chunks(records, groups, size, self._readable) * size, False
+        tokens = usable_chunks(records, groups, size, self._readable) * size
+        if not self._loads_within_step(num_tokens, tokens, computed):
+            return min(tokens, num_tokens), False
+        step = self._geometry.block_tokens
+        return min(tokens, (num_tokens - 1) // step * step), True
+
+    def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
+        """Layer by layer pays when there is as much to compute as to load."""
+        if self._config.load_mode == "auto":
+            return num_tokens - matched >= matched - computed
+        return self._config.load_mode == "layerwise"
+
+    def _readable(self, record: Record, group: int, _identity: GroupIdentity) -> bool:
+        return self._requests.fields[group] <= record.shards.keys()
+
+    @guarded(tuple[SavePlan, ...]())
+    def _saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
+        plans = []
+        state = output.kv_connector_block_state
+        assert state is not None
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None or not tracked.may_save or not self._admissions.trusts(tracked):
+                continue
+            if not self._roles.loads:
+                self._requests.records(tracked)
+            chain = self._requests.chain(tracked)
+            if chain is None:
+                continue
+            request = tracked.request
+            # Only tokens whose ids are known and that the model accepted: with asynchronous
+            # scheduling and speculation more may be computed than that.
+            end = min(request.num_computed_tokens + scheduled, len(request.all_token_ids))
+            if not self._config.save_decode:
+                end = min(end, request.num_prompt_tokens)
+            chunks = tracked.due(end // self._geometry.chunk_tokens)
+            if not chunks:
+                continue
+            blocks = state.get_block_ids(request_id)
+            assert blocks is not None
+            moves = save_moves(
+                self._geometry,
+                chain,
+                request.all_token_ids,
+                blocks,
+                chunks,
+                keep_tokens=self._config.store_tokens,
+            )
+            if moves:
+                tracked.saved = True
+                plans.append(SavePlan(request_id, tracked.namespace, tuple(moves)))
+        return tuple(plans)
+
+    def _read_report(self, report: StepReport) -> None:
+        for request_id, chunk in report.dropped:
+            self._requests.unstore(request_id, chunk)
+        for request_id in report.failed:
+            self._loading.pop(request_id, None)
+            if tracked := self._requests.get(request_id):
+                tracked.may_load = False
+        for namespace, prefix_hash in report.rejected:
+            self._index.invalidate(namespace, prefix_hash)
+            self._requests.reject(prefix_hash)
+
+    def _touch(self, plan: LoadPlan) -> None:
+        hashes = list(dict.fromkeys(load.move.prefix_hash for load in plan.moves))
+        self._lookups.submit(
+            lambda: self._index.touch(plan.namespace, hashes, ttl_s=self._config.ttl_s)
+        )

@@ -1,0 +1,162 @@
+"""What the scheduler's side remembers of each request: its hashes, and what is stored of it."""
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING
+
+from objkv.cache.lookup import LookupService, Records
+from objkv.connector.geometry import Geometry
+from objkv.connector.prompts import Adapters, UnknownAdapterError, read_extras
+from objkv.index.base import Record
+from objkv.keys.prefix import PrefixChain
+from objkv.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. ``request`` is vLLM's own, read and never changed."""
+
+    request: "Request"
+    namespace: str
+    deadline: float = inf
+    """Of what is asked in the background before its chunks can be looked up."""
+    chain: PrefixChain | None = None
+    records: Records = ()
+    stored: set[int] = field(default_factory=set)
+    """Chunks that were stored when they were looked up."""
+    planned: int = 0
+    """Leading chunks whose save was decided: each is looked at once, a step costs nothing after."""
+    again: set[int] = field(default_factory=set)
+    """Chunks among those that have to be saved after all."""
+    usable: "Usable | None" = None
+    accounted: int = 0
+    """Leading tokens known to be in place: computed here before, or loaded by objkv."""
+    doubtful_until: int = 0
+    """The step, see ``Admissions``, before which nothing may be saved of it."""
+    saved: bool = False
+    """Whether any save was planned."""
+    may_load: bool = True
+    may_save: bool = True
+
+    def due(self, computed: int) -> list[int]:
+        """Chunks to save now that ``computed`` leading chunks are, each told once."""
+        if computed <= self.planned and not self.again:
+            return []
+        again = {chunk for chunk in self.again if chunk < computed}
+        self.again -= again
+        fresh = set(range(self.planned, computed)) - self.stored | again
+        self.planned = max(self.planned, computed)
+        return sorted(fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """What a match came to, kept because the scheduler asks in a hot loop."""
+
+    records: Records
+    num_tokens: int
+    computed: int
+    end: int
+    """Of the match, in tokens."""
+    sync: bool
+
+
+class RequestTracker:
+    """Requests by id. Used by the scheduler's thread only; never waits."""
+
+    def __init__(self, geometry: Geometry, lookups: LookupService, recorder: Recorder) -> None:
+        self._geometry = geometry
+        self._lookups = lookups
+        self._recorder = recorder
+        self._adapters = Adapters(lookups.submit)
+        self._tracked: dict[str, Tracked] = {}
+        self.fields = [geometry.fields(g) for g in range(len(geometry.groups))]
+        """Per group the shard fields that this replica reads and writes."""
+
+    def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> Tracked:
+        """Start to follow a request, and to look its prompt up.
+
+        ``trusted``: whether it is known which weights its KV will be of.
+        """
+        tracked = Tracked(request, namespace, self._lookups.deadline())
+        self._tracked[request.request_id] = tracked
+        if request.resumable or not trusted:
+            # Resumable, a session: vLLM takes back a token of its prompt, and adds others and
+            # images, so that hashes made before would name other KV.
+            tracked.may_load = tracked.may_save = False
+        self.records(tracked)
+        return tracked
+
+    def ids(self) -> tuple[str, ...]:
+        """All requests that have not ended."""
+        return tuple(self._tracked)
+
+    def get(self, request_id: str) -> Tracked | None:
+        """What is known of a request that has not ended."""
+        return self._tracked.get(request_id)
+
+    def end(self, request_id: str) -> Tracked | None:
+        """Stop following a request."""
+        self._lookups.forget(request_id)
+        return self._tracked.pop(request_id, None)
+
+    def distrust(self) -> None:
+        """Weights may have changed: requests under way neither load nor save any more."""
+        self._adapters.forget()
+        for request_id, tracked in self._tracked.items():
+            tracked.may_load = tracked.may_save = False
+            self._lookups.forget(request_id)
+
+    def unstore(self, request_id: str, chunk: int) -> None:
+        """A save was dropped: the chunk is to be saved after all."""
+        if tracked := self._tracked.get(request_id):
+            tracked.again.add(chunk)
+
+    def reject(self, prefix_hash: bytes) -> None:
+        """A chunk turned out not to be stored: whoever computes it is to save it."""
+        for tracked in self._tracked.values():
+            for i, record in enumerate(tracked.records):
+                if record is not None and record.prefix_hash == prefix_hash:
+                    tracked.again.add(i)
+
+    def records(self, tracked: Tracked) -> Records | None:
+        """The records of the request's chunks, or None while they are not known."""
+        if not (tracked.may_load or tracked.may_save):
+            return ()
+        chain = self.chain(tracked)
+        if chain is None:
+            waits = tracked.may_load and not self._lookups.is_late(tracked.deadline)
+            return None if waits else ()
+        tokens = tracked.request.all_token_ids
+        hashes = chain.extend(tokens, len(tokens))
+        records = self._lookups.ask(tracked.request.request_id, tracked.namespace, hashes)
+        if records is not None and records is not tracked.records:
+            tracked.records = records
+            tracked.stored |= {i for i, r in enumerate(records) if r and self._complete(r)}
+        return records
+
+    def chain(self, tracked: Tracked) -> PrefixChain | None:
+        """The request's hashes, or None while its adapter is not known, or cannot be."""
+        if tracked.chain is not None:
+            return tracked.chain
+        lora = None
+        request = tracked.request
+        if request.lora_request is not None:
+            try:
+                lora = self._adapters.digest(request.lora_request)
+            except UnknownAdapterError:
+                tracked.may_load = tracked.may_save = False
+                self._recorder.count("adapters_unknown")
+                return None
+            if lora is None:
+                return None
+        size = self._geometry.chunk_tokens
+        extras = read_extras(request, lora, size)
+        tracked.chain = PrefixChain(tracked.namespace, size, extras)
+        return tracked.chain
+
+    def _complete(self, record: Record) -> bool:
+        return all(fields <= record.shards.keys() for fields in self.fields)

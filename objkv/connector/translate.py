@@ -1,0 +1,250 @@
+"""vLLM's configuration in objkv's words: the identity, the groups, and what is refused and why.
+
+Everything comes from the model's configuration, so it is equal on the scheduler and on every rank.
+Read against vLLM 0.31-0.33.
+"""
+
+import json
+import logging
+import platform
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from objkv.config import Config
+from objkv.connector.geometry import Geometry
+from objkv.connector.weights import local_folder, weights_digest
+from objkv.errors import ConfigError
+from objkv.keys.chunk import effective_chunk_tokens
+from objkv.keys.identity import GroupIdentity, GroupKind, Identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+_INSTEAD = "run it without the objkv connector, or"
+
+
+def read_geometry(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config
+) -> Geometry:
+    """Raises ``ConfigError`` with what to do for everything that is not supported yet."""
+    _refuse_unsupported(vllm_config)
+    groups = tuple(
+        _group(vllm_config, list(group.layer_names), group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+    )
+    block_sizes = tuple(group.block_size for group in groups)
+    return Geometry(
+        groups=groups,
+        chunk_tokens=effective_chunk_tokens(config.chunk_tokens, block_sizes),
+        block_tokens=lcm(*block_sizes),
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
+def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Identity:
+    """The identity document of this replica. Reads the model's files; takes up to seconds."""
+    model = vllm_config.model_config
+    folder = local_folder(model.model, model.revision)
+    name = config.model_id or (
+        Path(model.model).name if Path(model.model).is_dir() else model.model
+    )
+    return Identity(
+        model=name,
+        weights=_weights(vllm_config, folder),
+        quantization=model.quantization,
+        kv_dtype=_kv_dtype(vllm_config),
+        groups=geometry.groups,
+        page_layout=_page_layout(vllm_config, geometry),
+        chunk_tokens=geometry.chunk_tokens,
+        weights_epoch=config.weights_epoch,
+        tenant=config.tenant,
+        extra=further_settings(vllm_config),
+    )
+
+
+def tensor_rank(vllm_config: "VllmConfig") -> int:
+    """This worker's TP rank; 0 where no group of ranks was made."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return 0
+    return int(get_tensor_model_parallel_rank())
+
+
+def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
+    """Say so if another connector wraps this one and lets a failed load fail its request.
+
+    The outermost ``kv_transfer_config`` decides, and only workers can see it.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    outer = get_current_vllm_config_or_none()
+    transfer = None if outer is None else outer.kv_transfer_config
+    if transfer is None or transfer is vllm_config.kv_transfer_config:
+        return
+    if config.load_failure == "recompute" and transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "a failed load will fail its request: set kv_load_failure_policy to recompute beside "
+            "kv_connector=%s, where vLLM reads it",
+            transfer.kv_connector,
+        )
+
+
+def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Config:
+    """The settings, with loads between steps where vLLM would not recover from one that fails
+    within a step: it believes the tokens of steps scheduled before that was known, and stops where
+    block ids could be of several groups. Source: vLLM 0.31-0.33, ``update_from_output`` and
+    ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``.
+    """
+    several = len(geometry.groups) > 1
+    if config.load_mode == "async" or (vllm_config.max_concurrent_batches == 1 and not several):
+        return config
+    logger.warning(
+        "load_mode=%s is not safe here, loading between steps: %s",
+        config.load_mode,
+        "the model has several KV cache groups"
+        if several
+        else "run vLLM with --no-async-scheduling to load within them",
+    )
+    return config.model_copy(update={"load_mode": "async"})
+
+
+def copies_are_synchronous() -> bool:
+    """Whether saves have left the blocks when the step that issued them ends (host lanes)."""
+    return bool(current_platform.is_cpu())
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ConfigError(f"objkv does not support {name}={size} yet: {_INSTEAD} set it to 1")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.31
+        raise ConfigError(
+            "objkv cannot share KV whose scales each replica calculates by itself: "
+            f"{_INSTEAD} turn calculate_kv_scales off"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        raise ConfigError(
+            f"objkv does not support speculative decoding with {speculative.method!r} yet: "
+            f"{_INSTEAD} use 'ngram', which has no KV of its own"
+        )
+
+
+def _group(vllm_config: "VllmConfig", layers: list[str], spec: KVCacheSpec) -> GroupIdentity:
+    # Exact types: their subclasses keep other things in the same blocks.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec):
+        raise ConfigError(
+            f"objkv does not support the KV cache of {layers[0]} ({type(spec).__name__}) yet: "
+            f"{_INSTEAD} use a model with full and sliding-window attention only"
+        )
+    assert isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
+    if getattr(spec, "non_causal", False) or spec.tokens_per_state != 1:
+        raise ConfigError(
+            f"objkv cannot share the KV of {layers[0]}: it depends on later tokens, or holds one "
+            f"state for several of them; {_INSTEAD} use another model"
+        )
+    item = torch.empty((), dtype=spec.dtype).element_size()
+    kind: GroupKind = "sliding_window" if isinstance(spec, SlidingWindowSpec) else "full"
+    return GroupIdentity(
+        kind=kind,
+        window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+        layers=tuple(layers),
+        heads=_total_heads(vllm_config, layers[0], spec),
+        content=spec.state_content_size_bytes // item,
+        block_size=spec.block_size,
+    )
+
+
+def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any) -> int:
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    if spec.num_heads * tp_size == total or (spec.num_heads == 1 and tp_size > total):
+        return total
+    raise ConfigError(
+        f"{layer} keeps {spec.num_heads} KV heads on each of {tp_size} ranks, of {total} in all: "
+        f"objkv does not know that layout; {_INSTEAD} set tensor_parallel_size to 1"
+    )
+
+
+def _weights(vllm_config: "VllmConfig", folder: Path | None) -> str:
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy:seed={vllm_config.model_config.seed}"
+    digest = None if folder is None else weights_digest(folder)
+    if digest is not None:
+        return digest
+    revision = vllm_config.model_config.revision
+    if revision is None:
+        raise ConfigError(
+            f"the weights of {vllm_config.model_config.model!r} cannot be read from here, so objkv "
+            "cannot tell them from other weights: serve from a local folder or set --revision"
+        )
+    return f"revision:{revision}"
+
+
+def _kv_dtype(vllm_config: "VllmConfig") -> str:
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    if dtype == "auto":
+        return str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return dtype
+
+
+def _page_layout(vllm_config: "VllmConfig", geometry: Geometry) -> str:
+    """On the CPU the attention kernel packs a block as its instruction set likes it."""
+    if not current_platform.is_cpu():
+        return "canonical"
+    isa = _cpu_isa(vllm_config, geometry)
+    return f"opaque:{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-{isa}".lower()
+
+
+def _cpu_isa(vllm_config: "VllmConfig", geometry: Geometry) -> str:
+    from vllm.v1.attention.backends import cpu_attn
+
+    return str(
+        cpu_attn._get_attn_isa(
+            vllm_config.model_config.dtype,
+            geometry.groups[0].block_size,
+            vllm_config.model_config.get_head_size(),
+            vllm_config.cache_config.cache_dtype,
+        )
+    )
+
+
+def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
+    """Settings that change KV and that neither weights nor groups show, as sorted text."""
+    model = vllm_config.model_config
+    extra = {"dtype": str(model.dtype).removeprefix("torch.")}
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # The engine's length decides which factors rotate all keys, those of short prompts too.
+        long = model.max_model_len > rope["original_max_position_embeddings"]
+        extra["longrope"] = "long" if long else "short"
+    if model.hf_overrides:
+        overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else "callable"
+        extra["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=str)
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None and multimodal.mm_processor_kwargs:
+        extra["mm_processor_kwargs"] = json.dumps(
+            multimodal.mm_processor_kwargs, sort_keys=True, default=str
+        )
+    return tuple(sorted(extra.items()))

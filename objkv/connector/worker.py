@@ -1,0 +1,260 @@
+"""The worker's side: executes plans on this rank's paged cache, and tells what did not work.
+
+Everything that can go wrong here becomes a miss or a drop; the façade sees no exception. Source of
+the call order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from objkv.cache.tiered import ChunkCache
+from objkv.codec.payload import payload_bytes_max
+from objkv.config import Config
+from objkv.connector.geometry import Geometry
+from objkv.connector.metadata import StepPlan, StepReport
+from objkv.errors import ConfigError
+from objkv.telemetry import Recorder
+from objkv.transfer.lanes import open_lane
+from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.saver import SaveLimits, Saver
+from objkv.transfer.slabs import SlabPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which worker this is, and how far the scheduler may run ahead of it."""
+
+    tp_rank: int
+    writer: str
+    batches_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """What the engine is told after a step."""
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+
+
+class WorkerSide:
+    """All methods are called by the worker's forward thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        rank: Rank,
+        cache: ChunkCache,
+        *,
+        recorder: Recorder,
+        kv_caches: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._config = config
+        self._groups = _paged_groups(geometry, rank.tp_rank, kv_caches)
+        self._places = {
+            name: (g, i)
+            for g, group in self._groups.items()
+            for i, name in enumerate(group.shape.layers)
+        }
+        self._batches_in_flight = rank.batches_in_flight
+        device = self._groups[0].device
+        pools = plan_pools(config, self._groups, geometry.chunk_tokens)
+        pinned = device.type == "cuda"
+        slabs = [
+            SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pinned=pinned)
+            for name, count in (("load", pools.load_slabs), ("save", pools.save_slabs))
+        ]
+        self._loader = Loader(
+            cache,
+            self._groups,
+            slabs[0],
+            lane_for_thread=lambda: open_lane(device),
+            limits=LoadLimits(
+                pools.load_threads, config.load_queue_max, config.load_deadline_ms / 1000
+            ),
+            recorder=recorder,
+        )
+        self._saver = Saver(
+            cache,
+            self._groups,
+            slabs[1],
+            lane=open_lane(device),
+            limits=SaveLimits(
+                config.save_threads,
+                config.save_queue_max,
+                config.save_deadline_ms / 1000,
+                config.codec,
+                rank.writer,
+            ),
+            recorder=recorder,
+        )
+        self._report = StepReport()
+        self._failed_blocks: set[int] = set()
+        self._lost: list[LoadOutcome] = []
+        self._sent: set[str] = set()
+        self._tainted_steps = 0
+        self._in_layers = False
+        self._closed = False
+        logger.info(
+            "objkv worker ready loader=%r saver=%r slabs=%r", self._loader, self._saver, slabs
+        )
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Start this step's loads; does not wait."""
+        for load in plan.loads:
+            self._in_layers |= load.sync
+            try:
+                self._loader.submit(load)
+            except Exception:  # vLLM counts on these blocks: it must hear that they failed
+                logger.exception("load not started, recomputing request=%s", load.request_id)
+                self._lose(load)
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Before a layer's attention: its loaded blocks are there, or known to have failed."""
+        if self._in_layers and (place := self._places.get(layer_name)):
+            self._loader.wait_layer(*place)
+
+    def end_forward(self, plan: StepPlan) -> None:
+        """After the forward pass: settle loads within the step, then take finished chunks out."""
+        self._settle_step(plan)
+        if self._tainted_steps:
+            # Computed on blocks that were not loaded, or by a step scheduled before that was known.
+            self._tainted_steps -= 1
+            dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
+        else:
+            dropped = self._saver.gather(plan.saves)
+        self._report.dropped |= dropped
+
+    def before_reuse(self) -> None:
+        """Before blocks change hands: whatever is still read from them is read first."""
+        self._saver.fence()
+
+    def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
+        """Transfers that ended; each is told once.
+
+        With speculation vLLM asks for them before it calls ``end_forward``; what failed within the
+        step must be told in that step all the same, or its tokens are believed.
+        """
+        self._settle_step(plan)
+        for request_id in finished:
+            self._loader.cancel(request_id)
+            if request_id not in plan.held:
+                self._saver.forget(request_id)
+        received: set[str] = set()
+        failed: set[str] = set()
+        lost, self._lost = self._lost, []
+        for outcome in [*lost, *self._loader.take_finished(sync=False)]:
+            received.add(outcome.request_id)
+            self._note(outcome)
+            if outcome.failed and len(self._groups) > 1:
+                failed.add(outcome.request_id)
+            else:
+                self._failed_blocks |= outcome.failed_blocks
+        self._sent &= plan.held
+        sent = {r for r in plan.held - self._sent if self._saver.left_device(r)}
+        self._sent |= sent
+        return StepResults(sent, received, failed)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks that do not hold what was promised, since the last call; single-group models."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> StepReport | None:
+        """What the scheduler's side should know, since the last call."""
+        report, self._report = self._report, StepReport()
+        return None if report.is_empty() else report
+
+    def close(self) -> None:
+        """Drain saves within the configured bound, then stop all threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._saver.close(self._config.drain_deadline_ms / 1000)
+        self._loader.close()
+
+    def _settle_step(self, plan: StepPlan) -> None:
+        if not self._in_layers:
+            return
+        self._in_layers = False
+        try:
+            self._settle_layers()
+        except Exception:  # vLLM counts on these blocks: it must hear that they failed
+            logger.exception("loads not settled, recomputing them")
+            for load in plan.loads:
+                if load.sync:
+                    self._lose(load)
+
+    def _settle_layers(self) -> None:
+        for outcome in self._loader.take_finished(sync=True):
+            self._note(outcome)
+            self._failed_blocks |= outcome.failed_blocks
+            if outcome.failed:
+                self._tainted_steps = self._batches_in_flight
+
+    def _lose(self, plan: LoadPlan) -> None:
+        outcome = _all_failed(plan)
+        if not plan.sync:
+            self._lost.append(outcome)
+            return
+        self._note(outcome)
+        self._failed_blocks |= outcome.failed_blocks
+        self._tainted_steps = self._batches_in_flight
+
+    def _note(self, outcome: LoadOutcome) -> None:
+        self._report.rejected |= outcome.rejected
+        if outcome.failed:
+            self._report.failed.add(outcome.request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How the pinned memory is divided."""
+
+    slab_bytes: int
+    load_slabs: int
+    save_slabs: int
+    load_threads: int
+
+
+def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int) -> Pools:
+    """Half for loads, two slabs a thread (payload and decoded pages); the rest for saves, so that
+    neither can starve the other. Raises ``ConfigError`` if there is no room for one of each."""
+    tokens = chunk_tokens if config.store_tokens else 0
+    slab_bytes = max(payload_bytes_max(g.layers, tokens=tokens) for g in groups.values())
+    slab_bytes = -(-slab_bytes // 4096) * 4096
+    budget = config.pinned_bytes_max // slab_bytes
+    load = min(2 * config.load_threads, budget // 2 // 2 * 2)
+    save = min(config.save_queue_max + config.save_threads, budget - load)
+    if load < 2 or save < 1:
+        raise ConfigError(
+            f"pinned_bytes_max={config.pinned_bytes_max} has no room for 4 slabs of {slab_bytes} "
+            "bytes, one chunk each: raise it, or lower chunk_tokens"
+        )
+    return Pools(slab_bytes, load, save, load // 2)
+
+
+def _all_failed(plan: LoadPlan) -> LoadOutcome:
+    blocks = frozenset(block for load in plan.moves for block in load.move.block_ids)
+    return LoadOutcome(plan.request_id, blocks, frozenset())
+
+
+def _paged_groups(
+    geometry: Geometry, tp_rank: int, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[int, PagedGroup]:
+    groups = {}
+    for g in range(len(geometry.groups)):
+        shape = geometry.shape(g, tp_rank)
+        if missing := [name for name in shape.layers if name not in kv_caches]:
+            raise ConfigError(f"vLLM registered no KV cache for {missing[0]}: objkv cannot save it")
+        groups[g] = PagedGroup(shape, [kv_caches[name] for name in shape.layers])
+    return groups

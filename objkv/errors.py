@@ -1,0 +1,41 @@
+"""The errors of objkv: each class says who can act on it. A miss is a value, never an error.
+
+Only the connector and the command line catch ``ObjkvError``; the connector turns every one of
+them into a miss, so none ever reaches the engine.
+"""
+
+
+class ObjkvError(Exception):
+    """Base of everything objkv raises on purpose."""
+
+
+class ConfigError(ObjkvError):
+    """The operator can act, at start-up: the message says what to change."""
+
+
+class StoreError(ObjkvError):
+    """A store or an index failed. ``transient`` tells whether time alone may mend it."""
+
+    transient: bool = False
+
+
+class StoreUnavailable(StoreError):
+    """No answer, or an answer that asks to come back later (HTTP 429, 5xx, time-out)."""
+
+    transient = True
+
+
+class StoreDenied(StoreError):
+    """The server answered no: credentials, ACL, a missing bucket. The operator can act."""
+
+
+class ValueTooLong(StoreError):
+    """A stored value is longer than the buffer it was to fill: not what the index promised."""
+
+
+class PayloadError(ObjkvError):
+    """Bytes that are not what they claim to be. Nobody can act; the payload is evicted."""
+
+
+class TransferError(ObjkvError):
+    """This process could not move bytes: no slab, queue full, deadline passed, closed."""

@@ -1,0 +1,140 @@
+"""An index in this process's memory: for ``memory:`` and for tests; nobody else sees it."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from threading import Lock
+
+from objkv.index.base import ChunkEntry, Record, ShardRecord
+
+_PURGE_AT_LEAST = 1024
+
+
+class MemoryIndex:
+    """Implements ``PruneIndex``; ``clock`` tells seconds since the epoch."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._records: dict[tuple[str, bytes], tuple[Record, float]] = {}
+        self._leases: dict[str, tuple[str, float]] = {}
+        self._purge_at = _PURGE_AT_LEAST
+
+    def __repr__(self) -> str:
+        return f"<MemoryIndex {len(self._records)} records, {len(self._leases)} leases>"
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        """See ``ReadIndex``."""
+        with self._lock:
+            return [self._live((namespace, prefix_hash)) for prefix_hash in prefix_hashes]
+
+    def scan(self, namespace: str) -> Iterator[Record]:
+        """See ``ReadIndex``; shows the records of the moment it is first advanced."""
+        with self._lock:
+            found = [self._live(key) for key in list(self._records) if key[0] == namespace]
+        yield from (record for record in found if record is not None)
+
+    def namespaces(self) -> list[str]:
+        """See ``ReadIndex``."""
+        with self._lock:
+            return sorted({key[0] for key in list(self._records) if self._live(key)})
+
+    def check(self) -> None:
+        """Nothing can be wrong with it."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        """See ``WriteIndex``."""
+        assert shards
+        key = (chunk.namespace, chunk.prefix_hash)
+        with self._lock:
+            old = self._live(key)
+            record = Record(
+                prefix_hash=chunk.prefix_hash,
+                parent_hash=chunk.parent_hash,
+                token_start=chunk.token_start,
+                token_end=chunk.token_end,
+                shards={**(old.shards if old else {}), **shards},
+                hits=old.hits if old else 0,
+                touched_s=old.touched_s if old else 0,
+                pinned=old.pinned if old else False,
+            )
+            self._keep(key, record, ttl_s)
+            self._purge()
+
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+        """See ``WriteIndex``."""
+        with self._lock:
+            for prefix_hash in dict.fromkeys(prefix_hashes):
+                key = (namespace, prefix_hash)
+                if old := self._live(key):
+                    touched = replace(old, hits=old.hits + 1, touched_s=int(self._clock()))
+                    self._keep(key, touched, ttl_s)
+
+    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
+        """See ``WriteIndex``."""
+        key = (namespace, prefix_hash)
+        with self._lock:
+            old = self._live(key)
+            if old is None or old.shards.get(field) != expected:
+                return False
+            left = {name: shard for name, shard in old.shards.items() if name != field}
+            if left:
+                self._records[key] = (replace(old, shards=left), self._records[key][1])
+            else:
+                del self._records[key]
+            return True
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        """See ``WriteIndex``."""
+        now = self._clock()
+        with self._lock:
+            holder, ends_s = self._leases.get(name, (owner, now))
+            if holder != owner and ends_s > now:
+                return False
+            self._leases[name] = (owner, now + ttl_ms / 1000)
+            self._purge()
+            return True
+
+    def release(self, name: str, owner: str) -> None:
+        """See ``WriteIndex``."""
+        with self._lock:
+            if self._leases.get(name, (None, 0.0))[0] == owner:
+                del self._leases[name]
+
+    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+        """See ``PruneIndex``."""
+        key = (namespace, prefix_hash)
+        with self._lock:
+            old = self._live(key)
+            if old is None:
+                return False
+            self._keep(key, replace(old, pinned=pinned), ttl_s)
+            return True
+
+    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
+        """See ``PruneIndex``."""
+        key = (namespace, prefix_hash)
+        with self._lock:
+            there = self._live(key) is not None
+            self._records.pop(key, None)
+            return there
+
+    def _live(self, key: tuple[str, bytes]) -> Record | None:
+        record, ends_s = self._records.get(key, (None, 0.0))
+        return record if ends_s > self._clock() else None
+
+    def _keep(self, key: tuple[str, bytes], record: Record, ttl_s: int) -> None:
+        ends_s = float("inf") if record.pinned else self._clock() + ttl_s
+        self._records[key] = (record, ends_s)
+
+    def _purge(self) -> None:
+        # Only when the index has doubled since the last time, so that it costs a constant each.
+        if len(self._records) + len(self._leases) < self._purge_at:
+            return
+        now = self._clock()
+        self._records = {key: kept for key, kept in self._records.items() if kept[1] > now}
+        self._leases = {name: kept for name, kept in self._leases.items() if kept[1] > now}
+        self._purge_at = max(_PURGE_AT_LEAST, 2 * (len(self._records) + len(self._leases)))

@@ -1,0 +1,54 @@
+"""Tells a recorder how often the index was asked, how long it took, and how it ended."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from objkv.errors import StoreError
+from objkv.index.base import Record, WriteIndex
+from objkv.index.wrapped import Verb, WrappedIndex
+from objkv.telemetry import Recorder
+
+T = TypeVar("T")
+
+
+class ObserveIndex(WrappedIndex):
+    """Counts every verb of ``inner``.
+
+    Per verb: ``index_<verb>_seconds`` observed, failed calls included, and ``index_<verb>_errors``,
+    by class too: ``index_<verb>_errors_StoreDenied``. Over all lookups: ``index_records_found``
+    and ``index_records_missing``. A scan is observed per record.
+    """
+
+    def __init__(
+        self,
+        inner: WriteIndex,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(inner)
+        self._recorder = recorder
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return f"<ObserveIndex {self._inner!r}>"
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        """As the inner index."""
+        records = super().lookup(namespace, prefix_hashes)
+        missing = records.count(None)
+        self._recorder.count("index_records_found", len(records) - missing)
+        self._recorder.count("index_records_missing", missing)
+        return records
+
+    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
+        begun_s = self._clock()
+        try:
+            return call()
+        except StoreError as exc:
+            self._recorder.count(f"index_{verb}_errors")
+            self._recorder.count(f"index_{verb}_errors_{type(exc).__name__}")
+            raise
+        finally:
+            self._recorder.observe(f"index_{verb}_seconds", self._clock() - begun_s)

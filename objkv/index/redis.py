@@ -1,0 +1,277 @@
+"""An index in Redis or Valkey (6.2 or newer, also clustered), shared by a fleet.
+
+Layout, commands and access rights are specified in ``docs/index.md``. No module commands are
+used, and every key has a time to live except those of pinned records.
+"""
+
+import re
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from redis import exceptions
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.index.base import ChunkEntry, Record, ShardRecord
+from objkv.index.fields import decode_shard, encode_shard, is_shard_field
+from objkv.index.redis_script import FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+
+Client = redis.Redis | redis.RedisCluster
+_Command = tuple[str | bytes | int, ...]
+
+_SCAN_KEYS = 1_000
+_TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
+
+# By word where the class does not tell: inside a script, servers wrap the error's own first word.
+_LATER_WORDS = re.compile(
+    r"\b(LOADING|MASTERDOWN|NOREPLICAS|BUSY|MISCONF|READONLY|CLUSTERDOWN|TRYAGAIN|MOVED|ASK)\b"
+)
+_LATER = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ClusterError,
+    exceptions.AskError,
+    exceptions.TryAgainError,
+    exceptions.ReadOnlyError,
+    # Raised while no node of a cluster can be reached; not a RedisError.
+    exceptions.RedisClusterException,
+)
+_LOGIN_WORDS = re.compile(r"\b(NOAUTH|WRONGPASS|DENIED)\b")
+_LOGIN = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+)
+_RIGHTS_WORDS = re.compile(
+    r"\bNOPERM\b|ACL failure in script|can't run this command|can't access at least one"
+)
+
+
+class RedisIndex:
+    """Implements ``PruneIndex``. Owns ``client``, which must answer bytes (no decoding).
+
+    Every key begins with ``<prefix>:``. Deadlines are the client's own; ``clock`` (seconds since
+    the epoch) only dates touches, what expires is decided by the server.
+    """
+
+    def __init__(
+        self, client: Client, *, prefix: str = "objkv", clock: Callable[[], float] = time.time
+    ) -> None:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+", prefix)
+        self._client = client
+        self._prefix = prefix
+        self._clock = clock
+        self._key = re.compile(
+            rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
+        )
+
+    def __repr__(self) -> str:
+        return f"<RedisIndex {self._prefix}:*>"
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        """See ``ReadIndex``."""
+        replies = self._pipelined(
+            [("HGETALL", self._chunk(namespace, prefix_hash)) for prefix_hash in prefix_hashes]
+        )
+        return [
+            _record(prefix_hash, reply)
+            for prefix_hash, reply in zip(prefix_hashes, replies, strict=True)
+        ]
+
+    def scan(self, namespace: str) -> Iterator[Record]:
+        """See ``ReadIndex``; walks all keys of the server, in batches."""
+        batch: list[bytes] = []
+        for found, prefix_hash in self._keys(f"{self._prefix}:i:{namespace}:*"):
+            if found != namespace:
+                continue
+            batch.append(prefix_hash)
+            if len(batch) == _SCAN_KEYS:
+                yield from filter(None, self.lookup(namespace, batch))
+                batch = []
+        yield from filter(None, self.lookup(namespace, batch))
+
+    def namespaces(self) -> list[str]:
+        """See ``ReadIndex``; walks all keys of the server.
+
+        There is no list of namespaces to read instead: it would be one key that every save of
+        the fleet writes, and it would go on naming what has expired.
+        """
+        return sorted({namespace for namespace, _ in self._keys(f"{self._prefix}:i:*")})
+
+    def check(self) -> None:
+        """See ``ReadIndex``; runs a script, which needs most of the rights that objkv needs."""
+        self._run("check", RELEASE, f"{self._prefix}:l:check", "nobody")
+
+    def close(self) -> None:
+        """See ``ReadIndex``."""
+        with _translated("close"):
+            self._client.close()
+
+    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        """See ``WriteIndex``."""
+        assert shards
+        assert all(is_shard_field(field) for field in shards)
+        args: list[str | bytes | int] = [ttl_s * 1000]
+        args += ["parent", chunk.parent_hash.hex()]
+        args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
+        for field, shard in shards.items():
+            args += [field, encode_shard(shard)]
+        self._run("publish", PUBLISH, self._chunk(chunk.namespace, chunk.prefix_hash), *args)
+
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+        """See ``WriteIndex``; one pipelined round trip."""
+        keys = [self._chunk(namespace, prefix_hash) for prefix_hash in dict.fromkeys(prefix_hashes)]
+        args = (ttl_s * 1000, int(self._clock()))
+        replies = self._pipelined([TOUCH.known(key, *args) for key in keys])
+        unknown = [
+            TOUCH.told(key, *args)
+            for key, reply in zip(keys, replies, strict=True)
+            if isinstance(reply, exceptions.NoScriptError)
+        ]
+        for reply in [*replies, *self._pipelined(unknown)]:
+            if isinstance(reply, Exception) and not isinstance(reply, exceptions.NoScriptError):
+                with _translated("touch"):
+                    raise reply
+
+    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
+        """See ``WriteIndex``."""
+        key = self._chunk(namespace, prefix_hash)
+        return self._run("forget", FORGET, key, field, encode_shard(expected))
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        """See ``WriteIndex``; the holder's end is renewed."""
+        return self._run("lease", LEASE, f"{self._prefix}:l:{name}", owner, ttl_ms)
+
+    def release(self, name: str, owner: str) -> None:
+        """See ``WriteIndex``."""
+        self._run("release", RELEASE, f"{self._prefix}:l:{name}", owner)
+
+    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+        """See ``PruneIndex``."""
+        return self._run("pin", PIN, self._chunk(namespace, prefix_hash), int(pinned), ttl_s * 1000)
+
+    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
+        """See ``PruneIndex``; also removes what is malformed."""
+        return self._execute("drop", ("DEL", self._chunk(namespace, prefix_hash)))
+
+    def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
+        return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
+
+    def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> bool:
+        return self._execute(verb, script.known(key, *args), script.told(key, *args))
+
+    def _execute(self, verb: str, command: _Command, if_unknown: _Command = ()) -> bool:
+        with _translated(verb):
+            run: Callable[..., object] = self._client.execute_command
+            try:
+                return run(*command) == 1
+            except exceptions.NoScriptError:
+                return run(*if_unknown) == 1
+
+    def _pipelined(self, commands: Sequence[_Command]) -> list[Any]:
+        """All replies, errors among them as values; one round trip, or one per cluster node."""
+        if not commands:
+            return []
+        with _translated("pipeline"), self._client.pipeline(transaction=False) as pipeline:
+            queue: Callable[..., object] = pipeline.execute_command
+            for command in commands:
+                # By name, because the cluster's pipeline refuses the method ``evalsha``, although
+                # scripts of one key run anywhere.
+                queue(*command, **self._where(command))
+            return pipeline.execute(raise_on_error=False)
+
+    def _where(self, command: _Command) -> dict[str, Any]:
+        """Names the cluster node of a script's key, for which redis-py 8.1 would otherwise ask a
+        server (``COMMAND GETKEYS``), one round trip for each command of a pipeline."""
+        if command[0] in ("EVAL", "EVALSHA") and isinstance(self._client, redis.RedisCluster):
+            find: Callable[[str], object] = self._client.get_node_from_key
+            node = find(str(command[3]))
+            return {"target_nodes": node} if node else {}
+        return {}
+
+    def _keys(self, pattern: str) -> Iterator[tuple[str, bytes]]:
+        with _translated("scan"):
+            keys = self._client.scan_iter(match=pattern, count=_SCAN_KEYS)
+        while True:
+            with _translated("scan"):
+                key = next(keys, None)
+            if key is None:
+                return
+            if match := self._key.fullmatch(key):
+                yield match[1].decode("utf-8", "replace"), bytes.fromhex(match[2].decode("ascii"))
+
+
+def _record(prefix_hash: bytes, reply: Any) -> Record | None:
+    """The record that ``HGETALL`` answered; None for none and for what no objkv wrote."""
+    if isinstance(reply, Exception):
+        if str(reply).startswith("WRONGTYPE"):
+            return None
+        with _translated("lookup"):
+            raise reply
+    shards = {}
+    for name, value in reply.items():
+        if b"." in name and (shard := decode_shard(value)):
+            shards[name.decode("utf-8", "replace")] = shard
+    try:
+        tokens = _TOKENS.fullmatch(reply[b"tokens"])
+        parent_hash = bytes.fromhex(reply[b"parent"].decode("ascii"))
+        hits, touched_s = int(reply.get(b"hits", 0)), int(reply.get(b"touched", 0))
+    except (KeyError, ValueError):
+        return None
+    if not shards or tokens is None or len(parent_hash) != PREFIX_HASH_BYTES:
+        return None
+    return Record(
+        prefix_hash=prefix_hash,
+        parent_hash=parent_hash,
+        token_start=int(tokens[1]),
+        token_end=int(tokens[2]),
+        shards=shards,
+        hits=hits,
+        touched_s=touched_s,
+        pinned=b"pin" in reply,
+    )
+
+
+@contextmanager
+def _translated(verb: str) -> Iterator[None]:
+    try:
+        yield
+    except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
+        kind, words = _meaning(exc)
+        raise kind(f"redis index, {verb}: {words}") from exc
+
+
+def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
+    """What ``exc`` is to objkv, and its words with what to fix."""
+    words = str(exc) or type(exc).__name__
+    chain = list(_chain(exc))
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
+        fix = "set redis_ca_file to the PEM file that signs the server's certificate"
+        return StoreDenied, f"{words}: {fix}"
+    if any(isinstance(c, exceptions.NoPermissionError) for c in chain) or _RIGHTS_WORDS.search(
+        words
+    ):
+        return StoreDenied, f"{words}: give the user the rights listed in docs/index.md"
+    if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
+        return StoreDenied, f"{words}: check redis_username and redis_password"
+    if "Cluster mode is not enabled" in words:
+        return StoreDenied, f"{words}: index_url should begin with redis:// or rediss://"
+    if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
+        fix = "raise the server's maxmemory, or let it evict: maxmemory-policy volatile-lru"
+        return StoreUnavailable, f"{words}: {fix}"
+    if isinstance(exc, exceptions.MovedError):
+        fix = "a cluster's index_url begins with redis+cluster:// or rediss+cluster://"
+        return StoreUnavailable, f"{words}: {fix}"
+    if isinstance(exc, _LATER) or _LATER_WORDS.search(words):
+        return StoreUnavailable, words
+    return StoreError, words
+
+
+def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+    while exc is not None:
+        yield exc
+        exc = exc.__cause__ or exc.__context__

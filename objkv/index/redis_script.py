@@ -1,0 +1,93 @@
+"""Lua that Redis runs in one piece; each script touches one key, so that clusters run it too.
+
+Scripts are sent by digest; a server that does not know one gets the text with ``EVAL``, which also
+teaches it. ``redis.pcall`` answers a table where somebody else's key is of another type: such a
+key is treated as absent, and replaced by what is published.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One script and its digest."""
+
+    text: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        # SHA-1 is how Redis names scripts; nothing depends on it being hard to forge.
+        digest = hashlib.sha1(self.text.encode("ascii"), usedforsecurity=False).hexdigest()
+        object.__setattr__(self, "sha", digest)
+
+    def known(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
+        """The command that runs it on a server that knows it."""
+        return ("EVALSHA", self.sha, 1, key, *args)
+
+    def told(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
+        """The command that runs it anywhere."""
+        return ("EVAL", self.text, 1, key, *args)
+
+
+PUBLISH = Script("""\
+local kind = redis.call('TYPE', KEYS[1])['ok']
+if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+if redis.call('HEXISTS', KEYS[1], 'pin') == 0 then
+  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+end
+return 1
+""")
+"""ARGV: time to live in ms, then fields and values."""
+
+TOUCH = Script("""\
+if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
+local hits = tonumber(redis.call('HGET', KEYS[1], 'hits')) or 0
+redis.call('HSET', KEYS[1], 'hits', string.format('%.0f', hits + 1), 'touched', ARGV[2])
+if redis.call('HEXISTS', KEYS[1], 'pin') == 0 then
+  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+end
+return 1
+""")
+"""ARGV: time to live in ms, seconds since the epoch."""
+
+FORGET = Script("""\
+if redis.pcall('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HDEL', KEYS[1], ARGV[1])
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if string.find(field, '.', 1, true) then return 1 end
+end
+redis.call('DEL', KEYS[1])
+return 1
+""")
+"""ARGV: field, the value it must have."""
+
+PIN = Script("""\
+if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
+if ARGV[1] == '1' then
+  redis.call('HSET', KEYS[1], 'pin', '1')
+  redis.call('PERSIST', KEYS[1])
+else
+  redis.call('HDEL', KEYS[1], 'pin')
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+end
+return 1
+""")
+"""ARGV: 1 or 0, time to live in ms."""
+
+LEASE = Script("""\
+if redis.pcall('GET', KEYS[1]) == ARGV[1] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  return 1
+end
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
+return 0
+""")
+"""ARGV: owner, time to live in ms."""
+
+RELEASE = Script("""\
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+""")
+"""ARGV: owner."""

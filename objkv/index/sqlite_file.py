@@ -1,0 +1,211 @@
+"""The SQLite file of an index: its schema, its connections, and what its errors mean.
+
+The file is shared by threads and processes of one machine through WAL, which does not work on
+network file systems.
+"""
+
+import os
+import sqlite3
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x6F6B7631
+"""``okv1``: tells an index from somebody else's SQLite file."""
+
+_SCHEMA = """
+CREATE TABLE chunks (
+  namespace TEXT NOT NULL,
+  hash BLOB NOT NULL,
+  parent BLOB NOT NULL,
+  token_start INTEGER NOT NULL,
+  token_end INTEGER NOT NULL,
+  hits INTEGER NOT NULL DEFAULT 0,
+  touched_s INTEGER NOT NULL DEFAULT 0,
+  ends_s REAL,
+  PRIMARY KEY (namespace, hash)
+) WITHOUT ROWID;
+CREATE INDEX chunks_by_end ON chunks (ends_s) WHERE ends_s IS NOT NULL;
+CREATE TABLE shards (
+  namespace TEXT NOT NULL,
+  hash BLOB NOT NULL,
+  field TEXT NOT NULL,
+  value BLOB NOT NULL,
+  PRIMARY KEY (namespace, hash, field),
+  FOREIGN KEY (namespace, hash) REFERENCES chunks ON DELETE CASCADE
+) WITHOUT ROWID;
+CREATE TABLE leases (name TEXT PRIMARY KEY, owner TEXT NOT NULL, ends_s REAL NOT NULL)
+WITHOUT ROWID;
+CREATE INDEX leases_by_end ON leases (ends_s);
+"""
+_WAL_RETRY_S = 0.01
+
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_REFUSED = {
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_AUTH,
+}
+
+
+class SqliteFile:
+    """Connections to one file, one per call in flight, kept for the next; safe across ``fork``.
+
+    Nothing is opened before the first call. ``busy_ms`` bounds how long a call waits for another
+    writer.
+    """
+
+    def __init__(self, path: Path, *, busy_ms: int) -> None:
+        self.path = path
+        self._busy_s = busy_ms / 1000
+        self._lock = Lock()
+        self._idle: list[sqlite3.Connection] = []
+        self._inherited: list[sqlite3.Connection] = []
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _abandon(this()))
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Borrow a connection; each statement sees one state of the file."""
+        with translated(self.path):
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                connection = self._open()
+            try:
+                yield connection
+            except BaseException:
+                # Whatever happened to it, the next call gets a fresh one.
+                connection.close()
+                raise
+            with self._lock:
+                self._idle.append(connection)
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """Borrow a connection inside one transaction, committed unless the block raises."""
+        with self.read() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.rollback()
+                raise
+            connection.commit()
+
+    def close(self) -> None:
+        """Close the idle connections. Idempotent."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            raise StoreDenied(f"index {self.path}: {exc.strerror}: {exc.filename}") from exc
+        # A connection is used by one thread at a time, but not always by the same one.
+        connection = sqlite3.connect(
+            self.path, timeout=self._busy_s, isolation_level=None, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA foreign_keys = ON")
+            # A commit lost with the power costs hits, so it is not worth an fsync.
+            connection.execute("PRAGMA synchronous = NORMAL")
+            self._check_schema(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check_schema(self, connection: sqlite3.Connection) -> None:
+        version = _pragma(connection, "user_version")
+        if version == 0:
+            self._use_wal(connection)
+            version = self._create(connection)
+        if version > SCHEMA_VERSION:
+            raise StoreDenied(
+                f"index {self.path} was written by a newer objkv (schema {version}, this one knows "
+                f"{SCHEMA_VERSION}): upgrade objkv, or set index_url to another file"
+            )
+        if _pragma(connection, "application_id") != APPLICATION_ID:
+            raise StoreDenied(
+                f"{self.path} is an SQLite file, but not of objkv: set index_url to another file"
+            )
+
+    def _use_wal(self, connection: sqlite3.Connection) -> None:
+        # Switching the mode does not wait for others as other statements do, so it is repeated.
+        deadline = time.monotonic() + self._busy_s
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as exc:
+                if _code(exc) not in _BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(_WAL_RETRY_S)
+
+    def _create(self, connection: sqlite3.Connection) -> int:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            version = _pragma(connection, "user_version")
+            tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+            if version == 0 and tables == 0:
+                for statement in _SCHEMA.split(";\n"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                version = SCHEMA_VERSION
+        except BaseException:
+            connection.rollback()
+            raise
+        connection.commit()
+        return version
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turn what SQLite raises into ``StoreError`` with what to fix."""
+    try:
+        yield
+    except sqlite3.Error as exc:
+        code = _code(exc)
+        if code in _BUSY:
+            raise StoreUnavailable(f"index {path} is busy: {exc}") from exc
+        if code == sqlite3.SQLITE_FULL:
+            raise StoreUnavailable(f"index {path}: no space left, free some: {exc}") from exc
+        if code in _BROKEN:
+            raise StoreDenied(
+                f"index {path} is damaged or not SQLite ({exc}): stop its users, delete it and its "
+                "-wal and -shm files; no KV is lost, chunks are found again once saved again"
+            ) from exc
+        if code in _REFUSED:
+            raise StoreDenied(
+                f"index {path}: {exc}: this user must be able to write the file and its folder"
+            ) from exc
+        raise StoreError(f"index {path}: {exc}") from exc
+
+
+def _code(exc: sqlite3.Error) -> int:
+    # The lowest byte is the primary code; the rest tells variants apart.
+    return int(getattr(exc, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _abandon(file: SqliteFile | None) -> None:
+    # SQLite must not see the parent's connections again, not even to close them: they are kept.
+    if file is not None:
+        file._inherited += file._idle
+        file._idle, file._lock = [], Lock()

@@ -1,0 +1,53 @@
+"""Chunks: a fixed number of tokens of one group of one shard, and their arithmetic."""
+
+import re
+from dataclasses import dataclass
+from math import lcm
+
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.keys.topology import Shard
+
+_PATH = re.compile(
+    r"(?P<namespace>[0-9a-f]{32})/(?P<fan>[0-9a-f]{2})/(?P<hash>[0-9a-f]{40})/"
+    r"(?P<group>0|[1-9][0-9]*)\.(?P<shard>[^/.]+)\.safetensors"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """Names one payload, in the bulk store, the hot store and its own header."""
+
+    namespace: str
+    prefix_hash: bytes
+    group: int
+    shard: Shard
+
+    def __post_init__(self) -> None:
+        assert len(self.namespace) == 32
+        assert len(self.prefix_hash) == PREFIX_HASH_BYTES
+        assert self.group >= 0
+
+    @property
+    def field(self) -> str:
+        """The shard's field in the chunk's index record, ``<group>.<shard>``."""
+        return f"{self.group}.{self.shard}"
+
+    def path(self) -> str:
+        """``<namespace>/<aa>/<hash>/<group>.<shard>.safetensors``: hash first, so S3 spreads."""
+        digest = self.prefix_hash.hex()
+        return f"{self.namespace}/{digest[:2]}/{digest}/{self.field}.safetensors"
+
+    @classmethod
+    def parse(cls, path: str) -> "ChunkKey":
+        """The key whose path is ``path``. Raises ValueError for any other path."""
+        match = _PATH.fullmatch(path)
+        if match is None or match["fan"] != match["hash"][:2]:
+            raise ValueError(f"not the path of a chunk: {path!r}")
+        shard = Shard.parse(match["shard"])
+        return cls(match["namespace"], bytes.fromhex(match["hash"]), int(match["group"]), shard)
+
+
+def effective_chunk_tokens(wish: int, block_sizes: tuple[int, ...]) -> int:
+    """The smallest common multiple of all block sizes that reaches ``wish`` tokens."""
+    step = lcm(*block_sizes)
+    return -(-max(wish, 1) // step) * step

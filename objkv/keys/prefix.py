@@ -1,0 +1,169 @@
+"""objkv's own prefix hash: a chain over chunks of token ids, and of what else changes their KV.
+
+    h_(-1) = SHA-256(field("objkv-prefix-1") field(namespace))[:20]
+    h_i    = SHA-256(field(h_(i-1)) field(tokens_i) field(extra_i))[:20]
+
+``field(x)`` is the length of ``x`` as 8 bytes little-endian, then ``x``; tokens are 4 bytes each,
+little-endian; ``extra_i`` is a sequence of ``Extra`` values, each field length-prefixed, so no
+two distinct inputs encode alike. It depends on no block size, no version of vLLM, no
+``PYTHONHASHSEED`` and no pickle: any tool can compute it. Specified in ``docs/keyspace.md``.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from sys import byteorder
+from typing import Literal
+
+PREFIX_HASH_BYTES = 20
+_SCHEME = b"objkv-prefix-1"
+
+ExtraKind = Literal["lora", "salt", "mm", "embeds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Something besides token ids that changes the KV of a chunk.
+
+    ``lora``: (content digest of the adapter,); in chunk 0, the chain carries it on.
+    ``salt``: (cache_salt as UTF-8, lone surrogates encoded like any code point,); in chunk 0.
+    ``mm``: (identifier of the item, its start relative to the chunk's start as 8 bytes signed
+    little-endian, its length in tokens as 8 bytes); in every chunk that it overlaps.
+    ``embeds``: (SHA-256 of the prompt embeddings of this chunk's tokens,).
+    """
+
+    kind: ExtraKind
+    fields: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """One image, sound or video in a prompt: tokens ``[start, start + length)``."""
+
+    identifier: bytes
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExtras:
+    """What besides token ids identifies a prompt's KV."""
+
+    lora_digest: bytes | None = None
+    salt: str | None = None
+    items: tuple[MultimodalItem, ...] = ()
+    embeds: Mapping[int, bytes] = field(default_factory=dict)
+    """SHA-256 of the embeddings of chunk ``i``'s tokens, for chunks given by embeddings."""
+
+    def __post_init__(self) -> None:
+        # Sorted once here, so that two equal prompts are equal whatever order the items came in.
+        ordered = sorted(self.items, key=lambda item: (item.start, item.identifier, item.length))
+        object.__setattr__(self, "items", tuple(ordered))
+
+    def of_chunk(self, chunk: int, chunk_tokens: int) -> tuple[Extra, ...]:
+        """The extras of chunk ``chunk``, in their one order."""
+        start, end = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
+        extras = []
+        if chunk == 0 and self.lora_digest is not None:
+            extras.append(Extra("lora", (self.lora_digest,)))
+        if chunk == 0 and self.salt is not None:
+            # A salt is whatever a client sent: no text may raise here, or two encode alike.
+            extras.append(Extra("salt", (self.salt.encode("utf-8", "surrogatepass"),)))
+        for item in self.items:
+            if item.start >= end:
+                break
+            if item.start + item.length > start:
+                relative = (item.start - start).to_bytes(8, "little", signed=True)
+                length = item.length.to_bytes(8, "little")
+                extras.append(Extra("mm", (item.identifier, relative, length)))
+        if chunk in self.embeds:
+            extras.append(Extra("embeds", (self.embeds[chunk],)))
+        return tuple(extras)
+
+
+def root_hash(namespace: str) -> bytes:
+    """The hash before the first chunk: the parent of chunk 0."""
+    return _digest((_SCHEME, namespace.encode("ascii")))
+
+
+def next_hash(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> bytes:
+    """The hash of the chunk whose encoded tokens are ``tokens``, 20 bytes."""
+    assert len(parent) == PREFIX_HASH_BYTES
+    return _digest((parent, tokens, encode_extras(extras)))
+
+
+def encode_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as 4 bytes each, little-endian. Raises OverflowError outside ``[0, 2**32)``."""
+    encoded = array("I", tokens)
+    assert encoded.itemsize == 4
+    if byteorder == "big":
+        encoded.byteswap()
+    return encoded.tobytes()
+
+
+def encode_extras(extras: Iterable[Extra]) -> bytes:
+    """Per extra: field(kind), number of fields as 8 bytes, each field length-prefixed."""
+    out = bytearray()
+    for extra in extras:
+        out += _field(extra.kind.encode("ascii"))
+        out += len(extra.fields).to_bytes(8, "little")
+        for value in extra.fields:
+            out += _field(value)
+    return bytes(out)
+
+
+def prefix_hashes(
+    namespace: str, tokens: Sequence[int], chunk_tokens: int, extras: PromptExtras | None = None
+) -> list[bytes]:
+    """The hash of every whole chunk of ``tokens``; a partial last chunk has none."""
+    chain = PrefixChain(namespace, chunk_tokens, extras or PromptExtras())
+    return chain.extend(tokens, len(tokens))
+
+
+class PrefixChain:
+    """The hashes of one growing prompt, computed once each. Not thread-safe."""
+
+    def __init__(self, namespace: str, chunk_tokens: int, extras: PromptExtras) -> None:
+        assert chunk_tokens > 0
+        self._root = root_hash(namespace)
+        self._chunk_tokens = chunk_tokens
+        self._extras = extras
+        self._hashes: list[bytes] = []
+
+    def extend(self, tokens: Sequence[int], known: int) -> list[bytes]:
+        """Hashes of all whole chunks of ``tokens[:known]``, which only ever grows.
+
+        The list is the chain's own: it grows with the next call, and the caller must not change it.
+        """
+        assert known <= len(tokens)
+        size = self._chunk_tokens
+        for chunk in range(len(self._hashes), known // size):
+            encoded = encode_tokens(tokens[chunk * size : (chunk + 1) * size])
+            extras = self._extras.of_chunk(chunk, size)
+            self._hashes.append(next_hash(self.parent(chunk), encoded, extras))
+        return self._hashes
+
+    def hash(self, chunk: int) -> bytes:
+        """The hash of a chunk that ``extend`` has reached."""
+        return self._hashes[chunk]
+
+    def parent(self, chunk: int) -> bytes:
+        """The hash that chunk ``chunk`` continues."""
+        return self._hashes[chunk - 1] if chunk else self._root
+
+
+def token_digest(tokens: Sequence[int]) -> str:
+    """SHA-256 of the encoded tokens, hex: lets an audit compare prompts without storing them."""
+    return hashlib.sha256(encode_tokens(tokens)).hexdigest()
+
+
+def _field(value: bytes) -> bytes:
+    return len(value).to_bytes(8, "little") + value
+
+
+def _digest(fields: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for value in fields:
+        digest.update(_field(value))
+    return digest.digest()[:PREFIX_HASH_BYTES]

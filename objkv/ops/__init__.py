@@ -1,0 +1,1 @@
+"""What operators ask: look, check, explain. Plain values come back; nothing here prints."""

@@ -1,0 +1,1 @@
+"""``objkv demo``: two replicas, one of which answers with KV that the other computed."""

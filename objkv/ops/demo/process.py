@@ -1,0 +1,120 @@
+"""Programs that the demo starts: each in a process group of its own, which ends with its block."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self, cast
+
+from objkv.errors import ObjkvError
+
+_TAIL_LINES = 25
+# The demo needs no network, tells nobody that it ran, and listens on loopback only.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class ProgramFailed(ObjkvError):
+    """A program of the demo did not do what it was started for; its log says why."""
+
+    def __init__(self, what: str, log_file: Path) -> None:
+        self.log_file = log_file
+        super().__init__(f"{what}; its log is {log_file}")
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+
+class Program:
+    """A running Python program. As a context manager it does not outlive its block."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_file: Path,
+        settings: Mapping[str, str],
+        *,
+        speaks: bool = True,
+    ) -> None:
+        """``settings`` are added to the environment, from which all of objkv's own are removed.
+
+        What it prints goes to ``log_file``; standard output is for ``lines`` if it ``speaks``.
+        """
+        self.name = name
+        self.log_file = log_file
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**_environment(), **settings},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if speaks else log,
+                stderr=log,
+                start_new_session=True,
+                text=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def lines(self, *, bound_s: float) -> Iterator[str]:
+        """What it prints, until it ends. Raises ``ProgramFailed``, also after ``bound_s``."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.kill()
+
+        timer = threading.Timer(bound_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield from cast("IO[str]", self._process.stdout)
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise self.failed(f"was not done after {bound_s:.0f} s")
+        if status := self._process.wait():
+            raise self.failed(f"ended with exit status {status}")
+
+    def check(self) -> None:
+        """Raise ``ProgramFailed`` if it ended."""
+        if (status := self._process.poll()) is not None:
+            raise self.failed(f"ended with exit status {status}")
+
+    def failed(self, what: str) -> ProgramFailed:
+        """The error to raise when it did ``what``."""
+        return ProgramFailed(f"{self.name} {what}", self.log_file)
+
+    def kill(self) -> None:
+        """Kill it and all that it started. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without settings of objkv: the demo shows its own store, not the user's."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    return own | _ENVIRONMENT

@@ -1,0 +1,84 @@
+"""Three replicas, one after the other, on an empty store: one computes, one saves, one loads."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from objkv.ops.demo.job import EVENT, Answer, Done, Job, Size, Stage, prompts_of, warm_up_of
+from objkv.ops.demo.place import Place
+from objkv.ops.demo.process import Program
+from objkv.ops.demo.report import Row, compare
+
+Tell = Callable[[str, str], None]
+"""``(replica, stage)``; called whenever a stage begins."""
+
+_BOUND_S = 300.0
+"""From start to exit of one replica. It takes about 20 s on two free cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the replicas showed."""
+
+    engine: str
+    device: str
+    rows: tuple[Row, ...]
+    load_failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    answers: Mapping[str, Answer]
+    done: Done
+
+
+def show_replicas(size: Size, place: Place, tell: Tell) -> Shown:
+    """Run all three. Takes about a minute; raises ``ProgramFailed``."""
+    prompts = prompts_of(size)
+    everything = Job(
+        size=size,
+        models=place.models,
+        connector=False,
+        warm_up=warm_up_of(size),
+        prompts=prompts,
+    )
+    first_half = tuple(prompt for prompt in prompts if prompt.asked_before)
+    recomputed = _live("replica R (without objkv)", everything, place, tell)
+    first = _live(
+        "replica A (computes, saves)",
+        everything.model_copy(update={"connector": True, "prompts": first_half}),
+        place,
+        tell,
+    )
+    second = _live(
+        "replica B (loads)", everything.model_copy(update={"connector": True}), place, tell
+    )
+    return Shown(
+        engine=second.done.engine,
+        device=second.done.device,
+        rows=compare(prompts, recomputed.answers, first.answers, second.answers),
+        load_failures=first.done.load_failures + second.done.load_failures,
+    )
+
+
+def _live(name: str, job: Job, place: Place, tell: Tell) -> _Life:
+    """One replica, from start to exit."""
+    stem = place.logs / "-".join(name.split()[:2])
+    job_file = stem.with_suffix(".json")
+    job_file.write_text(job.model_dump_json())
+    arguments = ("-m", "objkv.connector.demo.replica", str(job_file))
+    settings = place.settings if job.connector else {}
+    answers: dict[str, Answer] = {}
+    done: Done | None = None
+    with Program(name, arguments, stem.with_suffix(".log"), settings) as program:
+        for line in program.lines(bound_s=_BOUND_S):
+            event = EVENT.validate_json(line)
+            match event:
+                case Stage():
+                    tell(name, event.text)
+                case Answer():
+                    answers[event.prompt] = event
+                case Done():
+                    done = event
+        if done is None:
+            raise program.failed("ended without saying how it went")
+    return _Life(answers, done)

@@ -1,0 +1,137 @@
+"""Explains the settings and probes both ends: what is wrong, and what to do about it."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+from objkv.config import Resolved
+from objkv.errors import ObjkvError
+from objkv.index.base import PruneIndex
+from objkv.ops.engine import check_engine, library_versions
+from objkv.ops.probes import BAD, Check, failure, probe_index, probe_store
+from objkv.ops.server import ServerFacts, judge_server
+from objkv.stores.base import PruneStore
+from objkv.telemetry import MemoryRecorder
+
+Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
+
+_UNCONDITIONAL = Check(
+    "bulk",
+    "conditional put",
+    "warning",
+    "the server ignores If-None-Match, so objkv asks first and two writers at once may both write",
+    "nothing is lost, bytes are sent twice; upgrade the server if that matters",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as it was resolved; secrets masked."""
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """Everything ``objkv doctor`` found."""
+
+    verdict: Verdict
+    """The worst of all checks: unreachable, denied, failed, warnings, ok."""
+    objkv: str
+    python: str
+    settings: tuple[Setting, ...]
+    checks: tuple[Check, ...]
+    libraries: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """Both ends, opened when asked for. Each function raises ``ObjkvError``; opening an end
+    hands it over: doctor closes it."""
+
+    open_bulk: Callable[[], PruneStore]
+    open_hot: Callable[[], PruneStore | None]
+    """None where no payloads are kept hot."""
+    open_index: Callable[[], PruneIndex]
+    describe_index: Callable[[], ServerFacts | None]
+    """None where the index is no server."""
+    numbers: MemoryRecorder
+    """Where the bulk store counts."""
+
+
+def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
+    """Probe both ends with a key and a record of their own, which are removed again."""
+    index = _examine_index(patient)
+    # On one connection: what is wrong with it needs telling once.
+    hot = [] if index[0].status in BAD else _examine_hot(patient)
+    checks = [*_examine_bulk(patient), *index, *hot]
+    checks.append(check_engine())
+    values = resolved.config.public()
+    return DoctorReport(
+        verdict=verdict(checks),
+        objkv=metadata.version("objkv"),
+        python=sys.version.split()[0],
+        settings=tuple(
+            Setting(name, value, resolved.sources[name]) for name, value in values.items()
+        ),
+        checks=tuple(checks),
+        libraries=library_versions(),
+    )
+
+
+def verdict(checks: list[Check]) -> Verdict:
+    """The worst of all checks."""
+    found = {check.status for check in checks}
+    for status in ("unreachable", "denied", "failed"):
+        if status in found:
+            return status
+    return "warnings" if "warning" in found else "ok"
+
+
+def _examine_bulk(patient: Patient) -> list[Check]:
+    try:
+        store = patient.open_bulk()
+    except ObjkvError as exc:
+        return [failure("bulk", "open", exc)]
+    try:
+        checks = probe_store("bulk", store)
+    finally:
+        store.close()
+    if patient.numbers.value("s3_unconditional_puts"):
+        return [*checks, _UNCONDITIONAL]
+    return checks
+
+
+def _examine_hot(patient: Patient) -> list[Check]:
+    try:
+        store = patient.open_hot()
+    except ObjkvError as exc:
+        return [failure("hot", "open", exc)]
+    if store is None:
+        return []
+    try:
+        return probe_store("hot", store)
+    finally:
+        store.close()
+
+
+def _examine_index(patient: Patient) -> list[Check]:
+    try:
+        index = patient.open_index()
+    except ObjkvError as exc:
+        return [failure("index", "open", exc)]
+    try:
+        checks = probe_index(index)
+    finally:
+        index.close()
+    if checks[0].status in BAD:
+        return checks
+    try:
+        facts = patient.describe_index()
+    except ObjkvError as exc:
+        return [*checks, failure("index", "server", exc)]
+    return checks if facts is None else [*checks, *judge_server(facts)]

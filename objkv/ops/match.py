@@ -1,0 +1,90 @@
+"""What of one prompt is stored, chunk by chunk, and how much of it a replica could be served."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from objkv.cache.match import covered, usable_chunks
+from objkv.index.base import ReadIndex, Record
+from objkv.keys.identity import Identity
+from objkv.keys.prefix import PromptExtras, prefix_hashes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMatch:
+    """One chunk of the prompt, tokens ``[token_start, token_end)``."""
+
+    token_start: int
+    token_end: int
+    prefix_hash: bytes
+    payloads: tuple[str, ...]
+    """Stored shards, ``<group>.<shard>``; empty if the chunk is not stored."""
+    groups_missing: tuple[int, ...]
+    """Groups of which some layer or head is not stored."""
+    usable: bool
+    """Whether the chunk is part of the prefix that would be served."""
+    nbytes: int
+    created_s: int | None
+    hits: int
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MatchReport:
+    """One prompt against one namespace."""
+
+    namespace: str
+    model: str
+    chunk_tokens: int
+    prompt_tokens: int
+    usable_tokens: int
+    """Tokens of the longest prefix that every group can be loaded for, whatever the TP shape."""
+    stored_chunks: int
+    chunks: tuple[ChunkMatch, ...]
+    """The whole chunks of the prompt; a last partial one is never stored."""
+
+
+def match_prompt(
+    index: ReadIndex, identity: Identity, tokens: Sequence[int], extras: PromptExtras
+) -> MatchReport:
+    """Look the prompt up in one round trip, and say what of it is there."""
+    namespace, size = identity.namespace(), identity.chunk_tokens
+    hashes = prefix_hashes(namespace, tokens, size, extras)
+    records = index.lookup(namespace, hashes) if hashes else []
+    usable = usable_chunks(records, identity.groups, size)
+    chunks = tuple(
+        _chunk(number, prefix_hash, record, identity, number < usable)
+        for number, (prefix_hash, record) in enumerate(zip(hashes, records, strict=True))
+    )
+    return MatchReport(
+        namespace=namespace,
+        model=identity.model,
+        chunk_tokens=size,
+        prompt_tokens=len(tokens),
+        usable_tokens=usable * size,
+        stored_chunks=sum(bool(chunk.payloads) for chunk in chunks),
+        chunks=chunks,
+    )
+
+
+def _chunk(
+    number: int, prefix_hash: bytes, record: Record | None, identity: Identity, usable: bool
+) -> ChunkMatch:
+    size, groups = identity.chunk_tokens, identity.groups
+    shards = {} if record is None else record.shards
+    missing = tuple(
+        group_id
+        for group_id, group in enumerate(groups)
+        if record is None or not covered(record, group_id, group)
+    )
+    return ChunkMatch(
+        token_start=number * size,
+        token_end=(number + 1) * size,
+        prefix_hash=prefix_hash,
+        payloads=tuple(sorted(shards)),
+        groups_missing=missing,
+        usable=usable,
+        nbytes=sum(shard.nbytes for shard in shards.values()),
+        created_s=min((shard.created_s for shard in shards.values()), default=None),
+        hits=record.hits if record else 0,
+        pinned=record.pinned if record else False,
+    )

@@ -1,0 +1,52 @@
+"""Prompts as operators have them: token ids written down, or text and a tokenizer's file."""
+
+import json
+import re
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from objkv.errors import ConfigError
+
+_SEPARATORS = re.compile(r"[\s,]+")
+_TOKEN_END = 1 << 32
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Token ids from a JSON list, or separated by spaces, commas or lines.
+
+    Raises ``ConfigError`` naming the first thing that is not a token id.
+    """
+    if text.lstrip().startswith("["):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as exc:
+            raise ConfigError(f"the token ids are not a JSON list: {exc}") from exc
+    else:
+        values = [word for word in _SEPARATORS.split(text) if word]
+    return [_token(value) for value in values]
+
+
+def tokenize(text: str, tokenizer: Path) -> list[int]:
+    """Token ids of ``text`` with the special tokens that the tokenizer adds by itself.
+
+    ``tokenizer`` is a ``tokenizer.json``, or a model's folder that holds one. Raises
+    ``ConfigError``; never uses the network.
+    """
+    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file: give the path of a tokenizer.json")
+    try:
+        loaded = Tokenizer.from_file(str(path))
+    except Exception as exc:  # the library raises bare Exception for anything wrong in the file
+        raise ConfigError(f"{path} is no tokenizer.json: {exc}") from exc
+    return list(loaded.encode(text).ids)
+
+
+def _token(value: object) -> int:
+    # ``bool`` is an int to Python, but JSON's true is no token id.
+    if isinstance(value, str) and value.isdecimal() and value.isascii():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _TOKEN_END:
+        raise ConfigError(f"{value!r} is not a token id: write integers from 0 to 2**32 - 1")
+    return value

@@ -1,0 +1,1 @@
+"""Where payloads are: places that hold immutable bytes under a key."""

@@ -1,0 +1,79 @@
+"""A store in this process's memory: for tests and trials. Nothing is shared, nothing survives."""
+
+import time
+from collections.abc import Callable, Iterator
+from threading import Lock
+
+from objkv.stores.base import Buffer, Entry, check_key, check_prefix, copy_into
+
+
+class MemoryStore:
+    """Values in a dictionary. Unbounded: whoever fills it watches over the memory."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._values: dict[str, tuple[bytes, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"<MemoryStore {len(self._values)} values>"
+
+    def get(self, key: str) -> bytes | None:
+        """The whole value, or None."""
+        found = self._find(key)
+        return None if found is None else found[0]
+
+    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        """Bytes ``[start, end)`` of the value, or None."""
+        found = self._find(key)
+        return None if found is None else found[0][start:end]
+
+    def get_into(self, key: str, buffer: memoryview) -> int | None:
+        """Copy the value into ``buffer``."""
+        found = self._find(key)
+        return None if found is None else copy_into(key, found[0], buffer)
+
+    def head(self, key: str) -> Entry | None:
+        """Size and age of the value, or None."""
+        found = self._find(key)
+        return None if found is None else Entry(key, len(found[0]), found[1])
+
+    def scan(self, prefix: str) -> Iterator[Entry]:
+        """Entries in key order; what is deleted meanwhile is left out."""
+        check_prefix(prefix)
+        with self._lock:
+            keys = sorted(key for key in self._values if key.startswith(prefix))
+        for key in keys:
+            if (entry := self.head(key)) is not None:
+                yield entry
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        """Keep a copy of ``value`` unless ``key`` exists; True if this call did."""
+        check_key(key)
+        kept = bytes(value), self._clock()
+        with self._lock:
+            return self._values.setdefault(key, kept) is kept
+
+    def put(self, key: str, value: Buffer) -> None:
+        """Keep a copy of ``value``, replacing what is there."""
+        check_key(key)
+        kept = bytes(value), self._clock()
+        with self._lock:
+            self._values[key] = kept
+
+    def delete(self, key: str) -> bool:
+        """Remove the value; True if there was one."""
+        check_key(key)
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def check(self) -> None:
+        """Always fine."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _find(self, key: str) -> tuple[bytes, float] | None:
+        check_key(key)
+        with self._lock:
+            return self._values.get(key)

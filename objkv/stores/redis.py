@@ -1,0 +1,180 @@
+"""A store in Redis or Valkey, for small and much-used payloads: every value has a time to live.
+
+Values may go earlier than that, by the server's eviction: to readers both are a miss. The client
+keeps connections, TLS, retries, time-outs and topology, whether one server, Sentinel or Cluster.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import redis
+from redis import exceptions as failures
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.stores.base import Buffer, Entry, check_key, check_prefix, copy_into, is_key
+
+SCAN_BATCH = 500
+_GLOB = re.compile(r"([\\*?\[\]])")
+
+_DENIED = (
+    failures.AuthenticationError,
+    failures.AuthorizationError,
+    failures.AuthenticationWrongNumberOfArgsError,
+    failures.NoPermissionError,
+)
+_DENIED_WORDS = ("NOAUTH", "NOPERM", "WRONGPASS", "DENIED")
+_LATER = (
+    failures.ConnectionError,
+    failures.TimeoutError,
+    failures.ReadOnlyError,
+    failures.OutOfMemoryError,
+    failures.ClusterError,
+    failures.RedisClusterException,
+    failures.AskError,
+    failures.TryAgainError,
+)
+_LATER_WORDS = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "TRYAGAIN", "OOM",
+                "NOREPLICAS", "MISCONF", "UNKILLABLE")  # fmt: skip
+
+
+class RedisStore:
+    """Values under ``<prefix><key>``, each living ``ttl_s`` from its last put.
+
+    ``client`` is open, returns bytes (no ``decode_responses``), and has time-outs: they are this
+    store's deadline. The store closes it with itself.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis | redis.RedisCluster",
+        *,
+        prefix: str,
+        ttl_s: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        assert ttl_s > 0
+        self._client: Any = client  # its return types are unions with the asynchronous ones
+        self._prefix = prefix
+        self._ttl_s = ttl_s
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return f"<RedisStore {self._prefix}* for {self._ttl_s} s>"
+
+    def get(self, key: str) -> bytes | None:
+        """The whole value, or None."""
+        name = self._name(key)
+        with _translated("get", key):
+            value: bytes | None = self._client.get(name)
+            return value
+
+    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        """Bytes ``[start, end)`` of the value, or None; one round trip."""
+        name = self._name(key)
+        with _translated("get_range", key):
+            batch = self._client.pipeline(transaction=False)
+            batch.exists(name)
+            if start < end:  # the server counts to an end that is included, -1 being the last
+                batch.getrange(name, start, end - 1)
+            exists, *values = batch.execute()
+            return b"".join(values) if exists else None
+
+    def get_into(self, key: str, buffer: memoryview) -> int | None:
+        """Get the value and copy it into ``buffer``."""
+        value = self.get(key)
+        return None if value is None else copy_into(key, value, buffer)
+
+    def head(self, key: str) -> Entry | None:
+        """Size and age, or None. The age is what has passed of this store's ``ttl_s``."""
+        name = self._name(key)
+        with _translated("head", key):
+            return self._entries([name])[0]
+
+    def scan(self, prefix: str) -> Iterator[Entry]:
+        """Entries in no order, of all primaries on a cluster; some may come twice."""
+        check_prefix(prefix)
+        pattern = _GLOB.sub(r"\\\1", self._prefix + prefix) + "*"
+        names = self._client.scan_iter(match=pattern, count=SCAN_BATCH)
+        while True:
+            with _translated("scan", prefix):
+                found = [name.decode() for name in islice(names, SCAN_BATCH)]
+                entries = self._entries(found)
+            if not found:
+                return
+            yield from (entry for entry in entries if entry is not None and is_key(entry.key))
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        """SET NX EX; True if this call wrote it."""
+        name = self._name(key)
+        with _translated("put_if_absent", key):
+            return bool(self._client.set(name, _plain(value), nx=True, ex=self._ttl_s))
+
+    def put(self, key: str, value: Buffer) -> None:
+        """SET EX, replacing what is there."""
+        name = self._name(key)
+        with _translated("put", key):
+            self._client.set(name, _plain(value), ex=self._ttl_s)
+
+    def delete(self, key: str) -> bool:
+        """UNLINK; True if there was a value."""
+        name = self._name(key)
+        with _translated("delete", key):
+            return bool(self._client.unlink(name))
+
+    def check(self) -> None:
+        """PING."""
+        with _translated("check", self._prefix):
+            self._client.ping()
+
+    def close(self) -> None:
+        """Close the client and its connections."""
+        with _translated("close", self._prefix):
+            self._client.close()
+
+    def _name(self, key: str) -> str:
+        check_key(key)
+        return self._prefix + key
+
+    def _entries(self, names: list[str]) -> list[Entry | None]:
+        """One round trip (one per node on a cluster). STRLEN cannot tell empty from absent,
+        PTTL can."""
+        batch = self._client.pipeline(transaction=False)
+        for name in names:
+            batch.strlen(name)
+            batch.pttl(name)
+        answers = batch.execute() if names else []
+        now_s = self._clock()
+        entries: list[Entry | None] = []
+        for name, nbytes, left_ms in zip(names, answers[::2], answers[1::2], strict=True):
+            if left_ms == -2:
+                entries.append(None)
+                continue
+            age_s = 0.0 if left_ms < 0 else self._ttl_s - left_ms / 1000
+            entries.append(Entry(name.removeprefix(self._prefix), nbytes, now_s - age_s))
+        return entries
+
+
+def _plain(value: Buffer) -> bytes | memoryview:
+    """The client takes no bytearray, and sends a memoryview without a copy."""
+    return memoryview(value) if isinstance(value, bytearray) else value
+
+
+@contextmanager
+def _translated(verb: str, key: str) -> Iterator[None]:
+    try:
+        yield
+    except (failures.RedisError, failures.RedisClusterException) as exc:
+        raise _translation(f"{verb} {key}: {exc}", exc) from exc
+
+
+def _translation(reason: str, exc: Exception) -> StoreError:
+    words = str(exc)
+    if isinstance(exc, _DENIED) or words.startswith(_DENIED_WORDS):
+        return StoreDenied(f"{reason}: check the Redis user, its password and its ACL")
+    if isinstance(exc, _LATER) or words.startswith(_LATER_WORDS):
+        return StoreUnavailable(reason)
+    return StoreError(reason)

@@ -1,0 +1,79 @@
+"""Bodies of S3 requests and answers, out of and into the caller's buffers."""
+
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
+from objkv.errors import StoreUnavailable
+
+# Between slices the deadline is looked at; a slice itself ends by the client's read time-out.
+SLICE_BYTES = 4 << 20
+
+
+class BufferReader(io.IOBase):
+    """A buffer as the seekable file that the client wants, sent in slices of the buffer itself.
+
+    Not ``bytes``: the client would take a memoryview by copying it only, and Python's
+    ``sendall`` applies the socket's time-out to a ``bytes`` body as a whole, which a large payload
+    on a slow link exceeds. The buffer must stay alive and unchanged until the request is over.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self._view = view
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes: the client goes back to the beginning before it repeats a request."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes read so far."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to ``offset`` from the beginning, from here or from the end."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int | None = -1, /) -> memoryview:
+        """The next ``size`` bytes as a slice of the buffer; it compares equal to ``b""`` at the
+        end, and sockets and hashes take it as they take ``bytes``."""
+        end = len(self._view) if size is None or size < 0 else self._at + size
+        part = self._view[self._at : end]
+        self._at += len(part)
+        return part
+
+
+def read_exactly(
+    body: Any,
+    into: memoryview,
+    deadline_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Fill ``into`` with ``body``, botocore's StreamingBody.
+
+    ``deadline_s`` is a time of ``clock``. Raises ``StoreUnavailable`` if the body ends early or the
+    deadline passes, and what the client raises; the caller then closes ``body``.
+
+    Goes through urllib3, which copies each slice once more. Reading below it instead (from the
+    ``http.client`` response that it hides) made no difference beyond noise: 9-13 ms of CPU for
+    32 MiB either way, against 26 ms for ``body.read()`` (loopback, 2 cores, 2026-11-20).
+    """
+    if not into:
+        body.read()  # sees the end, so that the connection can be used again
+    at = 0
+    while at < len(into):
+        got = body.readinto(into[at : at + SLICE_BYTES])
+        if not got:
+            raise StoreUnavailable(f"the body ended after {at} of {len(into)} bytes")
+        at += got
+        if at < len(into) and clock() > deadline_s:
+            raise StoreUnavailable(f"the deadline passed after {at} of {len(into)} bytes")

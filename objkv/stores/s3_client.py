@@ -1,0 +1,174 @@
+"""Opens the S3 client as the settings say, and translates what it raises.
+
+The client keeps credentials, signing, TLS, retries and the connection pool; nothing but this module
+and ``s3.py`` knows its exceptions.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import boto3
+from botocore.client import Config as ClientConfig
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoAuthTokenError,
+    NoCredentialsError,
+    ParamValidationError,
+    PartialCredentialsError,
+    SSLError,
+    TokenRetrievalError,
+)
+from urllib3.exceptions import HTTPError
+
+from objkv.config import Config
+from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+ATTEMPTS = 3
+DEFAULT_REGION = "us-east-1"
+# Of the deadline: the rest is what the client waits between attempts.
+_ATTEMPTS_SHARE = 0.9
+_CONNECT_SHARE = 1 / 3
+
+_FIX = {
+    "NoSuchBucket": "there is no such bucket: create it, or correct bulk_url",
+    "AllAccessDisabled": "the bucket is disabled: ask its owner",
+    "InvalidBucketName": "this cannot be a bucket's name: correct bulk_url",
+    "InvalidAccessKeyId": "the server does not know the access key: check s3_access_key_id "
+    "or the AWS credentials in use",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key: check "
+    "s3_secret_access_key or the AWS credentials in use",
+    "ExpiredToken": "the session token has expired: renew the AWS credentials",
+    "InvalidToken": "the session token is not valid here: renew the AWS credentials",
+    "RequestTimeTooSkewed": "this machine's clock differs from the server's by more than "
+    "15 minutes: set it (NTP)",
+    "AccessDenied": "the credentials lack a permission: objkv needs s3:ListBucket, s3:GetObject, "
+    "s3:PutObject, s3:AbortMultipartUpload, and s3:DeleteObject to sweep",
+    "AuthorizationHeaderMalformed": "the bucket is in another region: set s3_region",
+    "PermanentRedirect": "the bucket is in another region: set s3_region and s3_endpoint_url",
+    "IllegalLocationConstraintException": "the bucket is in another region: set s3_region",
+    "QuotaExceeded": "the quota is used up: raise it, or remove old payloads",
+    "EntityTooLarge": "the server refuses values this large: lower s3_multipart_bytes",
+    "InvalidObjectState": "the value was moved to an archive: no lifecycle rule may do that",
+}
+_LATER = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "NoSuchUpload"}
+
+
+def open_s3_client(config: Config) -> "S3Client":
+    """A thread-safe client for the settings; nothing is sent yet.
+
+    A call with all its attempts ends within ``load_deadline_ms``, as long as the server that
+    answers does not stretch its answer. Raises ``ConfigError``.
+    """
+    if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
+        raise ConfigError(f"s3_ca_bundle: there is no file {config.s3_ca_bundle}")
+    region = config.s3_region or (DEFAULT_REGION if config.s3_endpoint_url else None)
+    try:
+        client: S3Client = boto3.session.Session().client(
+            "s3",
+            endpoint_url=config.s3_endpoint_url,
+            region_name=region,
+            verify=None if config.s3_ca_bundle is None else str(config.s3_ca_bundle),
+            aws_access_key_id=config.s3_access_key_id,
+            aws_secret_access_key=config.s3_secret_access_key,
+            config=_client_config(config),
+        )
+    except (BotoCoreError, ValueError) as exc:
+        raise ConfigError(f"S3 client: {exc}") from exc
+    return client
+
+
+def _client_config(config: Config) -> ClientConfig:
+    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPTS_SHARE / ATTEMPTS
+    return ClientConfig(
+        connect_timeout=attempt_s * _CONNECT_SHARE,
+        read_timeout=attempt_s * (1 - _CONNECT_SHARE),
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        max_pool_connections=config.bulk_calls_max,
+        tcp_keepalive=True,
+        s3={"addressing_style": config.s3_addressing},
+        # Payloads carry their own checksums, and many servers refuse or ignore S3's.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        user_agent_extra=f"objkv/{version('objkv')}",
+    )
+
+
+def error_code(exc: ClientError) -> tuple[int, str]:
+    """HTTP status and S3's name of the error (``""`` if the answer had none)."""
+    status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return int(status), str(exc.response.get("Error", {}).get("Code", ""))
+
+
+def is_missing(exc: ClientError) -> bool:
+    """Whether the answer means that the key has no value; a HEAD's answer does not name why."""
+    status, code = error_code(exc)
+    return status == 404 and code in ("NoSuchKey", "NotFound", "404")
+
+
+@contextmanager
+def translated(verb: str, place: str) -> Iterator[None]:
+    """Raise as ``StoreError`` what the client raises inside. ``place`` is for the message."""
+    try:
+        yield
+    except ClientError as exc:
+        raise _answered(f"{verb} {place}", exc) from exc
+    except (NoCredentialsError, PartialCredentialsError, NoAuthTokenError) as exc:
+        raise StoreDenied(
+            f"{verb} {place}: {exc}: set s3_access_key_id and s3_secret_access_key, or give this "
+            "process an AWS role or profile"
+        ) from exc
+    except SSLError as exc:
+        raise _untrusted(f"{verb} {place}", exc) from exc
+    except (ConnectionError, HTTPClientError, IncompleteReadError) as exc:
+        raise StoreUnavailable(f"{verb} {place}: {exc}{_connection_fix(exc)}") from exc
+    except HTTPError as exc:  # what botocore lets through while a body is read
+        raise StoreUnavailable(f"{verb} {place}: {exc}") from exc
+    except (CredentialRetrievalError, TokenRetrievalError) as exc:
+        raise StoreUnavailable(f"{verb} {place}: no credentials for now: {exc}") from exc
+    except ParamValidationError as exc:
+        raise StoreDenied(f"{verb} {place}: {exc}: correct bulk_url") from exc
+    except BotoCoreError as exc:
+        raise StoreError(f"{verb} {place}: {exc}") from exc
+
+
+def _answered(what: str, exc: ClientError) -> StoreError:
+    status, code = error_code(exc)
+    reason = f"{what}: HTTP {status} {code}".rstrip()
+    if code in _FIX:
+        return StoreDenied(f"{reason}: {_FIX[code]}")
+    if status == 429 or status >= 500 or code in _LATER:
+        return StoreUnavailable(reason)
+    if status in (301, 307):
+        return StoreDenied(f"{reason}: {_FIX['PermanentRedirect']}")
+    if status in (401, 403):
+        return StoreDenied(f"{reason}: {_FIX['AccessDenied']}")
+    return StoreError(f"{reason}: {exc.response.get('Error', {}).get('Message', '')}")
+
+
+def _untrusted(what: str, exc: SSLError) -> StoreError:
+    text = str(exc)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        fix = "the server's certificate is not trusted: set s3_ca_bundle to the PEM file of its CA"
+        return StoreDenied(f"{what}: {fix} ({text})")
+    if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER_FAILURE" in text:
+        return StoreDenied(f"{what}: the endpoint does not speak TLS: use http:// ({text})")
+    return StoreUnavailable(f"{what}: {text}")
+
+
+def _connection_fix(exc: BotoCoreError) -> str:
+    cause = str(exc.kwargs.get("error", ""))
+    if "resolve" in cause or "Name or service not known" in cause:
+        return ": the host name does not resolve; check s3_endpoint_url and DNS"
+    if "refused" in cause:
+        return ": nothing listens there; check s3_endpoint_url and that the server runs"
+    return ""

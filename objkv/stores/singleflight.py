@@ -1,0 +1,180 @@
+"""One call for many: a burst of requests for one new prefix fetches each payload once.
+
+The caller that comes first (the leader) makes the call; those that come while it is under way
+(followers) wait and share its outcome. For ``get_into`` the leader copies its buffer into each
+follower's, under the flight's lock, before it returns: no thread ever reads a buffer whose owner
+has gone on, and none is written after its owner gave up waiting.
+"""
+
+import time
+from collections.abc import Callable
+from threading import Condition, Lock
+from typing import Any
+
+from objkv.errors import StoreError, StoreUnavailable
+from objkv.stores.base import Buffer, Entry, PruneStore, copy_bytes
+from objkv.stores.wrapped import WrappedStore
+
+_Call = tuple[str | int, ...]
+
+
+class SingleflightStore(WrappedStore):
+    """Shares ``get``, ``get_range``, ``get_into`` and ``head`` among callers of the same moment.
+
+    A follower waits ``wait_s`` at most, then gets StoreUnavailable; when the leader fails, its
+    followers fail with it. Whoever reads after a put or delete returned sees its effect: it
+    never joins a call that began before.
+    """
+
+    def __init__(self, inner: PruneStore, *, wait_s: float) -> None:
+        assert wait_s >= 0
+        super().__init__(inner)
+        self._wait_s = wait_s
+        self._lock = Lock()
+        self._flights: dict[str, dict[_Call, _Flight]] = {}
+
+    def __repr__(self) -> str:
+        return f"<SingleflightStore {len(self._flights)} keys under way of {self._inner!r}>"
+
+    def get(self, key: str) -> bytes | None:
+        """As the inner store; all callers get the same object."""
+        found: bytes | None = self._shared(key, ("get",), lambda: self._inner.get(key))
+        return found
+
+    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        """As the inner store; all callers get the same object."""
+        call = ("get_range", start, end)
+        found: bytes | None = self._shared(
+            key, call, lambda: self._inner.get_range(key, start, end)
+        )
+        return found
+
+    def get_into(self, key: str, buffer: memoryview) -> int | None:
+        """As the inner store; shared among buffers of equal length, so that a value which is too
+        long for one is too long for all."""
+        call = ("get_into", len(buffer))
+        found: int | None = self._shared(
+            key, call, lambda: self._inner.get_into(key, buffer), buffer
+        )
+        return found
+
+    def head(self, key: str) -> Entry | None:
+        """As the inner store."""
+        found: Entry | None = self._shared(key, ("head",), lambda: self._inner.head(key))
+        return found
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        """As the inner store."""
+        try:
+            return self._inner.put_if_absent(key, value)
+        finally:
+            self._leave_behind(key)
+
+    def put(self, key: str, value: Buffer) -> None:
+        """As the inner store."""
+        try:
+            self._inner.put(key, value)
+        finally:
+            self._leave_behind(key)
+
+    def delete(self, key: str) -> bool:
+        """As the inner store."""
+        try:
+            return self._inner.delete(key)
+        finally:
+            self._leave_behind(key)
+
+    def _leave_behind(self, key: str) -> None:
+        with self._lock:
+            self._flights.pop(key, None)
+
+    def _shared(
+        self,
+        key: str,
+        call: _Call,
+        fetch: Callable[[], Any],
+        buffer: memoryview | None = None,
+    ) -> Any:
+        with self._lock:
+            flights = self._flights.setdefault(key, {})
+            flight = flights.get(call)
+            if flight is None:
+                seat = None
+                flight = flights[call] = _Flight()
+            else:
+                seat = flight.board(buffer)
+        if seat is not None:
+            return flight.wait(seat, self._wait_s, key)
+        try:
+            value = fetch()
+        except BaseException as exc:
+            self._land(key, call, flight)
+            flight.fail(exc)
+            raise
+        self._land(key, call, flight)
+        flight.finish(value, buffer)
+        return value
+
+    def _land(self, key: str, call: _Call, flight: "_Flight") -> None:
+        """Let nobody join any more; only then is the outcome handed out."""
+        with self._lock:
+            flights = self._flights.get(key)
+            if flights is not None and flights.get(call) is flight:
+                del flights[call]
+                if not flights:
+                    del self._flights[key]
+
+
+class _Seat:
+    """One follower: where its copy goes, and what came of it."""
+
+    def __init__(self, buffer: memoryview | None) -> None:
+        self.buffer = buffer
+        self.done = False
+        self.value: Any = None
+        self.error: StoreError | None = None
+
+
+class _Flight:
+    """One call under way and those who wait for it."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._seats: list[_Seat] = []
+
+    def board(self, buffer: memoryview | None) -> _Seat:
+        """A seat; asked for only while the flight can be joined."""
+        seat = _Seat(buffer)
+        with self._changed:
+            self._seats.append(seat)
+        return seat
+
+    def wait(self, seat: _Seat, wait_s: float, key: str) -> Any:
+        """The leader's outcome; the seat's buffer is not touched after this returns or raises."""
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while not seat.done:
+                if not self._changed.wait(deadline - time.monotonic()) and not seat.done:
+                    self._seats.remove(seat)
+                    raise StoreUnavailable(f"{key}: no answer for {wait_s:g} s")
+        if seat.error is not None:
+            raise type(seat.error)(*seat.error.args) from seat.error
+        return seat.value
+
+    def finish(self, value: Any, buffer: memoryview | None) -> None:
+        """Give everybody the value, and the bytes if there are any."""
+        with self._changed:
+            for seat in self._seats:
+                if seat.buffer is not None and buffer is not None and value is not None:
+                    copy_bytes(seat.buffer, buffer, value)
+                seat.value, seat.done = value, True
+            self._changed.notify_all()
+
+    def fail(self, exc: BaseException) -> None:
+        """Give everybody the error; one that is not a StoreError (an interrupt of the leader's
+        thread, a bug) is the leader's own, and its followers may try again."""
+        shared = exc if isinstance(exc, StoreError) else StoreUnavailable("the call was cut short")
+        with self._changed:
+            for seat in self._seats:
+                seat.error, seat.done = shared, True
+            self._changed.notify_all()

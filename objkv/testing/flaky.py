@@ -1,0 +1,107 @@
+"""A store that fails on request, for everybody's tests."""
+
+from collections.abc import Callable
+from threading import Event, Lock
+from typing import TypeVar
+
+from objkv.stores.base import PruneStore, copy_into
+from objkv.stores.wrapped import Verb, WrappedStore
+
+T = TypeVar("T")
+
+GATE_WAIT_S = 60.0
+
+
+class FlakyStore(WrappedStore):
+    """Delegates to ``inner`` except for the faults that were asked for. Thread-safe.
+
+    ``calls`` holds the verbs that arrived so far, in order, those that failed included; a scan
+    arrives once per entry.
+    """
+
+    def __init__(self, inner: PruneStore) -> None:
+        super().__init__(inner)
+        self._lock = Lock()
+        self._errors: list[BaseException] = []
+        self._down: BaseException | None = None
+        self._gate: Event | None = None
+        self._spoil: Callable[[bytes], bytes] | None = None
+        self.calls: list[Verb] = []
+        self.arrived = Event()
+        """Set by every call before it waits at the gate; clear it to wait for the next."""
+
+    def fail_next(self, error: BaseException, times: int = 1) -> None:
+        """The next ``times`` calls raise ``error``."""
+        with self._lock:
+            self._errors += [error] * times
+
+    def fail_until_mended(self, error: BaseException) -> None:
+        """Every call raises ``error`` until ``mend``."""
+        self._down = error
+
+    def hold(self, gate: Event) -> None:
+        """Every call waits for ``gate`` first, a minute at most."""
+        self._gate = gate
+
+    def flip_bit(self, bit: int) -> None:
+        """Values are read back with bit ``bit`` (of those they have, modulo) flipped."""
+
+        def spoil(value: bytes) -> bytes:
+            flipped = bytearray(value)
+            if flipped:
+                flipped[bit // 8 % len(flipped)] ^= 1 << bit % 8
+            return bytes(flipped)
+
+        self._spoil = spoil
+
+    def truncate(self, nbytes: int) -> None:
+        """Values are read back with at most ``nbytes``."""
+        self._spoil = lambda value: value[:nbytes]
+
+    def drop(self, key: str) -> None:
+        """Lose the value behind everybody's back."""
+        self._inner.delete(key)
+
+    def mend(self) -> None:
+        """No more faults."""
+        with self._lock:
+            self._errors.clear()
+        self._down = self._gate = self._spoil = None
+
+    def get(self, key: str) -> bytes | None:
+        """As the inner store, spoilt if asked for."""
+        return self._spoilt(super().get(key))
+
+    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        """As the inner store; the whole value is spoilt, then cut."""
+        value = self._around("get_range", lambda: self._inner.get(key))
+        spoilt = self._spoilt(value)
+        return None if spoilt is None else spoilt[start:end]
+
+    def get_into(self, key: str, buffer: memoryview) -> int | None:
+        """As the inner store, spoilt if asked for."""
+        if self._spoil is None:
+            return super().get_into(key, buffer)
+        value = self._spoilt(self._around("get_into", lambda: self._inner.get(key)))
+        return None if value is None else copy_into(key, value, buffer)
+
+    def check(self) -> None:
+        """As the inner store, unless it is down."""
+        if self._down is not None:
+            raise self._down
+        super().check()
+
+    def _spoilt(self, value: bytes | None) -> bytes | None:
+        spoil = self._spoil
+        return value if value is None or spoil is None else spoil(value)
+
+    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
+        with self._lock:
+            self.calls.append(verb)
+            error = self._errors.pop(0) if self._errors else self._down
+        self.arrived.set()
+        if self._gate is not None:
+            self._gate.wait(GATE_WAIT_S)
+        if error is not None:
+            raise error
+        return call()

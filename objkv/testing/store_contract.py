@@ -1,0 +1,273 @@
+"""What ``objkv.stores.base`` promises, one test per promise: a store's test file is its fixture.
+
+Subclass ``StoreContract`` in a test file and give it a fixture ``store``, empty for each test.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from objkv.errors import StoreError
+from objkv.stores.base import KEY_BYTES_MAX, Buffer, Entry, PruneStore
+from objkv.testing.store_races import READERS, StoreRaces
+
+T = TypeVar("T")
+
+CHUNK = "0" * 32 + "/ab/ab" + "1" * 38 + "/0.L0-32_H0-8.safetensors"
+ODD_KEYS = (
+    "a",
+    "UPPER/lower",
+    "-leading-dash/_x",
+    ".hidden/..double/...",
+    "dots..within/a.b.c",
+    "x/y/z/0.L0-2_H0-2.safetensors",
+    "c" * 200,
+    "/".join(["k" * 99] * 9),
+)
+NOT_KEYS = (
+    "",
+    "/",
+    "/absolute",
+    "trailing/",
+    "double//slash",
+    "..",
+    ".",
+    "../escape",
+    "a/../b",
+    "a/./b",
+    "a/..",
+    "space here",
+    "new\nline",
+    "a\n",
+    "nul\0",
+    "ünicode",
+    "glob*",
+    "back\\slash",
+    "~tmp-1",
+    "c" * 201,
+    "/".join(["k" * 99] * 10),
+)
+
+
+class StoreContract(StoreRaces):
+    """Every store passes every one of these."""
+
+    @pytest.fixture
+    def store(self) -> PruneStore:
+        """The store under test, empty."""
+        raise NotImplementedError
+
+    def test_what_was_put_is_read_back(self, store: PruneStore) -> None:
+        assert store.put_if_absent(CHUNK, b"value") is True
+        assert store.get(CHUNK) == b"value"
+
+    def test_absence_is_none_for_every_way_of_reading(self, store: PruneStore) -> None:
+        assert store.get("no/such") is None
+        assert store.get_range("no/such", 0, 10) is None
+        assert store.get_range("no/such", 5, 5) is None
+        assert store.get_into("no/such", memoryview(bytearray(8))) is None
+        assert store.head("no/such") is None
+        assert list(store.scan("no/")) == []
+
+    def test_a_key_that_names_a_folder_of_keys_is_absent(self, store: PruneStore) -> None:
+        store.put("folder/a", b"1")
+        assert store.get("folder") is None
+        assert store.get_into("folder", memoryview(bytearray(8))) is None
+        assert store.head("folder") is None
+        assert store.get("folder/a/below") is None
+        assert store.head("folder/a/below") is None
+        assert store.get("folder/a") == b"1"
+
+    def test_the_first_value_stays(self, store: PruneStore) -> None:
+        assert store.put_if_absent("k", b"first") is True
+        assert store.put_if_absent("k", b"second") is False
+        assert store.get("k") == b"first"
+
+    def test_put_replaces(self, store: PruneStore) -> None:
+        store.put("k", b"first, and longer")
+        store.put("k", b"second")
+        assert store.get("k") == b"second"
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_any_buffer_can_be_put(
+        self, store: PruneStore, kind: Callable[[bytes], Buffer]
+    ) -> None:
+        assert store.put_if_absent("absent", kind(b"value")) is True
+        store.put("replaced", kind(b"value"))
+        assert store.get("absent") == store.get("replaced") == b"value"
+
+    def test_a_put_buffer_may_be_reused_at_once(self, store: PruneStore) -> None:
+        buffer = bytearray(b"value")
+        store.put_if_absent("a", memoryview(buffer))
+        store.put("b", memoryview(buffer))
+        buffer[:] = b"XXXXX"
+        assert store.get("a") == store.get("b") == b"value"
+        buffer.clear()  # would raise BufferError if the store still held a view
+
+    def test_an_empty_value_is_a_value(self, store: PruneStore) -> None:
+        assert store.put_if_absent("empty", b"") is True
+        assert store.put_if_absent("empty", b"x") is False
+        assert store.get("empty") == b""
+        assert store.get_range("empty", 0, 10) == b""
+        assert store.get_into("empty", memoryview(bytearray(4))) == 0
+        head = store.head("empty")
+        assert head is not None
+        assert head.nbytes == 0
+
+    def test_a_value_of_5_mib_is_read_back_every_way(self, store: PruneStore) -> None:
+        value = bytes(range(256)) * (5 << 12)
+        assert store.put_if_absent("large", value) is True
+        assert store.get("large") == value
+        buffer = memoryview(bytearray(len(value)))
+        assert store.get_into("large", buffer) == len(value)
+        assert buffer == value
+        assert store.get_range("large", 3_000_001, 3_000_011) == value[3_000_001:3_000_011]
+
+    def test_get_into_leaves_the_rest_of_the_buffer_alone(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        buffer = bytearray(b"." * 8)
+        assert store.get_into("k", memoryview(buffer)) == 5
+        assert buffer == b"value..."
+        buffer.clear()  # would raise BufferError if the store still held a view
+
+    def test_get_into_fills_a_buffer_of_exactly_its_length(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        buffer = bytearray(5)
+        assert store.get_into("k", memoryview(buffer)) == 5
+        assert buffer == b"value"
+
+    def test_get_into_a_part_of_a_larger_buffer(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        buffer = bytearray(b"." * 10)
+        assert store.get_into("k", memoryview(buffer)[3:9]) == 5
+        assert buffer == b"...value.."
+
+    def test_a_value_longer_than_the_buffer_is_an_error(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        outside = bytearray(b"." * 8)
+        with pytest.raises(StoreError):
+            store.get_into("k", memoryview(outside)[2:6])
+        assert outside[:2] == b".."
+        assert outside[6:] == b".."
+        assert store.get("k") == b"value"
+
+    @pytest.mark.parametrize(
+        ("start", "end", "expected"),
+        [
+            (0, 10, b"0123456789"),
+            (2, 5, b"234"),
+            (0, 1, b"0"),
+            (9, 10, b"9"),
+            (5, 100, b"56789"),
+            (10, 20, b""),
+            (50, 60, b""),
+            (3, 3, b""),
+        ],
+    )
+    def test_ranges_are_half_open_and_end_with_the_value(
+        self, store: PruneStore, start: int, end: int, expected: bytes
+    ) -> None:
+        store.put("k", b"0123456789")
+        assert store.get_range("k", start, end) == expected
+
+    def test_head_tells_size_and_age(self, store: PruneStore) -> None:
+        before = time.time()
+        store.put("k", b"value")
+        head = store.head("k")
+        assert head is not None
+        assert (head.key, head.nbytes) == ("k", 5)
+        assert before - 120 < head.modified_s < time.time() + 120
+
+    def test_delete_removes_one_value(self, store: PruneStore) -> None:
+        store.put("d/a", b"1")
+        store.put("d/b", b"2")
+        assert store.delete("d/a") is True
+        assert store.get("d/a") is None
+        assert store.get("d/b") == b"2"
+        assert [entry.key for entry in store.scan("d/")] == ["d/b"]
+
+    def test_what_was_deleted_can_be_put_again(self, store: PruneStore) -> None:
+        store.put("d/a", b"1")
+        store.delete("d/a")
+        assert store.put_if_absent("d/a", b"2") is True
+        assert store.get("d/a") == b"2"
+
+    def test_deleting_what_is_not_there_is_no_error(self, store: PruneStore) -> None:
+        store.delete("no/such")
+        store.delete("no/such")
+
+    @pytest.mark.parametrize("key", ODD_KEYS)
+    def test_odd_keys_are_keys(self, store: PruneStore, key: str) -> None:
+        assert len(key) <= KEY_BYTES_MAX
+        assert store.put_if_absent(key, b"value") is True
+        assert store.get(key) == b"value"
+        assert [entry.key for entry in store.scan(key)] == [key]
+        store.delete(key)
+        assert store.get(key) is None
+
+    @pytest.mark.parametrize("key", NOT_KEYS)
+    def test_what_is_no_key_is_refused_by_every_verb(self, store: PruneStore, key: str) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: store.get(key),
+            lambda: store.get_range(key, 0, 1),
+            lambda: store.get_into(key, memoryview(bytearray(1))),
+            lambda: store.head(key),
+            lambda: store.put_if_absent(key, b""),
+            lambda: store.put(key, b""),
+            lambda: store.delete(key),
+        ]
+        for call in calls:
+            with pytest.raises(StoreError):
+                call()
+
+    def test_scan_tells_keys_and_sizes_under_a_prefix(self, store: PruneStore) -> None:
+        sizes = {"ns1/aa/x": 1, "ns1/ab/y": 2, "ns1/ab/z": 3, "ns10/aa/x": 4, "ns2/aa/x": 5}
+        for key, nbytes in sizes.items():
+            store.put(key, b"." * nbytes)
+
+        def scanned(prefix: str) -> dict[str, int]:
+            return {entry.key: entry.nbytes for entry in store.scan(prefix)}
+
+        assert scanned("") == sizes
+        assert scanned("ns1/") == {"ns1/aa/x": 1, "ns1/ab/y": 2, "ns1/ab/z": 3}
+        assert scanned("ns1/a") == scanned("ns1/")
+        assert scanned("ns1") == {key: n for key, n in sizes.items() if key.startswith("ns1")}
+        assert scanned("ns1/ab/z") == {"ns1/ab/z": 3}
+        assert scanned("ns1/ab/zz") == {}
+
+    def test_scan_passes_page_boundaries(self, store: PruneStore) -> None:
+        keys = [f"many/{number:04}" for number in range(1205)]
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(lambda key: store.put(key, b""), keys))
+        assert sorted(entry.key for entry in store.scan("many/")) == keys
+
+    def test_scan_is_in_key_order_where_the_place_has_one(self, store: PruneStore) -> None:
+        if not self.scans_in_order:
+            pytest.skip("this place has no order")
+        keys = ["b/1", "a/x/1", "a.b", "a-b", "a/x.y", "a/x-y", "c", "B", "a0"]
+        for key in keys:
+            store.put(key, b"")
+        assert [entry.key for entry in store.scan("")] == sorted(keys)
+
+    scans_in_order = True
+
+    @pytest.mark.parametrize("prefix", ["/", "a//b", "../", "a/../", "gl*b", "a b"])
+    def test_what_begins_no_key_cannot_be_scanned(self, store: PruneStore, prefix: str) -> None:
+        with pytest.raises(StoreError):
+            list(store.scan(prefix))
+
+    def test_an_abandoned_scan_is_no_error(self, store: PruneStore) -> None:
+        for number in range(3):
+            store.put(f"a/{number}", b"")
+        assert isinstance(next(store.scan("a/")), Entry)
+        store.put("a/3", b"")
+
+    def test_the_place_can_be_checked(self, store: PruneStore) -> None:
+        store.check()
+
+    def test_closing_twice_is_no_error(self, store: PruneStore) -> None:
+        store.close()
+        store.close()

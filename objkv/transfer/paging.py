@@ -1,0 +1,111 @@
+"""The paged cache as transfers see it: per group, one ``[B, H, N, C]`` tensor per layer.
+
+Source of the shape: vLLM 0.31-0.33, ``register_kv_caches``: blocks, heads, block size, content
+(K and V fused), whatever the physical order. Whole blocks only: on the CPU the bytes inside a
+block are the attention kernel's own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from objkv.codec.payload import LayerSpec
+from objkv.errors import ConfigError
+from objkv.keys.topology import RankShard
+from objkv.transfer.lanes import Lane
+
+DTYPE_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What a rank expects of one group before it has seen the tensors."""
+
+    layers: tuple[str, ...]
+    blocks: int
+    """Blocks that one payload holds."""
+    block_size: int
+    rank_shard: RankShard
+
+
+class PagedGroup:
+    """One group's layers on this rank. The tensors are vLLM's, never freed or resized here."""
+
+    def __init__(self, shape: GroupShape, caches: Sequence[torch.Tensor]) -> None:
+        assert len(caches) == len(shape.layers)
+        self.shape = shape
+        self._caches = tuple(caches)
+        self.layers = tuple(
+            _layer_spec(name, cache, shape)
+            for name, cache in zip(shape.layers, caches, strict=True)
+        )
+        """What a payload of this group must hold, in forward order."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._caches[0].device
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of one chunk of this group, uncompressed."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def scatter(
+        self, lane: Lane, layer: int, pages: memoryview, first_block: int, block_ids: torch.Tensor
+    ) -> None:
+        """Write pages ``[first_block, first_block + n)`` of one layer's frame into its blocks.
+
+        Args:
+            pages: the frame's raw bytes, verified; alive until the lane's next mark is done.
+            block_ids: ``[n]`` int64 on the host.
+        """
+        tensor = self._as_tensor(torch.frombuffer(pages, dtype=torch.uint8), layer)
+        part = tensor[first_block : first_block + len(block_ids)]
+        lane.scatter(part, self._caches[layer], block_ids)
+
+    def gather(self, lane: Lane, block_ids: torch.Tensor, pages: torch.Tensor) -> list[memoryview]:
+        """Write all layers of the blocks into ``pages``, one after the other.
+
+        Args:
+            block_ids: ``[blocks]`` int64 on the host.
+            pages: ``[>= raw_bytes]`` uint8, host memory, pinned when the lane is CUDA.
+
+        Returns:
+            Per layer a view of its bytes, which are there when a later mark is done.
+        """
+        views, offset = [], 0
+        for index, layer in enumerate(self.layers):
+            piece = pages[offset : offset + layer.nbytes]
+            lane.gather(self._caches[index], block_ids, self._as_tensor(piece, index))
+            views.append(piece.numpy().data)
+            offset += layer.nbytes
+        return views
+
+    def _as_tensor(self, raw: torch.Tensor, layer: int) -> torch.Tensor:
+        return raw.view(self._caches[layer].dtype).view(self.layers[layer].shape)
+
+
+def _layer_spec(name: str, cache: torch.Tensor, shape: GroupShape) -> LayerSpec:
+    shard = shape.rank_shard.shard
+    heads = shard.head_end - shard.head_start
+    if cache.dim() != 4 or cache.shape[1] != heads or cache.shape[2] != shape.block_size:
+        raise ConfigError(
+            f"the KV cache of {name} has shape {tuple(cache.shape)}; objkv expects [blocks, "
+            f"{heads} heads, {shape.block_size} tokens, content]: this attention backend is not "
+            "supported, run the model without the objkv connector or choose another backend"
+        )
+    if cache.dtype not in DTYPE_NAMES:
+        raise ConfigError(f"the KV cache of {name} has dtype {cache.dtype}, unknown to objkv")
+    return LayerSpec(
+        name, DTYPE_NAMES[cache.dtype], (shape.blocks, heads, shape.block_size, cache.shape[3])
+    )

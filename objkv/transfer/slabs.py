@@ -1,0 +1,83 @@
+"""Slabs: a bounded pool of equal buffers that payloads pass through, pinned where a GPU reads them.
+
+A slab is leased, never waited for: an empty pool is ``SlabsExhaustedError``, a miss or a drop.
+"""
+
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from objkv.errors import TransferError
+
+
+class SlabsExhaustedError(TransferError):
+    """Every slab is leased."""
+
+
+class Slab:
+    """One leased buffer. Give it back once, by ``release`` or at the end of ``with``."""
+
+    def __init__(self, pool: "SlabPool", memory: torch.Tensor) -> None:
+        self._pool = pool
+        self._released = False
+        self.tensor = memory
+        """``[slab_bytes]`` uint8, contiguous; owned by the pool, valid until released."""
+        self.view = memory.numpy().data
+        """The same memory, format ``B``, writable."""
+
+    def release(self) -> None:
+        """Give it back; twice is a bug."""
+        assert not self._released
+        self._released = True
+        self._pool.take_back(self.tensor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class SlabPool:
+    """``count`` buffers of ``slab_bytes`` each. Safe from many threads."""
+
+    def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
+        assert count > 0
+        assert slab_bytes > 0
+        self._name = name
+        self._count = count
+        self._slab_bytes = slab_bytes
+        self._lock = Lock()
+        memory = torch.empty(count * slab_bytes, dtype=torch.uint8, pin_memory=pinned)
+        # Last in, first out: the warm slab is leased first, and on a host without a GPU pages
+        # that were never needed are never touched.
+        self._free = [memory[i * slab_bytes : (i + 1) * slab_bytes] for i in range(count)]
+
+    @property
+    def slab_bytes(self) -> int:
+        """Size of each slab."""
+        return self._slab_bytes
+
+    def lease(self) -> Slab:
+        """A free slab, with undefined contents. Raises ``SlabsExhaustedError``; never waits."""
+        with self._lock:
+            if not self._free:
+                raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
+            memory = self._free.pop()
+        return Slab(self, memory)
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        """Called by ``Slab.release`` only."""
+        with self._lock:
+            self._free.append(memory)
+
+    def __repr__(self) -> str:
+        leased = self._count - len(self._free)
+        return f"<SlabPool {self._name} {leased}/{self._count} leased, {self._slab_bytes} B each>"

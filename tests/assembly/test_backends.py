@@ -1,0 +1,214 @@
+"""Both ends opened as the settings say, wrapped in the stated order, judged at the start."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.assembly.backends import (
+    Backends,
+    check_backends,
+    open_backends,
+    open_hot,
+    open_index,
+)
+from objkv.assembly.describe import describe_index
+from objkv.config import Config, load_config
+from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.ops.probes import probe_index, probe_store
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.testing.servers.redis import valkey_server
+
+NOBODY = "redis://127.0.0.1:1"
+
+
+def config_of(tmp_path: Path, **changes: Any) -> Config:
+    urls = {"bulk_url": f"file://{tmp_path}/b", "index_url": f"sqlite://{tmp_path}/i/x.sqlite"}
+    return load_config({**urls, **changes}, environ={})
+
+
+def test_nothing_configured_is_a_folder_and_sqlite_that_work(tmp_path: Path) -> None:
+    with open_backends(config_of(tmp_path), NullRecorder()) as backends:
+        assert backends.hot is None
+        checks = [*probe_store("bulk", backends.bulk), *probe_index(backends.index)]
+    assert {check.status for check in checks} == {"ok"}
+
+
+def test_both_ends_can_be_in_memory(tmp_path: Path) -> None:
+    config = config_of(tmp_path, bulk_url="memory:", index_url="memory:")
+    with open_backends(config, NullRecorder()) as backends:
+        assert {check.status for check in probe_index(backends.index)} == {"ok"}
+
+
+def test_opening_creates_nothing_and_connects_to_nobody(tmp_path: Path) -> None:
+    open_backends(config_of(tmp_path), NullRecorder()).close()
+    changes = {"bulk_url": "s3://bucket/x", "s3_endpoint_url": "http://127.0.0.1:1"}
+    for url in (NOBODY, "redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/0?service=s"):
+        open_backends(config_of(tmp_path, index_url=url, **changes), NullRecorder()).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_order_of_the_wrappers_is_the_stated_one(tmp_path: Path) -> None:
+    config = config_of(tmp_path, index_url=NOBODY)
+    with open_backends(config, NullRecorder()) as backends:
+        wrappers = ["SingleflightStore", "LimitStore", "BreakerStore", "ObserveStore", "LocalStore"]
+        assert order(repr(backends.bulk), wrappers)
+        assert order(repr(backends.hot), ["BreakerStore", "ObserveStore", "RedisStore"])
+        assert order(repr(backends.index), ["BreakerIndex", "ObserveIndex", "RedisIndex"])
+
+
+def order(text: str, names: list[str]) -> bool:
+    places = [text.find(f"<{name}") for name in names]
+    return -1 not in places and places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"index_url": "memory:"}, {"index_url": NOBODY, "hot_payload_bytes_max": 0}]
+)
+def test_there_is_no_hot_store_without_redis_or_payloads(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    assert open_hot(config_of(tmp_path, **changes), NullRecorder()) is None
+
+
+def test_calls_are_counted_by_end(tmp_path: Path) -> None:
+    recorder = MemoryRecorder()
+    with open_backends(config_of(tmp_path), recorder) as backends:
+        backends.bulk.get("a")
+        backends.index.lookup("ab", [b"x" * 20])
+    numbers = recorder.drain()
+    assert numbers["bulk_get_misses"] == 1
+    assert numbers["index_records_missing"] == 1
+
+
+def test_an_index_that_keeps_failing_is_given_up_and_that_is_told_once(tmp_path: Path) -> None:
+    told: list[tuple[str, bool]] = []
+    config = config_of(tmp_path, index_url=NOBODY, breaker_failures=2)
+    index = open_index(
+        config, NullRecorder(), on_change=lambda name, given_up: told.append((name, given_up))
+    )
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable):
+            index.lookup("ab", [b"x" * 20])
+    assert told == [("index", True)]
+
+
+def test_by_default_a_change_is_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = open_index(config_of(tmp_path, index_url=NOBODY, breaker_failures=1), NullRecorder())
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable):
+            index.lookup("ab", [b"x" * 20])
+    assert [record.message for record in caplog.records] == [
+        "index keeps failing, serving without it"
+    ]
+
+
+class _End:
+    """Answers ``check`` with an error, or not, and counts closings."""
+
+    def __init__(self, error: StoreError | None = None) -> None:
+        self.error = error
+        self.closed = 0
+
+    def check(self) -> None:
+        if self.error:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.error:
+            raise self.error
+
+
+class _Bulk(_End, MemoryStore):
+    def __init__(self, error: StoreError | None = None) -> None:
+        MemoryStore.__init__(self)
+        _End.__init__(self, error)
+
+
+class _Index(_End, MemoryIndex):
+    def __init__(self, error: StoreError | None = None) -> None:
+        MemoryIndex.__init__(self)
+        _End.__init__(self, error)
+
+
+def ends_failing_with(error: StoreError) -> list[Backends]:
+    return [Backends(_Bulk(error), None, _Index()), Backends(_Bulk(), None, _Index(error))]
+
+
+@pytest.mark.parametrize("at_start", ["strict", "degraded"])
+def test_a_refusal_at_the_start_is_always_the_operators(tmp_path: Path, at_start: str) -> None:
+    for backends in ends_failing_with(StoreDenied("no such bucket")):
+        with pytest.raises(ConfigError, match="no such bucket"):
+            check_backends(backends, config_of(tmp_path, at_start=at_start))
+
+
+def test_an_end_that_does_not_answer_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path, index_url="redis://me:hunter2@host")
+    for backends in ends_failing_with(StoreUnavailable("refused")):
+        caplog.clear()
+        check_backends(backends, config)
+        [record] = caplog.records
+        assert record.levelno == logging.WARNING
+        assert "unreachable at start, serving without it" in record.message
+        assert "hunter2" not in record.message
+
+
+def test_strict_refuses_to_start_without_an_end(tmp_path: Path) -> None:
+    for backends in ends_failing_with(StoreUnavailable("refused")):
+        with pytest.raises(StoreUnavailable, match="at_start is strict"):
+            check_backends(backends, config_of(tmp_path, at_start="strict"))
+
+
+def test_all_ends_are_closed_although_one_fails() -> None:
+    bulk, hot, index = _Bulk(StoreError("x")), _Bulk(), _Index()
+    with pytest.raises(StoreError), Backends(bulk, hot, index):
+        pass
+    assert (bulk.closed, hot.closed, index.closed) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"index_url": "redis://h:x"}, "is no host:port"),
+        ({"index_url": "rediss://h", "redis_ca_file": "/nowhere"}, "redis_ca_file /nowhere"),
+        ({"bulk_url": "s3://b", "s3_ca_bundle": "/nowhere"}, "s3_ca_bundle"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_on_opening(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_backends(config_of(tmp_path, **changes), NullRecorder())
+
+
+def test_a_local_index_has_no_server_to_describe(tmp_path: Path) -> None:
+    assert describe_index(config_of(tmp_path)) is None
+
+
+def test_a_server_that_does_not_answer_cannot_be_described(tmp_path: Path) -> None:
+    for url in (NOBODY, "redis+cluster://127.0.0.1:1"):
+        with pytest.raises(StoreUnavailable):
+            describe_index(config_of(tmp_path, index_url=url))
+
+
+@pytest.mark.service
+def test_a_real_server_holds_index_and_hot_store_and_describes_itself(tmp_path: Path) -> None:
+    with valkey_server(tmp_path / "valkey") as server:
+        config = config_of(tmp_path, index_url=server.url)
+        with open_backends(config, NullRecorder()) as backends:
+            assert backends.hot is not None
+            checks = [*probe_index(backends.index), *probe_store("hot", backends.hot)]
+        assert {check.status for check in checks} == {"ok"}
+        facts = describe_index(config)
+    assert facts is not None
+    assert (facts.product, facts.mode, facts.maxmemory_bytes) == ("valkey", "standalone", 0)
+    assert facts.maxmemory_policy == "noeviction"
+    assert abs(facts.clock_skew_s or 0) < 5

@@ -1,0 +1,140 @@
+from pathlib import Path
+
+import pytest
+import redis
+
+from objkv.assembly.redis import connect_redis, parse_redis_url
+from objkv.config import Config
+from objkv.errors import ConfigError
+
+
+def options(url: str, **settings: object) -> dict[str, object]:
+    client = connect_redis(url, Config.model_validate({"index_url": url, **settings}))
+    assert isinstance(client, redis.Redis)
+    return client.connection_pool.connection_kwargs
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "db", "service", "tls"),
+    [
+        ("redis://h", (("h", 6379),), 0, "", False),
+        ("rediss://h:7000/3", (("h", 7000),), 3, "", True),
+        ("redis://[::1]:7000", (("::1", 7000),), 0, "", False),
+        (
+            "redis+cluster://a,b:2,[fe80::1]:3",
+            (("a", 6379), ("b", 2), ("fe80::1", 3)),
+            0,
+            "",
+            False,
+        ),
+        ("rediss+sentinel://a,b:2/1?service=s", (("a", 26379), ("b", 2)), 1, "s", True),
+    ],
+)
+def test_urls_are_understood(
+    url: str, hosts: tuple[tuple[str, int], ...], db: int, service: str, tls: bool
+) -> None:
+    place = parse_redis_url(url)
+    assert (place.hosts, place.db, place.service, place.tls) == (hosts, db, service, tls)
+    assert (place.username, place.password) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://h", "unknown scheme"),
+        ("redis+socket://h", "unknown scheme"),
+        ("redis://", "no host:port"),
+        ("redis://h:port", "no host:port"),
+        ("redis://h:70000", "no host:port"),
+        ("redis://h:0", "no host:port"),
+        ("redis+cluster://a,,b", "no host:port"),
+        ("redis://a,b", "several hosts"),
+        ("redis://h/zero", "no database number"),
+        ("redis+cluster://h/1", "no database but 0"),
+        ("redis+sentinel://h/0", "names no service"),
+        ("redis://h?service=s", "unknown service"),
+        ("redis://h?ssl_cert_reqs=none", "unknown ssl_cert_reqs"),
+        ("redis://h#x", "unknown fragment"),
+    ],
+)
+def test_wrong_urls_are_refused_with_a_right_one(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_redis_url(url)
+    example = str(caught.value).rpartition("'")[0].rpartition("'")[2]
+    parse_redis_url(example)
+
+
+def test_errors_and_reprs_carry_no_password() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_redis_url("redis://user:hush@h/zero")
+    assert "hush" not in str(caught.value)
+    assert "hush" not in repr(parse_redis_url("redis://user:hush@h"))
+
+
+def test_user_and_password_come_from_the_url_unless_they_are_set() -> None:
+    url = "redis://user:p%40ss@h"
+    assert options(url)["username"] == "user"
+    assert options(url)["password"] == "p@ss"
+    both = options(url, redis_username="other", redis_password="hush")
+    assert (both["username"], both["password"]) == ("other", "hush")
+
+
+def test_pools_are_bounded_and_wait() -> None:
+    for url in ("redis://h", "redis+sentinel://h?service=s"):
+        client = connect_redis(url, Config(index_url=url, redis_calls_max=3))
+        assert isinstance(client, redis.Redis)
+        pool = client.connection_pool
+        assert isinstance(pool, redis.BlockingConnectionPool)
+        assert (pool.max_connections, pool.timeout) == (3, 2.0)
+
+
+def test_time_outs_grow_with_the_lookup_deadline_but_have_floors() -> None:
+    quick, slow = options("redis://h"), options("redis://h", lookup_deadline_ms=5_000)
+    assert (quick["socket_connect_timeout"], quick["socket_timeout"]) == (1.0, 2.0)
+    assert (slow["socket_connect_timeout"], slow["socket_timeout"]) == (5.0, 10.0)
+
+
+def test_answers_are_bytes_and_the_client_has_a_name() -> None:
+    given = options("redis://h")
+    assert given["decode_responses"] is False
+    assert given["client_name"] == "objkv"
+
+
+def test_tls_checks_certificate_and_host_name(tmp_path: Path) -> None:
+    for name in ("ca", "cert", "key"):
+        (tmp_path / name).touch()
+    files = {f"redis_{name}_file": tmp_path / name for name in ("ca", "cert", "key")}
+    given = options("rediss://h", **files)
+    assert given["ssl_check_hostname"] is True
+    assert given["ssl_cert_reqs"] == "required"
+    assert given["ssl_ca_certs"] == str(tmp_path / "ca")
+    assert (given["ssl_certfile"], given["ssl_keyfile"]) == (
+        str(tmp_path / "cert"),
+        str(tmp_path / "key"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "names", "words"),
+    [
+        ("redis://h", ["redis_ca_file"], "redis_ca_file: no use without TLS"),
+        ("rediss://h", ["redis_cert_file"], "set both or none"),
+        ("rediss://h", ["redis_ca_file"], "No such file"),
+    ],
+)
+def test_tls_files_that_cannot_be_used_are_refused(
+    url: str, names: list[str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        options(url, **dict.fromkeys(names, tmp_path / "missing.pem"))
+
+
+def test_nothing_connects_before_the_first_command() -> None:
+    for url in (
+        "redis://127.0.0.1:1",
+        "redis+cluster://127.0.0.1:1,127.0.0.1:2",
+        "redis+sentinel://127.0.0.1:1/0?service=s",
+    ):
+        client = connect_redis(url, Config(index_url=url))
+        assert isinstance(client, redis.Redis | redis.RedisCluster)
+        client.close()

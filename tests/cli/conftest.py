@@ -1,0 +1,65 @@
+"""The command as users run it, on a folder and an SQLite file of their own."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from objkv.cli.app import app
+from objkv.index.sqlite import SqliteIndex
+from objkv.stores.local import LocalStore
+from tests.ops.world import LEFT, RIGHT, save, save_identity
+
+Run = Callable[..., "Ran"]
+
+
+class Ran:
+    """What became of one command."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+
+    @property
+    def document(self) -> Any:
+        """The JSON document, which must be all of standard output."""
+        return json.loads(self.out)
+
+
+class Machine:
+    """The default folder of one user."""
+
+    def __init__(self, home: Path) -> None:
+        self.bulk = LocalStore(home / "objkv" / "chunks")
+        self.index = SqliteIndex(home / "objkv" / "index.sqlite")
+
+    def fill(self) -> list[str]:
+        """Three chunks in two shards each; their prefix hashes."""
+        save_identity(self.bulk)
+        keys = save(self.bulk, self.index, shards=(LEFT, RIGHT), codec="zstd")
+        return list(dict.fromkeys(key.prefix_hash.hex() for key in keys))
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def machine(home: Path) -> Machine:
+    return Machine(home)
+
+
+@pytest.fixture
+def run(home: Path) -> Run:
+    def run(*arguments: str, stdin: str = "") -> Ran:
+        result = CliRunner().invoke(app, list(arguments), input=stdin)
+        assert "Traceback" not in result.stderr + result.stdout or "--debug" in arguments
+        return Ran(result.exit_code, result.stdout, result.stderr)
+
+    return run

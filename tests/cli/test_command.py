@@ -1,0 +1,146 @@
+"""What all commands share: errors, exit codes, interrupts, colours."""
+
+import errno
+
+import pytest
+
+from objkv.cli.app import app
+from objkv.cli.command import exit_code, guarded
+from objkv.cli.output import Output, age, printable, size
+from objkv.errors import (
+    ConfigError,
+    ObjkvError,
+    PayloadError,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    TransferError,
+)
+from tests.cli.conftest import Machine, Run
+from tests.ops.world import NAMESPACE
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError(), 2),
+        (StoreDenied(), 2),
+        (StoreUnavailable(), 3),
+        (StoreError(), 3),
+        (PayloadError(), 1),
+        (TransferError(), 70),
+    ],
+)
+def test_every_error_has_its_exit_code(error: ObjkvError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+def raising(error: BaseException) -> int:
+    def work() -> int:
+        raise error
+
+    return guarded(work, debug=False)
+
+
+def test_an_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "objkv: interrupted\n"
+
+
+def test_a_bug_is_a_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(ZeroDivisionError("by zero")) == 70
+    told = capsys.readouterr()
+    assert told.err.startswith("objkv: a bug in objkv: ZeroDivisionError: by zero; objkv --debug")
+    assert told.out == ""
+
+
+def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(OSError(errno.ENOSPC, "No space left on device", "/full")) == 2
+    assert capsys.readouterr().err == "objkv: /full: No space left on device\n"
+
+
+def test_an_error_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    raising(ConfigError("bad \x1b[31m\nname"))
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["ls", "match", "show"])
+def test_an_index_that_does_not_answer_is_3_and_a_sentence(run: Run, name: str) -> None:
+    arguments = {"show": ["abcd"]}.get(name, [])
+    ran = run(name, *arguments, "--index-url", "redis://127.0.0.1:1", "--json", stdin="1")
+    assert (ran.code, ran.out) == (3, "")
+    assert ran.err.startswith("objkv: redis index")
+    assert ran.err.endswith("; objkv doctor shows what works\n")
+    assert ran.err.count("\n") == 1
+
+
+def test_debug_shows_where_an_error_comes_from(run: Run) -> None:
+    ran = run("--debug", "ls", "--index-url", "redis://127.0.0.1:1")
+    assert ran.code == 3
+    assert "Traceback" in ran.err
+    assert ran.err.splitlines()[-1].startswith("objkv: redis index")
+
+
+def test_a_settings_file_that_is_not_there_is_2(run: Run) -> None:
+    ran = run("ls", "--config", "/nowhere.toml")
+    assert ran.code == 2
+    assert "/nowhere.toml: No such file" in ran.err
+
+
+def test_the_version_is_told(run: Run) -> None:
+    ran = run("--version")
+    assert ran.code == 0
+    assert ran.out.startswith("objkv 0.")
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.name)
+def test_every_command_has_the_common_options_and_a_sentence(command: object, run: Run) -> None:
+    ran = run(str(getattr(command, "name", "")), "--help")
+    assert ran.code == 0
+    for option in ("--bulk-url", "--index-url", "--config", "--json", "--no-color"):
+        assert option in ran.out
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_colours_can_be_switched_off_on_a_terminal(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    Output(machine=False, color=True).line("x", "red")
+    assert "\x1b[31m" in capsys.readouterr().out
+    if how == "variable":
+        monkeypatch.setenv("NO_COLOR", "1")
+    Output(machine=False, color=how == "variable").line("x", "red")
+    assert "\x1b[31m" not in capsys.readouterr().out
+
+
+def test_long_rows_are_not_cut_where_there_is_no_terminal(run: Run, machine: Machine) -> None:
+    digest = machine.fill()[2]
+    row = run("ls", NAMESPACE).out.splitlines()[1]
+    assert digest in row
+
+
+def test_rows_are_neither_folded_nor_padded_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    rows = [("a" * 40, "ok"), ("b", "long " * 9 + "enough")]
+    Output(machine=False, color=False).table(("hash", "detail"), rows)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{'hash':40}  detail",
+        f"{'a' * 40}  ok",
+        f"{'b':40}  {'long ' * 9}enough",
+    ]
+
+
+def test_sizes_and_ages_are_for_people() -> None:
+    assert [size(n) for n in (None, 0, 1023, 1536, 3 << 30, 5 << 40)] == [
+        "-", "0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB",
+    ]  # fmt: skip
+    assert [age(s, 100_000) for s in (None, 100_000, 99_999, 99_000, 90_000, 1, 200_000)] == [
+        "-", "0 s", "1 s", "16 min", "2 h", "1 d", "0 s",
+    ]  # fmt: skip
+    assert printable("a\x00b") == "a\N{REPLACEMENT CHARACTER}b"

@@ -1,0 +1,238 @@
+"""``objkv demo``, all but the replicas: those are in ``tests/flow``."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from objkv.cli import demo as command_module
+from objkv.cli.demo_output import Steps, print_report, report_document
+from objkv.cli.output import Output
+from objkv.errors import ConfigError
+from objkv.ops.demo.job import Answer, Prompt, Size, prompts_of, warm_up_of
+from objkv.ops.demo.place import Place, prepared
+from objkv.ops.demo.process import Program, ProgramFailed
+from objkv.ops.demo.replicas import Shown, Tell
+from objkv.ops.demo.report import DemoReport, Row, Stored, compare
+from tests.cli.conftest import Run
+
+PROMPTS = prompts_of("small")
+BEFORE = tuple(prompt for prompt in PROMPTS if prompt.asked_before)
+
+
+def answers(
+    prompts: tuple[Prompt, ...], *, seconds: float, served: int = 0, token: int = 7
+) -> dict[str, Answer]:
+    return {
+        prompt.name: Answer(
+            prompt=prompt.name, tokens=(token,), served_tokens=served, first_token_s=seconds
+        )
+        for prompt in prompts
+    }
+
+
+def rows(*, served: int = 512, token: int = 7) -> tuple[Row, ...]:
+    return compare(
+        PROMPTS,
+        answers(PROMPTS, seconds=3.0),
+        answers(BEFORE, seconds=3.1),
+        answers(PROMPTS, seconds=0.5, served=served, token=token),
+    )
+
+
+def report(shown: tuple[Row, ...], **changes: object) -> DemoReport:
+    values: dict[str, object] = {
+        "engine": "vLLM 0.32.0",
+        "device": "2 cores",
+        "rows": shown,
+        "load_failures": 0,
+        "stored": Stored(chunks=15, tokens=3840, nbytes=3 << 20, settings={"OBJKV_X": "y"}),
+        "notices": (),
+        "metrics": {},
+    }
+    return DemoReport(**values | changes)  # type: ignore[arg-type]
+
+
+def printed(capsys: pytest.CaptureFixture[str], shown: DemoReport) -> str:
+    print_report(Output(machine=False, color=False), shown)
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Row, ...]]:
+    """What the replicas will show, instead of running them."""
+    shown = [rows()]
+
+    def show(size: Size, place: Place, tell: Tell) -> Shown:
+        tell("replica R", "starting")
+        return Shown("vLLM 0.32.0", "2 cores", shown[0], 0)
+
+    monkeypatch.setattr(command_module, "show_replicas", show)
+    monkeypatch.setattr(command_module, "find_spec", lambda name: object())
+    return shown
+
+
+def test_the_prompts_share_documents_and_nothing_else() -> None:
+    one, other, third, _ = (prompt.tokens for prompt in prompts_of("normal"))
+    assert one[:1536] == other[:1536]
+    assert one[1536:] != other[1536:]
+    assert one[-300:] == third[-300:]
+    assert one[:256] != third[:256] != warm_up_of("normal")[:256]
+
+
+def test_a_row_compares_all_answers_to_a_prompt() -> None:
+    assert all(row.identical for row in rows())
+    assert not any(row.identical for row in rows(token=8))
+    first = answers(BEFORE, seconds=1, token=9)
+    everything = answers(PROMPTS, seconds=1)
+    asked_before, only_shared = compare(PROMPTS, everything, first, everything)[:2]
+    assert (asked_before.identical, only_shared.identical) == (False, True)
+
+
+def test_the_table_tells_each_prompt_and_the_median(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, report(rows()))
+    asked, shared = out.splitlines()[5:7]
+    assert asked.split() == [
+        *["document", "1,", "question", "1", "812", "512", "3.00", "3.10", "0.50", "6.0x", "yes"]
+    ]
+    assert shared.split() == [
+        *["document", "1,", "question", "2", "812", "512", "3.00", "-", "0.50", "6.0x", "yes"]
+    ]
+    assert "6.0 times sooner (median). Stored: 15 chunks, 3,840 tokens, 3.0 MiB." in out
+    assert "no benchmark" in out
+
+
+def test_what_went_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = report(rows(served=0, token=8), load_failures=2, notices=("moto, a stand-in",))
+    out = printed(capsys, bad)
+    assert "2 loads failed" in out
+    assert "differs from what the model computes" in out
+    assert "objkv served nothing" in out
+    assert "moto, a stand-in" in out
+
+
+def test_servers_tell_their_counters(capsys: pytest.CaptureFixture[str]) -> None:
+    told = report(rows(), metrics={"server B": {"vllm:objkv_hit_tokens_total": 6400.0}})
+    assert "server B /metrics: vllm:objkv_hit_tokens_total 6,400" in printed(capsys, told)
+
+
+def test_the_document_carries_the_conclusions() -> None:
+    document = json.loads(json.dumps(report_document(report(rows()))))
+    assert document["speed_up_median"] == 6.0
+    assert document["rows"][0]["speed_up"] == 6.0
+    assert (document["identical"], document["served"], document["fine"]) == (True, True, True)
+
+
+def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
+    run: Run, replicas: list[tuple[Row, ...]]
+) -> None:
+    assert run("demo").code == 0
+    for bad in (rows(served=0), rows(token=8)):
+        replicas[0] = bad
+        ran = run("demo", "--json")
+        assert ran.code == 1
+        assert not ran.document["fine"]
+
+
+def test_the_command_says_how_to_look_at_what_it_stored(
+    run: Run, home: Path, replicas: list[tuple[Row, ...]]
+) -> None:
+    out = run("demo").out
+    assert f"export OBJKV_BULK_URL=file://{home}/objkv/demo/store/chunks" in out
+    assert "vllm serve MODEL --kv-transfer-config" in out
+    tokens = next(line for line in out.splitlines() if "--tokens" in line).split()[-1]
+    assert json.loads(Path(tokens).read_text()) == list(prompts_of("normal")[-1].tokens)
+
+
+def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[Row, ...]]) -> None:
+    ran = run("demo", "--bulk-url", "file:///elsewhere")
+    assert ran.code == 2
+    assert "makes a store of its own" in ran.err
+
+
+def test_without_vllm_it_says_how_to_install_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_module, "find_spec", lambda name: None)
+    ran = run("demo")
+    assert ran.code == 2
+    assert "pip install 'objkv[vllm]'" in ran.err
+
+
+def test_a_failed_replica_shows_the_end_of_its_log(
+    run: Run, tmp_path: Path, replicas: list[tuple[Row, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "replica.log"
+    log.write_text("\n".join(f"line {number}" for number in range(100)))
+
+    def fail(size: Size, place: Place, tell: Tell) -> Shown:
+        raise ProgramFailed("replica A ended with exit status 1", log)
+
+    monkeypatch.setattr(command_module, "show_replicas", fail)
+    ran = run("demo")
+    assert ran.code == 1
+    assert f"replica A ended with exit status 1; its log is {log}" in ran.err
+    assert ran.err.endswith("  line 98\n  line 99\n")
+    assert "line 50\n" not in ran.err
+
+
+def test_two_demos_do_not_share_a_place(tmp_path: Path) -> None:
+    place = Place(tmp_path / "demo")
+    with (
+        prepared(place, PROMPTS),
+        pytest.raises(ConfigError, match="another demo is running"),
+        prepared(place, PROMPTS),
+    ):
+        pass
+
+
+def test_the_next_demo_keeps_the_model_only(tmp_path: Path) -> None:
+    place = Place(tmp_path / "demo")
+    with prepared(place, PROMPTS):
+        (place.store / "chunk").touch()
+        place.models.mkdir()
+    with prepared(place, PROMPTS):
+        assert not list(place.store.iterdir())
+        assert place.models.exists()
+
+
+def test_a_program_ends_with_its_block(tmp_path: Path) -> None:
+    wait_for_ever = "import time; print('up', flush=True); time.sleep(1e6)"
+    with Program("it", ("-c", wait_for_ever), tmp_path / "log", {}) as program:
+        assert next(program.lines(bound_s=60)) == "up\n"
+        program.check()
+    with pytest.raises(ProgramFailed, match="exit status -9"):
+        program.check()
+
+
+def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    arguments = ("-c", "import time; time.sleep(1e6)")
+    with (
+        Program("it", arguments, tmp_path / "log", {}) as program,
+        pytest.raises(ProgramFailed, match="it was not done after 0 s"),
+    ):
+        list(program.lines(bound_s=0.01))
+
+
+def test_a_program_sees_none_of_the_users_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBJKV_TENANT", "mine")
+    shown = "import os; print(sorted(n for n in os.environ if n.startswith('OBJKV')))"
+    with Program("it", ("-c", shown), tmp_path / "log", {"OBJKV_CODEC": "none"}) as program:
+        assert list(program.lines(bound_s=60)) == ["['OBJKV_CODEC']\n"]
+
+
+def test_a_program_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
+    with Program("it", ("-c", "raise SystemExit('no')"), tmp_path / "log", {}) as program:
+        with pytest.raises(ProgramFailed, match="it ended with exit status 1") as failed:
+            list(program.lines(bound_s=60))
+        assert failed.value.tail() == "no"
+
+
+def test_without_a_terminal_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not sys.stderr.isatty()
+    with Steps(color=False).shown() as steps:
+        steps.tell("replica A", "starting")
+        steps.tell("replica A", "stopping")
+        steps.tell("replica B", "starting")
+    assert capsys.readouterr().err == "replica A ...\nreplica B ...\n"

@@ -1,0 +1,97 @@
+"""``objkv doctor``."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.testing.servers.redis import valkey_server
+from tests.cli.conftest import Run
+
+REPORT_KEYS = ["verdict", "objkv", "python", "settings", "checks", "libraries"]
+CHECK_KEYS = ["area", "name", "status", "detail", "fix", "elapsed_ms"]
+
+
+def test_the_default_works_on_a_fresh_machine(run: Run, home: Path) -> None:
+    ran = run("doctor")
+    assert ran.code == 0
+    assert ran.out.splitlines()[-1] == "everything works"
+    assert f"file://{home}/objkv/chunks" in ran.out
+
+
+def test_the_keys_for_machines_are_stable(run: Run) -> None:
+    document = run("doctor", "--json").document
+    assert list(document) == REPORT_KEYS
+    assert {tuple(check) for check in document["checks"]} == {tuple(CHECK_KEYS)}
+    assert {tuple(setting) for setting in document["settings"]} == {("name", "value", "source")}
+    assert {check["area"] for check in document["checks"]} == {"bulk", "index", "engine"}
+
+
+def test_every_setting_tells_its_source(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "objkv.toml"
+    file.write_text('codec = "lz4"\n')
+    monkeypatch.setenv("OBJKV_LOAD_THREADS", "3")
+    monkeypatch.setenv("OBJKV_REDIS_PASSWORD", "hunter2")
+    ran = run("doctor", "--json", "--config", str(file), "--bulk-url", f"file://{tmp_path}/b")
+    sources = {setting["name"]: setting["source"] for setting in ran.document["settings"]}
+    assert sources["codec"] == "file"
+    assert sources["load_threads"] == sources["redis_password"] == "environment"
+    assert sources["bulk_url"] == "option"
+    assert sources["tenant"] == "default"
+    assert "hunter2" not in ran.out
+
+
+def test_an_index_that_does_not_answer_is_3_and_the_bulk_store_is_probed_all_the_same(
+    run: Run,
+) -> None:
+    ran = run("doctor", "--json", "--index-url", "redis://127.0.0.1:1")
+    assert ran.code == 3
+    statuses = {(check["area"], check["name"]): check["status"] for check in ran.document["checks"]}
+    assert statuses["index", "check"] == "unreachable"
+    assert statuses["bulk", "delete"] == "ok"
+
+
+def test_a_bulk_store_that_is_no_folder_is_2(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ran = run("doctor", "--json", "--bulk-url", f"file://{tmp_path}/file/sub")
+    assert ran.code == 2
+    assert ran.document["verdict"] == "denied"
+    assert "a file stands where a folder is needed" in ran.out
+
+
+def test_wrong_settings_are_2_and_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OBJKV_BULK_ULR", "x")
+    ran = run("doctor")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == (
+        "objkv: settings: unknown key 'OBJKV_BULK_ULR' in the environment; "
+        "did you mean 'OBJKV_BULK_URL'?\n"
+    )
+
+
+@pytest.mark.service
+def test_a_real_server_is_explained_and_its_refusals_too(run: Run, tmp_path: Path) -> None:
+    with valkey_server(tmp_path / "valkey") as server:
+        rights = ["on", ">pw", "~objkv:*", "+@connection"]
+        client: Any = server.client()
+        client.execute_command("ACL", "SETUSER", "reader", *rights, "+@read")
+        client.execute_command(
+            "ACL", "SETUSER", "replica", *rights, "+@read", "+@write", "+@scripting"
+        )
+        client.close()
+
+        ran = run("doctor", "--json", "--index-url", server.url)
+        checks = {(check["area"], check["name"]): check for check in ran.document["checks"]}
+        assert (ran.code, ran.document["verdict"]) == (0, "warnings")
+        assert checks["index", "memory policy"]["fix"].startswith("set maxmemory")
+        assert checks["hot", "delete"]["status"] == "ok"
+
+        place = server.url.removeprefix("redis://")
+        ran = run("doctor", "--json", "--index-url", f"redis://replica:pw@{place}")
+        assert (ran.code, ran.document["verdict"]) == (0, "ok")
+        for user, words in (("reader:pw", "docs/index.md"), ("replica:no", "redis_password")):
+            ran = run("doctor", "--json", "--index-url", f"redis://{user}@{place}")
+            assert (ran.code, ran.document["verdict"]) == (2, "denied")
+            assert words in ran.out

@@ -1,0 +1,116 @@
+"""``objkv ls``."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from objkv.keys.identity import identity_path
+from tests.cli.conftest import Machine, Run
+from tests.ops.world import CHUNK, IDENTITY, NAMESPACE
+
+NAMESPACE_KEYS = [
+    "namespace", "model", "tenant", "kv_dtype", "chunk_tokens", "chunks", "payloads", "tokens",
+    "nbytes", "oldest_s", "newest_s", "hits", "problem",
+]  # fmt: skip
+PREFIX_KEYS = [
+    "namespace", "leaf", "root", "token_start", "token_end", "chunks", "nbytes", "oldest_s",
+    "newest_s", "hits", "pinned",
+]  # fmt: skip
+
+
+def test_nothing_stored_is_said_and_fine(run: Run, home: Path) -> None:
+    ran = run("ls")
+    where = f"sqlite://{home}/objkv/index.sqlite"
+    assert (ran.code, ran.out) == (0, f"nothing is stored yet in {where}\n")
+    assert run("ls", "--prefixes").out == f"no prefixes are indexed in {where}\n"
+    assert run("ls", "--bulk").out == f"nothing is stored yet in file://{home}/objkv/chunks\n"
+    assert run("ls", "--json").document["namespaces"] == []
+
+
+def test_namespaces_are_listed_for_people(run: Run, machine: Machine) -> None:
+    machine.fill()
+    ran = run("ls")
+    assert ran.code == 0
+    header, row = ran.out.splitlines()
+    assert header.split()[:2] == ["namespace", "model"]
+    assert row.split()[:3] == [NAMESPACE, "acme/tiny", "default"]
+
+
+@pytest.mark.parametrize(("options", "source"), [((), "index"), (("--bulk",), "bulk")])
+def test_the_keys_for_machines_are_stable(
+    run: Run, machine: Machine, options: tuple[str, ...], source: str
+) -> None:
+    machine.fill()
+    document = run("ls", "--json", *options).document
+    assert list(document) == ["source", "namespaces", "omitted", "other_entries", "other_bytes"]
+    assert document["source"] == source
+    [namespace] = document["namespaces"]
+    assert list(namespace) == NAMESPACE_KEYS
+    assert (namespace["chunks"], namespace["payloads"], namespace["tokens"]) == (3, 6, 3 * CHUNK)
+
+
+@pytest.mark.parametrize("options", [(NAMESPACE,), (NAMESPACE[:6],), ("--prefixes",)])
+def test_prefixes_are_listed(run: Run, machine: Machine, options: tuple[str, ...]) -> None:
+    hashes = machine.fill()
+    document = run("ls", "--json", *options).document
+    assert list(document) == ["prefixes", "omitted"]
+    [prefix] = document["prefixes"]
+    assert list(prefix) == PREFIX_KEYS
+    assert (prefix["root"], prefix["leaf"]) == (hashes[0], hashes[2])
+    assert hashes[2] in run("ls", *options).out
+
+
+def test_a_chain_without_its_beginning_is_marked(run: Run, machine: Machine) -> None:
+    hashes = machine.fill()
+    machine.index.drop(NAMESPACE, bytes.fromhex(hashes[0]))
+    assert "tokens before 16 are gone: unusable" in run("ls", NAMESPACE).out
+
+
+def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:
+    machine.fill()
+    machine.bulk.put("ab" * 16 + "/identity.json", b"{}")
+    document = run("ls", "--bulk", "--limit", "1", "--json").document
+    assert (len(document["namespaces"]), document["omitted"]) == (1, 1)
+    assert "1 more: raise --limit" in run("ls", "--bulk", "--limit", "1").out
+
+
+def test_the_bulk_store_is_counted_although_the_index_is_down(run: Run, machine: Machine) -> None:
+    machine.fill()
+    assert run("ls", "--bulk", "--index-url", "redis://127.0.0.1:1").code == 0
+    assert run("ls", "--bulk", NAMESPACE, "--index-url", "redis://127.0.0.1:1").code == 0
+
+
+def test_a_document_that_cannot_be_read_is_told(run: Run, machine: Machine) -> None:
+    machine.fill()
+    machine.bulk.put(f"{NAMESPACE}/identity.json", b"\x1b[31m")
+    ran = run("ls")
+    assert ran.code == 0
+    assert "not an identity document" in ran.out
+
+
+def test_names_from_the_store_cannot_drive_the_terminal(run: Run, machine: Machine) -> None:
+    hostile = replace(IDENTITY, model="\x1b]0;owned\x07[bold]x[/bold]")
+    machine.bulk.put(identity_path(hostile.namespace()), hostile.canonical())
+    ran = run("ls", "--bulk")
+    assert "\x1b" not in ran.out
+    assert "[bold]x[/bold]" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--bulk", "--prefixes"), "--bulk counts namespaces"),
+        (("xyz",), "is no namespace"),
+        (("ff",), "0 namespaces begin with ff"),
+        (("--limit", "0"), "--limit"),
+        (("--nonsense",), "No such option"),
+    ],
+)
+def test_wrong_usage_is_2_and_a_sentence(
+    run: Run, machine: Machine, arguments: tuple[str, ...], words: str
+) -> None:
+    machine.fill()
+    ran = run("ls", *arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err

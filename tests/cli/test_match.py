@@ -1,0 +1,124 @@
+"""``objkv match``."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from objkv.index.base import ChunkEntry, ShardRecord
+from tests.cli.conftest import Machine, Run
+from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save_identity
+
+REPORT_KEYS = [
+    "namespace", "model", "chunk_tokens", "prompt_tokens", "usable_tokens", "stored_chunks",
+    "chunks",
+]  # fmt: skip
+CHUNK_KEYS = [
+    "token_start", "token_end", "prefix_hash", "payloads", "groups_missing", "usable", "nbytes",
+    "created_s", "hits", "pinned",
+]  # fmt: skip
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps([*TOKENS, 1, 2]))
+    return path
+
+
+def test_a_stored_prompt_is_told_chunk_by_chunk(run: Run, machine: Machine, prompt: Path) -> None:
+    hashes = machine.fill()
+    ran = run("match", "--tokens", str(prompt))
+    assert ran.code == 0
+    assert all(digest in ran.out for digest in hashes)
+    assert "48 of 50 tokens would be served" in ran.out
+    assert "the last 2 tokens fill no chunk" in ran.out
+
+
+def test_the_keys_for_machines_are_stable(run: Run, machine: Machine, prompt: Path) -> None:
+    machine.fill()
+    document = run("match", "--tokens", str(prompt), "--json").document
+    assert list(document) == REPORT_KEYS
+    assert [list(chunk) for chunk in document["chunks"]] == [CHUNK_KEYS] * 3
+    assert (document["usable_tokens"], document["stored_chunks"]) == (3 * CHUNK, 3)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--tokens", "-")])
+def test_token_ids_are_read_from_stdin(
+    run: Run, machine: Machine, arguments: tuple[str, ...]
+) -> None:
+    machine.fill()
+    stdin = " ".join(map(str, TOKENS))
+    assert run("match", "--json", *arguments, stdin=stdin).document["usable_tokens"] == 3 * CHUNK
+
+
+def test_text_is_tokenized_first(run: Run, machine: Machine, tmp_path: Path) -> None:
+    machine.fill()
+    words = {f"w{token}": token for token in range(200)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = " ".join(f"w{token}" for token in TOKENS)
+    (tmp_path / "prompt.txt").write_text(text)
+    for given in (("--text", text), ("--text-file", str(tmp_path / "prompt.txt"))):
+        ran = run("match", *given, "--tokenizer", str(tmp_path), "--json")
+        assert ran.document["usable_tokens"] == 3 * CHUNK
+
+
+@pytest.mark.parametrize("extra", [("--cache-salt", "x"), ("--lora-digest", "0a0b")])
+def test_salt_and_adapter_are_part_of_the_prompt(
+    run: Run, machine: Machine, prompt: Path, extra: tuple[str, ...]
+) -> None:
+    machine.fill()
+    assert run("match", "--tokens", str(prompt), "--json", *extra).document["usable_tokens"] == 0
+
+
+def test_an_expired_index_is_answered_for_a_whole_namespace(run: Run, machine: Machine) -> None:
+    save_identity(machine.bulk)
+    ran = run("match", "--namespace", NAMESPACE, "--json", stdin="1 2 3")
+    assert (ran.code, ran.document["chunks"]) == (0, [])
+
+
+def test_several_namespaces_must_be_chosen_from(run: Run, machine: Machine, prompt: Path) -> None:
+    machine.fill()
+    other = replace(IDENTITY, tenant="other").namespace()
+    shard = ShardRecord(1, 1, "none", False, "0" * 32, 1)
+    machine.index.publish(
+        ChunkEntry(other, b"x" * 20, b"y" * 20, 0, CHUNK), {"0.L0-1_H0-1": shard}, ttl_s=60
+    )
+    ran = run("match", "--tokens", str(prompt))
+    assert ran.code == 2
+    assert NAMESPACE in ran.err
+    assert other in ran.err
+    assert run("match", "--tokens", str(prompt), "--namespace", NAMESPACE[:8]).code == 0
+    ran = run("match", "--tokens", str(prompt), "--namespace", other)
+    assert ran.code == 2
+    assert f"{other}/identity.json" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--tokens", "a", "--text", "b"), "only one of"),
+        (("--text", "b"), "need --tokenizer"),
+        (("--tokenizer", "b"), "need --tokenizer"),
+        (("--tokens", "/nowhere"), "/nowhere: No such file"),
+        (("--text", "a", "--tokenizer", "/nowhere"), "/nowhere is no file"),
+        (("--lora-digest", "xyz"), "not hex digits"),
+        (("--namespace", "xyz"), "is no namespace"),
+        ((), "the index has no namespaces"),
+    ],
+)
+def test_wrong_usage_is_2_and_a_sentence(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    ran = run("match", *arguments, stdin="1")
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_what_is_no_token_id_is_2(run: Run) -> None:
+    ran = run("match", stdin="1 two")
+    assert ran.code == 2
+    assert "'two' is not a token id" in ran.err

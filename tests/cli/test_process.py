@@ -1,0 +1,96 @@
+"""The installed command, as a process: the default folder and SQLite file, end to end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tests.cli.conftest import Machine
+from tests.ops.world import CHUNK, NAMESPACE, TOKENS
+
+OBJKV = Path(sys.executable).with_name("objkv")
+
+
+def objkv(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    return subprocess.run(
+        [str(OBJKV), *arguments],
+        env={**environ, "XDG_CACHE_HOME": str(home)},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_from_an_empty_machine_to_a_served_prompt(home: Path) -> None:
+    first = objkv(home, "ls", "--json")
+    assert (first.returncode, first.stderr) == (0, "")
+    assert json.loads(first.stdout)["namespaces"] == []
+
+    digest = Machine(home).fill()[2]
+    [namespace] = json.loads(objkv(home, "ls", "--json").stdout)["namespaces"]
+    assert (namespace["namespace"], namespace["chunks"]) == (NAMESPACE, 3)
+    assert json.loads(objkv(home, "show", digest, "--json").stdout)["verdict"] == "ok"
+    matched = objkv(home, "match", "--json", stdin=json.dumps(TOKENS))
+    assert json.loads(matched.stdout)["usable_tokens"] == 3 * CHUNK
+
+
+def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
+    Machine(home).fill()
+    environ = {**os.environ, "XDG_CACHE_HOME": str(home)}
+    command = f"{OBJKV} doctor --json | head -c 1"
+    ran = subprocess.run(
+        command, shell=True, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "{"
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_reader_that_goes_away_is_not_what_a_check_found(home: Path) -> None:
+    process = subprocess.Popen(
+        [str(OBJKV), "doctor"],
+        env={**os.environ, "XDG_CACHE_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 141
+    assert process.stderr is not None
+    with process.stderr:
+        assert process.stderr.read() == b""
+
+
+def test_an_interrupt_ends_with_130(home: Path) -> None:
+    process = subprocess.Popen(
+        [str(OBJKV), "match"],
+        env={**os.environ, "XDG_CACHE_HOME": str(home)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background makes its children ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdin is not None
+    # Its reading from here is what tells that it started; more than a pipe holds cannot be sent
+    # before it does.
+    process.stdin.write("1 " * 200_000)
+    process.stdin.flush()
+    # A signal between two reads of Python's own loop is noticed only after the next read, which
+    # waits here: as at a terminal, one interrupts again.
+    for _ in range(10):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(3)
+            break
+    assert process.returncode == 130
+    assert process.stderr is not None
+    assert process.stderr.read() == "objkv: interrupted\n"
+    process.stdin.close()
+    assert process.stdout is not None
+    process.stdout.close()

@@ -1,0 +1,63 @@
+"""What the tests of the codec build payloads from."""
+
+import json
+from collections.abc import Sequence
+from random import Random
+
+from hypothesis import strategies as st
+
+from objkv.codec.header import digest
+from objkv.codec.payload import DTYPE_BYTES, Claim, LayerSpec, Provenance, encode
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
+
+CLAIM = Claim(ChunkKey("ab" * 16, b"\x01" * 20, 0, Shard(0, 3, 0, 2)), b"\x02" * 20, 256, 512)
+PROVENANCE = Provenance("cd" * 32, "tests", 1_700_000_000)
+LAYERS = tuple(LayerSpec(f"model.layers.{i}.attn", "BF16", (2, 2, 16, 32)) for i in (2, 9, 10))
+
+layer_lists = st.lists(
+    st.builds(
+        LayerSpec,
+        name=st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__"),
+        dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+        shape=st.tuples(*[st.integers(1, 5)] * 4),
+    ),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda layer: layer.name,
+)
+
+
+def smooth(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that every codec makes smaller, different for every seed."""
+    return bytes((i // 64 + seed) % 256 for i in range(nbytes))
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that no codec makes smaller."""
+    return Random(seed).randbytes(nbytes)
+
+
+def pages_of(layers: Sequence[LayerSpec]) -> list[bytes]:
+    """Smooth pages for every layer."""
+    return [smooth(layer.nbytes, seed) for seed, layer in enumerate(layers)]
+
+
+def sample(codec: str) -> bytearray:
+    """A payload of ``LAYERS`` whose frames are all stored in ``codec``."""
+    return bytearray(encode(CLAIM, LAYERS, pages_of(LAYERS), codec=codec, provenance=PROVENANCE))
+
+
+def split(payload: bytes | bytearray) -> tuple[dict[str, object], bytes]:
+    """The header as JSON values, and the frames."""
+    end = 8 + int.from_bytes(payload[:8], "little")
+    return json.loads(bytes(payload[8:end])), bytes(payload[end:])
+
+
+def join(header: bytes, frames: bytes = b"") -> bytes:
+    """A payload with any JSON text as its header, padded, and its checksum put right."""
+    header = header.ljust(-(-(len(header) + 8) // 4096) * 4096 - 8)
+    head = bytearray(len(header).to_bytes(8, "little") + header)
+    head[37:69] = b"0" * 32
+    head[37:69] = digest(head).encode()
+    return bytes(head) + frames

@@ -1,0 +1,136 @@
+"""Codecs alone: hostile frames, bombs, many threads at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import lz4.block
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.codec.compress import CODECS, compress, decompress_into
+from objkv.errors import PayloadError
+from tests.codec.payloads import noise, smooth
+
+COMPRESSED = [codec for codec in CODECS if codec != "none"]
+PAGES = smooth(1 << 16)
+FRAMES = {codec: bytes(compress(codec, memoryview(PAGES), 2)[1]) for codec in COMPRESSED}
+
+
+def decoded(codec: str, frame: bytes, nbytes: int) -> bytes | None:
+    """The decoded frame, or None where it was refused."""
+    guarded = memoryview(bytearray(b"\xaa" * (nbytes + 64)))
+    out = guarded[:nbytes]
+    try:
+        decompress_into(codec, memoryview(frame), out)
+    except PayloadError:
+        return None
+    finally:
+        assert bytes(guarded[nbytes:]) == b"\xaa" * 64
+    return bytes(out)
+
+
+@pytest.mark.parametrize("codec", COMPRESSED)
+def test_a_frame_decodes_to_its_pages(codec: str) -> None:
+    assert len(FRAMES[codec]) < 0.9 * len(PAGES)
+    assert decoded(codec, FRAMES[codec], len(PAGES)) == PAGES
+
+
+@pytest.mark.parametrize("codec", COMPRESSED)
+@pytest.mark.parametrize("nbytes", [1, (1 << 16) - 1, (1 << 16) + 1, 1 << 20])
+def test_a_frame_of_another_length_is_refused(codec: str, nbytes: int) -> None:
+    assert decoded(codec, FRAMES[codec], nbytes) is None
+
+
+@given(st.sampled_from(COMPRESSED), st.data())
+def test_a_damaged_frame_is_refused_or_decodes_within_its_buffer(
+    codec: str, data: st.DataObject
+) -> None:
+    frame = bytearray(FRAMES[codec])
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    decoded(codec, bytes(frame), len(PAGES))
+
+
+@given(st.sampled_from(COMPRESSED), st.data())
+def test_a_truncated_frame_is_refused(codec: str, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(FRAMES[codec]) - 1))
+    assert decoded(codec, FRAMES[codec][:cut], len(PAGES)) is None
+
+
+@given(st.sampled_from(COMPRESSED), st.binary(max_size=200))
+def test_a_frame_of_garbage_raises_nothing_but_payload_errors(codec: str, frame: bytes) -> None:
+    decoded(codec, frame, 64)
+
+
+def test_a_bomb_is_refused() -> None:
+    nothing = bytes(64 << 20)
+    assert decoded("zstd", zstandard.compress(nothing), 1 << 16) is None
+    assert decoded("lz4", lz4.block.compress(nothing, store_size=False), 1 << 16) is None
+    bomb = bytearray(compress("blosc", memoryview(nothing), 2)[1])
+    assert decoded("blosc", bytes(bomb), 1 << 16) is None
+    # The same, but claiming the length that the reader expects.
+    bomb[4:8] = (1 << 16).to_bytes(4, "little")
+    result = decoded("blosc", bytes(bomb), 1 << 16)
+    assert result is None or result == bytes(1 << 16)
+
+
+@pytest.mark.parametrize("content_bytes", [0, 1, 1 << 40, 2**64 - 3])
+def test_a_zstd_frame_that_claims_another_length_is_refused(content_bytes: int) -> None:
+    head = b"\x28\xb5\x2f\xfd" + b"\xc0" + b"\x60" + content_bytes.to_bytes(8, "little")
+    block = (len(PAGES) << 3 | 0b011).to_bytes(3, "little") + b"a"
+    honest = head[:6] + len(PAGES).to_bytes(8, "little") + block
+    assert decoded("zstd", honest, len(PAGES)) == b"a" * len(PAGES)
+    assert decoded("zstd", head + block, len(PAGES)) is None
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 6),
+        (2, 0x05),
+        (16, 2),
+        (17, 32),
+        (18, 160),
+        (22, 1),
+        (22, 200),
+        (30, 1),
+        (31, 8),
+        (31, 1),
+    ],
+)
+def test_a_blosc_chunk_that_is_not_plain_shuffled_zstd_is_refused(at: int, value: int) -> None:
+    frame = bytearray(FRAMES["blosc"])
+    frame[at] = value
+    assert decoded("blosc", bytes(frame), len(PAGES)) is None
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(PayloadError, match="unknown codec"):
+        decompress_into("gzip", memoryview(b"x"), memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize("codec", COMPRESSED)
+def test_pages_that_do_not_compress_are_handed_back_uncopied(codec: str) -> None:
+    pages = memoryview(noise(4096))
+    used, frame = compress(codec, pages, 2)
+    assert used == "none"
+    assert frame is pages
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("pages", [bytes(8), bytes(1 << 16), smooth(40_000), b"\1" * 100_000])
+def test_blosc_takes_every_item_size_and_length(item_bytes: int, pages: bytes) -> None:
+    used, frame = compress("blosc", memoryview(pages), item_bytes)
+    assert used == "none" or decoded("blosc", bytes(frame), len(pages)) == pages
+
+
+@pytest.mark.parametrize("codec", COMPRESSED)
+def test_many_threads_encode_and_decode_at_once(codec: str) -> None:
+    def round_trip(seed: int) -> bool:
+        pages = smooth(1 << 15, seed)
+        used, frame = compress(codec, memoryview(pages), 2)
+        return used == codec and decoded(codec, bytes(frame), len(pages)) == pages
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(round_trip, range(64)))

@@ -1,0 +1,56 @@
+"""The golden payloads: written once, read for ever."""
+
+import struct
+
+import pytest
+
+from objkv.codec.payload import encode, frame_pages, open_payload
+from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, golden, pages_of
+
+COMPRESSED = ["lz4", "zstd", "blosc"]
+
+
+@pytest.mark.parametrize("name", ["none", "tokens", "untyped"])
+def test_what_is_written_today_is_byte_for_byte_what_was_written_then(name: str) -> None:
+    file = f"{name}.safetensors"
+    assert golden()[file] == (FOLDER / file).read_bytes()
+
+
+@pytest.mark.parametrize("codec", ["none", *COMPRESSED])
+def test_what_was_written_then_is_read_today(codec: str) -> None:
+    payload = (FOLDER / f"{codec}.safetensors").read_bytes()
+    header = open_payload(payload, CLAIM, LAYERS)
+    assert header.provenance == PROVENANCE
+    scratch = memoryview(bytearray(1 << 16))
+    for index, layer in enumerate(LAYERS):
+        assert bytes(frame_pages(header, index, payload, scratch)) == pages_of(layer)
+
+
+@pytest.mark.parametrize("codec", COMPRESSED)
+def test_compressed_headers_differ_from_the_golden_ones_in_lengths_and_checksums_only(
+    codec: str,
+) -> None:
+    then = open_payload((FOLDER / f"{codec}.safetensors").read_bytes(), CLAIM, LAYERS)
+    now = open_payload(golden()[f"{codec}.safetensors"], CLAIM, LAYERS)
+    assert [frame.codec for frame in then.frames] == [codec, "none", codec]
+    assert then.codec == "mixed"
+    for old, new in zip(then.frames, now.frames, strict=True):
+        assert (old.layer, old.codec, old.raw_checksum) == (new.layer, new.codec, new.raw_checksum)
+    assert (then.data_start, then.raw_bytes) == (now.data_start, now.raw_bytes)
+
+
+def test_the_layout_is_the_documented_one() -> None:
+    payload = (FOLDER / "none.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", payload[:8])
+    assert (8 + length) % 4096 == 0
+    assert payload[8:37] == b'{"__metadata__":{"checksum":"'
+    assert payload[69:70] == b'"'
+    assert payload[8 + length :] == b"".join(map(pages_of, LAYERS))
+
+
+def test_encoding_is_deterministic() -> None:
+    pages = [pages_of(layer) for layer in LAYERS]
+    first, second = (
+        encode(CLAIM, LAYERS, pages, codec="blosc", provenance=PROVENANCE) for _ in range(2)
+    )
+    assert first == second

@@ -1,0 +1,241 @@
+"""Whatever the bytes are: a PayloadError, or exactly what went in. Never another exception."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from objkv.codec.header import HEADER_BYTES_MAX
+from objkv.codec.payload import CODECS, LAYER_BYTES_MAX, frame_pages, open_payload, read_header
+from objkv.errors import PayloadError
+from tests.codec.payloads import CLAIM, LAYERS, join, pages_of, sample, split
+
+SAMPLES = {codec: bytes(sample(codec)) for codec in CODECS}
+PAGES = pages_of(LAYERS)
+Document = dict[str, Any]
+
+
+def pages_read(payload: bytes | bytearray) -> list[bytes]:
+    """Everything a loader does with a payload."""
+    header = open_payload(payload, CLAIM, LAYERS)
+    scratch = memoryview(bytearray(max(layer.nbytes for layer in LAYERS)))
+    return [bytes(frame_pages(header, i, payload, scratch)) for i in range(len(LAYERS))]
+
+
+def is_refused(payload: bytes | bytearray) -> bool:
+    """Whether reading ends in a PayloadError; any other exception is the test's failure."""
+    try:
+        return pages_read(payload) != PAGES and pytest.fail("wrong pages were handed out")
+    except PayloadError:
+        return True
+
+
+@given(st.sampled_from(CODECS), st.data())
+def test_no_flipped_bit_reaches_the_model(codec: str, data: st.DataObject) -> None:
+    payload = bytearray(SAMPLES[codec])
+    bit = data.draw(st.integers(0, len(payload) * 8 - 1))
+    payload[bit // 8] ^= 1 << (bit % 8)
+    assert is_refused(payload)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_flipped_bit_of_the_header_goes_unnoticed(codec: str) -> None:
+    start = read_header(SAMPLES[codec]).data_start
+    payload = bytearray(SAMPLES[codec][:start])
+    for at in range(start):
+        payload[at] ^= 1 << (at % 8)
+        with pytest.raises(PayloadError):
+            read_header(payload)
+        payload[at] ^= 1 << (at % 8)
+    assert read_header(payload)
+
+
+@given(st.sampled_from(CODECS), st.data())
+def test_no_truncation_goes_unnoticed(codec: str, data: st.DataObject) -> None:
+    payload = SAMPLES[codec]
+    assert is_refused(payload[: data.draw(st.integers(0, len(payload) - 1))])
+
+
+@given(st.sampled_from(CODECS), st.binary(min_size=1, max_size=5000))
+def test_no_extension_goes_unnoticed(codec: str, more: bytes) -> None:
+    assert is_refused(SAMPLES[codec] + more)
+
+
+@given(st.sampled_from(CODECS), st.data())
+def test_no_overwritten_stretch_reaches_the_model(codec: str, data: st.DataObject) -> None:
+    payload = bytearray(SAMPLES[codec])
+    at = data.draw(st.integers(0, len(payload) - 1))
+    new = data.draw(st.binary(min_size=1, max_size=64))
+    payload[at : at + len(new)] = new
+    assert payload == SAMPLES[codec] or is_refused(payload)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(garbage: bytes) -> None:
+    assert is_refused(garbage)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    | st.sampled_from([-1, 0, 1, 2**31, 2**63, 2**64, 10**30, 1.0, True, "U8", "BF16", "none"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def places(document: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a JSON value."""
+    items = document.items() if isinstance(document, dict) else enumerate(document)
+    out = []
+    for key, value in list(items):
+        out.append((document, key))
+        if isinstance(value, dict | list):
+            out += places(value)
+    return out
+
+
+@given(st.sampled_from(CODECS), st.data())
+def test_a_header_with_any_value_replaced_and_its_checksum_right_is_refused(
+    codec: str, data: st.DataObject
+) -> None:
+    document, frames = split(SAMPLES[codec])
+    container, key = data.draw(st.sampled_from(places(document)))
+    before = container[key]
+    container[key] = data.draw(values)
+    header = json.dumps(document, separators=(",", ":")).encode()
+    payload = join(header, frames)
+    if container[key] == before and type(container[key]) is type(before):
+        assert pages_read(payload) == PAGES
+    elif key in {"writer", "created_s", "token_digest", "checksum"}:
+        is_refused(payload)
+    else:
+        assert is_refused(payload)
+
+
+Tamper = Callable[[Document], None]
+
+
+def metadata(name: str, value: str) -> Tamper:
+    return lambda document: document["__metadata__"].update({name: value})
+
+
+def tensor(**changes: Any) -> Tamper:
+    return lambda document: document[LAYERS[1].name].update(changes)
+
+
+def frame(text: str) -> Tamper:
+    return metadata("frame.1", text.replace("#", "0" * 32))
+
+
+N = LAYERS[0].nbytes
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        tensor(data_offsets=[-1, 2 * N]),
+        tensor(data_offsets=[N, N]),
+        tensor(data_offsets=[2 * N, N]),
+        tensor(data_offsets=[0, 2 * N]),
+        tensor(data_offsets=[N + 1, 2 * N]),
+        tensor(data_offsets=[N, 2**63]),
+        tensor(data_offsets=[N, float(2 * N)]),
+        tensor(data_offsets=[N]),
+        tensor(data_offsets=[N, 2 * N, 3 * N]),
+        tensor(data_offsets=[True, 2 * N]),
+        tensor(dtype="F16"),
+        tensor(shape=[2, 2, 32, 16]),
+        tensor(shape=[N]),
+        tensor(more=1),
+        frame("none BF16 2x2x16x32 #0"),
+        frame("none BF16 2x2x16 #"),
+        frame("none BF16 2x2x16x0 #"),
+        frame("none BF16 2x2x16x-32 #"),
+        frame("none BF16 2x2x16x32 # #"),
+        frame("lz4 BF16 2x2x16x32 # #"),
+        frame("lz4 BF16 2x2x16x32 #"),
+        frame("gzip BF16 2x2x16x32 # #"),
+        frame("none BF17 2x2x16x32 #"),
+        frame("none F32 2x2x16x32 #"),
+        frame("none BF16 " + "x".join(["9" * 18] * 4) + " #"),
+        frame("none BF16 " + "9" * 5000 + "x1x1x1 #"),
+        metadata("format", "objkv/2"),
+        metadata("token_start", "512"),
+        metadata("token_start", "-1"),
+        metadata("token_end", "9" * 5000),
+        metadata("token_end", "５１２"),
+        metadata("key", "../../etc/passwd"),
+        metadata("key", CLAIM.key.path().replace("L0-3", "L0-" + "9" * 5000)),
+        metadata("parent", "00"),
+        metadata("tokens", "1 2 x"),
+        metadata("tokens", "1  2"),
+        metadata("created_s", "1e9"),
+        metadata("writer", "x" * 257),
+        metadata("token_digest", ""),
+        lambda document: document["__metadata__"].pop("frame.2"),
+        lambda document: document["__metadata__"].pop("key"),
+        lambda document: document.pop(LAYERS[0].name),
+        lambda document: document.update({"": document.pop(LAYERS[2].name)}),
+        lambda document: document.update({"x" * 600: document.pop(LAYERS[2].name)}),
+        lambda document: [document.pop(layer.name) for layer in LAYERS],
+    ],
+)
+def test_a_header_that_lies_is_refused(tamper: Callable[[Document], object]) -> None:
+    document, frames = split(SAMPLES["none"])
+    tamper(document)
+    payload = join(json.dumps(document, separators=(",", ":")).encode(), frames)
+    with pytest.raises(PayloadError) as caught:
+        read_header(payload)
+    assert len(str(caught.value)) < 1500
+
+
+OPENING = b'{"__metadata__":{"checksum":"' + b"0" * 32 + b'"'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        OPENING,
+        OPENING + b"}}",
+        OPENING + b'},"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        OPENING + b'},"x":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+        OPENING + b'},"x":' + b"9" * 100_000 + b"}",
+        OPENING + b'},"x":NaN}',
+        OPENING + b'},"__metadata__":{}}',
+        OPENING + b',"format":"objkv/1","format":"objkv/1"}}',
+        OPENING + b'},"x":"\xff\xfe"}',
+        OPENING + b'},"x":"\xc3\xa4"}',
+        OPENING + b"}}{}",
+        OPENING + b"}}" + b"\0" * 100,
+        b" " * 100,
+        b"[]" + b" " * 100,
+    ],
+)
+def test_a_header_that_is_no_such_json_is_refused(header: bytes) -> None:
+    with pytest.raises(PayloadError):
+        read_header(join(header))
+
+
+def test_a_header_beyond_the_bound_is_not_even_parsed() -> None:
+    with pytest.raises(PayloadError, match="header of"):
+        read_header(join(b" " * HEADER_BYTES_MAX))
+
+
+def test_a_layer_beyond_the_bound_is_refused_before_anything_is_allocated() -> None:
+    document, _ = split(SAMPLES["lz4"])
+    blocks = LAYER_BYTES_MAX // (2 * 16 * 32 * 2) + 1
+    text = document["__metadata__"]["frame.0"]  # type: ignore[index]
+    document["__metadata__"]["frame.0"] = text.replace("2x2x16x32", f"{blocks}x2x16x32")  # type: ignore[index]
+    with pytest.raises(PayloadError, match="bytes"):
+        read_header(join(json.dumps(document, separators=(",", ":")).encode()))
+
+
+@given(st.text(max_size=60))
+@example("")
+def test_any_text_in_place_of_a_frame_is_refused(text: str) -> None:
+    document, frames = split(SAMPLES["zstd"])
+    document["__metadata__"]["frame.0"] = text  # type: ignore[index]
+    assert is_refused(join(json.dumps(document, separators=(",", ":")).encode(), frames))

@@ -1,0 +1,84 @@
+"""The namespace a replica lives in, and what a reset makes of it."""
+
+from collections.abc import Callable
+
+from objkv.connector.home import Home
+from objkv.errors import StoreUnavailable
+from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+
+GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=32)
+IDENTITY = Identity("m", "w", None, "bfloat16", (GROUP,), "canonical", 32, 0, "default")
+
+
+class Later:
+    """Runs jobs when told."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], None]] = []
+        self.full = False
+
+    def __call__(self, job: Callable[[], None]) -> bool:
+        if not self.full:
+            self.jobs.append(job)
+        return not self.full
+
+    def run(self) -> None:
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            try:
+                job()
+            except StoreUnavailable:
+                continue
+
+
+def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
+    store, later = MemoryStore(), Later()
+    home = Home(IDENTITY, store, later, writes=True)
+    for _ in range(3):
+        home.announce()
+    assert len(later.jobs) == 1
+    later.run()
+    assert store.get(identity_path(home.namespace)) == IDENTITY.canonical()
+    home.announce()
+    assert not later.jobs
+
+
+def test_a_document_that_was_not_taken_is_tried_again() -> None:
+    store, later = FlakyStore(MemoryStore()), Later()
+    home = Home(IDENTITY, store, later, writes=True)
+    later.full = True
+    home.announce()
+    later.full = False
+    store.fail_next(StoreUnavailable("gone"))
+    home.announce()
+    later.run()
+    home.announce()
+    later.run()
+    assert store.get(identity_path(home.namespace)) is not None
+
+
+def test_a_reader_writes_no_document() -> None:
+    later = Later()
+    Home(IDENTITY, MemoryStore(), later, writes=False).announce()
+    assert not later.jobs
+
+
+def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
+    homes = [Home(IDENTITY, MemoryStore(), Later(), writes=True) for _ in range(2)]
+    assert homes[0].namespace == homes[1].namespace
+    for home in homes:
+        assert home.renew(clean=True)
+    assert len({IDENTITY.namespace(), *(home.namespace for home in homes)}) == 3
+    assert all(home.open for home in homes)
+
+
+def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did_not() -> None:
+    home = Home(IDENTITY, MemoryStore(), Later(), writes=True)
+    assert not home.renew(clean=False)
+    assert not home.open
+    assert home.namespace == IDENTITY.namespace()
+    assert home.renew(clean=True)
+    assert home.open
+    assert home.namespace != IDENTITY.namespace()

@@ -1,0 +1,60 @@
+"""The worker's side over a real paged cache in memory, one step at a time."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.config import Config
+from objkv.connector.geometry import Geometry
+from objkv.connector.metadata import StepPlan
+from objkv.connector.worker import Rank, WorkerSide
+from objkv.telemetry import MemoryRecorder
+from objkv.transfer.plan import LoadPlan
+from tests.transfer.paged_cache import paged_group
+from tests.transfer.world import BLOCKS, CHUNK, GROUP, Replica, stores
+
+
+@pytest.fixture
+def spoilt() -> Iterator[tuple[WorkerSide, LoadPlan]]:
+    """A worker, and a load within the step whose payload is gone."""
+    store, index = stores()
+    writer = Replica(store, index, seed=1)
+    writer.save(range(1))
+    plan = writer.load_plan(range(1), 9, sync=True)
+    store.delete(writer.path(0))
+    writer.close()
+    config = Config(pinned_bytes_max=1 << 20, load_threads=1, save_threads=1)
+    recorder = MemoryRecorder()
+    settings = CacheSettings("w", ttl_s=60, lease_ms=1000, hot_payload_bytes_max=0)
+    _, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=32, seed=2)
+    worker = WorkerSide(
+        config,
+        Geometry((GROUP,), CHUNK, GROUP.block_size, tp_size=1),
+        Rank(0, "w", batches_in_flight=1),
+        ChunkCache(store, None, index, settings, recorder),
+        recorder=recorder,
+        kv_caches=dict(zip(GROUP.layers, caches, strict=True)),
+    )
+    yield worker, plan
+    worker.close()
+
+
+@pytest.mark.parametrize("speculating", [False, True])
+def test_a_load_that_failed_within_a_step_is_told_in_that_step(
+    spoilt: tuple[WorkerSide, LoadPlan], *, speculating: bool
+) -> None:
+    """With speculation vLLM asks for results before it ends the step."""
+    worker, load = spoilt
+    plan = StepPlan(loads=(load,))
+    worker.start_loads(plan)
+    for layer in GROUP.layers:
+        worker.wait_layer(layer)
+    if not speculating:
+        worker.end_forward(plan)
+    results = worker.results(plan, set())
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+    assert results.received == set()
+    if speculating:
+        worker.end_forward(plan)
+    assert worker.take_failed_blocks() == set()

@@ -1,0 +1,79 @@
+"""What is left of a replica: threads when its engine has stopped, processes when it has ended."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from objkv.stores.base import Buffer
+from objkv.testing.servers.redis import wait_until
+from tests.engine.job import Call
+
+END_S = 60.0
+STOPPED = "tests.engine.endings:objkv_threads_after_shutdown"
+SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"seconds": 0.5})
+EXIT = "tests.engine.endings:end_of_script"
+
+
+def objkv_threads_after_shutdown(llm: Any, seconds_max: float = 5.0) -> dict[str, list[str]]:
+    """Stop the engine of a replica that runs it in its own process, from a job's ``Call``."""
+    before = _objkv_threads()
+    llm.llm_engine.engine_core.shutdown()
+    deadline = time.monotonic() + seconds_max
+    while _objkv_threads() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return {"before": before, "after": _objkv_threads()}
+
+
+def slow_saves(_llm: Any, seconds: float) -> None:
+    """From now on a payload takes so long to be put into a folder by this process."""
+    from objkv.stores.local import LocalStore
+
+    put_if_absent = LocalStore.put_if_absent
+
+    def slow(self: LocalStore, key: str, value: Buffer) -> bool:
+        time.sleep(seconds)
+        return put_if_absent(self, key, value)
+
+    LocalStore.put_if_absent = slow  # type: ignore[method-assign]
+
+
+def end_of_script(_llm: Any) -> None:
+    """End the process as a script does that says nothing to its engine. The job has no result."""
+    raise SystemExit(0)
+
+
+def session_processes(leader: int) -> list[int]:
+    """Processes of the session that ``leader`` began which still run, whoever their parent is."""
+    numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in numbers if _session(pid) == leader]
+
+
+def kill_session(leader: int) -> None:
+    """End at once whatever is left of the session."""
+    for pid in session_processes(leader):
+        os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_end(leader: int) -> None:
+    """Wait until nothing of the session runs. Raises TimeoutError."""
+    wait_until(
+        lambda: not session_processes(leader), f"all of session {leader} to end", bound_s=END_S
+    )
+
+
+def _objkv_threads() -> list[str]:
+    names = (thread.name for thread in threading.enumerate())
+    return sorted(name for name in names if name.startswith("objkv"))
+
+
+def _session(pid: int) -> int:
+    """The session of a process; 0 for one that is gone, or ended and not yet waited for."""
+    try:
+        # After the name, which is in parentheses and may hold anything: state, parent, group.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[3])

@@ -1,0 +1,148 @@
+"""Replicas that share one store: their jobs, what lies in it, and what goes on inside of them.
+
+    store = SharedStore(folder / "store")
+    run_replica(store.job(*one_by_one(prompts)), folder)
+    store.payload(prompts[0], 2).unlink()
+    run_replica(store.job(*one_by_one(prompts), load_mode="layerwise"), folder)
+
+The functions at the end are for ``Call`` steps: they run in the replica and take its ``llm``.
+"""
+
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from objkv.index.sqlite import SqliteIndex
+from objkv.keys.prefix import PromptExtras, prefix_hashes
+from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
+
+BLOCK = 32
+CHUNK = 128
+"""Tokens of a chunk in these stores: four blocks, so that a prompt can end inside."""
+CONNECTOR = "ObjKVConnector"
+
+
+@dataclass(frozen=True)
+class SharedStore:
+    """A folder with a bulk store and an index in SQLite."""
+
+    folder: Path
+
+    @property
+    def bulk(self) -> Path:
+        """The folder of the payloads."""
+        return self.folder / "chunks"
+
+    @property
+    def index_file(self) -> Path:
+        """The file of the index."""
+        return self.folder / "index.sqlite"
+
+    def job(
+        self,
+        *steps: Step,
+        role: str = "kv_both",
+        transfer: dict[str, Any] | None = None,
+        engine: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Job:
+        """A replica on this store. ``settings`` are objkv's; ``transfer`` adds to vLLM's."""
+        extra = {
+            "bulk_url": f"file://{self.bulk}",
+            "index_url": f"sqlite://{self.index_file}",
+            "chunk_tokens": CHUNK,
+            "lookup_deadline_ms": 20_000,  # a busy machine must not change what is cached
+        } | settings
+        connector = {
+            "kv_connector": CONNECTOR,
+            "kv_role": role,
+            "kv_connector_extra_config": extra,
+        }
+        return Job(steps=steps, connector=connector | (transfer or {}), engine=engine or {})
+
+    def copy(self, folder: Path) -> "SharedStore":
+        """The same content in another folder; nobody may be writing."""
+        shutil.copytree(self.folder, folder)
+        return SharedStore(folder)
+
+    def namespaces(self) -> list[str]:
+        """Namespaces that hold something, sorted."""
+        return sorted(path.name for path in self.bulk.iterdir())
+
+    def payloads(self) -> list[Path]:
+        """The files of all payloads."""
+        return sorted(self.bulk.glob("*/*/*/*.safetensors"))
+
+    def hashes(self, prompt: Prompt) -> list[bytes]:
+        """The prefix hashes of the prompt's chunks in the store's one namespace."""
+        (namespace,) = self.namespaces()
+        return prefix_hashes(namespace, prompt.tokens, CHUNK, PromptExtras(salt=prompt.cache_salt))
+
+    def payload(self, prompt: Prompt, chunk: int) -> Path:
+        """The file of one chunk of a prompt that was saved."""
+        digest = self.hashes(prompt)[chunk].hex()
+        (found,) = self.bulk.glob(f"*/{digest[:2]}/{digest}/*.safetensors")
+        return found
+
+    def forget(self, prompt: Prompt, chunk: int) -> None:
+        """Remove the index's record of one chunk of a prompt; its payload stays."""
+        (namespace,) = self.namespaces()
+        with closing(SqliteIndex(self.index_file)) as index:
+            assert index.drop(namespace, self.hashes(prompt)[chunk])
+
+    def is_indexed(self, prompt: Prompt, chunk: int) -> bool:
+        """Whether the index has a record of one chunk of a prompt."""
+        (namespace,) = self.namespaces()
+        with closing(SqliteIndex(self.index_file)) as index:
+            return index.lookup(namespace, [self.hashes(prompt)[chunk]]) != [None]
+
+
+def one_by_one(prompts: Iterable[Prompt]) -> tuple[Step, ...]:
+    """Run prompts one after the other; none finds anything in the replica's own cache."""
+    steps: list[Step] = []
+    for prompt in prompts:
+        steps += (Generate(prompts=(prompt,)), SAVED, Settle(), ResetPrefixCache())
+    return tuple(steps)
+
+
+def drain_saves(_llm: Any) -> bool:
+    """Wait until nothing is being saved any more."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return not has_kv_transfer_group() or get_kv_transfer_group()._worker._saver.drain(30)
+
+
+def free_blocks(llm: Any) -> int:
+    """Blocks of the paged cache that no request holds."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def hold_gets(_llm: Any, gate: str) -> None:
+    """From now on, reading a payload from a folder waits until the file ``gate`` exists."""
+    from objkv.stores.local import LocalStore
+
+    get_into = LocalStore.get_into
+
+    def held(self: LocalStore, key: str, buffer: memoryview) -> int | None:
+        while not Path(gate).exists():
+            time.sleep(0.005)
+        return get_into(self, key, buffer)
+
+    LocalStore.get_into = held  # type: ignore[method-assign]
+
+
+def breathe(_llm: Any, seconds: float = 0.3) -> None:
+    """Let other threads get to what they were just allowed to do."""
+    time.sleep(seconds)
+
+
+SAVED = Call(function="tests.engine.fleet:drain_saves")
+FREE_BLOCKS = Call(function="tests.engine.fleet:free_blocks")
+NUMBERS_TOLD = Generate(prompts=(Prompt(tokens=(7,), max_tokens=1),))
+"""Background threads' numbers reach vLLM's metrics with the next step: this is one, as the end."""
+METRICS = Call(function="tests.engine.replica:read_metrics")

@@ -1,0 +1,131 @@
+"""Runs replicas: each a fresh process with a real vLLM engine on the CPU.
+
+    first = run_replica(Job(steps=(Generate(prompts=(Prompt(tokens=(5, 6, 7)),)),)), folder)
+    assert first.tokens == [(...)]
+
+A replica takes about ten seconds, most of it for imports. Put what runs replicas into a
+``@scenario`` (see ``tests.engine.cache``), so that an unchanged one is replayed.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.engine.job import Job, Result
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG_TAIL_LINES = 60
+# One thread: sums in one order, and two replicas do not fight over two cores.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class ReplicaFailed(Exception):
+    """A replica did not finish its job; the message ends with what it printed last."""
+
+
+class Replica:
+    """A replica that is running. As a context manager it does not outlive its block."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """Start it. ``folder`` receives its job, its log and its result; it may hold others'."""
+        folder.mkdir(parents=True, exist_ok=True)
+        number = len(list(folder.glob("replica-*.job.json")))
+        stem = folder / f"replica-{number}"
+        self.log_file = stem.with_suffix(".log")
+        self._result_file = stem.with_suffix(".result.json")
+        self._timeout_s = job.timeout_s
+        job_file = stem.with_suffix(".job.json")
+        job_file.write_text(job.model_dump_json(indent=1))
+        files = (str(job_file), str(self._result_file))
+        command = [sys.executable, "-m", "tests.engine.replica", *files]
+        self._started = time.monotonic()
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=_environment(job),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def wait(self) -> Result:
+        """Its result, when it is done. Raises ``ReplicaFailed``, also when its time is over."""
+        remaining = self._started + self._timeout_s - time.monotonic()
+        try:
+            status = self.process.wait(max(remaining, 0))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise self._failed(f"still running after {self._timeout_s:.0f} s") from None
+        finally:
+            self.kill()
+        if status != 0 or not self._result_file.exists():
+            raise self._failed(f"exit status {status}")
+        result = Result.model_validate_json(self._result_file.read_text())
+        total = {"total": time.monotonic() - self._started}
+        return result.model_copy(update={"log": self._log(), "seconds": result.seconds | total})
+
+    def kill(self) -> None:
+        """Kill all its processes at once, as a machine that loses power would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def _failed(self, what: str) -> ReplicaFailed:
+        tail = "\n".join(self._log().splitlines()[-LOG_TAIL_LINES:])
+        return ReplicaFailed(f"{what}; the end of {self.log_file}:\n{tail}")
+
+
+def run_replica(job: Job, folder: Path) -> Result:
+    """Run one replica from start to exit. Raises ``ReplicaFailed``."""
+    with Replica(job, folder) as replica:
+        return replica.wait()
+
+
+def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
+    """Run several replicas side by side. Raises ``ReplicaFailed`` for the first that failed."""
+    replicas: list[Replica] = []
+    try:
+        replicas += (Replica(job, folder) for job in jobs)
+        return [replica.wait() for replica in replicas]
+    finally:
+        for replica in replicas:
+            replica.kill()
+
+
+def _environment(job: Job) -> dict[str, str]:
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OBJKV_", "VLLM_")) and name != "PYTHONHASHSEED"
+    }
+    mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if job.processes else "0"}
+    return own | _ENVIRONMENT | mode | job.env

@@ -1,0 +1,81 @@
+"""Tiny random models, made on the spot and kept in ``.cache/models``.
+
+Weights are drawn with a standard deviation of 0.08 instead of the usual 0.02: with such a model
+wrong KV changes the greedy tokens, so equal tokens are evidence of equal KV. There are four KV
+heads, for tensor parallelism, and no tokenizer: prompts are token ids below ``VOCABULARY``.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+ModelName = Literal["llama", "gpt_oss"]
+
+VOCABULARY = 1024
+SLIDING_WINDOW = 64
+"""Of every other layer of ``gpt_oss``, in tokens."""
+_MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.08,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+
+def folder(name: ModelName) -> Path:
+    """Where the model is or will be; changes with this file and with transformers."""
+    recipe = Path(__file__).read_bytes() + version("transformers").encode()
+    return _MODELS / f"{name}-{hashlib.sha256(recipe).hexdigest()[:12]}"
+
+
+def make(name: ModelName) -> Path:
+    """Make the model unless it is there; of many makers at once, each sees a whole one."""
+    target = folder(name)
+    if target.exists():
+        return target
+    partial = target.with_suffix(f".{os.getpid()}")
+    _save(name, partial)
+    try:
+        partial.rename(target)
+    except OSError:  # Another process was first; models are made from a seed and equal.
+        shutil.rmtree(partial)
+    return target
+
+
+def _save(name: ModelName, target: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(20)
+    model: Any
+    if name == "llama":
+        llama = transformers.LlamaConfig(num_hidden_layers=3, **_SIZES)
+        model = transformers.LlamaForCausalLM(llama)
+    else:
+        gpt_oss = transformers.GptOssConfig(
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=SLIDING_WINDOW,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            **_SIZES,
+        )
+        model = transformers.GptOssForCausalLM(gpt_oss)
+    target.mkdir(parents=True)
+    model.to(torch.float32).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    print(make(sys.argv[1]))  # type: ignore[arg-type]  # Whoever calls this by hand reads errors.

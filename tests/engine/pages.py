@@ -1,0 +1,45 @@
+"""What the paged cache of a replica holds: called inside it, by a job's ``Call``.
+
+    Call(function=LOADED_PAGES, arguments={"prompts": [[5, 6, 7], ...]})
+
+Needs the engine core in the replica's own process, and one worker.
+"""
+
+import hashlib
+from typing import Any
+
+LOADED_PAGES = "tests.engine.pages:cached_pages"
+
+
+def cached_pages(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[str]]]:
+    """Per prompt and layer: a digest of each block that the replica's prefix cache has of it.
+
+    A block that the cache does not have, because a window has passed it, is an empty string. At
+    least one token of a prompt is never cached: ask for one more than you want to see.
+    """
+    core = llm.llm_engine.engine_core.engine_core
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return [_pages(core, layers, tokens) for tokens in prompts]
+
+
+def _pages(core: Any, layers: dict[str, Any], tokens: list[int]) -> dict[str, list[str]]:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    manager = core.scheduler.kv_cache_manager
+    hasher = core.request_block_hasher
+    request = Request("looks", tokens, SamplingParams(), None, block_hasher=hasher)
+    blocks = manager.get_computed_blocks(request)[0].get_block_ids()
+    groups = manager.kv_cache_config.kv_cache_groups
+    return {
+        name: ["" if block == 0 else _digest(layers[name].kv_cache[block]) for block in ids]
+        for group, ids in zip(groups, blocks, strict=True)
+        for name in group.layer_names
+    }
+
+
+def _digest(page: Any) -> str:
+    import torch
+
+    raw = page.contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:16]

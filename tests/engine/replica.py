@@ -1,0 +1,246 @@
+"""One replica: a process that starts a real engine, takes the job's steps, and writes the result.
+
+``python -m tests.engine.replica job.json result.json``; started by ``tests.engine.harness``.
+"""
+
+import gc
+import importlib
+import logging
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engine import model
+from tests.engine.job import (
+    Call,
+    Generate,
+    Job,
+    LogLine,
+    Output,
+    Prompt,
+    ResetPrefixCache,
+    Result,
+    Settle,
+    Step,
+    Touch,
+    WaitFor,
+)
+
+POLL_S = 0.002
+
+
+@dataclass
+class _Running:
+    number: int
+    prompt: Prompt
+    arrived_steps: int
+    arrived: float = field(default_factory=time.perf_counter)
+    last: Any = None
+    """vLLM's newest RequestOutput, if any."""
+
+    def is_to_be_aborted(self, steps: int) -> bool:
+        limit = self.prompt.abort_after_steps
+        return limit is not None and steps - self.arrived_steps >= limit
+
+    def output(self, steps: int) -> Output:
+        made = self.last.outputs[0] if self.last else None
+        finished = self.last is not None and self.last.finished
+        return Output(
+            tokens=tuple(made.token_ids) if made else (),
+            cached_tokens=self.last.num_cached_tokens if self.last else None,
+            finish_reason=made.finish_reason if made and finished else "abort",
+            kv_transfer_params=self.last.kv_transfer_params if self.last else None,
+            seconds=time.perf_counter() - self.arrived,
+            steps=steps - self.arrived_steps,
+        )
+
+
+class Driver:
+    """Takes a job's steps with one engine."""
+
+    def __init__(self, llm: Any, *, inside: bool) -> None:
+        """``inside``: the engine core lives in this process and steps when it is told to."""
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._inside = inside
+        self._requests = 0
+        self._adapters: dict[Path, int] = {}
+        self.outputs: list[tuple[Output, ...]] = []
+        self.answers: list[Any] = []
+
+    def take(self, step: Step) -> None:
+        """Take one step; blocks until it is done."""
+        match step:
+            case Generate():
+                self.outputs.append(self._generate(step.prompts))
+            case ResetPrefixCache():
+                reset = self._llm.reset_prefix_cache(reset_connector=step.connector)
+                self.answers.append(reset)
+            case Settle():
+                self.answers.append(self._settle(step.seconds_max))
+            case WaitFor():
+                deadline = time.monotonic() + step.seconds_max
+                while not step.path.exists():
+                    assert time.monotonic() < deadline, f"nobody made {step.path}"
+                    time.sleep(POLL_S)
+            case Touch():
+                step.path.touch()
+            case Call():
+                module, _, name = step.function.partition(":")
+                function = getattr(importlib.import_module(module), name)
+                self.answers.append(function(self._llm, **step.arguments))
+
+    def _generate(self, prompts: tuple[Prompt, ...]) -> tuple[Output, ...]:
+        waiting = sorted(range(len(prompts)), key=lambda i: prompts[i].after_steps)
+        running: dict[str, _Running] = {}
+        finished: dict[int, Output] = {}
+        steps = 0
+        while waiting or running:
+            while waiting and (prompts[waiting[0]].after_steps <= steps or not running):
+                number = waiting.pop(0)
+                running[self._submit(prompts[number])] = _Running(number, prompts[number], steps)
+            outputs = self._engine.step()
+            steps += 1
+            for output in outputs:
+                request = running[output.request_id]
+                request.last = output
+                if output.finished:
+                    finished[request.number] = request.output(steps)
+                    del running[output.request_id]
+            for name, request in list(running.items()):
+                if request.is_to_be_aborted(steps):
+                    self._engine.abort_request([name])
+                    finished[request.number] = request.output(steps)
+                    del running[name]
+        return tuple(finished[number] for number in range(len(prompts)))
+
+    def _submit(self, prompt: Prompt) -> str:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        inputs: dict[str, Any] = {"prompt_token_ids": list(prompt.tokens)}
+        if prompt.cache_salt is not None:
+            inputs["cache_salt"] = prompt.cache_salt
+        params = SamplingParams(
+            temperature=0, ignore_eos=True, detokenize=False, max_tokens=prompt.max_tokens
+        )
+        lora = None
+        if prompt.lora is not None:
+            number = self._adapters.setdefault(prompt.lora, len(self._adapters) + 1)
+            lora = LoRARequest(prompt.lora.name, number, str(prompt.lora))
+        name = f"request-{self._requests}"
+        self._requests += 1
+        self._engine.add_request(name, inputs, params, lora_request=lora)
+        return name
+
+    def _settle(self, seconds_max: float) -> bool:
+        deadline = time.monotonic() + seconds_max
+        while time.monotonic() < deadline:
+            if self._inside:
+                scheduler = self._engine.engine_core.engine_core.scheduler
+                if not scheduler.has_requests():
+                    return True
+                self._engine.step()
+            time.sleep(POLL_S)
+        return not self._inside
+
+
+def run(job: Job) -> Result:
+    """Live the job's whole life in this process."""
+    clock = time.perf_counter
+    moments = [clock()]
+    warnings = keep_warnings()
+    gc.disable()
+    from vllm import LLM
+
+    gc.freeze()  # Millions of objects that live as long as the process; vLLM collects often.
+    gc.enable()
+    moments.append(clock())
+    llm = LLM(**arguments(job))
+    inside = not job.processes
+    moments.append(clock())
+    driver = Driver(llm, inside=inside)
+    for step in job.steps:
+        driver.take(step)
+    moments.append(clock())
+    metrics = read_metrics(llm)
+    llm.llm_engine.engine_core.shutdown()
+    moments.append(clock())
+    names = ("import", "start", "steps", "stop")
+    return Result(
+        outputs=tuple(driver.outputs),
+        answers=tuple(driver.answers),
+        metrics=metrics,
+        warnings=tuple(warnings),
+        log="",
+        seconds={name: moments[i + 1] - moments[i] for i, name in enumerate(names)},
+    )
+
+
+def keep_warnings() -> list[LogLine]:
+    """A list that grows by all that this process logs at WARNING or above from now on.
+
+    Records are caught where they are made, because vLLM replaces handlers when it starts.
+    """
+    lines: list[LogLine] = []
+    make = logging.getLogRecordFactory()
+
+    def keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.levelno >= logging.WARNING:
+            message = record.getMessage()
+            lines.append(LogLine(level=record.levelname, logger=record.name, message=message))
+        return record
+
+    logging.setLogRecordFactory(keep)
+    return lines
+
+
+def arguments(job: Job) -> dict[str, Any]:
+    """What ``vllm.LLM`` is called with: small, eager, greedy, without a tokenizer."""
+    common: dict[str, Any] = {
+        "model": str(model.make(job.model)),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 256 << 20,
+        "seed": 0,
+        "disable_log_stats": False,
+    }
+    if not job.processes:
+        common["distributed_executor_backend"] = "uni"
+    if job.connector is not None:
+        common["kv_transfer_config"] = job.connector
+    return common | job.engine
+
+
+def read_metrics(llm: Any) -> dict[str, float]:
+    """vLLM's counters and gauges, without the labels that are the same everywhere."""
+    from vllm.v1.metrics.reader import Counter, Gauge
+
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if isinstance(metric, Counter | Gauge) and not metric.name.endswith("_info"):
+            labels = {k: v for k, v in metric.labels.items() if k not in ("engine", "model_name")}
+            shown = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+            values[metric.name + (f"{{{shown}}}" if shown else "")] = metric.value
+    return values
+
+
+def main() -> None:
+    """Read the job, run it, write the result whole or not at all."""
+    job_file, result_file = map(Path, sys.argv[1:])
+    result = run(Job.model_validate_json(job_file.read_text()))
+    partial = result_file.with_suffix(".partial")
+    partial.write_text(result.model_dump_json())
+    partial.rename(result_file)
+
+
+if __name__ == "__main__":  # Workers in processes of their own import this file once more.
+    main()

@@ -1,0 +1,169 @@
+"""OpenAI-compatible servers: vLLM as operators run it, its engine in processes of its own.
+
+    with Server(folder / "one", cpu=0, settings={"OBJKV_BULK_URL": ...}) as server:
+        server.wait_until_ready()
+        answer = server.complete(prompt)
+
+Ready after half a minute or more, so start several at once.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from objkv.testing.servers.redis import free_port, wait_until
+from tests.engine import model
+from tests.engine.endings import kill_session, session_processes
+from tests.engine.harness import ROOT
+from tests.engine.job import Prompt
+
+READY_S = 240.0
+"""On a busy machine with one core a server."""
+ANSWER_S = 60.0
+NAME = "tiny"
+_CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
+_ARGUMENTS = {
+    "--served-model-name": NAME,
+    "--dtype": "float32",
+    "--max-model-len": "2048",
+    "--max-num-seqs": "8",
+    "--max-num-batched-tokens": "2048",
+    "--block-size": "32",
+    "--kv-cache-memory-bytes": str(256 << 20),
+    "--seed": "0",
+    "--kv-transfer-config": json.dumps(_CONNECTOR),
+}
+_FLAGS = ("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered to one prompt."""
+
+    tokens: tuple[int, ...]
+    cached_tokens: int
+    seconds: float
+
+
+class Server:
+    """One server on a free port of loopback. As a context manager it does not outlive its block."""
+
+    def __init__(self, folder: Path, *, cpu: int, settings: dict[str, str]) -> None:
+        """Start it on one core. ``settings`` are environment variables, ``folder`` has its log."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log_file = folder / "server.log"
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(model.make("llama")), "--host", "127.0.0.1", *_FLAGS]
+        command += ["--port", str(port), *(word for pair in _ARGUMENTS.items() for word in pair)]
+        # Never through a proxy: it is on this machine.
+        self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with self.log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=_environment(cpu) | settings,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        kill_session(self._process.pid)
+        self._process.wait()
+
+    @property
+    def log(self) -> str:
+        """Everything it printed so far."""
+        return self.log_file.read_text(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        """Wait until it serves. Raises TimeoutError, or RuntimeError if it ended by itself."""
+
+        def is_ready() -> bool:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended: {self.log[-4000:]}")
+            try:
+                with self._http.open(f"{self.url}/health", timeout=5):
+                    return True
+            except OSError:  # refused, late, not ready: it may pass
+                return False
+
+        wait_until(is_ready, f"{self.url} to serve, see {self.log_file}", bound_s=READY_S)
+
+    def complete(self, prompt: Prompt) -> Answer:
+        """Its greedy answer."""
+        asked: dict[str, Any] = {
+            "model": NAME,
+            "prompt": list(prompt.tokens),
+            "max_tokens": prompt.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        started = time.monotonic()
+        with self._http.open(request, timeout=ANSWER_S) as response:
+            answer = json.load(response)
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return Answer(
+            tokens=tuple(answer["choices"][0]["token_ids"]),
+            cached_tokens=details.get("cached_tokens") or 0,
+            seconds=time.monotonic() - started,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Its counters by name, as Prometheus would read them, summed over labels."""
+        with self._http.open(f"{self.url}/metrics", timeout=ANSWER_S) as response:
+            lines = response.read().decode().splitlines()
+        values: dict[str, float] = {}
+        for line in lines:
+            if not line.startswith("#") and line.split("{")[0].split(" ")[0].endswith("_total"):
+                name = line.split("{")[0].split(" ")[0]
+                values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        return values
+
+    def terminate(self) -> int:
+        """Ask it to end, as Kubernetes does, and wait; its exit status."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(ANSWER_S)
+
+    def processes(self) -> list[int]:
+        """Processes of its session that still run: it, its engine, its workers."""
+        return session_processes(self._process.pid)
+
+
+def _environment(cpu: int) -> dict[str, str]:
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OBJKV_", "VLLM_", "AWS_")) and name != "PYTHONHASHSEED"
+    }
+    return own | {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }

@@ -1,0 +1,96 @@
+"""However a replica ends, it leaves no process, no thread and no lease, and what it saved."""
+
+import os
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from objkv.testing.servers.redis import wait_until
+from tests.engine.cache import Values, scenario
+from tests.engine.endings import (
+    EXIT,
+    SLOW_SAVES,
+    STOPPED,
+    kill_session,
+    session_processes,
+    wait_for_end,
+)
+from tests.engine.fleet import SharedStore
+from tests.engine.harness import Replica, run_replica
+from tests.engine.job import Call, Generate, Job, Touch, WaitFor
+from tests.engine.prompts import prompt_of
+
+WAYS = {
+    "a script that ends": (EXIT, False),
+    "a script that ends, its engine in other processes": (EXIT, True),
+    "Ctrl-C": (None, False),
+    "Ctrl-C, its engine in other processes": (None, True),
+}
+PROMPTS = {way: prompt_of(600, seed=seed) for seed, way in enumerate(WAYS)}
+LOADED = 512
+"""Whole chunks of each prompt."""
+ANSWERED_S = 240.0
+
+
+@scenario
+def all_ways_to_end(folder: Path) -> Values:
+    """One prompt each, and then the end, at once. After them, a replica that asks for all."""
+    store = SharedStore(folder / "store")
+    ends = {}
+    for number, (way, (call, processes)) in enumerate(WAYS.items()):
+        answered = folder / f"answered-{number}"
+        last = Call(function=call) if call else WaitFor(path=folder / "never", seconds_max=300)
+        generate = Generate(prompts=(PROMPTS[way],))
+        job = store.job(SLOW_SAVES, generate, Touch(path=answered), last)
+        job = job.model_copy(update={"processes": processes})
+        ends[way] = end_of(job, folder, answered, interrupt=call is None)
+        with closing(sqlite3.connect(store.index_file)) as index:
+            ends[way]["leases"] = index.execute("SELECT name FROM leases").fetchall()
+    reader = store.job(Generate(prompts=tuple(PROMPTS.values())), Call(function=STOPPED))
+    return {"ends": ends, "reader": run_replica(reader, folder)}
+
+
+def end_of(job: Job, folder: Path, answered: Path, *, interrupt: bool) -> Values:
+    with Replica(job, folder) as replica:
+        leader = replica.process.pid
+        try:
+            wait_until(answered.exists, "the replica's answer", bound_s=ANSWERED_S)
+            running = len(session_processes(leader))
+            if interrupt:
+                os.killpg(leader, signal.SIGINT)  # as a terminal does: to every process
+            status = replica.process.wait(60)
+            wait_for_end(leader)
+        finally:
+            kill_session(leader)
+        log = replica.log_file.read_text(errors="replace")
+    return {"status": status, "running": running, "log": log}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_process_and_no_lease_is_left(way: str) -> None:
+    end = all_ways_to_end()["ends"][way]
+    assert end["leases"] == []
+    assert end["running"] > 1 or not WAYS[way][1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_last_prompt_was_saved_before_the_end(way: str) -> None:
+    run = all_ways_to_end()["reader"]
+    assert run.cached[list(WAYS).index(way)] == LOADED
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_objkv_does_not_spoil_the_end(way: str) -> None:
+    log = all_ways_to_end()["ends"][way]["log"]
+    assert not [line for line in log.splitlines() if "objkv" in line and "ERROR" in line]
+    if way.startswith("a script"):
+        assert all_ways_to_end()["ends"][way]["status"] == 0
+
+
+def test_an_engine_that_is_shut_down_leaves_no_thread_of_ours() -> None:
+    threads = all_ways_to_end()["reader"].answers[-1]
+    assert threads["before"]
+    assert threads["after"] == []

@@ -1,0 +1,186 @@
+"""Two OpenAI-compatible servers, one Valkey, one bucket: sharing, an outage, an orderly end."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from objkv.config import Config
+from objkv.index.redis import RedisIndex
+from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.stores.s3_client import open_s3_client
+from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
+from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
+from tests.engine.cache import Values, scenario
+from tests.engine.harness import run_replica
+from tests.engine.job import Generate, Job, Prompt
+from tests.engine.prompts import prompt_of
+from tests.engine.servers import Answer, Server
+
+BUCKET = "kv-cache"
+SHARED, DURING, AFTER, LAST = (prompt_of(600, seed=seed) for seed in range(4))
+CHUNK, LOADED = 256, 512
+"""Tokens of a chunk, and of the whole chunks of 600."""
+PROBES = 30
+"""Short prompts, at most, until servers have noticed that the index is gone, or back."""
+GIVEN_UP = "index keeps failing, serving without it"
+BACK = "index is back"
+SETTINGS = {
+    "OBJKV_HOT_PAYLOAD_BYTES_MAX": str(8 << 20),
+    "OBJKV_LOOKUP_DEADLINE_MS": "20000",  # a busy machine must not change what is cached
+    "OBJKV_BREAKER_FAILURES": "2",
+    "OBJKV_BREAKER_RESET_MS": "500",
+}
+
+
+def probe(number: int) -> Prompt:
+    """One chunk that nobody asked for before, so that the index is asked."""
+    return prompt_of(257, seed=1000 + number, max_tokens=1)
+
+
+@contextmanager
+def bulk_place(folder: Path) -> Iterator[dict[str, str]]:
+    """A bucket where Ceph is installed, a directory elsewhere."""
+    if ceph_missing():
+        yield {"OBJKV_BULK_URL": f"file://{folder}/chunks"}
+        return
+    with ceph_radosgw(folder / "ceph") as ceph:
+        settings = {
+            "s3_endpoint_url": ceph.endpoint_url,
+            "s3_region": "us-east-1",
+            "s3_addressing": "path",
+            "s3_access_key_id": ceph.access_key,
+            "s3_secret_access_key": ceph.secret_key,
+        }
+        client = open_s3_client(Config.model_validate(settings))
+        client.create_bucket(Bucket=BUCKET)
+        client.close()
+        variables = {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
+        yield variables | {"OBJKV_BULK_URL": f"s3://{BUCKET}/kv"}
+
+
+def wait_until_indexed(valkey: RedisServer, server: Server, prompt: Prompt) -> None:
+    """Until the index has a record of each of the prompt's chunks."""
+    found = re.search(r"objkv ready .*namespace=(\w+)", server.log)
+    assert found is not None
+    hashes = prefix_hashes(found[1], prompt.tokens, CHUNK, PromptExtras())
+    with closing(RedisIndex(valkey.client())) as index:
+        wait_until(lambda: None not in index.lookup(found[1], hashes), "the prompt's records")
+
+
+def ask_until_logged(server: Server, line: str, numbers: Iterator[int]) -> list[float]:
+    """Ask until the server has logged ``line``; the seconds of every answer."""
+    seconds: list[float] = []
+    while line not in server.log:
+        assert len(seconds) < PROBES, f"{server.log_file} never said {line!r}"
+        seconds.append(server.complete(probe(next(numbers))).seconds)
+    return seconds
+
+
+@scenario
+def an_outage_and_an_end(folder: Path) -> Values:
+    prompts = (SHARED, DURING, AFTER, LAST)
+    alone = run_replica(Job(steps=tuple(Generate(prompts=(p,)) for p in prompts)), folder)
+    answers: dict[str, Answer] = {}
+    numbers = itertools.count()
+    with (
+        valkey_server(folder / "valkey") as valkey,
+        bulk_place(folder) as bulk,
+        Server(folder / "one", cpu=0, settings=SETTINGS | bulk | index_at(valkey)) as one,
+        Server(folder / "two", cpu=1, settings=SETTINGS | bulk | index_at(valkey)) as two,
+    ):
+        for server in (one, two):
+            server.wait_until_ready()
+
+        answers["one shared"] = one.complete(SHARED)
+        wait_until_indexed(valkey, one, SHARED)
+        answers["two shared"] = two.complete(SHARED)
+        two.complete(probe(next(numbers)))  # numbers of threads are told with the next step
+        metrics = two.metrics()
+
+        valkey.kill()
+        for name, server in (("one", one), ("two", two)):
+            answers[f"{name} during"] = server.complete(DURING)
+        waited = [ask_until_logged(server, GIVEN_UP, numbers) for server in (one, two)]
+
+        valkey.restart()
+        waited += [ask_until_logged(server, BACK, numbers) for server in (one, two)]
+        answers["one after"] = one.complete(AFTER)
+        wait_until_indexed(valkey, one, AFTER)
+        answers["two after"] = two.complete(AFTER)
+
+        answers["one last"] = one.complete(LAST)
+        ends = [one.terminate()]
+        answers["two last"] = two.complete(LAST)
+        ends.append(two.terminate())
+        left = {"processes": one.processes() + two.processes()}
+        with valkey.client() as client:
+            left["leases"] = [key.decode() for key in client.keys("objkv:l:*")]
+    return {
+        "alone": alone,
+        "tokens": {name: list(answer.tokens) for name, answer in answers.items()},
+        "cached": {name: answer.cached_tokens for name, answer in answers.items()},
+        "seconds": [seconds for several in waited for seconds in several],
+        "metrics": metrics,
+        "ends": ends,
+        "left": left,
+        "logs": [one.log, two.log],
+    }
+
+
+def index_at(valkey: RedisServer) -> dict[str, str]:
+    return {"OBJKV_INDEX_URL": f"{valkey.url}/0"}
+
+
+def test_every_answer_has_the_tokens_of_vllm_alone() -> None:
+    run = an_outage_and_an_end()
+    names = ("shared", "during", "after", "last")
+    for name, tokens in zip(names, run["alone"].tokens, strict=True):
+        assert run["tokens"][f"one {name}"] == list(tokens), name
+        assert run["tokens"][f"two {name}"] == list(tokens), name
+
+
+def test_the_second_server_answers_a_shared_prompt_from_objkv() -> None:
+    run = an_outage_and_an_end()
+    assert run["cached"]["one shared"] == 0
+    assert run["cached"]["two shared"] == LOADED
+    metrics = run["metrics"]
+    assert metrics["vllm:external_prefix_cache_hits_total"] == LOADED
+    assert metrics["vllm:objkv_hit_tokens_total"] == LOADED
+    assert metrics["vllm:objkv_loads_total"] == 1
+
+
+def test_small_payloads_come_from_the_hot_store() -> None:
+    assert an_outage_and_an_end()["metrics"]["vllm:objkv_hot_hits_total"] == LOADED // CHUNK
+
+
+def test_without_an_index_servers_go_on_alone_and_say_so_once() -> None:
+    run = an_outage_and_an_end()
+    assert run["cached"]["one during"] == run["cached"]["two during"] == 0
+    assert max(run["seconds"]) < 10
+    for log in run["logs"]:
+        # Scheduler and worker have a connection each, in processes of their own.
+        assert 1 <= log.count(GIVEN_UP) <= 2
+        assert 1 <= log.count(BACK) <= 2
+
+
+def test_sharing_resumes_when_the_index_is_back() -> None:
+    cached = an_outage_and_an_end()["cached"]
+    assert (cached["one after"], cached["two after"]) == (0, LOADED)
+
+
+def test_what_was_being_saved_when_the_server_was_told_to_end_is_there() -> None:
+    cached = an_outage_and_an_end()["cached"]
+    assert (cached["one last"], cached["two last"]) == (0, LOADED)
+
+
+def test_servers_that_ended_leave_no_process_and_no_lease() -> None:
+    run = an_outage_and_an_end()
+    assert run["ends"] == [0, 0]
+    assert run["left"] == {"processes": [], "leases": []}
+
+
+def test_nothing_that_objkv_logged_is_an_error() -> None:
+    for log in an_outage_and_an_end()["logs"]:
+        assert not [line for line in log.splitlines() if "objkv" in line and "ERROR" in line]

@@ -1,0 +1,107 @@
+"""``objkv demo`` as it is: three real replicas, one after the other."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.cache import scenario
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None and "CI" not in os.environ,
+        reason="vLLM is not installed",
+    ),
+]
+
+COMMAND = (sys.executable, "-c", "from objkv.cli.app import main; main()")
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env={**os.environ, "XDG_CACHE_HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ran(folder: Path, *arguments: str) -> Any:
+    process = started(folder, *arguments)
+    out, err = process.communicate(timeout=800)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+@scenario
+def shown_and_looked_at(folder: Path) -> dict[str, Any]:
+    report = ran(folder, "demo", "--small", "--json")
+    settings = report["stored"]["settings"]
+    options = ("--bulk-url", settings["OBJKV_BULK_URL"], "--index-url", settings["OBJKV_INDEX_URL"])
+    prompt = folder / "objkv/demo/prompts/document-2-question-2.json"
+    return {
+        "report": report,
+        "listed": ran(folder, "ls", "--json", *options),
+        "matched": ran(folder, "match", "--json", "--tokens", str(prompt), *options),
+    }
+
+
+def test_the_second_replica_is_served_what_the_first_computed() -> None:
+    report = shown_and_looked_at()["report"]
+    # Whole chunks of 256 tokens: of a prompt that A was asked too, and of a document alone.
+    assert [row["prompt_tokens"] for row in report["rows"]] == [812, 812, 1324, 1324]
+    assert [row["served_tokens"] for row in report["rows"]] == [768, 512, 1280, 1024]
+    assert report["load_failures"] == 0
+
+
+def test_all_answers_are_those_of_a_replica_without_objkv() -> None:
+    report = shown_and_looked_at()["report"]
+    assert all(row["identical"] for row in report["rows"])
+    assert report["fine"]
+
+
+def test_what_it_stored_can_be_looked_at_afterwards() -> None:
+    shown = shown_and_looked_at()
+    listed = [found["chunks"] for found in shown["listed"]["namespaces"]]
+    assert listed == [shown["report"]["stored"]["chunks"]]
+    assert shown["matched"]["usable_tokens"] == 1280
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_it_leaves_no_replica_behind(tmp_path: Path, number: signal.Signals) -> None:
+    process = started(tmp_path, "demo", "--small")
+    job = tmp_path / "objkv/demo/logs/replica-R.json"
+    try:
+        deadline = time.monotonic() + 60
+        while not (replicas := _running(job)):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert not _running(job), replicas
+
+
+def _running(job: Path) -> list[str]:
+    """Processes that were started with this file."""
+    found = []
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if os.fsencode(job) in cmdline.read_bytes().split(b"\0"):
+                found.append(cmdline.parent.name)
+        except OSError:  # it ended meanwhile
+            continue
+    return found

@@ -1,0 +1,156 @@
+from threading import Event
+
+import pytest
+
+from objkv.errors import StoreDenied, StoreUnavailable
+from objkv.index.breaker import BreakerIndex
+from objkv.index.memory import MemoryIndex
+from objkv.testing.clock import ManualClock
+from objkv.testing.index_samples import NAMESPACE, at_once
+from tests.index.flaky_index import FlakyIndex
+
+RESET_S = 5
+
+
+class Place:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.inner = FlakyIndex(MemoryIndex())
+        self.changes: list[bool] = []
+        self.breaker = BreakerIndex(
+            self.inner,
+            failures=3,
+            reset_s=RESET_S,
+            clock=self.clock,
+            on_change=self.changes.append,
+        )
+
+    def fail(self, times: int) -> None:
+        self.inner.error = StoreUnavailable("down")
+        for _ in range(times):
+            with pytest.raises(StoreUnavailable, match="down"):
+                self.breaker.lookup(NAMESPACE, [])
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def test_an_open_breaker_answers_without_asking(place: Place) -> None:
+    place.fail(3)
+    asked = len(place.inner.calls)
+    for call in (
+        lambda: place.breaker.lookup(NAMESPACE, []),
+        lambda: place.breaker.lease("x", "me", ttl_ms=1),
+        lambda: next(place.breaker.scan(NAMESPACE)),
+        lambda: place.breaker.release("x", "me"),
+    ):
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            call()
+    assert len(place.inner.calls) == asked
+    assert place.changes == [True]
+
+
+def test_failures_must_follow_one_another(place: Place) -> None:
+    for _ in range(3):
+        place.fail(2)
+        place.inner.error = None
+        place.breaker.lookup(NAMESPACE, [])
+    assert not place.breaker.is_open
+
+
+def test_only_transient_errors_count(place: Place) -> None:
+    place.inner.error = StoreDenied("no")
+    for _ in range(9):
+        with pytest.raises(StoreDenied):
+            place.breaker.lookup(NAMESPACE, [])
+    assert not place.breaker.is_open
+
+
+def test_a_probe_that_succeeds_closes_it(place: Place) -> None:
+    place.fail(3)
+    place.inner.error = None
+    place.clock.advance(RESET_S)
+    assert place.breaker.lookup(NAMESPACE, []) == []
+    assert place.breaker.lookup(NAMESPACE, []) == []
+    assert place.changes == [True, False]
+
+
+def test_a_denial_proves_that_the_index_answers(place: Place) -> None:
+    place.fail(3)
+    place.inner.error = StoreDenied("no")
+    place.clock.advance(RESET_S)
+    with pytest.raises(StoreDenied):
+        place.breaker.lookup(NAMESPACE, [])
+    assert place.changes == [True, False]
+
+
+def test_a_probe_that_fails_keeps_it_open_for_another_while_and_is_no_news(place: Place) -> None:
+    place.fail(3)
+    for _ in range(3):
+        place.clock.advance(RESET_S)
+        place.fail(1)
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            place.breaker.lookup(NAMESPACE, [])
+    assert place.changes == [True]
+
+
+def test_only_one_call_probes(place: Place) -> None:
+    place.fail(3)
+    place.inner.error = None
+    place.clock.advance(RESET_S)
+    probing, refused = Event(), Event()
+    place.inner.after = lambda: (probing.set(), refused.wait(10))
+
+    def probe() -> object:
+        return place.breaker.lookup(NAMESPACE, [])
+
+    def other() -> object:
+        probing.wait(10)
+        try:
+            with pytest.raises(StoreUnavailable, match="left alone"):
+                place.breaker.lookup(NAMESPACE, [])
+        finally:
+            refused.set()
+        return None
+
+    assert at_once([probe, other]) == [[], None]
+    assert not place.breaker.is_open
+
+
+def test_calls_do_not_wait_for_one_another(place: Place) -> None:
+    first, second = Event(), Event()
+    waits = iter([(first, second), (second, first)])
+
+    def meet() -> None:
+        mine, others = next(waits)
+        mine.set()
+        assert others.wait(10)
+
+    place.inner.after = meet
+    at_once([lambda: place.breaker.lookup(NAMESPACE, [])] * 2)
+
+
+def test_a_call_that_began_before_it_opened_changes_nothing(place: Place) -> None:
+    def fail_meanwhile() -> None:
+        place.inner.after = lambda: None
+        place.fail(3)
+        place.inner.error = None
+
+    place.inner.after = fail_meanwhile
+    assert place.breaker.lookup(NAMESPACE, []) == []
+    assert place.breaker.is_open
+    assert place.changes == [True]
+
+
+def test_checking_and_closing_ask_the_index_itself(place: Place) -> None:
+    place.fail(3)
+    place.breaker.check()
+    place.breaker.close()
+
+
+def test_repr_tells_the_state(place: Place) -> None:
+    assert repr(place.breaker).startswith("<BreakerIndex closed of <")
+    place.fail(3)
+    assert repr(place.breaker).startswith("<BreakerIndex open of <")

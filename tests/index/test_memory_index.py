@@ -1,0 +1,29 @@
+import pytest
+
+from objkv.index.base import PruneIndex
+from objkv.index.memory import MemoryIndex
+from objkv.testing.clock import ManualClock
+from objkv.testing.index_contract import IndexContract
+from objkv.testing.index_samples import FIELD, chunk, shard
+
+
+class TestMemoryIndex(IndexContract):
+    @pytest.fixture
+    def index(self, clock: ManualClock) -> PruneIndex:
+        return MemoryIndex(clock=clock)
+
+
+def test_repr_tells_how_much_it_holds() -> None:
+    index = MemoryIndex()
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=10)
+    assert repr(index) == "<MemoryIndex 1 records, 0 leases>"
+
+
+def test_what_expired_is_removed_when_the_index_has_grown() -> None:
+    clock = ManualClock()
+    index = MemoryIndex(clock=clock)
+    for number in range(1000):
+        index.publish(chunk(number + 1), {FIELD: shard()}, ttl_s=1)
+        index.lease(f"lease {number}", "me", ttl_ms=1)
+        clock.advance(1)
+    assert len(index._records) + len(index._leases) < 1024

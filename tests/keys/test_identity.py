@@ -1,0 +1,90 @@
+"""The identity document: its one encoding, and that everything in it matters."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.keys.identity import GroupIdentity, Identity, canonical_json, identity_path
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "identities.json").read_text())
+
+FULL = GroupIdentity("full", None, ("model.layers.0.attn", "model.layers.2.attn"), 8, 256, 16)
+SLIDING = GroupIdentity("sliding_window", 1024, ("model.layers.1.attn",), 8, 256, 32)
+PLAIN = Identity(
+    model="org/model-7b",
+    weights="sha256:0011",
+    quantization=None,
+    kv_dtype="bfloat16",
+    groups=(FULL,),
+    page_layout="canonical",
+    chunk_tokens=256,
+    weights_epoch=0,
+    tenant="default",
+)
+HYBRID = replace(
+    PLAIN,
+    model="modèle",
+    quantization="fp8",
+    kv_dtype="fp8_e4m3",
+    groups=(FULL, SLIDING),
+    page_layout="opaque:x86-avx512",
+    weights_epoch=3,
+    tenant="team-a",
+    extra=(("rope_theta", "1000000"), ("yarn", '{"factor":4}')),
+)
+
+
+@pytest.mark.parametrize(("name", "identity"), [("plain", PLAIN), ("hybrid", HYBRID)])
+def test_the_canonical_document_and_namespace_are_the_published_ones(
+    name: str, identity: Identity
+) -> None:
+    vector = VECTORS[name]
+    assert identity.canonical() == vector["canonical"].encode("ascii")
+    assert identity.namespace() == vector["namespace"]
+    assert identity_path(identity.namespace()) == f"{vector['namespace']}/identity.json"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"weights": "sha256:0012"},
+        {"quantization": "awq"},
+        {"kv_dtype": "fp8_e5m2"},
+        {"groups": (FULL, FULL)},
+        {"groups": (replace(FULL, kind="sliding_window", window=64),)},
+        {"groups": (replace(FULL, layers=FULL.layers[::-1]),)},
+        {"groups": (replace(FULL, heads=4),)},
+        {"groups": (replace(FULL, content=128),)},
+        {"groups": (replace(FULL, block_size=32),)},
+        {"page_layout": "opaque:arm-neon"},
+        {"chunk_tokens": 512},
+        {"weights_epoch": 1},
+        {"tenant": "other"},
+        {"extra": (("rope_theta", "1"),)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_everything_in_the_document_changes_the_namespace(change: dict[str, Any]) -> None:
+    assert replace(PLAIN, **change).namespace() != PLAIN.namespace()
+
+
+def test_the_document_survives_json() -> None:
+    document = json.loads(HYBRID.canonical())
+    assert canonical_json(document) == HYBRID.canonical()
+    assert document["format"] == 1
+    assert document["groups"][1]["window"] == 1024
+
+
+def test_a_number_that_json_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json({"x": float("nan")})
+
+
+def test_everything_but_printable_ascii_is_escaped_as_documented() -> None:
+    text = '/"\\\b\t\n\f\r\x00\x1f\x7fé\U0001f600'
+    escaped = rb'"/\"\\\b\t\n\f\r\u0000\u001f\u007f\u00e9\ud83d\ude00"'
+    assert canonical_json(text) == escaped

@@ -1,0 +1,80 @@
+"""Identity documents read with distrust, and namespaces chosen by their beginning."""
+
+import json
+from typing import Any
+
+import pytest
+
+from objkv.errors import ConfigError, PayloadError
+from objkv.keys.identity import canonical_json
+from objkv.ops.identities import parse_identity, pick_namespace, read_identity
+from objkv.stores.memory import MemoryStore
+from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+
+
+def test_an_identity_comes_back_as_it_was_saved(bulk: MemoryStore) -> None:
+    assert read_identity(bulk, NAMESPACE) is None
+    save_identity(bulk)
+    assert read_identity(bulk, NAMESPACE) == IDENTITY
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tenant": "other"},
+        {"format": 2},
+        {"hash": "md5"},
+        {"unknown": 1},
+        {"groups": []},
+        {"groups": [1]},
+        {"groups": 7},
+        {"extra": [["a"]]},
+        {"chunk_tokens": 3},
+        {"chunk_tokens": None},
+    ],
+)
+def test_a_document_that_is_not_the_namespaces_is_refused(change: dict[str, Any]) -> None:
+    document = canonical_json({**IDENTITY.document(), **change})
+    with pytest.raises(PayloadError, match=r"identity\.json"):
+        parse_identity(document, NAMESPACE)
+
+
+@pytest.mark.parametrize("document", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format":1}'])
+def test_what_is_no_document_is_refused(document: bytes) -> None:
+    with pytest.raises(PayloadError, match=r"identity\.json"):
+        parse_identity(document, NAMESPACE)
+
+
+def test_a_document_written_otherwise_but_equal_is_accepted() -> None:
+    document = json.dumps(IDENTITY.document(), indent=2).encode()
+    assert parse_identity(document, NAMESPACE) == IDENTITY
+
+
+ONE, OTHER = "ab" * 16, "ac" * 16
+
+
+def test_a_namespace_is_picked_by_its_beginning() -> None:
+    assert pick_namespace([ONE], None) == ONE
+    assert pick_namespace([ONE, OTHER], "ab") == ONE
+    assert pick_namespace([ONE, OTHER], OTHER) == OTHER
+    assert pick_namespace([], OTHER) == OTHER
+
+
+@pytest.mark.parametrize(
+    ("known", "beginning", "wanted"),
+    [
+        ([], None, "the index has no namespaces"),
+        ([], "ab", "the index has no namespaces"),
+        ([ONE, OTHER], None, f"2 namespaces; choose one of: {ONE}, {OTHER}"),
+        ([ONE, OTHER], "a", "2 namespaces begin with a;"),
+        ([ONE, OTHER], "ff", f"0 namespaces begin with ff; choose one of: {ONE}, {OTHER}"),
+        ([ONE], "xyz", "is no namespace"),
+        ([ONE], "AB", "is no namespace"),
+        ([ONE], "", "is no namespace"),
+    ],
+)
+def test_a_choice_that_is_none_lists_the_choices(
+    known: list[str], beginning: str | None, wanted: str
+) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        pick_namespace(known, beginning)

@@ -1,0 +1,98 @@
+"""What of a prompt is stored and what would be served; prompts as operators write them."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from objkv.errors import ConfigError
+from objkv.index.memory import MemoryIndex
+from objkv.keys.prefix import PromptExtras
+from objkv.ops.match import match_prompt
+from objkv.ops.prompt import parse_tokens, tokenize
+from objkv.stores.memory import MemoryStore
+from tests.ops.world import CHUNK, CREATED_S, IDENTITY, LEFT, NAMESPACE, TOKENS, save
+
+NONE = PromptExtras()
+
+
+def test_a_stored_prompt_is_served_up_to_its_last_whole_chunk(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    keys = save(bulk, index)
+    report = match_prompt(index, IDENTITY, [*TOKENS, 1, 2], NONE)
+    assert (report.namespace, report.model, report.chunk_tokens) == (NAMESPACE, "acme/tiny", CHUNK)
+    assert (report.prompt_tokens, report.usable_tokens) == (3 * CHUNK + 2, 3 * CHUNK)
+    assert [chunk.prefix_hash for chunk in report.chunks] == [key.prefix_hash for key in keys]
+    first = report.chunks[0]
+    assert (first.token_start, first.token_end) == (0, CHUNK)
+    assert first.payloads == ("0.L0-2_H0-2",)
+    assert (first.groups_missing, first.usable, first.created_s) == ((), True, CREATED_S)
+    assert first.nbytes == len(bulk.get(keys[0].path()) or b"")
+
+
+def test_what_follows_a_hole_is_stored_but_not_served(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    keys = save(bulk, index)
+    index.drop(NAMESPACE, keys[1].prefix_hash)
+    report = match_prompt(index, IDENTITY, TOKENS, NONE)
+    assert (report.usable_tokens, report.stored_chunks) == (CHUNK, 2)
+    assert [chunk.usable for chunk in report.chunks] == [True, False, False]
+    assert report.chunks[1].groups_missing == (0,)
+
+
+def test_a_chunk_of_which_heads_are_missing_is_not_served(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    save(bulk, index, shards=(LEFT,))
+    report = match_prompt(index, IDENTITY, TOKENS, NONE)
+    assert (report.usable_tokens, report.stored_chunks) == (0, 3)
+    assert report.chunks[0].groups_missing == (0,)
+
+
+@pytest.mark.parametrize("extras", [PromptExtras(salt="s"), PromptExtras(lora_digest=b"l")])
+def test_another_salt_or_adapter_is_another_prompt(
+    bulk: MemoryStore, index: MemoryIndex, extras: PromptExtras
+) -> None:
+    save(bulk, index)
+    assert match_prompt(index, IDENTITY, TOKENS, extras).stored_chunks == 0
+
+
+def test_a_prompt_shorter_than_a_chunk_has_none(index: MemoryIndex) -> None:
+    report = match_prompt(index, IDENTITY, [1, 2, 3], NONE)
+    assert (report.chunks, report.usable_tokens, report.prompt_tokens) == ((), 0, 3)
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2 3", "1,2,3", "1, 2,\n3\n", " \n[1,2,3]"])
+def test_token_ids_are_read_as_json_or_separated(text: str) -> None:
+    assert parse_tokens(text) == [1, 2, 3]
+
+
+def test_no_token_ids_are_an_empty_prompt() -> None:
+    assert parse_tokens(" \n") == []
+
+
+@pytest.mark.parametrize(
+    "text", ["[1, 2", "[1, true]", "[1.5]", "[[1]]", "1 x", "-1", "4294967296", "[-1]", "٣"]
+)
+def test_what_is_no_token_id_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="token id"):
+        parse_tokens(text)
+
+
+def test_text_is_tokenized_without_a_network(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 5, "b": 6, "?": 0}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenize("a b a", tmp_path) == [5, 6, 5]
+    assert tokenize("b", tmp_path / "tokenizer.json") == [6]
+
+
+def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no file: give the path of a tokenizer\.json"):
+        tokenize("a", tmp_path)
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{}")
+    with pytest.raises(ConfigError, match=r"is no tokenizer\.json"):
+        tokenize("a", broken)

@@ -1,0 +1,189 @@
+"""Probes: what works, what is refused, what answers wrongly; and nothing stays behind."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.ops.probes import Check, failure, probe_index, probe_store
+from objkv.ops.server import ServerFacts, judge_server
+from objkv.stores.base import Buffer
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+
+BULK_STEPS = [
+    "check", "put", "put refused when present", "get", "head", "get range", "get into buffer",
+    "delete",
+]  # fmt: skip
+INDEX_STEPS = ["check", "publish", "lookup", "touch", "forget", "lease"]
+
+
+def statuses(checks: list[Check]) -> list[str]:
+    return [check.status for check in checks]
+
+
+def only_bad(checks: list[Check]) -> Check:
+    [bad] = [check for check in checks if check.status not in ("ok", "skipped")]
+    return bad
+
+
+def test_a_store_that_keeps_its_promises_passes_and_is_left_as_it_was(bulk: MemoryStore) -> None:
+    bulk.put("a", b"1")
+    checks = probe_store("bulk", bulk)
+    assert [check.name for check in checks] == BULK_STEPS
+    assert statuses(checks) == ["ok"] * len(BULK_STEPS)
+    assert all(check.elapsed_ms is not None and not check.fix for check in checks)
+    assert [entry.key for entry in bulk.scan("")] == ["a"]
+
+
+def test_an_index_that_keeps_its_promises_passes_and_is_left_as_it_was(index: MemoryIndex) -> None:
+    checks = probe_index(index)
+    assert [check.name for check in checks] == INDEX_STEPS
+    assert statuses(checks) == ["ok"] * len(INDEX_STEPS)
+    assert index.namespaces() == []
+
+
+class _Overwriting(MemoryStore):
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        self.put(key, value)
+        return True
+
+
+class _Lying(MemoryStore):
+    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        return self.get(key)
+
+
+class _Keeping(MemoryStore):
+    def delete(self, key: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("store", "name", "fix"),
+    [
+        (_Overwriting(), "put refused when present", "If-None-Match"),
+        (_Lying(), "get range", "Range"),
+        (_Keeping(), "delete", "retention"),
+        (MemoryStore(clock=lambda: 0), "head", "NTP"),
+    ],
+)
+def test_a_store_that_breaks_a_promise_is_told_with_what_to_do(
+    store: MemoryStore, name: str, fix: str
+) -> None:
+    bad = [check for check in probe_store("bulk", store) if check.status != "ok"]
+    assert (bad[0].name, bad[0].status) == (name, "failed")
+    assert fix in bad[0].fix
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "fix"),
+    [
+        (StoreUnavailable("nobody there"), "unreachable", "check that bulk_url is right"),
+        (StoreDenied("403: set x"), "denied", ""),
+        (StoreError("odd"), "failed", ""),
+    ],
+)
+def test_after_a_call_that_fails_the_rest_is_skipped(
+    bulk: MemoryStore, error: StoreError, status: str, fix: str
+) -> None:
+    store = FlakyStore(bulk)
+    store.fail_next(error)
+    checks = probe_store("bulk", store)
+    assert statuses(checks) == ["ok", status] + ["skipped"] * 6
+    assert str(error) == checks[1].detail
+    assert checks[1].fix.startswith(fix)
+    assert checks[2].detail == "because put failed"
+
+
+def test_a_probe_that_fails_half_way_takes_its_key_back(bulk: MemoryStore) -> None:
+    class Deaf(MemoryStore):
+        def head(self, key: str) -> None:
+            raise StoreDenied("no HEAD")
+
+    store = Deaf()
+    assert only_bad(probe_store("bulk", store)).name == "head"
+    assert list(store.scan("")) == []
+
+
+class _Forgetful(MemoryIndex):
+    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        pass
+
+
+class _Careless(MemoryIndex):
+    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
+        return self.drop(namespace, prefix_hash)
+
+
+class _Generous(MemoryIndex):
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("index", "name"),
+    [(_Forgetful(), "lookup"), (_Careless(), "forget"), (_Generous(), "lease")],
+)
+def test_an_index_that_breaks_a_promise_is_told(index: PruneIndex, name: str) -> None:
+    bad = [check for check in probe_index(index) if check.status != "ok"]
+    assert (bad[0].name, bad[0].status) == (name, "failed")
+    assert bad[0].fix
+
+
+def test_an_index_that_refuses_is_told_and_left_clean() -> None:
+    class Denying(MemoryIndex):
+        def touch(self, namespace: str, prefix_hashes: object, *, ttl_s: int) -> None:
+            raise StoreDenied("NOPERM")
+
+    index = Denying()
+    checks = probe_index(index)
+    assert statuses(checks) == ["ok", "ok", "ok", "denied", "skipped", "skipped"]
+    assert index.namespaces() == []
+
+
+FACTS = ServerFacts("redis", "7.2.4", "standalone", 1 << 30, "volatile-lru", 1 << 20, 0.1)
+
+
+def judged(facts: ServerFacts) -> dict[str, tuple[str, str]]:
+    return {check.name: (check.status, check.detail + check.fix) for check in judge_server(facts)}
+
+
+def test_a_server_as_it_should_be_has_no_warnings() -> None:
+    assert {status for status, _ in judged(FACTS).values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status", "words"),
+    [
+        ({"version": "5.0.14"}, "server", "warning", "upgrade"),
+        ({"version": None}, "server", "ok", "does not tell"),
+        ({"maxmemory_bytes": 0}, "memory policy", "warning", "set maxmemory"),
+        (
+            {"maxmemory_bytes": 0, "maxmemory_policy": "noeviction"},
+            "memory policy", "warning", "without a limit",
+        ),
+        ({"maxmemory_policy": "noeviction"}, "memory policy", "ok", "once full"),
+        (
+            {"maxmemory_policy": "noeviction", "used_bytes": 1 << 30},
+            "memory policy", "warning", "set maxmemory-policy volatile-lru",
+        ),
+        ({"maxmemory_policy": "allkeys-lru"}, "memory policy", "ok", "pinned records may"),
+        ({"maxmemory_policy": None}, "memory policy", "ok", "does not tell"),
+        ({"clock_skew_s": -40.0}, "clock", "warning", "-40.0 s"),
+        ({"denied": ("INFO",)}, "ACL", "ok", "INFO"),
+    ],
+)  # fmt: skip
+def test_what_a_server_says_is_explained(
+    change: dict[str, object], name: str, status: str, words: str
+) -> None:
+    found, text = judged(replace(FACTS, **change))[name]  # type: ignore[arg-type]
+    assert found == status
+    assert words in text
+
+
+def test_an_error_in_the_settings_counts_as_denied() -> None:
+    assert failure("bulk", "open", ConfigError("bad")).status == "denied"

@@ -1,0 +1,95 @@
+"""A chunk taken apart: what is true of it, and what is found when it is not."""
+
+import pytest
+
+from objkv.codec.payload import CODECS
+from objkv.index.memory import MemoryIndex
+from objkv.ops.show import find_payloads, inspect_payload, is_beginning, promised_payloads
+from objkv.stores.memory import MemoryStore
+from tests.ops.world import CHUNK, CREATED_S, LEFT, NAMESPACE, RIGHT, TOKENS, save
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_true_payload_is_told_whole(bulk: MemoryStore, codec: str) -> None:
+    key = save(bulk, None, codec=codec)[1]
+    report = inspect_payload(bulk, key)
+    assert (report.verdict, report.problem) == ("ok", None)
+    assert (report.key, report.group, report.shard) == (key.path(), 0, "L0-2_H0-2")
+    assert (report.token_start, report.token_end) == (CHUNK, 2 * CHUNK)
+    assert (report.writer, report.created_s) == ("host-1:4242", CREATED_S + CHUNK)
+    assert [(f.layer, f.dtype, f.shape, f.problem) for f in report.frames] == [
+        ("l.0", "BF16", (2, 2, 8, 8), None),
+        ("l.1", "BF16", (2, 2, 8, 8), None),
+    ]
+    assert report.nbytes == len(bulk.get(key.path()) or b"")
+    assert report.tokens_stored is False
+
+
+def test_a_flipped_bit_in_a_frame_is_found_and_located(bulk: MemoryStore) -> None:
+    key = save(bulk, None)[0]
+    payload = bytearray(bulk.get(key.path()) or b"")
+    payload[-1] ^= 1
+    bulk.put(key.path(), payload)
+    report = inspect_payload(bulk, key)
+    assert report.verdict == "corrupt"
+    assert [frame.problem is None for frame in report.frames] == [True, False]
+    assert "l.1" in (report.problem or "")
+
+
+def test_a_flipped_bit_in_the_header_is_found(bulk: MemoryStore) -> None:
+    key = save(bulk, None)[0]
+    payload = bytearray(bulk.get(key.path()) or b"")
+    payload[200] ^= 1
+    bulk.put(key.path(), payload)
+    report = inspect_payload(bulk, key)
+    assert (report.verdict, report.frames) == ("corrupt", ())
+    assert (report.problem or "").startswith("header: ")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 4096, -1])
+def test_a_payload_cut_short_is_corrupt(bulk: MemoryStore, cut: int) -> None:
+    key = save(bulk, None)[0]
+    bulk.put(key.path(), (bulk.get(key.path()) or b"")[:cut])
+    assert inspect_payload(bulk, key).verdict == "corrupt"
+
+
+def test_bytes_after_the_end_are_found(bulk: MemoryStore) -> None:
+    key = save(bulk, None)[0]
+    bulk.put(key.path(), (bulk.get(key.path()) or b"") + b"x")
+    assert "where the header says" in (inspect_payload(bulk, key).problem or "")
+
+
+def test_another_chunks_payload_is_found_out(bulk: MemoryStore) -> None:
+    one, two, _ = save(bulk, None)
+    bulk.put(one.path(), bulk.get(two.path()) or b"")
+    report = inspect_payload(bulk, one)
+    assert (report.verdict, report.problem) == ("corrupt", f"claims to be {two.path()}")
+
+
+def test_what_is_not_there_is_missing(bulk: MemoryStore) -> None:
+    key = save(bulk, None)[0]
+    bulk.delete(key.path())
+    assert inspect_payload(bulk, key).verdict == "missing"
+
+
+def test_payloads_are_found_by_the_beginning_of_their_hash(bulk: MemoryStore) -> None:
+    keys = save(bulk, None, shards=(LEFT, RIGHT))
+    digest = keys[0].prefix_hash
+    assert find_payloads(bulk, [NAMESPACE], digest.hex()[:8]) == {(NAMESPACE, digest): keys[:2]}
+    assert find_payloads(bulk, [NAMESPACE], digest.hex()) == {(NAMESPACE, digest): keys[:2]}
+    assert find_payloads(bulk, ["ab" * 16], digest.hex()) == {}
+
+
+def test_what_the_index_promises_is_known_without_the_bulk_store(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    key = save(bulk, index, TOKENS)[0]
+    assert promised_payloads(index, NAMESPACE, key.prefix_hash) == [key]
+    assert promised_payloads(index, NAMESPACE, b"x" * 20) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "right"), [("abcd", True), ("abc", False), ("ABCD", False), ("a" * 41, False)]
+)
+def test_a_beginning_is_4_to_40_hex_digits(text: str, right: bool) -> None:
+    assert is_beginning(text) is right

@@ -1,0 +1,168 @@
+"""``BreakerStore``: a store that keeps failing is left alone, and found again."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.stores.breaker import BreakerStore
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+from objkv.testing.store_contract import StoreContract
+
+DOWN = StoreUnavailable("down")
+
+
+class TestBreakerStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> BreakerStore:
+        return BreakerStore(MemoryStore(), failures=5, reset_s=60)
+
+
+class Scene:
+    """A breaker that opens after three failures for ten seconds, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.news: list[bool] = []
+        self.inner = FlakyStore(MemoryStore())
+        self.store = BreakerStore(
+            self.inner,
+            failures=3,
+            reset_s=10,
+            clock=lambda: self.now_s,
+            on_change=self.news.append,
+        )
+
+    def fail(self, times: int, error: StoreError = DOWN) -> None:
+        self.inner.fail_next(error, times)
+        for _ in range(times):
+            with pytest.raises(type(error), match=str(error)):
+                self.store.get("k")
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_after_so_many_failures_the_store_is_left_alone(scene: Scene) -> None:
+    scene.fail(3)
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        next(scene.store.scan(""))
+    assert len(scene.inner.calls) == 3
+    assert scene.news == [True]
+
+
+def test_a_success_in_between_starts_the_count_again(scene: Scene) -> None:
+    scene.fail(2)
+    assert scene.store.get("k") is None
+    scene.fail(2)
+    assert scene.store.get("k") is None
+    assert scene.news == []
+
+
+def test_errors_that_time_does_not_mend_do_not_count(scene: Scene) -> None:
+    scene.fail(10, StoreDenied("403"))
+    assert scene.store.get("k") is None
+    assert scene.news == []
+
+
+def test_a_probe_that_succeeds_brings_the_store_back(scene: Scene) -> None:
+    scene.fail(3)
+    scene.now_s += 9.9
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    scene.now_s += 0.1
+    assert scene.store.get("k") is None
+    assert scene.store.get("k") is None
+    assert scene.news == [True, False]
+
+
+def test_a_probe_that_fails_leaves_it_alone_again_without_news(scene: Scene) -> None:
+    scene.fail(3)
+    for _ in range(3):
+        scene.now_s += 10
+        scene.fail(1)
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+    assert scene.news == [True]
+    scene.now_s += 10
+    assert scene.store.get("k") is None
+    assert scene.news == [True, False]
+
+
+def test_a_denial_of_the_probe_proves_that_the_store_is_back(scene: Scene) -> None:
+    scene.fail(3)
+    scene.now_s += 10
+    scene.fail(1, StoreDenied("403"))
+    assert scene.store.get("k") is None
+    assert scene.news == [True, False]
+
+
+def test_one_probe_at_a_time(scene: Scene) -> None:
+    scene.fail(3)
+    scene.now_s += 10
+    gate = threading.Event()
+    scene.inner.arrived.clear()
+    scene.inner.hold(gate)
+    with ThreadPoolExecutor(1) as pool:
+        probe = pool.submit(scene.store.get, "k")
+        assert scene.inner.arrived.wait(60)
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+        gate.set()
+        assert probe.result() is None
+    assert scene.store.get("k") is None
+
+
+def test_calls_go_on_side_by_side(scene: Scene) -> None:
+    gate = threading.Event()
+    scene.inner.hold(gate)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(scene.store.get, "k") for _ in range(4)]
+        while len(scene.inner.calls) < 4:
+            pass
+        gate.set()
+        assert [call.result() for call in calls] == [None] * 4
+
+
+def test_a_late_success_of_an_earlier_call_does_not_close_it(scene: Scene) -> None:
+    gate = threading.Event()
+    scene.inner.hold(gate)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(scene.store.get, "k")
+        assert scene.inner.arrived.wait(60)
+        scene.inner.mend()
+        scene.fail(3)
+        gate.set()
+        assert slow.result() is None
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    assert scene.news == [True]
+
+
+def test_an_interrupt_is_no_failure_and_no_end_of_probing(scene: Scene) -> None:
+    scene.fail(3)
+    scene.now_s += 10
+    scene.inner.fail_next(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        scene.store.get("k")
+    assert scene.store.get("k") is None
+
+
+def test_check_asks_the_place_itself(scene: Scene) -> None:
+    scene.fail(3)
+    scene.store.check()
+    scene.inner.fail_until_mended(DOWN)
+    with pytest.raises(StoreUnavailable, match="down"):
+        scene.store.check()
+
+
+def test_repr_is_a_status_line(scene: Scene) -> None:
+    assert repr(scene.store).startswith("<BreakerStore closed of")
+    scene.fail(3)
+    assert repr(scene.store).startswith("<BreakerStore open of")

@@ -1,0 +1,18 @@
+"""``MemoryStore`` keeps what every store promises."""
+
+import pytest
+
+from objkv.stores.memory import MemoryStore
+from objkv.testing.store_contract import StoreContract
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+
+def test_repr_is_a_status_line() -> None:
+    store = MemoryStore()
+    store.put("a", b"")
+    assert repr(store) == "<MemoryStore 1 values>"

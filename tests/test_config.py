@@ -1,0 +1,175 @@
+"""Settings: which source wins, what is refused, what messages say, what is kept secret."""
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+from objkv.config import (
+    _SERVICE_LINK,
+    INDEX_SCHEMES,
+    Config,
+    load_config,
+    local_path,
+    resolve_config,
+    without_password,
+)
+from objkv.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "objkv.toml"
+    path.write_text('bulk_calls_max = 1\nload_threads = 1\nsave_threads = 1\ncodec = "lz4"\n')
+    return path
+
+
+def test_later_sources_win_and_each_setting_knows_its_source(file: Path) -> None:
+    environ = {"OBJKV_LOAD_THREADS": "2", "OBJKV_SAVE_THREADS": "2"}
+    resolved = resolve_config({"save_threads": 3}, environ=environ, file=file)
+    config, sources = resolved.config, resolved.sources
+    assert (config.bulk_calls_max, config.load_threads, config.save_threads) == (1, 2, 3)
+    assert sources["bulk_calls_max"] == "file"
+    assert sources["load_threads"] == "environment"
+    assert sources["save_threads"] == "option"
+    assert sources["tenant"] == "default"
+    assert set(sources) == set(Config.model_fields)
+
+
+def test_the_environment_names_the_file(file: Path) -> None:
+    assert load_config(environ={"OBJKV_CONFIG_FILE": str(file)}).codec == "lz4"
+
+
+def test_a_given_file_replaces_the_environments(file: Path) -> None:
+    environ = {"OBJKV_CONFIG_FILE": "/nowhere.toml"}
+    assert resolve_config(environ=environ, file=file).config.codec == "lz4"
+
+
+def test_nothing_configured_is_a_directory_and_sqlite(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = load_config(environ={})
+    assert local_path(config.bulk_url) == tmp_path / "objkv" / "chunks"
+    assert local_path(config.index_url) == tmp_path / "objkv" / "index.sqlite"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "wanted"),
+    [
+        ({"bulk_urll": "x"}, {}, "'bulk_urll' in kv_connector_extra_config; did you mean 'bulk_u"),
+        ({}, {"OBJKV_BULK_ULR": "x"}, "'OBJKV_BULK_ULR' in the environment; did you mean 'OBJKV_B"),
+        ({"xyzzy": 1}, {}, "unknown key 'xyzzy' in kv_connector_extra_config"),
+        ({"load_threads": 0}, {}, "load_threads in kv_connector_extra_config: Input should be gr"),
+        ({}, {"OBJKV_LOAD_THREADS": "x"}, "OBJKV_LOAD_THREADS in the environment: Input should be"),
+        ({"bulk_url": "gs://b"}, {}, "bulk_url 'gs://b': use one of file, memory, s3"),
+        ({"bulk_url": "file://a/b"}, {}, "write file:/// and an absolute path"),
+        ({"bulk_url": "file:/a/b"}, {}, "write file:/// and an absolute path"),
+        ({"bulk_url": "s3:///x"}, {}, "names no bucket"),
+        ({"index_url": "redis://"}, {}, "names no host"),
+        ({"index_url": "redis://[x"}, {}, "names no host"),
+        ({"index_url": "sqlite://a.db"}, {}, "write sqlite:/// and an absolute path"),
+        ({}, {"OBJKV_CONFIG_FILE": "/nowhere.toml"}, "/nowhere.toml: No such file"),
+    ],
+)
+def test_what_is_refused_is_named_with_its_source(
+    overrides: dict[str, object], environ: dict[str, str], wanted: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, environ=environ)
+    assert wanted in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"not toml at all", b"x = '\xff'"])
+def test_a_file_that_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        resolve_config(environ={}, file=path)
+
+
+def test_a_key_of_the_file_is_refused_naming_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("load_thread = 3\n")
+    with pytest.raises(ConfigError, match=r"'load_thread' in .*c\.toml; did you mean 'load_thr"):
+        resolve_config(environ={}, file=path)
+
+
+@pytest.mark.parametrize("scheme", INDEX_SCHEMES)
+def test_every_known_scheme_of_the_index_is_accepted(scheme: str) -> None:
+    url = {"memory": "memory:", "sqlite": "sqlite:///i"}.get(scheme, f"{scheme}://h:1,i:2/0")
+    assert load_config({"index_url": url}, environ={}).index_url == url
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert load_config(environ={"OBJKV_S3_REGION": "", "OBJKV_CODEC": ""}).s3_region is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "OBJKV_SERVICE_HOST",
+        "OBJKV_PORT",
+        "OBJKV_REDIS_SERVICE_PORT_TLS",
+        "OBJKV_REDIS_PORT_6379_TCP",
+        "OBJKV_REDIS_PORT_6379_TCP_ADDR",
+    ],
+)
+def test_variables_that_kubernetes_makes_of_a_service_named_objkv_are_not_settings(
+    name: str,
+) -> None:
+    load_config(environ={name: "tcp://10.0.0.1:6379"})
+
+
+def test_no_setting_looks_like_a_variable_that_kubernetes_makes() -> None:
+    names = [f"OBJKV_{name.upper()}" for name in Config.model_fields]
+    assert [name for name in names if _SERVICE_LINK.fullmatch(name)] == []
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config(environ={}).codec = "zstd"
+
+
+def test_secrets_are_masked_wherever_settings_are_shown() -> None:
+    config = load_config(
+        {
+            "index_url": "redis://me:hunter2@host:6379/0?sentinel_password=hunter2&x=1",
+            "bulk_url": "s3://bucket/x",
+            "s3_endpoint_url": "https://me:hunter2@host",
+            "s3_access_key_id": "hunter2",
+            "s3_secret_access_key": "hunter2",
+            "redis_password": "hunter2",
+        },
+        environ={},
+    )
+    shown = config.public()
+    assert "hunter2" not in str(shown)
+    assert shown["index_url"] == "redis://me:***@host:6379/0?sentinel_password=***&x=1"
+    assert shown["redis_password"] == "***"
+
+
+def test_an_error_never_carries_a_secret_along() -> None:
+    values = {"redis_password": "hunter2", "index_url": "redis://:hunter2@", "codec": "hunter3"}
+    with pytest.raises(ConfigError) as caught:
+        load_config(values, environ={})
+    assert "hunter" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("memory:", "memory:"),
+        ("redis://h:6379/0", "redis://h:6379/0"),
+        ("redis://:p@h", "redis://:***@h"),
+        ("redis://u:p/a@ss@h/1", "redis://u:***@h/1"),
+        ("file:///a@b:c", "file:///a@b:c"),
+    ],
+)
+def test_passwords_in_urls_are_masked(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+def test_every_setting_is_documented_where_it_is_declared() -> None:
+    undocumented = [name for name, field in Config.model_fields.items() if not field.description]
+    assert undocumented == []

@@ -1,0 +1,152 @@
+"""Two replicas' transfers over one memory store: what the tests of this folder are played in."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.codec.payload import payload_bytes_max
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.stores.base import WriteStore
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from objkv.transfer.lanes import HostLane
+from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.saver import SaveLimits, Saver
+from objkv.transfer.slabs import SlabPool
+from tests.transfer.paged_cache import paged_group
+
+NAMESPACE = "0123456789abcdef" * 2
+CHUNK = 64
+BLOCKS = CHUNK // 32
+GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
+TOKENS = list(range(1000, 1000 + 4 * CHUNK))
+HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
+
+
+class Replica:
+    """One worker's loader and saver over a paged cache of its own."""
+
+    def __init__(
+        self,
+        store: WriteStore,
+        index: MemoryIndex,
+        *,
+        seed: int,
+        codec: str = "none",
+        slabs: int = 8,
+        deadline_s: float = 5.0,
+        queue_max: int = 64,
+    ) -> None:
+        self.recorder = MemoryRecorder()
+        self.paged, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=32, seed=seed)
+        settings = CacheSettings(
+            f"replica-{seed}", ttl_s=60, lease_ms=1000, hot_payload_bytes_max=0
+        )
+        self.index = index
+        self.cache = ChunkCache(store, None, index, settings, self.recorder)
+        size = payload_bytes_max(self.paged.layers)
+        self.load_slabs = SlabPool("load", count=slabs, slab_bytes=size, pinned=False)
+        self.save_slabs = SlabPool("save", count=slabs, slab_bytes=size, pinned=False)
+        groups = {0: self.paged}
+        self.loader = Loader(
+            self.cache,
+            groups,
+            self.load_slabs,
+            lane_for_thread=HostLane,
+            limits=LoadLimits(2, queue_max, deadline_s),
+            recorder=self.recorder,
+        )
+        self.saver = Saver(
+            self.cache,
+            groups,
+            self.save_slabs,
+            lane=HostLane(),
+            limits=SaveLimits(1, queue_max, 5.0, codec, f"replica-{seed}"),
+            recorder=self.recorder,
+        )
+
+    def save(self, chunks: range, first_block: int = 1, request: str = "r") -> set[tuple[str, int]]:
+        """Save chunks whose blocks follow each other from ``first_block``; waits until stored."""
+        moves = []
+        for c in chunks:
+            tokens = tuple(TOKENS[c * CHUNK : (c + 1) * CHUNK])
+            moves.append(SaveMove(self.move(c, first_block), token_digest(tokens), None))
+        dropped = self.saver.gather((SavePlan(request, NAMESPACE, tuple(moves)),))
+        assert self.saver.drain(5.0)
+        return dropped
+
+    def load(
+        self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
+    ) -> LoadOutcome:
+        """Load chunks, without the first ``skip`` blocks of the first one; waits for the end."""
+        self.loader.submit(self.load_plan(chunks, first_block, skip=skip, sync=sync))
+        if sync:
+            (outcome,) = self.loader.take_finished(sync=True)
+            return outcome
+        return self.outcome()
+
+    def outcome(self) -> LoadOutcome:
+        """The one outcome of a load between steps."""
+        found: list[LoadOutcome] = []
+        wait_until(lambda: bool(found.extend(self.loader.take_finished(sync=False)) or found))
+        (outcome,) = found
+        return outcome
+
+    def load_plan(
+        self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
+    ) -> LoadPlan:
+        """A plan whose records come from the index; blocks follow each other."""
+        moves = []
+        for c in chunks:
+            (record,) = self.index.lookup(NAMESPACE, [HASHES[c]])
+            shards = tuple(record.shards.items()) if record else ()
+            cut = skip if c == chunks[0] else 0
+            moves.append(LoadMove(self.move(c, first_block, cut=cut, base=chunks[0]), shards))
+        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+
+    def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
+        """Chunk ``chunk``, its blocks counted from ``first_block`` at chunk ``base``."""
+        start = first_block + (chunk - base) * BLOCKS
+        return ChunkMove(
+            chunk=chunk,
+            group=0,
+            prefix_hash=HASHES[chunk],
+            parent_hash=HASHES[chunk - 1] if chunk else root_hash(NAMESPACE),
+            token_start=chunk * CHUNK,
+            token_end=(chunk + 1) * CHUNK,
+            first_block=cut,
+            block_ids=tuple(range(start + cut, start + BLOCKS)),
+        )
+
+    def path(self, chunk: int) -> str:
+        """Where this rank's payload of a chunk is."""
+        digest = HASHES[chunk].hex()
+        shard = self.paged.shape.rank_shard.shard
+        return f"{NAMESPACE}/{digest[:2]}/{digest}/0.{shard}.safetensors"
+
+    def snapshot(self) -> list[torch.Tensor]:
+        """A copy of the whole paged cache."""
+        return [cache.clone() for cache in self.caches]
+
+    def close(self) -> None:
+        """Stop its threads; no slab may be left leased."""
+        self.saver.close(1.0)
+        self.loader.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds_max: float = 10.0) -> None:
+    """Poll for something that other threads do."""
+    end = time.monotonic() + seconds_max
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.001)
+
+
+def stores() -> tuple[MemoryStore, MemoryIndex]:
+    """An empty bulk store and index."""
+    return MemoryStore(), MemoryIndex()

@@ -1,0 +1,61 @@
+"""Writes the golden payloads beside this file: ``python -m tests.vectors.make_payloads``.
+
+Run it only when the format changes on purpose, and then under another format name: what is stored
+in buckets stays as these files are. Compressed frames may come out different with another version
+of a compression library, so tests compare their decoded pages, and bytes only where codec is none.
+"""
+
+from hashlib import sha256
+from pathlib import Path
+
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.topology import Shard
+
+FOLDER = Path(__file__).parent
+NAMESPACE = "519c7cd1f628f041e0385fb3e6a05e94"
+TOKENS = tuple(range(1000, 1032))
+CLAIM = Claim(
+    ChunkKey(NAMESPACE, prefix_hashes(NAMESPACE, TOKENS, 32)[0], 0, Shard(0, 3, 0, 2)),
+    root_hash(NAMESPACE),
+    0,
+    32,
+)
+PROVENANCE = Provenance(token_digest(TOKENS), "golden", 1_700_000_000)
+LAYERS = (
+    LayerSpec("model.layers.2.self_attn.attn", "BF16", (2, 2, 16, 64)),
+    LayerSpec("model.layers.10.self_attn.attn", "F8_E4M3", (2, 2, 16, 8)),
+    LayerSpec('an "odd" näme', "F32", (2, 2, 16, 32)),
+)
+
+
+def pages_of(layer: LayerSpec) -> bytes:
+    """Where elements are one byte, pages that do not compress: SHA-256 of 0, 1, 2, ... as 4 bytes
+    little-endian. Otherwise element ``i`` is ``i // 4`` modulo 251 in all its bytes."""
+    items = layer.nbytes // layer.item_bytes
+    if layer.item_bytes == 1:
+        return b"".join(sha256(i.to_bytes(4, "little")).digest() for i in range(items // 32))
+    return b"".join(bytes([i // 4 % 251]) * layer.item_bytes for i in range(items))
+
+
+def golden() -> dict[str, bytes]:
+    """Every golden payload by its file name."""
+    pages = [pages_of(layer) for layer in LAYERS]
+    out = {}
+    for codec in ("none", "lz4", "zstd", "blosc"):
+        payload = encode(CLAIM, LAYERS, pages, codec=codec, provenance=PROVENANCE)
+        out[f"{codec}.safetensors"] = bytes(payload)
+    told = Provenance(PROVENANCE.token_digest, "golden", 1_700_000_000, TOKENS)
+    out["tokens.safetensors"] = bytes(encode(CLAIM, LAYERS, pages, codec="none", provenance=told))
+    # A dtype that safetensors readers need not know is stored as U8.
+    odd = LayerSpec("model.layers.0.self_attn.attn", "F8_E4M3FNUZ", (2, 2, 16, 8))
+    out["untyped.safetensors"] = bytes(
+        encode(CLAIM, [odd], [pages_of(odd)], codec="none", provenance=PROVENANCE)
+    )
+    return out
+
+
+if __name__ == "__main__":
+    for name, payload in golden().items():
+        (FOLDER / name).write_bytes(payload)
