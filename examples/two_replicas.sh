@@ -12,7 +12,7 @@ question=$(printf 'Alice has %d apples. ' $(seq 400))
 
 replica() { # replica PORT
   vllm serve "$model" --port "$1" --kv-transfer-config "$connector" \
-    --enable-prompt-tokens-details >"replica-$1.log" 2>&1 &
+    --shutdown-timeout 15 --enable-prompt-tokens-details >"replica-$1.log" 2>&1 &
   pids+=($!)
 }
 

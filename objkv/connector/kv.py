@@ -33,6 +33,7 @@ from objkv.connector.translate import (
     read_geometry,
     read_identity,
     safe_load_mode,
+    tell_of_sudden_end,
     tensor_rank,
     warn_of_outer_policy,
 )
@@ -87,6 +88,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             transfer.kv_load_failure_policy = "recompute"
         identity = read_identity(vllm_config, self._geometry, self._config)
         config = safe_load_mode(vllm_config, self._geometry, self._config)
+        if transfer.is_kv_producer:
+            tell_of_sudden_end(vllm_config)
         return SchedulerSide(
             config,
             Roles(

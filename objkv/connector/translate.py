@@ -103,6 +103,17 @@ def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
         )
 
 
+def tell_of_sudden_end(vllm_config: "VllmConfig") -> None:
+    """Say so where a server that is told to end would kill its workers with chunks still being
+    saved. Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
+    ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds."""
+    if getattr(vllm_config, "shutdown_timeout", 0) == 0:
+        logger.info(
+            "a server ends at once when it is told to, without what it was saving: "
+            "start it with --shutdown-timeout 15"
+        )
+
+
 def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Config:
     """The settings, with loads between steps where vLLM would not recover from one that fails
     within a step: it believes the tokens of steps scheduled before that was known, and stops where

@@ -39,6 +39,7 @@ _ARGUMENTS = {
     "--block-size": "32",
     "--kv-cache-memory-bytes": str(256 << 20),
     "--seed": "0",
+    "--shutdown-timeout": "30",
     "--kv-transfer-config": json.dumps(_CONNECTOR),
 }
 _FLAGS = ("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details")

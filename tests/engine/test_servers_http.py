@@ -24,6 +24,7 @@ CHUNK, LOADED = 256, 512
 """Tokens of a chunk, and of the whole chunks of 600."""
 PROBES = 30
 """Short prompts, at most, until servers have noticed that the index is gone, or back."""
+PAUSE_MS = 2000
 GIVEN_UP = "index keeps failing, serving without it"
 BACK = "index is back"
 SETTINGS = {
@@ -60,13 +61,19 @@ def bulk_place(folder: Path) -> Iterator[dict[str, str]]:
         yield variables | {"OBJKV_BULK_URL": f"s3://{BUCKET}/kv"}
 
 
-def wait_until_indexed(valkey: RedisServer, server: Server, prompt: Prompt) -> None:
-    """Until the index has a record of each of the prompt's chunks."""
+def chunks_indexed(valkey: RedisServer, server: Server, prompt: Prompt) -> int:
+    """How many of the prompt's chunks have a record."""
     found = re.search(r"objkv ready .*namespace=(\w+)", server.log)
     assert found is not None
     hashes = prefix_hashes(found[1], prompt.tokens, CHUNK, PromptExtras())
     with closing(RedisIndex(valkey.client())) as index:
-        wait_until(lambda: None not in index.lookup(found[1], hashes), "the prompt's records")
+        return sum(record is not None for record in index.lookup(found[1], hashes))
+
+
+def wait_until_indexed(valkey: RedisServer, server: Server, prompt: Prompt) -> None:
+    """Until the index has a record of each of the prompt's chunks."""
+    all_chunks = LOADED // CHUNK
+    wait_until(lambda: chunks_indexed(valkey, server, prompt) == all_chunks, "the prompt's records")
 
 
 def ask_until_logged(server: Server, line: str, numbers: Iterator[int]) -> list[float]:
@@ -110,8 +117,11 @@ def an_outage_and_an_end(folder: Path) -> Values:
         wait_until_indexed(valkey, one, AFTER)
         answers["two after"] = two.complete(AFTER)
 
-        answers["one last"] = one.complete(LAST)
-        ends = [one.terminate()]
+        with valkey.client() as client:
+            client.client_pause(PAUSE_MS, all=False)  # writing waits, so no save is through
+            answers["one last"] = one.complete(LAST)
+            early = chunks_indexed(valkey, one, LAST)
+            ends = [one.terminate()]
         answers["two last"] = two.complete(LAST)
         ends.append(two.terminate())
         left = {"processes": one.processes() + two.processes()}
@@ -123,6 +133,7 @@ def an_outage_and_an_end(folder: Path) -> Values:
         "cached": {name: answer.cached_tokens for name, answer in answers.items()},
         "seconds": [seconds for several in waited for seconds in several],
         "metrics": metrics,
+        "early": early,
         "ends": ends,
         "left": left,
         "logs": [one.log, two.log],
@@ -171,8 +182,9 @@ def test_sharing_resumes_when_the_index_is_back() -> None:
 
 
 def test_what_was_being_saved_when_the_server_was_told_to_end_is_there() -> None:
-    cached = an_outage_and_an_end()["cached"]
-    assert (cached["one last"], cached["two last"]) == (0, LOADED)
+    run = an_outage_and_an_end()
+    assert run["early"] == 0
+    assert (run["cached"]["one last"], run["cached"]["two last"]) == (0, LOADED)
 
 
 def test_servers_that_ended_leave_no_process_and_no_lease() -> None:
