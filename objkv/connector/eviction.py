@@ -3,10 +3,11 @@
 vLLM hashes such blocks, and those computed after them, before it knows of the failure, and with
 ``recompute`` leaves the hashes to the request that computes them again in the next step. A
 preemption or an abort right there would leave them to whoever asks next. Source: vLLM 0.31-0.33,
-``v1/core/sched/scheduler.py``, ``_handle_invalid_blocks``.
+``v1/core/sched/scheduler.py``, ``_handle_invalid_blocks``; aborts that came during a step are
+carried out before its output is looked at, ``v1/engine/core.py``, ``step``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,15 +15,19 @@ if TYPE_CHECKING:
 
 
 def evict_failed(
-    manager: "KVCacheManager", request_ids: Iterable[str], failed: set[int]
+    manager: "KVCacheManager",
+    request_ids: Iterable[str],
+    ended: Iterable[Sequence[int]],
+    failed: set[int],
 ) -> set[int]:
     """Forget, of each request, the first failed block and all after it; single-group models.
 
-    The blocks stay with their requests. Returns what was evicted.
+    ``ended``: blocks of those that ended in the step that failed. The others' blocks stay with
+    their requests. Returns what was evicted.
     """
     evicted = set(failed)
-    for request_id in request_ids:
-        (table,) = manager.get_block_ids(request_id)
+    tables = [manager.get_block_ids(request_id)[0] for request_id in request_ids]
+    for table in (*tables, *ended):
         first = next((i for i, block in enumerate(table) if block in failed), len(table))
         evicted.update(table[first:])
     evicted.discard(0)

@@ -245,19 +245,20 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         side, manager = self._side(), self._kv_cache_manager
         side.update(connector_output)
         if connector_output.invalid_block_ids and manager is not None:
-            evict_failed(manager, side.requests_under_way, connector_output.invalid_block_ids)
+            failed = connector_output.invalid_block_ids
+            evict_failed(manager, side.requests_under_way, side.tables_ended, failed)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request's blocks must be kept for saves in flight."""
-        return self._side().finish(request), None
+        return self._side().finish(request, (block_ids,)), None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As ``request_finished``, for models with several groups."""
-        return self._side().finish(request), None
+        return self._side().finish(request, block_ids), None
 
     @guarded(False)
     def reset_cache(self) -> bool:

@@ -79,6 +79,9 @@ class SchedulerSide:
         self._loads: dict[str, LoadPlan] = {}
         self._loading: dict[str, LoadPlan] = {}
         self._held: set[str] = set()
+        self._sync_loads = False
+        self.tables_ended: list[Sequence[int]] = []
+        """Blocks of requests that ended during a step with loads within it; single-group models."""
         self._home = Home(identity, bulk, self._lookups.submit, writes=roles.saves)
         self._home.announce()
         public = config.public()
@@ -146,6 +149,7 @@ class SchedulerSide:
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Everything that the workers do in this step."""
         self._admissions.next_step(output)
+        self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         loads = tuple(self._loads.values())
         self._loads = {}
         for plan in loads:
@@ -168,8 +172,10 @@ class SchedulerSide:
             if plan := self._loading.pop(request_id, None):
                 self._touch(plan)
 
-    def finish(self, request: "Request") -> bool:
+    def finish(self, request: "Request", blocks: BlockTable) -> bool:
         """A request ended; True if its blocks must live until its saves have left them."""
+        if self._sync_loads and len(blocks) == 1:
+            self.tables_ended.append(blocks[0])
         tracked = self._requests.end(request.request_id)
         if tracked is None or not tracked.saved or self._roles.copies_are_synchronous:
             return False

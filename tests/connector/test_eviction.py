@@ -23,7 +23,14 @@ class Manager:
 
 def test_the_first_failed_block_and_all_after_it_are_forgotten_in_every_request() -> None:
     manager = Manager({"a": [1, 2, 3, 4], "b": [1, 2, 9], "c": [7, 8], "waiting": []})
-    evict_failed(cast(Any, manager), ["a", "b", "c", "waiting", "unknown"], {2})
+    evict_failed(cast(Any, manager), ["a", "b", "c", "waiting", "unknown"], [], {2})
+    assert manager.evicted == {2, 3, 4, 9}
+
+
+def test_they_are_forgotten_in_a_request_that_was_aborted_in_that_step_too() -> None:
+    """It has no blocks any more, but the prefix cache knows those computed after the failed one."""
+    manager = Manager({"b": [1, 2, 9]})
+    evict_failed(cast(Any, manager), ["b"], [[1, 2, 3, 4], [5, 6]], {2})
     assert manager.evicted == {2, 3, 4, 9}
 
 

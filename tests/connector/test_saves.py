@@ -44,13 +44,13 @@ def request(**more: Any) -> Any:
     return SimpleNamespace(**(plain | more))
 
 
-def step(blocks: list[int]) -> Any:
+def step(blocks: list[int], *, sync_loads: bool = False) -> Any:
     """A step that computes the whole prompt of ``r`` in ``blocks``."""
     state = SimpleNamespace(get_block_ids=lambda _: (blocks,))
     return cast(
         "Any",
         SimpleNamespace(
-            has_sync_kv_loads=False,
+            has_sync_kv_loads=sync_loads,
             kv_connector_block_state=state,
             num_scheduled_tokens={"r": 64},
             total_num_scheduled_tokens=64,
@@ -65,11 +65,26 @@ def test_blocks_are_held_for_saves_from_them_and_for_no_others(side: SchedulerSi
     side.plan_load(one, (), 0)
     assert len(side.plan_step(step([3, 4])).saves) == 1
     side.plan_load(one, (), 0)
-    assert side.finish(one) is False
+    assert side.finish(one, ([3, 4],)) is False
     side.track(one)
     side.plan_load(one, (), 0)
     side.plan_step(step([5, 6]))
-    assert side.finish(one) is True
+    assert side.finish(one, ([5, 6],)) is True
+
+
+def test_blocks_of_a_request_that_ends_while_a_load_within_the_step_may_fail_are_remembered(
+    side: SchedulerSide,
+) -> None:
+    """Until the next step: by then it is known what failed, and the blocks may be another's."""
+    one, unknown = request(), request(request_id="u")
+    side.track(one)
+    side.plan_step(step([3, 4], sync_loads=True))
+    side.finish(one, ([3, 4],))
+    side.finish(unknown, ([5],))
+    assert side.tables_ended == [[3, 4], [5]]
+    side.plan_step(step([3, 4]))
+    side.finish(unknown, ([6],))
+    assert side.tables_ended == []
 
 
 def test_a_request_that_cannot_be_saved_does_not_stop_the_step(side: SchedulerSide) -> None:
