@@ -126,6 +126,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             tensor_rank(self._vllm_config),
             self._writer,
             max(1, self._vllm_config.max_concurrent_batches),
+            writes_early=getattr(self._vllm_config, "use_v2_model_runner", False),
         )
         self._worker = WorkerSide(
             config, self._geometry, rank, cache, recorder=self._recorder, kv_caches=kv_caches

@@ -34,6 +34,10 @@ class Rank:
     tp_rank: int
     writer: str
     batches_in_flight: int
+    writes_early: bool = False
+    """Whether the model runner zeroes and copies blocks for a step before it calls
+    ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
+    ``v1/worker/gpu/model_runner.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class WorkerSide:
             for i, name in enumerate(group.shape.layers)
         }
         self._batches_in_flight = rank.batches_in_flight
+        self._writes_early = rank.writes_early
         device = self._groups[0].device
         pools = plan_pools(config, self._groups, geometry.chunk_tokens)
         pinned = device.type == "cuda"
@@ -132,6 +137,8 @@ class WorkerSide:
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
             dropped = self._saver.gather(plan.saves)
+            if self._writes_early:  # it ends the forward pass late, so this delays nothing else
+                self._saver.fence()
         self._report.dropped |= dropped
 
     def before_reuse(self) -> None:
