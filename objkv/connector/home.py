@@ -45,8 +45,9 @@ class Home:
             finally:
                 self._storing = False
 
-        self._storing = True
-        self._storing = self._submit(put)
+        self._storing = True  # before ``put`` can end, which may be before ``submit`` returns
+        if not self._submit(put):
+            self._storing = False
 
     def renew(self, *, clean: bool) -> bool:
         """Weights may have changed: leave the namespace; True if there is a new one.

@@ -59,6 +59,21 @@ def test_a_document_that_was_not_taken_is_tried_again() -> None:
     assert store.get(identity_path(home.namespace)) is not None
 
 
+def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -> None:
+    store, later = FlakyStore(MemoryStore()), Later()
+
+    def at_once(job: Callable[[], None]) -> bool:
+        later(job)
+        later.run()
+        return True
+
+    home = Home(IDENTITY, store, at_once, writes=True)
+    store.fail_next(StoreUnavailable("gone"))
+    home.announce()
+    home.announce()
+    assert store.get(identity_path(home.namespace)) is not None
+
+
 def test_a_reader_writes_no_document() -> None:
     later = Later()
     Home(IDENTITY, MemoryStore(), later, writes=False).announce()
