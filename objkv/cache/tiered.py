@@ -106,8 +106,9 @@ class ChunkCache:
         """
         path = claim.key.path()
         outcome = SaveOutcome.SAVED
-        if self._take_suspect(path):
+        if self._is_suspect(path):
             self._bulk.put(path, payload)
+            self._trust(path)
         elif not self._bulk.put_if_absent(path, payload):
             existing = self._existing_header(claim)
             if existing is None:
@@ -137,9 +138,13 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("forget_errors")
 
-    def _take_suspect(self, path: str) -> bool:
+    def _is_suspect(self, path: str) -> bool:
         with self._lock:
-            return self._suspects.pop(path, False) is None
+            return path in self._suspects
+
+    def _trust(self, path: str) -> None:
+        with self._lock:
+            self._suspects.pop(path, None)
 
     def _put_hot(self, path: str, payload: Buffer) -> bool:
         if self._hot is None:
