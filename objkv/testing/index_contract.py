@@ -1,7 +1,8 @@
 """What every index promises, one test per promise; subclass it and give the fixtures.
 
 ``index`` is an empty ``PruneIndex``, ``clock`` what it reads the time from. An index whose time is
-the server's own overrides ``pass_time`` to wait, and ``put_garbage`` to spoil a record.
+the server's own overrides ``pass_time`` to wait, with a ``short_s`` to wait for; ``put_garbage``
+spoils a record.
 """
 
 from dataclasses import replace
@@ -30,8 +31,8 @@ THREADS = 12
 class IndexContract:
     """Held to by every ``PruneIndex``."""
 
-    short_s = 1
-    """A time to live that ``pass_time`` outlives."""
+    short_s = 100
+    """A time to live that ``pass_time`` outlives, and that no test does."""
 
     @pytest.fixture
     def clock(self) -> ManualClock:

@@ -242,7 +242,10 @@ class StoreContract(StoreRaces):
         keys = [f"many/{number:04}" for number in range(1205)]
         with ThreadPoolExecutor(READERS) as pool:
             list(pool.map(lambda key: store.put(key, b""), keys))
-        assert sorted(entry.key for entry in store.scan("many/")) == keys
+        found = [entry.key for entry in store.scan("many/")]
+        assert sorted(set(found)) == keys
+        # Where there is no order, a place that is being rearranged may show a key twice.
+        assert len(found) == len(keys) or not self.scans_in_order
 
     def test_scan_is_in_key_order_where_the_place_has_one(self, store: PruneStore) -> None:
         if not self.scans_in_order:

@@ -40,7 +40,7 @@ import sys
 from pathlib import Path
 from objkv.index.sqlite import SqliteIndex
 from objkv.testing.index_samples import (FIELD, chunk, shard)
-index = SqliteIndex(Path(sys.argv[1]), busy_ms=30_000)
+index = SqliteIndex(Path(sys.argv[1]), busy_ms=240_000)
 for number in range(int(sys.argv[2]), int(sys.argv[2]) + 50):
     index.publish(chunk(number), {FIELD: shard()}, ttl_s=1000)
 """
@@ -49,7 +49,7 @@ for number in range(int(sys.argv[2]), int(sys.argv[2]) + 50):
 class TestSqliteIndex(IndexContract):
     @pytest.fixture
     def index(self, tmp_path: Path, clock: ManualClock) -> PruneIndex:
-        return SqliteIndex(tmp_path / "deeper" / "index.sqlite", clock=clock, busy_ms=30_000)
+        return SqliteIndex(tmp_path / "deeper" / "index.sqlite", clock=clock, busy_ms=240_000)
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         assert isinstance(index, SqliteIndex)
@@ -66,7 +66,7 @@ def test_processes_share_one_file_from_the_first_moment_on(tmp_path: Path) -> No
         subprocess.Popen([sys.executable, "-c", PUBLISH_SOME, str(path), str(first)])
         for first in (100, 200, 300)
     ]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(250) for writer in writers] == [0, 0, 0]
     assert len(list(SqliteIndex(path).scan(NAMESPACE))) == 150
 
 
@@ -104,7 +104,7 @@ def test_a_forked_child_uses_connections_of_its_own(tmp_path: Path) -> None:
 
 
 def test_threads_keep_no_more_connections_than_were_in_use_at_once(tmp_path: Path) -> None:
-    index = SqliteIndex(tmp_path / "index.sqlite", busy_ms=30_000)
+    index = SqliteIndex(tmp_path / "index.sqlite", busy_ms=240_000)
     for _ in range(3):
         at_once([lambda: get(index)] * 4)
     assert 1 <= len(index._file._idle) <= 4

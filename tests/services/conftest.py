@@ -1,5 +1,9 @@
 """Fixtures that start real servers. Import new ones here by name, so that pytest finds them."""
 
+from pathlib import Path
+
+import pytest
+
 from tests.services.redis_fixtures import (
     certificates,
     cluster,
@@ -21,3 +25,14 @@ __all__ = [
     "s3_server",
     "sentinel",
 ]
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 900
+"""The first test of a server waits for its start, which may be tried several times."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of this folder more time than others."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))

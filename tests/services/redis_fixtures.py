@@ -11,6 +11,10 @@ from objkv.testing.servers.certificates import make_certificates
 from objkv.testing.servers.redis import RedisServer, redis_binary, redis_missing, redis_server
 from objkv.testing.servers.redis_groups import ServerGroup, redis_cluster, redis_sentinel
 
+PATIENT = {"lookup_deadline_ms": 20_000}
+"""A client that gives a server on a busy machine 40 s for an answer; for all tests but of that."""
+NOBODY_DIES_MS = 120_000
+
 
 def documented_rights() -> str:
     """The commands that ``docs/index.md`` tells operators to allow."""
@@ -56,7 +60,8 @@ def redis_tls(
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
     """Three primaries with a replica each; tests that kill some start their own."""
     need_redis()
-    with redis_cluster(redis_binary(), tmp_path_factory.mktemp("cluster")) as group:
+    folder = tmp_path_factory.mktemp("cluster")
+    with redis_cluster(redis_binary(), folder, node_timeout_ms=NOBODY_DIES_MS) as group:
         yield group
 
 

@@ -44,6 +44,9 @@ def s3_config(server: S3Server, **changes: Any) -> Config:
         "s3_addressing": "path",
         "s3_access_key_id": server.access_key,
         "s3_secret_access_key": server.secret_key,
+        # An attempt that seems to take too long is repeated, and a put may find what it has put
+        # itself: not on a machine that is merely busy.
+        "load_deadline_ms": 300_000,
     }
     return Config(**values | changes)
 

@@ -72,7 +72,7 @@ def _interrupt(**_: object) -> None:
 def test_a_killed_server_is_unavailable_and_found_again(
     open_s3_store: OpenS3Store, s3_server: S3Server
 ) -> None:
-    store = open_s3_store(load_deadline_ms=3000)
+    store = open_s3_store()
     store.put_if_absent("k", b"value")
     buffer = memoryview(bytearray(8))
     s3_server.kill()

@@ -30,6 +30,8 @@ BUCKET = "kv-cache"
 PART = 5 << 20
 Register = Callable[[str, Any], None]
 KEYS = {"s3_access_key_id": "test", "s3_secret_access_key": "testsecret"}
+PATIENT: dict[str, Any] = {"s3_addressing": "path", "load_deadline_ms": 900_000, **KEYS}
+"""An attempt that seems to take too long is repeated, and a put may find what it has put itself."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def endpoint_url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def client(endpoint_url: str) -> Any:
     """One for all tests, since making one takes 0.2 s; each test has a prefix of its own."""
-    client = open_s3_client(Config(s3_endpoint_url=endpoint_url, s3_addressing="path", **KEYS))
+    client = open_s3_client(Config(s3_endpoint_url=endpoint_url, **PATIENT))
     client.create_bucket(Bucket=BUCKET)
     return client
 
@@ -271,7 +273,7 @@ def test_a_value_is_read_in_slices_and_the_connection_is_used_again(
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
-        client = open_s3_client(Config(s3_endpoint_url=url, s3_addressing="path", **KEYS))
+        client = open_s3_client(Config(s3_endpoint_url=url, **PATIENT))
         store = S3Store(client, bucket=BUCKET, prefix="", multipart_bytes=PART)
         try:
             for _ in range(3):
@@ -316,7 +318,7 @@ def test_a_server_that_dies_in_a_body_is_unavailable_every_way() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        client = open_s3_client(Config(s3_endpoint_url=url, s3_addressing="path", **KEYS))
+        client = open_s3_client(Config(s3_endpoint_url=url, **PATIENT))
         store = S3Store(client, bucket=BUCKET, prefix="", multipart_bytes=PART)
         with pytest.raises(StoreUnavailable, match="get k"):
             store.get("k")
@@ -405,9 +407,7 @@ def test_a_missing_bucket_is_denied(client: Any) -> None:
 
 
 def test_nobody_listening_is_unavailable_and_says_so() -> None:
-    client = open_s3_client(
-        Config(s3_endpoint_url="http://127.0.0.1:1", load_deadline_ms=3, **KEYS)
-    )
+    client = open_s3_client(Config(s3_endpoint_url="http://127.0.0.1:1", **PATIENT))
     client.meta.events.register("needs-retry.s3", lambda **_: None)
     with pytest.raises(StoreUnavailable, match="nothing listens"):
         S3Store(client, bucket=BUCKET, prefix="", multipart_bytes=PART).check()

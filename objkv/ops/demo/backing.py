@@ -17,6 +17,7 @@ from botocore.config import Config as BotoConfig
 from objkv.errors import ConfigError
 from objkv.ops.demo.process import Program
 from objkv.testing.servers import ceph, redis
+from objkv.testing.servers.ports import free_port
 
 _BUCKET = "objkv-demo"
 _START_S = 30.0
@@ -79,7 +80,7 @@ def _bucket(folder: Path) -> Iterator[Backing]:
 
 @contextmanager
 def _moto(folder: Path) -> Iterator[str]:
-    port = redis.free_port()
+    port = free_port()
     arguments = ("-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
     with Program("moto", arguments, folder / "moto.log", {}, speaks=False) as program:
         deadline = time.monotonic() + _START_S

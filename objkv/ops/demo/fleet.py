@@ -24,7 +24,7 @@ from objkv.ops.demo.place import Place
 from objkv.ops.demo.process import Program
 from objkv.ops.demo.replicas import Shown, Tell
 from objkv.ops.demo.report import compare
-from objkv.testing.servers.redis import free_port
+from objkv.testing.servers.ports import free_port
 
 _START_S = 300.0
 _SAVED_S = 30.0

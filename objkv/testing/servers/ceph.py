@@ -5,7 +5,6 @@ a test run starts one and shares it; the daemons die with this process.
 """
 
 import ctypes
-import random
 import shutil
 import signal
 import socket
@@ -17,13 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-START_S = 60.0
+from objkv.testing.servers.ports import free_port
+
+START_S = 240.0
 """Bound of every wait for a daemon."""
+_TRY_S = 60.0
+"""Bound of one command; one that asks a monitor which is not ready yet may hang."""
 ACCESS_KEY = "test"
 SECRET_KEY = "testsecret"
 
 _PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
-_PORTS = range(10_000, 30_000)
+_STARTS_MAX = 10
 _PR_SET_PDEATHSIG = 1
 
 # One copy of everything, no authentication between the daemons (they listen on loopback only),
@@ -110,12 +113,12 @@ class S3Server:
     def wait_until_ready(self) -> None:
         """Wait until the gateway accepts connections, which it does last of all.
 
-        Raises TimeoutError, or RuntimeError if it ended by itself.
+        Raises TimeoutError, or RuntimeError if it ends by itself again and again.
         """
         _wait_until(self._answers, f"radosgw at {self.endpoint_url}, see {self._folder}")
 
     def _answers(self) -> bool:
-        self._gateway.check()
+        self._gateway.keep_running()
         host, _, port = self.endpoint_url.rpartition("/")[2].partition(":")
         try:
             with socket.create_connection((host, int(port)), 1):
@@ -134,7 +137,7 @@ def ceph_radosgw(
     ``tls`` is a folder with ``cert.pem`` and ``key.pem``; with it the server speaks HTTPS only.
     Call it from the main thread: the daemons end with the thread that started them.
     """
-    mon_port, port = _free_ports(2)
+    mon_port, port = free_port(), free_port()
     fsid, listen, url = str(uuid.uuid4()), f"endpoint=127.0.0.1:{port}", f"http://127.0.0.1:{port}"
     if tls is not None:
         listen = f"ssl_{listen} ssl_certificate={tls}/cert.pem ssl_private_key={tls}/key.pem"
@@ -176,15 +179,15 @@ def _start_cluster(folder: Path, daemon: Callable[..., "_Daemon"]) -> None:
     monmap, osd_uuid, given = f"{folder}/monmap", str(uuid.uuid4()), ("-c", f"{folder}/ceph.conf")
     _run(folder, "ceph-mon", *given, "-i", "a", "--mkfs", "--monmap", monmap)
     daemon("ceph-mon", "-i", "a")
-    # A young monitor refuses a command now and then (EPERM), also those of a starting ceph-osd,
+    # A young monitor refuses a command now and then (EPERM), also those of a starting daemon,
     # which then ends: both are tried again. Seen with 16.2 on a busy machine, 1 start in 3.
     _wait_until(lambda: _succeeds(folder, "ceph", *given, "osd", "new", osd_uuid), "ceph-mon")
-    _run(folder, "ceph-osd", *given, "-i", "0", "--mkfs", "--osd-uuid", osd_uuid)
+    mkfs = ("ceph-osd", *given, "-i", "0", "--mkfs", "--osd-uuid", osd_uuid)
+    _wait_until(lambda: _succeeds(folder, *mkfs), f"{' '.join(mkfs)}, see {folder}")
     osd = daemon("ceph-osd", "-i", "0")
 
     def is_up() -> bool:
-        if not osd.is_running():
-            osd.start()
+        osd.keep_running()
         return " 1 up" in (_succeeds(folder, "ceph", *given, "osd", "stat") or "")
 
     _wait_until(is_up, f"ceph-osd, see {folder}")
@@ -197,19 +200,22 @@ class _Daemon:
         self._command = command
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
 
     def start(self) -> None:
+        self._starts += 1
         with (self._folder / f"{self._command[0]}.out").open("ab") as out:
             self._process = subprocess.Popen(
                 self._command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
             )
 
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def check(self) -> None:
-        """Raise RuntimeError if it ended by itself."""
-        if not self.is_running():
+    def keep_running(self) -> None:
+        """Start it again if it ended by itself; RuntimeError if it has done so too often."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._starts < _STARTS_MAX:
+            self.start()
+        else:
             out = (self._folder / f"{self._command[0]}.out").read_text(errors="replace")
             raise RuntimeError(f"{' '.join(self._command)} ended: {out[-2000:]}")
 
@@ -230,17 +236,17 @@ def _die_with_parent() -> None:
 
 
 def _run(folder: Path, *command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TRY_S, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {(done.stderr or done.stdout)[-2000:]}")
     return done.stdout
 
 
 def _succeeds(folder: Path, *command: str) -> str | None:
-    """The command's output (never empty), or None if it failed."""
+    """The command's output (never empty), or None if it failed or hung."""
     try:
         return _run(folder, *command) or "done"
-    except RuntimeError:
+    except (RuntimeError, subprocess.TimeoutExpired):
         return None
 
 
@@ -250,19 +256,3 @@ def _wait_until(ready: Callable[[], object], what: str) -> None:
         if time.monotonic() > limit_s:
             raise TimeoutError(f"waited {START_S:g} s for {what}")
         time.sleep(0.05)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, below the ephemeral range so that no client takes them."""
-    ports: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise RuntimeError("no free port")

@@ -5,7 +5,6 @@ Servers need no root, keep everything in the folder they are given, and die with
 
 import atexit
 import ctypes
-import random
 import shutil
 import signal
 import socket
@@ -19,10 +18,12 @@ from typing import Self
 
 import redis
 
-START_S = 20.0
-"""Bound of every wait for servers to come up or to agree."""
-_PORTS = range(10_000, 22_000)
-"""Below the ephemeral range, and so is the cluster bus, 10,000 above."""
+from objkv.testing.servers.ports import free_port
+
+START_S = 120.0
+"""Bound of every wait for servers to come up or to agree; a Sentinel that was not run for a while
+trusts nobody, itself included, for half a minute."""
+END_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -111,7 +112,7 @@ class RedisServer:
         process.send_signal(how)
         process.send_signal(signal.SIGCONT)
         try:
-            process.wait(5)
+            process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -153,14 +154,6 @@ def redis_binary() -> str:
     return str(shutil.which("redis-server"))
 
 
-def free_port(count: int = 1) -> int:
-    """The first of ``count`` ports in a row that nobody listens on, nor on those 10,000 above."""
-    while True:
-        first = random.choice(_PORTS[:-count])
-        if all(_is_free(port) and _is_free(port + 10_000) for port in range(first, first + count)):
-            return first
-
-
 def wait_until(reached: Callable[[], bool], what: str, *, bound_s: float = START_S) -> None:
     """Poll until ``reached()``; TimeoutError naming ``what`` after ``bound_s`` seconds."""
     deadline = time.monotonic() + bound_s
@@ -168,16 +161,6 @@ def wait_until(reached: Callable[[], bool], what: str, *, bound_s: float = START
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {bound_s:g} s for {what}")
         time.sleep(0.02)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _die_with_parent() -> None:

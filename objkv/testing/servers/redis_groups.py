@@ -5,11 +5,13 @@ from typing import Any, Self
 
 import redis
 
-from objkv.testing.servers.redis import RedisServer, free_port, wait_until
+from objkv.testing.servers.ports import free_port
+from objkv.testing.servers.redis import RedisServer, wait_until
 
 SERVICE = "objkv"
-_DOWN_MS = 800
-_FAILOVER_MS = 3_000
+_DOWN_MS = 3_000
+"""Shorter, and a server that a busy machine did not run for a moment is taken for dead."""
+_FAILOVER_MS = 6_000
 _SYNC_AT_ONCE = ("--repl-diskless-sync-delay", "0")
 
 
@@ -37,10 +39,17 @@ class ServerGroup:
             server.kill()
 
 
-def redis_cluster(binary: str, folder: Path, *, nodes: int = 6, replicas: int = 1) -> ServerGroup:
-    """A started cluster of ``nodes`` servers, each primary with ``replicas`` replicas."""
+def redis_cluster(
+    binary: str, folder: Path, *, nodes: int = 6, replicas: int = 1, node_timeout_ms: int = _DOWN_MS
+) -> ServerGroup:
+    """A started cluster of ``nodes`` servers, each primary with ``replicas`` replicas.
+
+    A server that does not answer the others for ``node_timeout_ms`` is replaced, and the cluster
+    refuses commands meanwhile: give one that nobody is to kill a long time.
+    """
     first = free_port(nodes)
-    args = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", *_SYNC_AT_ONCE)
+    timeout = ("--cluster-node-timeout", str(node_timeout_ms))
+    args = ("--cluster-enabled", "yes", *timeout, *_SYNC_AT_ONCE)
     servers = [
         RedisServer(
             binary,

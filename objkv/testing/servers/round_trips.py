@@ -1,67 +1,47 @@
-"""Counts round trips: a TCP proxy that holds answers back until the client has fallen silent."""
+"""Counts round trips: how often a Redis client has sent something and then waits for answers."""
 
-import select
-import socket
-from threading import Event, Thread
-from typing import Self
+from collections import Counter
+from threading import Lock
+from typing import Any
 
-_SILENCE_S = 0.2
-_READ_BYTES = 1 << 16
+import redis
 
 
 class RoundTrips:
-    """Listens on ``port`` and forwards to 127.0.0.1:``target`` while in its ``with`` block.
+    """Round trips of the connections that are made with its ``connection_class``.
 
-    A round trip is what a distant server makes expensive: the client sends, then waits. The proxy
-    passes what the client sends at once, but answers only after neither side has said anything
-    for 0.2 s; each such delivery counts. Pipelined commands are therefore one trip, however many.
+    A round trip is what a distant server makes expensive: the client sends, then waits. The first
+    answer that a connection reads after it has sent counts; however many commands were sent before
+    it, and however many answers are read after it, they are the same trip. No clock is involved.
     """
 
-    def __init__(self, target: int) -> None:
-        self.count = 0
-        """Round trips so far, over all connections."""
-        self._target = target
-        self._closing = Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._threads = [Thread(target=self._accept, daemon=True)]
+    def __init__(self) -> None:
+        self.by_port: Counter[int] = Counter()
+        """Round trips so far, over all connections, to each server."""
+        self._lock = Lock()
+        self.connection_class = self._counting()
 
-    def __enter__(self) -> Self:
-        self._threads[0].start()
-        return self
+    @property
+    def count(self) -> int:
+        """Round trips so far, to all servers."""
+        return self.by_port.total()
 
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        # Closing alone would leave the thread waiting in accept.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join()
+    def _counting(self) -> type[redis.Connection]:
+        trips = self
 
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = Thread(target=self._serve, args=(client,), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        class Counting(redis.Connection):
+            _has_sent = False
 
-    def _serve(self, client: socket.socket) -> None:
-        held = bytearray()
-        with client, socket.create_connection(("127.0.0.1", self._target)) as server:
-            while not self._closing.is_set():
-                readable, _, _ = select.select([client, server], [], [], _SILENCE_S)
-                if not readable and held:
-                    self.count += 1
-                    client.sendall(held)
-                    held.clear()
-                for one in readable:
-                    received = one.recv(_READ_BYTES)
-                    if not received:
-                        return
-                    if one is client:
-                        server.sendall(received)
-                    else:
-                        held += received
+            def send_packed_command(self, *args: Any, **options: Any) -> Any:
+                sent = super().send_packed_command(*args, **options)  # type: ignore[no-untyped-call]
+                self._has_sent = True
+                return sent
+
+            def read_response(self, *args: Any, **options: Any) -> Any:
+                if self._has_sent:
+                    self._has_sent = False
+                    with trips._lock:
+                        trips.by_port[int(self.port)] += 1
+                return super().read_response(*args, **options)
+
+        return Counting
