@@ -4,6 +4,7 @@ Everything comes from the model's configuration, so it is equal on the scheduler
 Read against vLLM 0.31-0.33.
 """
 
+import hashlib
 import json
 import logging
 import platform
@@ -252,10 +253,26 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
         extra["longrope"] = "long" if long else "short"
     if model.hf_overrides:
         overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else "callable"
-        extra["hf_overrides"] = json.dumps(overrides, sort_keys=True, default=str)
+        extra["hf_overrides"] = _text(overrides)
+    if model.hf_config_path:  # the digest of the weights covers the configuration beside them
+        extra["hf_config"] = _config_digest(model.hf_config.to_dict())
+    if online := getattr(model, "quantization_config", None):  # not every version has it
+        extra["quantization_config"] = _text(online)
+    if skipped := getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
+        extra["kv_cache_dtype_skip_layers"] = ",".join(sorted(skipped))
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None and multimodal.mm_processor_kwargs:
-        extra["mm_processor_kwargs"] = json.dumps(
-            multimodal.mm_processor_kwargs, sort_keys=True, default=str
-        )
+        extra["mm_processor_kwargs"] = _text(multimodal.mm_processor_kwargs)
+    if rate := getattr(multimodal, "video_pruning_rate", None):
+        extra["video_pruning"] = f"{getattr(multimodal, 'video_pruning_method', 'evs')} {rate}"
     return tuple(sorted(extra.items()))
+
+
+def _config_digest(config: dict[str, Any]) -> str:
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    return hashlib.sha256(_text(config).encode()).hexdigest()[:40]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -14,7 +14,12 @@ from pathlib import Path
 _PAGE = 4096
 _PAGES_PER_TENSOR = 8
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_CONFIG_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
+_CONFIG_FILES = (
+    "config.json",
+    "params.json",  # Mistral's own format
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 _SAFETENSORS_HEADER_MAX = 100 << 20
 
 

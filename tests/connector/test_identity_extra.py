@@ -10,15 +10,33 @@ from objkv.connector.translate import further_settings
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
-def settings(max_model_len: int, rope: dict[str, Any]) -> dict[str, str]:
-    model = SimpleNamespace(
-        dtype="torch.bfloat16",
-        hf_overrides={},
-        multimodal_config=None,
-        max_model_len=max_model_len,
-        hf_text_config=SimpleNamespace(rope_parameters=rope),
+def settings(
+    max_model_len: int = 2048,
+    rope: dict[str, Any] | None = None,
+    *,
+    skip_layers: tuple[str, ...] = (),
+    **more: Any,
+) -> dict[str, str]:
+    plain = {"dtype": "torch.bfloat16", "hf_overrides": {}, "multimodal_config": None}
+    plain |= {"max_model_len": max_model_len, "hf_config_path": None, "quantization_config": None}
+    text = SimpleNamespace(rope_parameters=rope or {})
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(**(plain | {"hf_text_config": text} | more)),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=list(skip_layers)),
     )
-    return dict(further_settings(cast("Any", SimpleNamespace(model_config=model))))
+    return dict(further_settings(cast("Any", vllm_config)))
+
+
+def config_elsewhere(theta: int, version: str = "5.0") -> dict[str, Any]:
+    values = {"rope_theta": theta, "_name_or_path": f"/mnt/{theta}{version}"}
+    config = SimpleNamespace(to_dict=lambda: values | {"transformers_version": version})
+    return {"hf_config_path": f"/mnt/{theta}{version}", "hf_config": config}
+
+
+def videos(method: str, rate: float | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        mm_processor_kwargs=None, video_pruning_method=method, video_pruning_rate=rate
+    )
 
 
 def test_replicas_of_a_longrope_model_share_only_on_one_side_of_its_original_length() -> None:
@@ -31,3 +49,25 @@ def test_replicas_of_a_longrope_model_share_only_on_one_side_of_its_original_len
 @pytest.mark.parametrize("rope", [{}, {"rope_type": "default"}, {"rope_type": "yarn"}])
 def test_the_engines_length_does_not_matter_to_other_models(rope: dict[str, Any]) -> None:
     assert settings(2048, rope) == settings(131_072, rope) == {"dtype": "bfloat16"}
+
+
+def test_a_configuration_from_another_place_than_the_weights_counts_by_what_it_says() -> None:
+    theirs = settings(**config_elsewhere(10_000))
+    assert theirs == settings(**config_elsewhere(10_000, version="5.1"))
+    assert theirs != settings(**config_elsewhere(500_000))
+    assert theirs != settings()
+
+
+def test_settings_that_change_what_layers_compute_or_keep_are_told() -> None:
+    plain = settings()
+    assert settings(quantization_config={"ignore": ["lm_head"]}) != plain
+    assert settings(skip_layers=("0", "1")) != plain
+    assert settings(skip_layers=("1", "0")) == settings(skip_layers=("0", "1"))
+
+
+def test_replicas_that_prune_videos_differently_do_not_share() -> None:
+    unpruned = settings(multimodal_config=videos("evs", None))
+    assert unpruned == settings()
+    pruned = [settings(multimodal_config=videos(method, 0.5)) for method in ("evs", "other")]
+    assert pruned[0] != pruned[1]
+    assert unpruned not in pruned
