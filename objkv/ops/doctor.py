@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 from objkv.config import Resolved
 from objkv.errors import ObjkvError
@@ -16,6 +17,9 @@ from objkv.stores.base import PruneStore
 from objkv.telemetry import MemoryRecorder
 
 Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
+End = Literal["bulk", "index"]
+
+_OF_ONE_MACHINE: Final = frozenset(("file", "sqlite", "memory"))
 
 _UNCONDITIONAL = Check(
     "bulk",
@@ -68,8 +72,14 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
     index = _examine_index(patient)
     # On one connection: what is wrong with it needs telling once.
     hot = [] if index[0].status in BAD else _examine_hot(patient)
-    checks = [*_examine_bulk(patient), *index, *hot]
-    checks.append(check_engine())
+    checks = [
+        *_examine_bulk(patient),
+        *_examine_reach(resolved, "bulk", "index"),
+        *index,
+        *_examine_reach(resolved, "index", "bulk"),
+        *hot,
+        check_engine(),
+    ]
     values = resolved.config.public()
     return DoctorReport(
         verdict=verdict(checks),
@@ -90,6 +100,19 @@ def verdict(checks: list[Check]) -> Verdict:
         if status in found:
             return status
     return "warnings" if "warning" in found else "ok"
+
+
+def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
+    """A warning if ``area`` is this machine's alone only because its URL was forgotten."""
+    url = getattr(resolved.config, f"{other}_url")
+    forgotten = resolved.sources[f"{area}_url"] == "default"
+    if not forgotten or urlsplit(url).scheme in _OF_ONE_MACHINE:
+        return []
+    detail = f"{area}_url is not set: this end is on this machine, and {other}_url is not"
+    fix = (
+        f"set {area}_url on every replica: machines that have only one end in common share nothing"
+    )
+    return [Check(area, "reach", "warning", detail, fix)]
 
 
 def _examine_bulk(patient: Patient) -> list[Check]:

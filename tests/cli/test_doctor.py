@@ -89,7 +89,11 @@ def test_a_real_server_is_explained_and_its_refusals_too(run: Run, tmp_path: Pat
         assert checks["hot", "delete"]["status"] == "ok"
 
         place = server.url.removeprefix("redis://")
-        ran = run("doctor", "--json", "--index-url", f"redis://replica:pw@{place}")
+        arguments = ("--index-url", f"redis://replica:pw@{place}")
+        ran = run("doctor", "--json", *arguments)
+        reach = [check["name"] for check in ran.document["checks"] if check["status"] == "warning"]
+        assert (ran.code, ran.document["verdict"], reach) == (0, "warnings", ["reach"])
+        ran = run("doctor", "--json", *arguments, "--bulk-url", f"file://{tmp_path}/b")
         assert (ran.code, ran.document["verdict"]) == (0, "ok")
         for user, words in (("reader:pw", "docs/index.md"), ("replica:no", "redis_password")):
             ran = run("doctor", "--json", "--index-url", f"redis://{user}@{place}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from objkv.config import resolve_config
+from objkv.config import Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.ops.doctor import DoctorReport, Patient, examine, verdict
@@ -29,11 +29,11 @@ class Ward:
         self.index_error: ObjkvError | None = None
         self.numbers = MemoryRecorder()
 
-    def examine(self) -> DoctorReport:
+    def examine(self, resolved: Resolved = RESOLVED) -> DoctorReport:
         patient = Patient(
             self._open_bulk, lambda: self.hot, self._open_index, self._describe, self.numbers
         )
-        return examine(RESOLVED, patient)
+        return examine(resolved, patient)
 
     def _open_bulk(self) -> MemoryStore:
         if self.bulk_error:
@@ -106,6 +106,27 @@ def test_a_bulk_store_without_conditional_puts_is_a_warning(ward: Ward) -> None:
     report = ward.examine()
     assert report.verdict == "warnings"
     assert "conditional put" in [check.name for check in report.checks]
+
+
+@pytest.mark.parametrize(
+    ("urls", "forgotten"),
+    [
+        ({}, []),
+        ({"bulk_url": "s3://bucket"}, ["index"]),
+        ({"index_url": "rediss+sentinel://a,b/0?service=c"}, ["bulk"]),
+        ({"bulk_url": "s3://bucket", "index_url": "redis://it"}, []),
+        # Somebody may mean it: a network file system, a bucket for one machine.
+        ({"bulk_url": "file:///nfs", "index_url": "redis://it"}, []),
+        ({"bulk_url": "s3://bucket", "index_url": "sqlite:///it"}, []),
+        ({"bulk_url": "file:///here"}, []),
+    ],
+)
+def test_a_fleet_with_one_end_forgotten_is_a_warning(
+    ward: Ward, urls: dict[str, str], forgotten: list[str]
+) -> None:
+    report = ward.examine(resolve_config(urls, environ={}))
+    assert [check.area for check in report.checks if check.name == "reach"] == forgotten
+    assert report.verdict == ("warnings" if forgotten else "ok")
 
 
 def test_the_verdict_is_the_worst() -> None:
