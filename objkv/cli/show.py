@@ -33,7 +33,7 @@ def show(
         str | None, typer.Option(help="Where to look; by default everywhere.", metavar="NS")
     ] = None,
 ) -> int:
-    """Show what a chunk's payloads say of themselves, and verify every byte."""
+    """Look into the payloads of one chunk, and check every byte."""
     with session.backends() as backends:
         keys = _keys(backends, key, namespace)
         reports = [inspect_payload(backends.bulk, key) for key in keys]
@@ -61,6 +61,10 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
         )
     complete = namespace is not None and len(namespace) == NAMESPACE_HEX
     known = () if complete else backends.index.namespaces()
+    if not known and namespace is None:
+        raise ConfigError(
+            "the index has no namespaces: say where to look, with --namespace in full"
+        )
     places = known if namespace is None else [pick_namespace(known, namespace)]
     found = find_payloads(backends.bulk, places, text)
     if len(text) == 2 * PREFIX_HASH_BYTES:

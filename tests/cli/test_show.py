@@ -80,6 +80,16 @@ def test_what_nobody_knows_is_1(run: Run, machine: Machine) -> None:
     }
 
 
+def test_an_index_without_namespaces_is_told_instead_of_a_bulk_store_not_looked_into(
+    run: Run,
+) -> None:
+    ran = run("show", "ffff")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err == (
+        "objkv: the index has no namespaces: say where to look, with --namespace in full\n"
+    )
+
+
 def test_a_whole_namespace_needs_no_index(run: Run, machine: Machine) -> None:
     digest = machine.fill()[0]
     arguments = ("--namespace", NAMESPACE, "--index-url", "redis://127.0.0.1:1")
