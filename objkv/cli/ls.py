@@ -39,7 +39,7 @@ def ls(
         bool, typer.Option("--bulk", help="Count the bulk store itself instead of the index.")
     ] = False,
 ) -> int:
-    """List namespaces with what is stored in each, or the prefixes of one."""
+    """List namespaces, or the prefixes stored in one."""
     if bulk and prefixes:
         raise ConfigError("--bulk counts namespaces; prefixes are known to the index only")
     if bulk:

@@ -43,7 +43,7 @@ def match(
         str | None, typer.Option(help="Content digest of the adapter.", metavar="HEX")
     ] = None,
 ) -> int:
-    """Show which chunks of a prompt are stored, and how many tokens would be served.
+    """Say how much of a prompt is stored and would be served.
 
     Without --tokens, --text or --text-file, token ids are read from standard input.
     """
@@ -55,6 +55,8 @@ def match(
         prompt = tokenize(_read(text_file) if text is None else text, tokenizer)
     else:
         prompt = parse_tokens(_read(tokens))
+    if not prompt:
+        raise ConfigError("the prompt is empty: it has no token ids")
     extras = PromptExtras(lora_digest=_digest(lora_digest), salt=cache_salt)
     with session.backends() as backends:
         identity = _identity(backends, namespace)

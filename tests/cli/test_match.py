@@ -122,3 +122,10 @@ def test_what_is_no_token_id_is_2(run: Run) -> None:
     ran = run("match", stdin="1 two")
     assert ran.code == 2
     assert "'two' is not a token id" in ran.err
+
+
+@pytest.mark.parametrize("stdin", ["", " \n", "[]"])
+def test_an_empty_prompt_is_2(run: Run, machine: Machine, stdin: str) -> None:
+    machine.fill()
+    ran = run("match", stdin=stdin)
+    assert (ran.code, ran.err) == (2, "objkv: the prompt is empty: it has no token ids\n")
