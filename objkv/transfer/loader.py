@@ -91,7 +91,11 @@ class Loader:
             lane.follow_compute()  # what earlier kernels still do to these blocks comes first
         with self._ready:
             room = 0 if self._closed else max(0, self._limits.queue_max - len(self._queue))
-            self._queue.extend((job, i) for i in range(min(room, len(plan.moves))))
+            queued = range(min(room, len(plan.moves)))
+            if plan.sync:  # the model waits for it, and for nothing else in the queue
+                self._queue.extendleft((job, i) for i in reversed(queued))
+            else:
+                self._queue.extend((job, i) for i in queued)
             self._ready.notify_all()
         if room < len(plan.moves):
             self._recorder.count("load_refused", len(plan.moves) - room)
