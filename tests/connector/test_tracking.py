@@ -30,3 +30,15 @@ def test_a_chunk_whose_save_was_dropped_is_due_again() -> None:
     request.again.add(0)
     assert request.due(2) == [0]
     assert request.due(2) == []
+
+
+def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
+    """Otherwise each step of a long prompt would plan all of them until the last is saved."""
+    request = tracked(stored=set())
+    assert len(request.due(500)) == 500
+    request.again.update(range(500))
+    tried: list[int] = []
+    while some := request.due(500):
+        assert len(some) < 50
+        tried += some
+    assert tried == list(range(500))
