@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from objkv.errors import ConfigError
+
 
 class Mark(Protocol):
     """A point in a lane's work."""
@@ -141,5 +143,11 @@ class CudaLane:
 
 
 def open_lane(device: torch.device) -> Lane:
-    """The lane for caches on ``device``."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    """The lane for caches on ``device``. Raises ``ConfigError`` where there is none."""
+    if device.type == "cuda":
+        return CudaLane(device)
+    if device.type == "cpu":
+        return HostLane()
+    raise ConfigError(
+        f"objkv cannot copy from and to {device.type}: run the model without the objkv connector"
+    )
