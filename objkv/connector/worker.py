@@ -236,8 +236,8 @@ class Pools:
 def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int) -> Pools:
     """Half for loads, two slabs a thread (payload and decoded pages); the rest for saves, so that
     neither can starve the other. Raises ``ConfigError`` if there is no room for one of each."""
-    tokens = chunk_tokens if config.store_tokens else 0
-    slab_bytes = max(payload_bytes_max(g.layers, tokens=tokens) for g in groups.values())
+    # With room for token ids, which payloads of other replicas may carry.
+    slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
     slab_bytes = -(-slab_bytes // 4096) * 4096
     budget = config.pinned_bytes_max // slab_bytes
     load = min(2 * config.load_threads, budget // 2 // 2 * 2)

@@ -1,0 +1,17 @@
+"""How pinned memory is divided into slabs."""
+
+from objkv.codec.payload import payload_bytes_max
+from objkv.config import Config
+from objkv.connector.worker import plan_pools
+from tests.transfer.paged_cache import paged_group
+from tests.transfer.world import GROUP
+
+CHUNK = 4096
+
+
+def test_a_slab_holds_what_a_replica_that_keeps_tokens_has_saved() -> None:
+    """To be refused for its length it would have to be corrupt, and would be replaced."""
+    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
+    pools = [plan_pools(Config(store_tokens=keep), {0: paged}, CHUNK) for keep in (False, True)]
+    longest = payload_bytes_max(paged.layers, tokens=CHUNK)
+    assert min(pool.slab_bytes for pool in pools) >= longest
