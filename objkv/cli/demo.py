@@ -6,7 +6,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from objkv.ops.demo.job import CONNECTOR, Size, prompts_of
 from objkv.ops.demo.place import Place, prepared
 from objkv.ops.demo.process import ProgramFailed
 from objkv.ops.demo.replicas import show_replicas
-from objkv.ops.demo.report import DemoReport, Stored
+from objkv.ops.demo.report import DemoReport, Row, Stored
 from objkv.ops.engine import installed_version
 from objkv.ops.listing import list_namespaces
 from objkv.telemetry import NullRecorder
@@ -77,7 +77,7 @@ def _show_machine(out: Output, size: Size, place: Place) -> DemoReport:
         rows=shown.rows,
         load_failures=shown.load_failures,
         stored=_count(place.settings),
-        notices=(),
+        notices=_notices(shown.rows, place),
         metrics={},
     )
     _print(out, report)
@@ -97,7 +97,7 @@ def _show_fleet(out: Output, size: Size, place: Place) -> DemoReport:
             rows=told.shown.rows,
             load_failures=told.shown.load_failures,
             stored=_count(fleet.settings),
-            notices=fleet.notices,
+            notices=(*fleet.notices, *_notices(told.shown.rows, place)),
             metrics=told.metrics,
         )
         _print(out, report)
@@ -108,6 +108,12 @@ def _show_fleet(out: Output, size: Size, place: Place) -> DemoReport:
             out.line(f"  {_this_program()} doctor && {_this_program()} ls")
             input("Press Enter to end it. ")
     return report
+
+
+def _notices(rows: Sequence[Row], place: Place) -> tuple[str, ...]:
+    if all(row.complete for row in rows):
+        return ()
+    return (f"B was served less than A should have saved: the logs in {place.logs} say why.",)
 
 
 def _print(out: Output, report: DemoReport) -> None:

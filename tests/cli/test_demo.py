@@ -3,6 +3,7 @@
 import errno
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,19 @@ def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
         ran = run("demo", "--json")
         assert ran.code == 1
         assert not ran.document["fine"]
+
+
+def test_a_store_that_took_too_little_is_told(
+    run: Run, home: Path, replicas: list[tuple[Row, ...]]
+) -> None:
+    told = f"B was served less than A should have saved: the logs in {home}/objkv/demo/logs say why"
+    assert told in run("demo").out
+    # 812 and 1,324 tokens hold 3 and 5 whole chunks; the second questions were not asked of A.
+    replicas[0] = tuple(
+        replace(row, served_tokens=row.prompt_tokens // 256 * 256 if row.first_s else 0)
+        for row in rows()
+    )
+    assert told not in run("demo").out
 
 
 def test_the_command_says_how_to_look_at_what_it_stored(

@@ -4,7 +4,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from objkv.config import Config
 from objkv.ops.demo.job import Answer, Prompt
+
+_CHUNK_TOKENS: int = Config.model_fields["chunk_tokens"].default
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class Row:
     def speed_up(self) -> float:
         """How many times sooner the first token is there."""
         return self.recompute_s / self.second_s
+
+    @property
+    def complete(self) -> bool:
+        """Whether objkv served every whole chunk of what replica A was asked as well."""
+        chunks = self.prompt_tokens // _CHUNK_TOKENS
+        return self.first_s is None or self.served_tokens >= chunks * _CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
