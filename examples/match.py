@@ -18,8 +18,13 @@ from objkv.telemetry import NullRecorder
 def main() -> None:
     """One line per namespace, that is per model and layout."""
     tokens = [int(word) for word in sys.argv[1:]]
+    if not tokens:
+        sys.exit("give token ids: python examples/match.py 17 4 93 ...")
     with open_backends(load_config(), NullRecorder()) as backends:
-        for namespace in backends.index.namespaces():
+        namespaces = backends.index.namespaces()
+        if not namespaces:
+            print("nothing is stored yet")
+        for namespace in namespaces:
             identity = read_identity(backends.bulk, namespace)
             if identity is None:
                 continue

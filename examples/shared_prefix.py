@@ -29,6 +29,8 @@ def answer(model: str, question: str) -> None:
 
 def main() -> None:
     """Without a question: ask each one of a new process."""
+    if len(sys.argv) < 2:
+        sys.exit("name a model: python examples/shared_prefix.py MODEL")
     model, *questions = sys.argv[1:]
     if questions:
         answer(model, questions[0])

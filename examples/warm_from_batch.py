@@ -14,6 +14,8 @@ from pathlib import Path
 
 def main() -> None:
     """Run every prefix through the engine; one generated token is the least it can do."""
+    if len(sys.argv) != 3:
+        sys.exit("usage: python examples/warm_from_batch.py MODEL prefixes.jsonl")
     from vllm import LLM, SamplingParams
 
     model, file = sys.argv[1:]
