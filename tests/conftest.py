@@ -1,5 +1,6 @@
 """The options and the closing words of the whole test run."""
 
+import os
 from typing import Any
 
 import hypothesis
@@ -9,8 +10,14 @@ from tests.engine.cache import LEDGER
 
 _COUNTS = ("engine_fresh", "engine_replayed")
 
-# Other processes use the same cores; a slow example says nothing about objkv.
-hypothesis.settings.register_profile("objkv", deadline=None)
+# Other processes use the same cores; a slow example says nothing about objkv. In CI examples are
+# the same in every run: new ones are for whoever changes something, not for the day of a release.
+hypothesis.settings.register_profile(
+    "objkv",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("objkv")
 
 

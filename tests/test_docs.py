@@ -1,16 +1,24 @@
 """What the documents say is there is there."""
 
+import os
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-UNREAD = {".venv", ".cache", ".git", "node_modules"}
-DOCUMENTS = sorted(
-    path for path in ROOT.rglob("*.md") if not UNREAD & set(path.relative_to(ROOT).parts)
-)
+
+
+def documents() -> Iterator[Path]:
+    """All that is not in a hidden folder: there, tools come and go while tests are collected."""
+    for folder, subfolders, files in os.walk(ROOT):
+        subfolders[:] = [name for name in subfolders if name[0] != "." and name != "node_modules"]
+        yield from (Path(folder, name) for name in files if name.endswith(".md"))
+
+
+DOCUMENTS = sorted(documents())
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -34,7 +34,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
         env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
 
 
@@ -79,6 +79,6 @@ def test_everything_but_transfer_and_connector_works_without_torch_and_vllm() ->
         [sys.executable, "-c", IMPORTS_WITH_TORCH_AND_VLLM_MISSING],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert result.returncode == 0, result.stderr

@@ -202,7 +202,8 @@ def test_a_server_that_does_not_answer_cannot_be_described(tmp_path: Path) -> No
 @pytest.mark.service
 def test_a_real_server_holds_index_and_hot_store_and_describes_itself(tmp_path: Path) -> None:
     with valkey_server(tmp_path / "valkey") as server:
-        config = config_of(tmp_path, index_url=server.url)
+        # A busy machine is no dead server.
+        config = config_of(tmp_path, index_url=server.url, lookup_deadline_ms=20_000)
         with open_backends(config, NullRecorder()) as backends:
             assert backends.hot is not None
             checks = [*probe_index(backends.index), *probe_store("hot", backends.hot)]
@@ -211,4 +212,4 @@ def test_a_real_server_holds_index_and_hot_store_and_describes_itself(tmp_path: 
     assert facts is not None
     assert (facts.product, facts.mode, facts.maxmemory_bytes) == ("valkey", "standalone", 0)
     assert facts.maxmemory_policy == "noeviction"
-    assert abs(facts.clock_skew_s or 0) < 5
+    assert abs(facts.clock_skew_s or 0) < 60

@@ -86,7 +86,7 @@ def test_several_namespaces_must_be_chosen_from(run: Run, machine: Machine, prom
     other = replace(IDENTITY, tenant="other").namespace()
     shard = ShardRecord(1, 1, "none", False, "0" * 32, 1)
     machine.index.publish(
-        ChunkEntry(other, b"x" * 20, b"y" * 20, 0, CHUNK), {"0.L0-1_H0-1": shard}, ttl_s=60
+        ChunkEntry(other, b"x" * 20, b"y" * 20, 0, CHUNK), {"0.L0-1_H0-1": shard}, ttl_s=3_600
     )
     ran = run("match", "--tokens", str(prompt))
     assert ran.code == 2

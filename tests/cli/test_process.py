@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from tests.cli.conftest import Machine
@@ -22,7 +21,7 @@ def objkv(home: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedP
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )
 
 
@@ -44,7 +43,7 @@ def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
     environ = {**os.environ, "XDG_CACHE_HOME": str(home)}
     command = f"{OBJKV} doctor --json | head -c 1"
     ran = subprocess.run(
-        command, shell=True, env=environ, capture_output=True, text=True, timeout=60
+        command, shell=True, env=environ, capture_output=True, text=True, timeout=280
     )
     assert ran.stdout == "{"
     assert "Traceback" not in ran.stderr
@@ -59,7 +58,7 @@ def test_a_reader_that_goes_away_is_not_what_a_check_found(home: Path) -> None:
     )
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(60) == 141
+    assert process.wait(280) == 141
     assert process.stderr is not None
     with process.stderr:
         assert process.stderr.read() == b""
@@ -81,16 +80,12 @@ def test_an_interrupt_ends_with_130(home: Path) -> None:
     # before it does.
     process.stdin.write("1 " * 200_000)
     process.stdin.flush()
-    # A signal between two reads of Python's own loop is noticed only after the next read, which
-    # waits here: as at a terminal, one interrupts again.
-    for _ in range(10):
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(3)
-            break
-    assert process.returncode == 130
+    process.send_signal(signal.SIGINT)
+    # A signal between two reads of Python's own loop is noticed when the reading ends: let it end.
+    # A second interrupt instead could meet the end of the first.
+    process.stdin.close()
+    assert process.wait(280) == 130
     assert process.stderr is not None
     assert process.stderr.read() == "objkv: interrupted\n"
-    process.stdin.close()
     assert process.stdout is not None
     process.stdout.close()

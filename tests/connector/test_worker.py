@@ -26,7 +26,7 @@ def spoilt() -> Iterator[tuple[WorkerSide, LoadPlan]]:
     writer.close()
     config = Config(pinned_bytes_max=1 << 20, load_threads=1, save_threads=1)
     recorder = MemoryRecorder()
-    settings = CacheSettings("w", ttl_s=60, lease_ms=1000, hot_payload_bytes_max=0)
+    settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
     _, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=32, seed=2)
     worker = WorkerSide(
         config,

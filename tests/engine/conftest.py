@@ -10,8 +10,8 @@ import pytest
 from tests.engine.cache import LEDGER
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 900
-"""The first test of a scenario waits for all of its replicas."""
+TIMEOUT_S = 3_600
+"""The first test of a scenario waits for all of its replicas; each has a limit of its own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

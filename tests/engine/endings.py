@@ -11,13 +11,13 @@ from objkv.stores.base import Buffer
 from objkv.testing.servers.redis import wait_until
 from tests.engine.job import Call
 
-END_S = 60.0
+END_S = 300.0
 STOPPED = "tests.engine.endings:objkv_threads_after_shutdown"
 SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"seconds": 0.5})
 EXIT = "tests.engine.endings:end_of_script"
 
 
-def objkv_threads_after_shutdown(llm: Any, seconds_max: float = 5.0) -> dict[str, list[str]]:
+def objkv_threads_after_shutdown(llm: Any, seconds_max: float = 120.0) -> dict[str, list[str]]:
     """Stop the engine of a replica that runs it in its own process, from a job's ``Call``."""
     before = _objkv_threads()
     llm.llm_engine.engine_core.shutdown()

@@ -18,12 +18,22 @@ from typing import Any
 
 from objkv.index.sqlite import SqliteIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.testing.servers.redis import wait_until
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
 
 BLOCK = 32
 CHUNK = 128
 """Tokens of a chunk in these stores: four blocks, so that a prompt can end inside."""
 CONNECTOR = "ObjKVConnector"
+PATIENT = {
+    "lookup_deadline_ms": 120_000,
+    "load_deadline_ms": 300_000,
+    "save_deadline_ms": 600_000,
+    "save_queue_max": 1_024,
+    "drain_deadline_ms": 120_000,
+    "lease_ms": 600_000,
+}
+"""A busy machine must not change what is cached: nothing is late, and nothing is dropped."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,8 @@ class SharedStore:
             "bulk_url": f"file://{self.bulk}",
             "index_url": f"sqlite://{self.index_file}",
             "chunk_tokens": CHUNK,
-            "lookup_deadline_ms": 20_000,  # a busy machine must not change what is cached
-        } | settings
+        }
+        extra |= PATIENT | settings
         connector = {
             "kv_connector": CONNECTOR,
             "kv_role": role,
@@ -113,7 +123,7 @@ def drain_saves(_llm: Any) -> bool:
     """Wait until nothing is being saved any more."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    return not has_kv_transfer_group() or get_kv_transfer_group()._worker._saver.drain(30)
+    return not has_kv_transfer_group() or get_kv_transfer_group()._worker._saver.drain(300)
 
 
 def free_blocks(llm: Any) -> int:
@@ -123,22 +133,33 @@ def free_blocks(llm: Any) -> int:
 
 
 def hold_gets(_llm: Any, gate: str) -> None:
-    """From now on, reading a payload from a folder waits until the file ``gate`` exists."""
+    """From now on, reading a payload from a folder waits until the file ``gate`` exists; whoever
+    waits makes the file ``asked(gate)``."""
     from objkv.stores.local import LocalStore
 
     get_into = LocalStore.get_into
 
     def held(self: LocalStore, key: str, buffer: memoryview) -> int | None:
         while not Path(gate).exists():
+            asked(Path(gate)).touch()
             time.sleep(0.005)
         return get_into(self, key, buffer)
 
     LocalStore.get_into = held  # type: ignore[method-assign]
 
 
-def breathe(_llm: Any, seconds: float = 0.3) -> None:
-    """Let other threads get to what they were just allowed to do."""
-    time.sleep(seconds)
+def asked(gate: Path) -> Path:
+    """What ``hold_gets`` makes when somebody waits at its gate."""
+    return gate.with_name(f"{gate.name}.asked")
+
+
+def end_loads(_llm: Any) -> None:
+    """Wait until no payload is being read any more, also of loads that nobody waits for."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group():
+        slabs = get_kv_transfer_group()._worker._loader._slabs
+        wait_until(lambda: " 0/" in repr(slabs), "all loads to end")
 
 
 SAVED = Call(function="tests.engine.fleet:drain_saves")

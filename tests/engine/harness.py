@@ -30,6 +30,9 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
+    # How long an engine in processes of its own may take to end: vLLM kills it after 5 s, which on
+    # a busy machine says nothing of what it still had to save.
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "300",
 }
 
 

@@ -22,6 +22,8 @@ class Prompt(_Value):
     """Engine steps of its ``Generate`` that pass before it arrives."""
     abort_after_steps: int | None = None
     """Abort it so many engine steps after it arrived. A load in progress steps without tokens."""
+    abort_when: Path | None = None
+    """Abort it when this file exists and all prompts but those with such a file are finished."""
     lora: Path | None = None
     """Folder of an adapter; the job's engine arguments must enable LoRA."""
 
@@ -45,7 +47,7 @@ class Settle(_Value):
     """Let the engine step until no finished request is held back by a connector."""
 
     kind: Literal["settle"] = "settle"
-    seconds_max: float = 10.0
+    seconds_max: float = 300.0
 
 
 class WaitFor(_Value):
@@ -53,7 +55,7 @@ class WaitFor(_Value):
 
     kind: Literal["wait"] = "wait"
     path: Path
-    seconds_max: float = 60.0
+    seconds_max: float = 600.0
 
 
 class Touch(_Value):
@@ -89,8 +91,9 @@ class Job(_Value):
     """Added to the replica's environment, from which all ``OBJKV_`` and ``VLLM_`` are removed."""
     processes: bool = False
     """Engine core and workers in processes of their own, as ``vllm serve`` has them. Slower."""
-    timeout_s: float = 180.0
-    """From start to exit; the whole process group is killed then."""
+    timeout_s: float = 900.0
+    """From start to exit; the whole process group is killed then. Far more than a busy machine
+    needs: it is there for what hangs."""
 
 
 class Output(_Value):

@@ -40,8 +40,11 @@ class _Running:
     last: Any = None
     """vLLM's newest RequestOutput, if any."""
 
-    def is_to_be_aborted(self, steps: int) -> bool:
-        limit = self.prompt.abort_after_steps
+    def is_to_be_aborted(self, steps: int, *, others: bool) -> bool:
+        """``others``: whether prompts that wait for no file are still to come or to finish."""
+        limit, file = self.prompt.abort_after_steps, self.prompt.abort_when
+        if file is not None and not others and file.exists():
+            return True
         return limit is not None and steps - self.arrived_steps >= limit
 
     def output(self, steps: int) -> Output:
@@ -109,8 +112,9 @@ class Driver:
                 if output.finished:
                     finished[request.number] = request.output(steps)
                     del running[output.request_id]
+            others = bool(waiting) or any(r.prompt.abort_when is None for r in running.values())
             for name, request in list(running.items()):
-                if request.is_to_be_aborted(steps):
+                if request.is_to_be_aborted(steps, others=others):
                     self._engine.abort_request([name])
                     finished[request.number] = request.output(steps)
                     del running[name]

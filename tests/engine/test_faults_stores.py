@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.cache import Values, scenario
-from tests.engine.fleet import CHUNK, SAVED, SharedStore, one_by_one
+from tests.engine.fleet import CHUNK, PATIENT, SAVED, SharedStore, one_by_one
 from tests.engine.harness import Replica, ReplicaFailed, run_replicas
 from tests.engine.job import (
     Call,
@@ -31,6 +31,9 @@ STORED = (WHOLE, BROKEN, GONE, STUCK)
 FAR_PORT = 9
 """``discard``: nobody listens there on a machine that runs tests."""
 
+STUCK_S = 15
+"""After which a load gives up; on a busy machine one that is not stuck takes a second or two."""
+MEANWHILE_S = 600.0
 SECRET = "open-sesame"
 
 
@@ -66,7 +69,7 @@ def _change(store: SharedStore, folder: Path) -> None:
     """Break, mend and remove the store when the replica asks."""
     aside = folder / "aside"
     for event in ("break", "mend", "remove"):
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + MEANWHILE_S
         while not (folder / f"{event}.please").exists():
             assert time.monotonic() < deadline, f"the replica never came to {event}"
             time.sleep(0.02)
@@ -100,7 +103,7 @@ def store_changes(folder: Path) -> Values:
             job = copy.job(
                 *changing_store(place),
                 load_mode=mode,
-                load_deadline_ms=1_000,
+                load_deadline_ms=STUCK_S * 1000,
                 breaker_reset_ms=100,
             )
             replicas[mode] = (copy, place, stack.enter_context(Replica(job, place)))
@@ -153,7 +156,7 @@ def test_what_was_removed_is_saved_again_by_whom_it_missed(mode: str) -> None:
 def test_a_store_that_does_not_answer_costs_the_deadline_and_no_more(mode: str) -> None:
     run: Result = store_changes()[mode]
     (stuck,) = run.outputs[-2]
-    assert 1.0 <= stuck.seconds < 10.0
+    assert STUCK_S <= stuck.seconds < 10 * STUCK_S
     assert outcome(mode)["no longer stuck"] == CHUNKS * CHUNK
 
 
@@ -219,7 +222,7 @@ def test_a_replica_without_its_stores_serves_as_if_alone_and_says_so() -> None:
 def test_without_its_stores_a_replica_makes_nobody_wait() -> None:
     run, alone = (unreachable_at_start()[name] for name in ("degraded", "alone"))
     for slow, fast in zip(run.outputs, alone.outputs, strict=True):
-        assert slow[0].seconds < fast[0].seconds + 5.0
+        assert slow[0].seconds < fast[0].seconds + PATIENT["lookup_deadline_ms"] / 1000 / 2
 
 
 @pytest.mark.parametrize(

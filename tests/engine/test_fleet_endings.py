@@ -11,6 +11,7 @@ import pytest
 from objkv.testing.servers.redis import wait_until
 from tests.engine.cache import Values, scenario
 from tests.engine.endings import (
+    END_S,
     EXIT,
     SLOW_SAVES,
     STOPPED,
@@ -32,7 +33,7 @@ WAYS = {
 PROMPTS = {way: prompt_of(600, seed=seed) for seed, way in enumerate(WAYS)}
 LOADED = 512
 """Whole chunks of each prompt."""
-ANSWERED_S = 240.0
+ANSWERED_S = 900.0
 
 
 @scenario
@@ -42,7 +43,7 @@ def all_ways_to_end(folder: Path) -> Values:
     ends = {}
     for number, (way, (call, processes)) in enumerate(WAYS.items()):
         answered = folder / f"answered-{number}"
-        last = Call(function=call) if call else WaitFor(path=folder / "never", seconds_max=300)
+        last = Call(function=call) if call else WaitFor(path=folder / "never", seconds_max=1_200)
         generate = Generate(prompts=(PROMPTS[way],))
         job = store.job(SLOW_SAVES, generate, Touch(path=answered), last)
         job = job.model_copy(update={"processes": processes})
@@ -61,7 +62,7 @@ def end_of(job: Job, folder: Path, answered: Path, *, interrupt: bool) -> Values
             running = len(session_processes(leader))
             if interrupt:
                 os.killpg(leader, signal.SIGINT)  # as a terminal does: to every process
-            status = replica.process.wait(60)
+            status = replica.process.wait(END_S)
             wait_for_end(leader)
         finally:
             kill_session(leader)

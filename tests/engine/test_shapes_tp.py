@@ -21,7 +21,7 @@ def two_ranks_and_one(folder: Path) -> Values:
     def job(*steps: Step, engine: dict[str, Any] | None = None, **settings: Any) -> Job:
         job = store.job(*steps, engine=engine, chunk_tokens=256, **settings)
         environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if engine else {}
-        return job.model_copy(update={"env": environment, "timeout_s": 600.0})
+        return job.model_copy(update={"env": environment, "timeout_s": 1_500.0})
 
     generate = (Generate(prompts=PROMPTS), Settle())
     first = run_replica(job(*generate, engine=TWO_RANKS), folder)

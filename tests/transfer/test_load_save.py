@@ -10,7 +10,15 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from tests.transfer.paged_cache import same_blocks
-from tests.transfer.world import BLOCKS, HASHES, NAMESPACE, Replica, stores, wait_until
+from tests.transfer.world import (
+    BLOCKS,
+    HASHES,
+    NAMESPACE,
+    PATIENCE_S,
+    Replica,
+    stores,
+    wait_until,
+)
 
 
 @pytest.fixture(params=["none", "lz4", "zstd", "blosc"])
@@ -131,7 +139,7 @@ class StuckStore(MemoryStore):
 
     def get_into(self, key: str, buffer: memoryview) -> int | None:
         self.asked.set()
-        assert self.go.wait(10)
+        assert self.go.wait(PATIENCE_S)
         return super().get_into(key, buffer)
 
     def put_if_absent(self, key: str, value: bytes | bytearray | memoryview) -> bool:
@@ -161,7 +169,7 @@ def test_a_cancelled_load_ends_at_once_and_touches_nothing_later() -> None:
     replica.save(range(1))
     before = replica.snapshot()
     replica.loader.submit(replica.load_plan(range(1), 9))
-    assert store.asked.wait(5)
+    assert store.asked.wait(PATIENCE_S)
     replica.loader.cancel("r")
     (outcome,) = replica.loader.take_finished(sync=False)
     assert outcome.failed
@@ -226,7 +234,7 @@ def test_a_lease_held_elsewhere_means_skipping(
     world: tuple[Replica, Replica, MemoryStore],
 ) -> None:
     writer, reader, store = world
-    assert writer.index.lease(writer.path(0), "replica-1", ttl_ms=60_000)
+    assert writer.index.lease(writer.path(0), "replica-1", ttl_ms=600_000)
     reader.save(range(1), first_block=5)
     assert store.get(writer.path(0)) is None
     assert reader.recorder.value("save_leased_elsewhere") == 1

@@ -20,6 +20,8 @@ from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.transfer.paged_cache import paged_group
 
+PATIENCE_S = 120.0
+"""For other threads to come, on a machine that is busy with other things."""
 NAMESPACE = "0123456789abcdef" * 2
 CHUNK = 64
 BLOCKS = CHUNK // 32
@@ -39,13 +41,13 @@ class Replica:
         seed: int,
         codec: str = "none",
         slabs: int = 8,
-        deadline_s: float = 5.0,
+        deadline_s: float = PATIENCE_S,
         queue_max: int = 64,
     ) -> None:
         self.recorder = MemoryRecorder()
         self.paged, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=32, seed=seed)
         settings = CacheSettings(
-            f"replica-{seed}", ttl_s=60, lease_ms=1000, hot_payload_bytes_max=0
+            f"replica-{seed}", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0
         )
         self.index = index
         self.cache = ChunkCache(store, None, index, settings, self.recorder)
@@ -66,7 +68,7 @@ class Replica:
             groups,
             self.save_slabs,
             lane=HostLane(),
-            limits=SaveLimits(1, queue_max, 5.0, codec, f"replica-{seed}"),
+            limits=SaveLimits(1, queue_max, PATIENCE_S, codec, f"replica-{seed}"),
             recorder=self.recorder,
         )
 
@@ -77,7 +79,7 @@ class Replica:
             tokens = tuple(TOKENS[c * CHUNK : (c + 1) * CHUNK])
             moves.append(SaveMove(self.move(c, first_block), token_digest(tokens), None))
         dropped = self.saver.gather((SavePlan(request, NAMESPACE, tuple(moves)),))
-        assert self.saver.drain(5.0)
+        assert self.saver.drain(PATIENCE_S)
         return dropped
 
     def load(
@@ -139,7 +141,7 @@ class Replica:
         self.loader.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds_max: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
     """Poll for something that other threads do."""
     end = time.monotonic() + seconds_max
     while not condition():
