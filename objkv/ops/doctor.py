@@ -108,7 +108,7 @@ def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
     forgotten = resolved.sources[f"{area}_url"] == "default"
     if not forgotten or urlsplit(url).scheme in _OF_ONE_MACHINE:
         return []
-    detail = f"{area}_url is not set: this end is on this machine, and {other}_url is not"
+    detail = f"{area}_url is not set: it is on this machine, while {other}_url leads elsewhere"
     fix = (
         f"set {area}_url on every replica: machines that have only one end in common share nothing"
     )

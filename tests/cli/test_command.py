@@ -35,7 +35,10 @@ def test_every_error_has_its_exit_code(error: ObjkvError, code: int) -> None:
     assert exit_code(error) == code
 
 
-def test_the_list_of_commands_cuts_no_sentence_short(run: Run) -> None:
+def test_the_list_of_commands_cuts_no_sentence_short(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert "..." not in run("--help").out.partition("Commands:")[2]
 
 
