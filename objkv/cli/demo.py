@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,7 +106,9 @@ def _show_fleet(out: Output, size: Size, place: Place) -> DemoReport:
             out.line("Everything is still running. To look at it from another terminal:")
             _print_settings(out, fleet.settings)
             out.line(f"  {_this_program()} doctor && {_this_program()} ls")
-            input("Press Enter to end it. ")
+            with suppress(EOFError):
+                input("Press Enter to end it. ")
+            out.line("ending ...")
     return report
 
 

@@ -3,8 +3,11 @@
 import errno
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +15,9 @@ from objkv.cli import demo as command_module
 from objkv.cli.demo_output import Steps, print_report, report_document
 from objkv.cli.output import Output
 from objkv.errors import ConfigError
+from objkv.ops.demo.fleet import Fleet, ShownByFleet
 from objkv.ops.demo.job import Answer, Prompt, Size, prompts_of, warm_up_of
+from objkv.ops.demo.openai import Server
 from objkv.ops.demo.place import Place, prepared
 from objkv.ops.demo.process import Program, ProgramFailed
 from objkv.ops.demo.replicas import Shown, Tell
@@ -216,6 +221,25 @@ def test_a_full_disk_is_told_with_its_place(
     assert (ran.code, ran.err) == (2, f"objkv: {home}/objkv/demo: No space left on device\n")
 
 
+@pytest.mark.parametrize("typed", ["\n", ""])
+def test_the_end_of_input_ends_a_fleet_as_enter_does(
+    typed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = Place(tmp_path)
+    fleet = Fleet(*[Mock(Server)] * 2, place.settings, (), "vLLM 0.32.0", "2 cores")
+    shown = ShownByFleet(Shown(fleet.engine, fleet.device, rows(), 0), {})
+    monkeypatch.setattr(command_module, "running_fleet", lambda *_: nullcontext(fleet))
+    monkeypatch.setattr(command_module, "ask_fleet", lambda *_: shown)
+    terminal = StringIO(typed)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    command_module._show_fleet(Output(machine=False, color=False), "small", place)
+    assert capsys.readouterr().out.endswith("Press Enter to end it. ending ...\n")
+
+
 def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[Row, ...]]) -> None:
     ran = run("demo", "--bulk-url", "file:///elsewhere")
     assert ran.code == 2
@@ -269,7 +293,7 @@ def test_the_next_demo_keeps_the_model_only(tmp_path: Path) -> None:
 def test_a_program_ends_with_its_block(tmp_path: Path) -> None:
     wait_for_ever = "import time; print('up', flush=True); time.sleep(1e6)"
     with Program("it", ("-c", wait_for_ever), tmp_path / "log", {}) as program:
-        assert next(program.lines(bound_s=60)) == "up\n"
+        assert next(program.lines(bound_s=280)) == "up\n"
         program.check()
     with pytest.raises(ProgramFailed, match="exit status -9"):
         program.check()
@@ -290,13 +314,13 @@ def test_a_program_sees_none_of_the_users_settings(
     monkeypatch.setenv("OBJKV_TENANT", "mine")
     shown = "import os; print(sorted(n for n in os.environ if n.startswith('OBJKV')))"
     with Program("it", ("-c", shown), tmp_path / "log", {"OBJKV_CODEC": "none"}) as program:
-        assert list(program.lines(bound_s=60)) == ["['OBJKV_CODEC']\n"]
+        assert list(program.lines(bound_s=280)) == ["['OBJKV_CODEC']\n"]
 
 
 def test_a_program_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
     with Program("it", ("-c", "raise SystemExit('no')"), tmp_path / "log", {}) as program:
         with pytest.raises(ProgramFailed, match="it ended with exit status 1") as failed:
-            list(program.lines(bound_s=60))
+            list(program.lines(bound_s=280))
         assert failed.value.tail() == "no"
 
 
