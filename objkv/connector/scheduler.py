@@ -15,6 +15,7 @@ from objkv.cache.lookup import LookupService, Records
 from objkv.cache.match import usable_chunks
 from objkv.config import Config
 from objkv.connector.admissions import Admissions
+from objkv.connector.confidence import Confidence
 from objkv.connector.geometry import Geometry
 from objkv.connector.guard import guarded
 from objkv.connector.home import Home
@@ -76,6 +77,7 @@ class SchedulerSide:
         )
         self._requests = RequestTracker(geometry, self._lookups, recorder)
         self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.tp_size)
+        self._confidence = Confidence()
         self._loads: dict[str, LoadPlan] = {}
         self._loading: dict[str, LoadPlan] = {}
         self._held: set[str] = set()
@@ -151,6 +153,7 @@ class SchedulerSide:
         self._admissions.next_step(output)
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         loads = tuple(self._loads.values())
+        self._confidence.planned(loads)
         self._loads = {}
         for plan in loads:
             if plan.sync:
@@ -170,6 +173,7 @@ class SchedulerSide:
             self._read_report(report)
         for request_id in output.finished_recving or ():
             if plan := self._loading.pop(request_id, None):
+                self._confidence.loaded()
                 self._touch(plan)
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:
@@ -231,9 +235,9 @@ class SchedulerSide:
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
         """Layer by layer pays when there is as much to compute as to load."""
-        if self._config.load_mode == "auto":
-            return num_tokens - matched >= matched - computed
-        return self._config.load_mode == "layerwise"
+        if self._config.load_mode == "auto" and num_tokens - matched < matched - computed:
+            return False
+        return self._confidence.holds and self._config.load_mode != "async"
 
     def _readable(self, record: Record, group: int, _identity: GroupIdentity) -> bool:
         return self._requests.fields[group] <= record.shards.keys()
@@ -277,6 +281,7 @@ class SchedulerSide:
         return tuple(plans)
 
     def _read_report(self, report: StepReport) -> None:
+        self._confidence.reported(report)
         for request_id, chunk in report.dropped:
             self._requests.unstore(request_id, chunk)
         for request_id in report.failed:
