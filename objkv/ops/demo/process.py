@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO, Self, cast
 
 from objkv.errors import ObjkvError
+from objkv.testing.servers.lifetime import die_with_parent
 
 _TAIL_LINES = 25
 # The demo needs no network, tells nobody that it ran, and listens on loopback only.
@@ -62,6 +63,8 @@ class Program:
                 stdout=subprocess.PIPE if speaks else log,
                 stderr=log,
                 start_new_session=True,
+                # An interrupt may come before the block is entered that would end it.
+                preexec_fn=die_with_parent,
                 text=True,
             )
 

@@ -4,7 +4,6 @@ Needs no root and keeps everything in the folder it is given. It is ready after 
 a test run starts one and shares it; the daemons die with this process.
 """
 
-import ctypes
 import shutil
 import signal
 import socket
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from objkv.testing.servers.lifetime import die_with_parent
 from objkv.testing.servers.ports import free_port
 
 START_S = 240.0
@@ -27,7 +27,6 @@ SECRET_KEY = "testsecret"
 
 _PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 _STARTS_MAX = 10
-_PR_SET_PDEATHSIG = 1
 
 # One copy of everything, no authentication between the daemons (they listen on loopback only),
 # and no watching over disk space: the host's disk may be fuller than Ceph likes.
@@ -206,7 +205,7 @@ class _Daemon:
         self._starts += 1
         with (self._folder / f"{self._command[0]}.out").open("ab") as out:
             self._process = subprocess.Popen(
-                self._command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
+                self._command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
             )
 
     def keep_running(self) -> None:
@@ -229,10 +228,6 @@ class _Daemon:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(folder: Path, *command: str) -> str:

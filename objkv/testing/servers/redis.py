@@ -4,12 +4,10 @@ Servers need no root, keep everything in the folder they are given, and die with
 """
 
 import atexit
-import ctypes
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,13 +16,13 @@ from typing import Self
 
 import redis
 
+from objkv.testing.servers.lifetime import die_with_parent
 from objkv.testing.servers.ports import free_port
 
 START_S = 120.0
 """Bound of every wait for servers to come up or to agree; a Sentinel that was not run for a while
 trusts nobody, itself included, for half a minute."""
 END_S = 30.0
-_PR_SET_PDEATHSIG = 1
 
 
 def redis_missing() -> str | None:
@@ -64,7 +62,7 @@ class RedisServer:
         """Start the process and wait until it accepts connections."""
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
+                self._command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
             )
         wait_until(self._accepts, f"{self.url} to accept connections, see {self.folder}/log")
         return self
@@ -161,9 +159,3 @@ def wait_until(reached: Callable[[], bool], what: str, *, bound_s: float = START
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {bound_s:g} s for {what}")
         time.sleep(0.02)
-
-
-def _die_with_parent() -> None:
-    # Runs in the child before the server does. Without it a killed test run would leave servers.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
