@@ -1,5 +1,6 @@
 """The last line: a bug in objkv costs a miss, not the engine; and what is said is heard."""
 
+import copy
 import functools
 import logging
 from collections.abc import Callable
@@ -37,6 +38,21 @@ def speak_as_vllm() -> None:
     ours, theirs = logging.getLogger("objkv"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
-    ours.handlers = list(theirs.handlers)
+    ours.handlers = [_Named(handler) for handler in theirs.handlers]
     ours.setLevel(theirs.level)
     ours.propagate = False
+
+
+class _Named(logging.Handler):
+    """Hands on what objkv says with its name before it: vLLM's lines name only files."""
+
+    def __init__(self, inner: logging.Handler) -> None:
+        super().__init__(inner.level)
+        self._inner = inner
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not text.startswith("objkv"):
+            record = copy.copy(record)
+            record.msg, record.args = f"objkv: {text}", ()
+        self._inner.handle(record)
