@@ -27,7 +27,8 @@ from tests.engine.job import Prompt
 
 READY_S = 240.0
 """On a busy machine with one core a server."""
-ANSWER_S = 60.0
+ANSWER_S = 120.0
+END_S = 120.0
 NAME = "tiny"
 _CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 _ARGUMENTS = {
@@ -39,7 +40,7 @@ _ARGUMENTS = {
     "--block-size": "32",
     "--kv-cache-memory-bytes": str(256 << 20),
     "--seed": "0",
-    "--shutdown-timeout": "30",
+    "--shutdown-timeout": str(int(END_S)),
     "--kv-transfer-config": json.dumps(_CONNECTOR),
 }
 _FLAGS = ("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details")
@@ -144,10 +145,13 @@ class Server:
                 values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
         return values
 
-    def terminate(self) -> int:
-        """Ask it to end, as Kubernetes does, and wait; its exit status."""
+    def tell_to_end(self) -> None:
+        """As Kubernetes does."""
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(ANSWER_S)
+
+    def wait_for_end(self) -> int:
+        """Wait until it has ended; its exit status."""
+        return self._process.wait(END_S)
 
     def processes(self) -> list[int]:
         """Processes of its session that still run: it, its engine, its workers."""
@@ -167,4 +171,5 @@ def _environment(cpu: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(int(END_S)),
     }

@@ -24,12 +24,17 @@ CHUNK, LOADED = 256, 512
 """Tokens of a chunk, and of the whole chunks of 600."""
 PROBES = 30
 """Short prompts, at most, until servers have noticed that the index is gone, or back."""
-PAUSE_MS = 2000
+PAUSE_MS = 120_000
+TOLD_TO_END = "EngineCore: trigger received signal"
 GIVEN_UP = "index keeps failing, serving without it"
 BACK = "index is back"
 SETTINGS = {
     "OBJKV_HOT_PAYLOAD_BYTES_MAX": str(8 << 20),
-    "OBJKV_LOOKUP_DEADLINE_MS": "20000",  # a busy machine must not change what is cached
+    # A busy machine must not change what is cached.
+    "OBJKV_LOOKUP_DEADLINE_MS": "120000",
+    "OBJKV_LOAD_DEADLINE_MS": "120000",
+    "OBJKV_SAVE_DEADLINE_MS": "240000",
+    "OBJKV_DRAIN_DEADLINE_MS": "120000",
     "OBJKV_BREAKER_FAILURES": "2",
     "OBJKV_BREAKER_RESET_MS": "500",
 }
@@ -121,9 +126,15 @@ def an_outage_and_an_end(folder: Path) -> Values:
             client.client_pause(PAUSE_MS, all=False)  # writing waits, so no save is through
             answers["one last"] = one.complete(LAST)
             early = chunks_indexed(valkey, one, LAST)
-            ends = [one.terminate()]
+            one.tell_to_end()
+            wait_until(
+                lambda: TOLD_TO_END in one.log, "the engine to be told", bound_s=PAUSE_MS / 1000
+            )
+            client.client_unpause()
+        ends = [one.wait_for_end()]
         answers["two last"] = two.complete(LAST)
-        ends.append(two.terminate())
+        two.tell_to_end()
+        ends.append(two.wait_for_end())
         left = {"processes": one.processes() + two.processes()}
         with valkey.client() as client:
             left["leases"] = [key.decode() for key in client.keys("objkv:l:*")]
@@ -169,7 +180,7 @@ def test_small_payloads_come_from_the_hot_store() -> None:
 def test_without_an_index_servers_go_on_alone_and_say_so_once() -> None:
     run = an_outage_and_an_end()
     assert run["cached"]["one during"] == run["cached"]["two during"] == 0
-    assert max(run["seconds"]) < 10
+    assert max(run["seconds"]) < 60  # half of what a lookup may take
     for log in run["logs"]:
         # Scheduler and worker have a connection each, in processes of their own.
         assert 1 <= log.count(GIVEN_UP) <= 2
