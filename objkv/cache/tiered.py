@@ -12,6 +12,7 @@ from enum import Enum
 from threading import Lock
 
 from objkv.cache.placement import belongs_in_hot
+from objkv.cache.repeats import Repeats
 from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
@@ -62,6 +63,7 @@ class ChunkCache:
         self._recorder = recorder
         self._lock = Lock()
         self._suspects: OrderedDict[str, None] = OrderedDict()
+        self._repeats = Repeats()
 
     def get_into(self, key: ChunkKey, buffer: memoryview, *, hot: bool) -> int | None:
         """The payload into ``buffer``; its length, or None. Unverified: the caller opens it.
@@ -80,6 +82,15 @@ class ChunkCache:
                     return nbytes
                 self._recorder.count("hot_misses")
         return self._bulk.get_into(path, buffer)
+
+    def begin_save(self, key: ChunkKey) -> bool:
+        """Whether to save ``key``: not if this process is about to, or has just done so. After
+        True, ``end_save`` must follow."""
+        return self._repeats.begin(key.path())
+
+    def end_save(self, key: ChunkKey) -> None:
+        """The save is over, or was given up."""
+        self._repeats.end(key.path())
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Whether this process may save ``key`` now. An index that fails says yes: a duplicate is
@@ -125,6 +136,7 @@ class ChunkCache:
         The next save of a corrupt payload by this process replaces it. Never raises.
         """
         path = key.path()
+        self._repeats.forget(path)
         expected = records.get(key.field)
         if corrupt:
             with self._lock:
@@ -186,6 +198,8 @@ class ChunkCache:
             self._index.publish(chunk, {key.field: record}, ttl_s=self._settings.ttl_s)
         except StoreError:
             self._recorder.count("publish_errors")
+        else:
+            self._repeats.keep(key.path())
 
 
 def shard_record(header: Header) -> ShardRecord:

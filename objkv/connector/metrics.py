@@ -34,6 +34,7 @@ COUNTERS = {
     "save_bytes": "Payload bytes saved.",
     "save_drops": "Chunks not saved: no slab, queue full, too late.",
     "save_errors": "Chunks not saved because a store failed.",
+    "save_repeats": "Chunks that this worker was saving, or had just saved, for another request.",
     "save_existed": "Chunks that were stored already.",
     "save_leased_elsewhere": "Chunks that another replica was saving.",
     "save_seconds_sum": "Seconds of saves, summed.",

@@ -98,7 +98,11 @@ class Saver:
                 group = self._groups[save.move.group]
                 if not group.shape.rank_shard.writes(save.move.prefix_hash):
                     continue
-                if not self._gather_one(plan, save, group):
+                key = _key(plan, save, group)
+                if not self._cache.begin_save(key):
+                    self._recorder.count("save_repeats")
+                elif not self._gather_one(plan, save, key):
+                    self._cache.end_save(key)
                     self._recorder.count("save_drops")
                     dropped.add((plan.request_id, save.move.chunk))
         return dropped
@@ -146,7 +150,8 @@ class Saver:
     def __repr__(self) -> str:
         return f"<Saver {len(self._queue)} chunks waiting, {self._busy} under way>"
 
-    def _gather_one(self, plan: SavePlan, save: SaveMove, group: PagedGroup) -> bool:
+    def _gather_one(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> bool:
+        group = self._groups[key.group]
         with self._changed:
             if self._closed or len(self._queue) >= self._limits.queue_max:
                 return False
@@ -157,7 +162,6 @@ class Saver:
         move = save.move
         assert move.first_block == 0
         assert len(move.block_ids) == group.shape.blocks
-        key = ChunkKey(plan.namespace, move.prefix_hash, move.group, group.shape.rank_shard.shard)
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
         block_ids = torch.tensor(move.block_ids, dtype=torch.int64)
         try:
@@ -201,6 +205,7 @@ class Saver:
             finally:
                 item.mark.wait()
                 item.slab.release()
+                self._cache.end_save(item.claim.key)
                 with self._changed:
                     self._busy -= 1
                     self._changed.notify_all()
@@ -235,3 +240,8 @@ class Saver:
             self._recorder.count("save_bytes", len(payload))
         else:
             self._recorder.count("save_existed")
+
+
+def _key(plan: SavePlan, save: SaveMove, group: PagedGroup) -> ChunkKey:
+    move = save.move
+    return ChunkKey(plan.namespace, move.prefix_hash, move.group, group.shape.rank_shard.shard)
