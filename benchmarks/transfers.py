@@ -107,7 +107,7 @@ def save_and_load(rig: Rig, store: PruneStore, codec: str) -> tuple[float, float
         {0: rig.paged},
         slabs[1],
         lane_for_thread=HostLane,
-        limits=LoadLimits(2, rig.chunks, 600.0),
+        limits=LoadLimits(2, rig.chunks, 600.0, 600.0),
         recorder=NullRecorder(),
     )
     saves = tuple(

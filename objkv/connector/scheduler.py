@@ -77,7 +77,7 @@ class SchedulerSide:
         )
         self._requests = RequestTracker(geometry, self._lookups, recorder)
         self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.tp_size)
-        self._confidence = Confidence()
+        self._confidence = Confidence(config.step_load_deadline_ms / 1000)
         self._loads: dict[str, LoadPlan] = {}
         self._loading: dict[str, LoadPlan] = {}
         self._held: set[str] = set()
@@ -172,8 +172,8 @@ class SchedulerSide:
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             self._read_report(report)
         for request_id in output.finished_recving or ():
+            self._confidence.received(request_id)
             if plan := self._loading.pop(request_id, None):
-                self._confidence.loaded()
                 self._touch(plan)
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:

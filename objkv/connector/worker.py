@@ -7,6 +7,7 @@ the call order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import getpid
 
 import torch
 
@@ -84,7 +85,10 @@ class WorkerSide:
             slabs[0],
             lane_for_thread=lambda: open_lane(device),
             limits=LoadLimits(
-                pools.load_threads, config.load_queue_max, config.load_deadline_ms / 1000
+                pools.load_threads,
+                config.load_queue_max,
+                config.load_deadline_ms / 1000,
+                min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
             ),
             recorder=recorder,
         )
@@ -109,6 +113,7 @@ class WorkerSide:
         self._tainted_steps = 0
         self._in_layers = False
         self._closed = False
+        self._pid = getpid()
         logger.info(
             "objkv worker ready loader=%r saver=%r slabs=%r", self._loader, self._saver, slabs
         )
@@ -183,8 +188,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """Drain saves within the configured bound, then stop all threads. Idempotent."""
-        if self._closed:
-            return
+        if self._closed or getpid() != self._pid:
+            return  # a fork that ends has none of its parent's threads to wait for
         self._closed = True
         self._saver.close(self._config.drain_deadline_ms / 1000)
         self._loader.close()

@@ -36,6 +36,8 @@ class LoadLimits:
     queue_max: int
     """Moves waiting for a thread; a plan that would exceed it fails from there on."""
     deadline_s: float
+    step_deadline_s: float
+    """The same for loads within the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class Loader:
     def submit(self, plan: LoadPlan) -> None:
         """Start a plan; its outcome comes from ``take_finished``. Never waits, never raises."""
         layers = {g: len(group.layers) for g, group in self._groups.items()}
-        job = LoadJob(plan, layers, self._clock() + self._limits.deadline_s, self._clock)
+        limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
+        job = LoadJob(plan, layers, self._clock() + limit_s, self._clock)
         assert plan.request_id not in self._jobs
         self._jobs[plan.request_id] = job
         for lane in self._lanes:

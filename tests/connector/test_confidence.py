@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from objkv.config import Config
 from objkv.connector.confidence import Confidence
 from objkv.connector.geometry import Geometry
@@ -15,6 +17,7 @@ from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import LoadPlan
 from tests.transfer.world import wait_until
 
@@ -22,22 +25,42 @@ GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=32)
 IDENTITY = Identity("m", "w", None, "bfloat16", (GROUP,), "canonical", 32, 0, "default")
 FIELD = "0.L0-1_H0-1"
 TOKENS = [7] * 70
+BOUND_S = 5.0
 WITHIN = LoadPlan("w", "0" * 32, (), sync=True)
 BETWEEN = LoadPlan("b", "0" * 32, (), sync=False)
 
 
-def test_a_store_that_does_not_answer_loses_it_until_a_load_between_steps_succeeds() -> None:
-    confidence = Confidence()
+def lost(clock: ManualClock) -> Confidence:
+    """Of a replica whose forward pass waited in vain."""
+    confidence = Confidence(BOUND_S, clock=clock)
     confidence.planned([WITHIN, BETWEEN])
-    confidence.reported(StepReport(failed={"w"}))
+    confidence.reported(StepReport(failed={"w", "b"}))
+    confidence.received("b")
     assert not confidence.holds
+    return confidence
+
+
+@pytest.mark.parametrize(("seconds", "regained"), [(BOUND_S / 2, True), (BOUND_S, False)])
+def test_a_load_between_steps_regains_it_if_a_step_would_have_waited_for_it(
+    seconds: float, regained: bool
+) -> None:
+    confidence = lost(clock := ManualClock())
     confidence.planned([BETWEEN])
-    confidence.loaded()
-    assert confidence.holds
+    clock.advance(seconds)
+    confidence.received("b")
+    assert confidence.holds is regained
+
+
+def test_a_load_between_steps_that_fails_does_not_regain_it() -> None:
+    confidence = lost(ManualClock())
+    confidence.planned([BETWEEN])
+    confidence.reported(StepReport(failed={"b"}))
+    confidence.received("b")
+    assert not confidence.holds
 
 
 def test_a_payload_that_was_refused_does_not() -> None:
-    confidence = Confidence()
+    confidence = Confidence(BOUND_S)
     confidence.planned([WITHIN])
     confidence.reported(StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)}))
     assert confidence.holds
@@ -45,7 +68,7 @@ def test_a_payload_that_was_refused_does_not() -> None:
 
 def test_a_load_between_steps_that_failed_does_not() -> None:
     """It may have been aborted, and nobody but its own request waited."""
-    confidence = Confidence()
+    confidence = Confidence(BOUND_S)
     confidence.planned([WITHIN, BETWEEN])
     confidence.reported(StepReport(failed={"b"}))
     confidence.planned([])
@@ -94,7 +117,12 @@ def test_the_scheduler_plans_accordingly() -> None:
         entry = ChunkEntry(namespace, name, parent, i * 32, (i + 1) * 32)
         index.publish(entry, {FIELD: ShardRecord(9, 9, "none", False, "0" * 32, 1)}, ttl_s=3600)
     side = SchedulerSide(
-        Config(chunk_tokens=32, load_mode="layerwise", lookup_deadline_ms=120_000),
+        Config(
+            chunk_tokens=32,
+            load_mode="layerwise",
+            lookup_deadline_ms=120_000,
+            step_load_deadline_ms=120_000,
+        ),
         Roles(loads=True, saves=True, copies_are_synchronous=True, steps_in_flight=1),
         Geometry((GROUP,), 32, 32, tp_size=1),
         IDENTITY,

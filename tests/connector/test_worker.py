@@ -1,11 +1,13 @@
 """The worker's side over a real paged cache in memory, one step at a time."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import Config
+from objkv.connector import worker as worker_module
 from objkv.connector.geometry import Geometry
 from objkv.connector.metadata import StepPlan
 from objkv.connector.worker import Rank, WorkerSide
@@ -58,3 +60,17 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     if speculating:
         worker.end_forward(plan)
     assert worker.take_failed_blocks() == set()
+
+
+def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, load = spoilt
+    with monkeypatch.context() as forked:
+        forked.setattr(worker_module, "getpid", lambda: -1)
+        worker.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "objkv-save-0" in names
+    worker.start_loads(StepPlan(loads=(load,)))
+    worker.end_forward(StepPlan(loads=(load,)))
+    assert worker.take_report() is not None

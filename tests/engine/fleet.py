@@ -28,6 +28,7 @@ CONNECTOR = "ObjKVConnector"
 PATIENT = {
     "lookup_deadline_ms": 120_000,
     "load_deadline_ms": 300_000,
+    "step_load_deadline_ms": 300_000,
     "save_deadline_ms": 600_000,
     "save_queue_max": 1_024,
     "drain_deadline_ms": 120_000,

@@ -163,6 +163,17 @@ def test_after_the_deadline_a_late_payload_touches_nothing() -> None:
     replica.close()
 
 
+def test_a_step_does_not_wait_as_long_as_a_load_between_steps_may_take() -> None:
+    store, index = StuckStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1, step_deadline_s=0.05)
+    replica.save(range(1))
+    assert replica.load(range(1), first_block=9, sync=True).failed
+    replica.loader.submit(replica.load_plan(range(1), 9))
+    store.go.set()
+    assert not replica.outcome().failed
+    replica.close()
+
+
 def test_a_cancelled_load_ends_at_once_and_touches_nothing_later() -> None:
     store, index = StuckStore(), MemoryIndex()
     replica = Replica(store, index, seed=1)

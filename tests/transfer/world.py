@@ -42,6 +42,7 @@ class Replica:
         codec: str = "none",
         slabs: int = 8,
         deadline_s: float = PATIENCE_S,
+        step_deadline_s: float = PATIENCE_S,
         queue_max: int = 64,
     ) -> None:
         self.recorder = MemoryRecorder()
@@ -60,7 +61,7 @@ class Replica:
             groups,
             self.load_slabs,
             lane_for_thread=HostLane,
-            limits=LoadLimits(2, queue_max, deadline_s),
+            limits=LoadLimits(2, queue_max, deadline_s, step_deadline_s),
             recorder=self.recorder,
         )
         self.saver = Saver(
