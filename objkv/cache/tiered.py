@@ -30,8 +30,6 @@ class SaveOutcome(Enum):
     SAVED = "saved"
     EXISTED = "existed"
     """Another writer's payload was there already; its record was published."""
-    LEASED = "leased"
-    """Another replica is saving it right now."""
 
 
 @dataclass(frozen=True, slots=True)

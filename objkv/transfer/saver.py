@@ -197,9 +197,7 @@ class Saver:
             except ObjkvError as exc:
                 self._recorder.count("save_errors")
                 self._trouble.failed(exc)
-            except (
-                Exception
-            ):  # A dead thread would keep slabs for ever: drop the chunk, keep going.
+            except Exception:  # a dead thread would keep slabs for ever
                 self._recorder.count("save_errors")
                 logger.exception("save failed unexpectedly key=%s", item.claim.key.path())
             finally:
