@@ -55,7 +55,7 @@ def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time)
 
 def _one_node(client: Client) -> redis.Redis:
     if isinstance(client, redis.RedisCluster):
-        node = client.get_default_node()  # type: ignore[no-untyped-call]
+        node = client.get_default_node()
         one: redis.Redis = client.get_redis_connection(node)
         return one
     return client

@@ -68,7 +68,7 @@ def connect_redis(url: str, config: Config) -> Client:
         case "redis":
             host, port = place.hosts[0]
             made_by = redis.SSLConnection if place.tls else redis.Connection
-            pool = redis.BlockingConnectionPool(  # type: ignore[no-untyped-call]
+            pool = redis.BlockingConnectionPool(
                 host=host, port=port, connection_class=made_by, **options
             )
             return redis.Redis.from_pool(pool)
@@ -188,10 +188,8 @@ def _sentinel(place: RedisUrl, options: dict[str, Any]) -> redis.Redis:
         for name, value in options.items()
         if name in timeouts or name.startswith("ssl_")
     }
-    sentinel = Sentinel(  # type: ignore[no-untyped-call]
-        place.hosts, sentinel_kwargs={"ssl": place.tls, **shared}
-    )
-    pool = _SentinelPool(  # type: ignore[no-untyped-call]
+    sentinel = Sentinel(place.hosts, sentinel_kwargs={"ssl": place.tls, **shared})
+    pool = _SentinelPool(  # type: ignore[no-untyped-call]  # its base class is
         place.service, sentinel, ssl=place.tls, **options
     )
     return redis.Redis.from_pool(pool)
@@ -210,7 +208,7 @@ def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
     return redis.RedisCluster(
         # Only with a URL does the client take the class of its pools.
         url=f"{'rediss' if place.tls else 'redis'}://{shown}:{port}",
-        startup_nodes=[ClusterNode(*other) for other in others],  # type: ignore[no-untyped-call]
+        startup_nodes=[ClusterNode(*other) for other in others],
         connection_pool_class=redis.BlockingConnectionPool,
         retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), CLUSTER_RETRIES),
         **own,

@@ -197,7 +197,8 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("publish_errors")
         else:
-            self._repeats.keep(key.path())
+            if not self._is_suspect(key.path()):  # found corrupt meanwhile: the next save mends it
+                self._repeats.keep(key.path())
 
 
 def shard_record(header: Header) -> ShardRecord:

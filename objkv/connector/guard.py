@@ -51,7 +51,11 @@ class _Named(logging.Handler):
         self._inner = inner
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        try:
+            text = record.getMessage()
+        except Exception:  # whatever the arguments raise; logging's own way to say so
+            self.handleError(record)
+            return
         if not text.startswith("objkv"):
             record = copy.copy(record)
             record.msg, record.args = f"objkv: {text}", ()

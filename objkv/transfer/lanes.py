@@ -89,12 +89,12 @@ class CudaMark:
     """An event on a lane's stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def done(self) -> bool:
         """Whether the event has passed."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())
 
     def wait(self) -> None:
         """Block this thread until the event has passed."""
@@ -110,7 +110,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def adopt_thread(self) -> None:
         """A new thread is on device 0, and would open a context there for every other rank."""

@@ -38,6 +38,15 @@ def test_every_line_names_objkv_once(vllm_log: io.StringIO) -> None:
     ]
 
 
+def test_a_line_that_cannot_be_written_raises_nothing_into_the_engine(
+    vllm_log: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # which prints, and nothing else
+    speak_as_vllm()
+    logging.getLogger("objkv.transfer").warning("chunks=%d", "several")
+    assert vllm_log.getvalue() == ""
+
+
 def test_a_trace_is_written_with_its_line(vllm_log: io.StringIO) -> None:
     speak_as_vllm()
     try:

@@ -13,7 +13,7 @@ from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import SaveMove, SavePlan
-from tests.transfer.world import CHUNK, NAMESPACE, PATIENCE_S, TOKENS, Replica, stores
+from tests.transfer.world import CHUNK, NAMESPACE, PATIENCE_S, TOKENS, Replica, stores, wait_until
 
 
 class SlowStore(MemoryStore):
@@ -80,6 +80,27 @@ def test_a_chunk_that_was_found_bad_is_saved_again(
     replica.save(range(1))
     assert replica.recorder.value("saves") == 2
     assert not replica.load(range(1), first_block=9).failed
+
+
+def test_a_chunk_that_is_found_corrupt_while_it_is_being_saved_is_mended_by_the_next_request(
+    replica: Replica, store: SlowStore
+) -> None:
+    """The save under way has looked before that was known, and takes what is there for good."""
+    store.go.set()
+    other = Replica(store, replica.index, seed=2)
+    other.save(range(1))
+    payload = bytearray(store.get(replica.path(0)) or b"")
+    payload[-1] ^= 1
+    store.put(replica.path(0), payload)
+    store.go.clear()
+    gather(replica, "while it is loaded")
+    wait_until(lambda: store.puts == 2)
+    assert replica.load(range(1), first_block=9).failed
+    store.go.set()
+    assert replica.saver.drain(PATIENCE_S)
+    replica.save(range(1), request="recomputed")
+    assert not replica.load(range(1), first_block=9).failed
+    other.close()
 
 
 def test_a_save_that_failed_may_be_tried_by_the_next_request(

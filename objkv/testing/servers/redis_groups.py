@@ -117,7 +117,7 @@ def _form(primaries: list[RedisServer], followers: list[RedisServer]) -> None:
 
 
 def _ask(client: redis.Redis, *command: str | int | bytes) -> Any:
-    return client.execute_command(*command)  # type: ignore[no-untyped-call]
+    return client.execute_command(*command)
 
 
 def _follows(client: redis.Redis, primary: bytes) -> bool:

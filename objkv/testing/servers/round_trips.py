@@ -33,7 +33,7 @@ class RoundTrips:
             _has_sent = False
 
             def send_packed_command(self, *args: Any, **options: Any) -> Any:
-                sent = super().send_packed_command(*args, **options)  # type: ignore[no-untyped-call]
+                sent = super().send_packed_command(*args, **options)  # type: ignore[no-untyped-call]  # through super()
                 self._has_sent = True
                 return sent
 
