@@ -1,6 +1,8 @@
 """What is left of a replica: threads when its engine has stopped, processes when it has ended."""
 
+import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -12,6 +14,8 @@ from objkv.testing.servers.redis import wait_until
 from tests.engine.job import Call
 
 END_S = 300.0
+AGAIN_S = 5.0
+"""How long an engine that was told to end may take to hear it before it is told again."""
 STOPPED = "tests.engine.endings:objkv_threads_after_shutdown"
 SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"seconds": 0.5})
 EXIT = "tests.engine.endings:end_of_script"
@@ -43,6 +47,33 @@ def slow_saves(_llm: Any, seconds: float) -> None:
 def end_of_script(_llm: Any) -> None:
     """End the process as a script does that says nothing to its engine. The job has no result."""
     raise SystemExit(0)
+
+
+class EngineTold:
+    """Whether the engine core, in a process of its own, has heard that it is to end; call it again
+    and again.
+
+    CPython forgets a signal that comes between a thread's last look for signals and its going to
+    sleep on a lock, until the thread wakes for another reason: an idle engine never does. That is
+    rare, and neither vLLM's nor ours to mend, so what was not heard is said once more.
+    """
+
+    def __init__(self, log_file: Path) -> None:
+        self._log_file = log_file
+        self._said: float | None = None
+
+    def __call__(self) -> bool:
+        log = self._log_file.read_text(errors="replace")
+        if "EngineCore: trigger received signal" in log:
+            return True
+        if "send sigterm to process EngineCore" in log:
+            now = time.monotonic()
+            self._said = self._said or now
+            if now - self._said > AGAIN_S and (found := re.search(r"EngineCore pid=(\d+)", log)):
+                self._said = now
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(found[1]), signal.SIGTERM)
+        return False
 
 
 def session_processes(leader: int) -> list[int]:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from objkv.testing.servers.redis import free_port, wait_until
 from tests.engine import model
-from tests.engine.endings import kill_session, session_processes
+from tests.engine.endings import EngineTold, kill_session, session_processes
 from tests.engine.harness import ROOT
 from tests.engine.job import Prompt
 
@@ -146,12 +146,22 @@ class Server:
         return values
 
     def tell_to_end(self) -> None:
-        """As Kubernetes does."""
+        """As Kubernetes does. Returns when its engine has heard of it."""
         self._process.send_signal(signal.SIGTERM)
+        wait_until(
+            EngineTold(self.log_file), f"the engine to be told, see {self.log_file}", bound_s=END_S
+        )
 
     def wait_for_end(self) -> int:
-        """Wait until it has ended; its exit status."""
-        return self._process.wait(END_S)
+        """Wait until it has ended; its exit status. Raises RuntimeError with the end of its log,
+        and in the log the stacks of all its threads, if it does not end."""
+        try:
+            return self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            for pid in self.processes():
+                os.kill(pid, signal.SIGABRT)  # faulthandler writes the stacks
+            self._process.wait()
+            raise RuntimeError(f"the server did not end: {self.log[-8000:]}") from None
 
     def processes(self) -> list[int]:
         """Processes of its session that still run: it, its engine, its workers."""
@@ -166,6 +176,7 @@ def _environment(cpu: int) -> dict[str, str]:
     }
     return own | {
         "HF_HUB_OFFLINE": "1",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": str(ROOT),
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_OMP_THREADS_BIND": str(cpu),

@@ -15,6 +15,7 @@ from tests.engine.endings import (
     EXIT,
     SLOW_SAVES,
     STOPPED,
+    EngineTold,
     kill_session,
     session_processes,
     wait_for_end,
@@ -62,7 +63,9 @@ def end_of(job: Job, folder: Path, answered: Path, *, interrupt: bool) -> Values
             running = len(session_processes(leader))
             if interrupt:
                 os.killpg(leader, signal.SIGINT)  # as a terminal does: to every process
-            status = replica.process.wait(END_S)
+            told, process = EngineTold(replica.log_file), replica.process
+            wait_until(lambda: process.poll() is not None or told(), "the end", bound_s=END_S)
+            status = process.wait(END_S)
             wait_for_end(leader)
         finally:
             kill_session(leader)
