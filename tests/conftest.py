@@ -1,6 +1,7 @@
 """The options and the closing words of the whole test run."""
 
 import os
+import signal
 from typing import Any
 
 import hypothesis
@@ -19,6 +20,11 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("objkv")
+
+# A shell starts what it puts in the background deaf to SIGINT, and every child inherits that: then
+# no test could interrupt a program as a terminal does.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
