@@ -36,10 +36,12 @@ def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time)
     info: Mapping[str, Any] = _allowed(node.info, "INFO", denied) or {}
     before_s = clock()
     told = _allowed(node.time, "TIME", denied)
+    after_s = clock()
     skew_s = None
     if told is not None:
-        seconds, microseconds = told
-        skew_s = round(seconds + microseconds / 1e6 - (before_s + clock()) / 2, 3)
+        server_s = told[0] + told[1] / 1e6
+        # It looked at its clock at any moment in between: a late answer is no wrong clock.
+        skew_s = round(server_s - min(max(server_s, before_s), after_s), 3)
     valkey = info.get("valkey_version")
     return ServerFacts(
         product="valkey" if valkey else "redis",

@@ -17,7 +17,7 @@ PROBE_PREFIX = "objkv-doctor"
 _PROBE_BYTES = 8_192
 _RANGE = (4_096, 4_196)
 _TTL_S = 60
-_LEASE_MS = 10_000
+"""Of the record and the lease: a server that takes seconds to answer breaks no promise."""
 CLOCK_SKEW_MAX_S = 60
 
 Area = Literal["bulk", "hot", "index", "engine"]
@@ -204,8 +204,8 @@ class _IndexProbe:
         return _unless(gone, "the record could not be removed")
 
     def _take_lease(self) -> str:
-        mine = self._index.lease(self._lease, "a", ttl_ms=_LEASE_MS)
-        other = self._index.lease(self._lease, "b", ttl_ms=_LEASE_MS)
+        mine = self._index.lease(self._lease, "a", ttl_ms=1000 * _TTL_S)
+        other = self._index.lease(self._lease, "b", ttl_ms=1000 * _TTL_S)
         self._index.release(self._lease, "a")
         return _unless(mine and not other, "two owners held one lease")
 

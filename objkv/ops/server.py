@@ -22,7 +22,7 @@ class ServerFacts:
     maxmemory_policy: str | None
     used_bytes: int | None
     clock_skew_s: float | None
-    """Server's clock minus ours."""
+    """Server's clock minus ours, less what may be the time that its answer took."""
     denied: tuple[str, ...] = ()
     """Commands that the ACL refused."""
 

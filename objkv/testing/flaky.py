@@ -40,7 +40,7 @@ class FlakyStore(WrappedStore):
         self._down = error
 
     def hold(self, gate: Event) -> None:
-        """Every call waits for ``gate`` first, a minute at most."""
+        """Every call that arrives from now on waits for ``gate`` first, a minute at most."""
         self._gate = gate
 
     def flip_bit(self, bit: int) -> None:
@@ -99,9 +99,10 @@ class FlakyStore(WrappedStore):
         with self._lock:
             self.calls.append(verb)
             error = self._errors.pop(0) if self._errors else self._down
+            gate = self._gate  # whoever hears of the arrival may mend the store at once
         self.arrived.set()
-        if self._gate is not None:
-            self._gate.wait(GATE_WAIT_S)
+        if gate is not None:
+            gate.wait(GATE_WAIT_S)
         if error is not None:
             raise error
         return call()

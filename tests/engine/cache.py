@@ -114,7 +114,7 @@ def _run(function: Any, kept: Kept, args: Any, kwargs: Any) -> Values | Exceptio
     except Exception as exc:  # Whatever it is, each test that needs the scenario fails with it.
         exc.add_note(f"what the replicas left is in {folder}")
         return exc
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # a process that was killed may still be dying
     if kept.source in LEDGER.distrusted:
         return values
     partial = kept.file.with_suffix(f".{os.getpid()}")

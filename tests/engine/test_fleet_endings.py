@@ -15,6 +15,7 @@ from tests.engine.endings import (
     EXIT,
     SLOW_SAVES,
     STOPPED,
+    TIME_TO_END,
     EngineTold,
     kill_session,
     session_processes,
@@ -45,8 +46,9 @@ def all_ways_to_end(folder: Path) -> Values:
     for number, (way, (call, processes)) in enumerate(WAYS.items()):
         answered = folder / f"answered-{number}"
         last = Call(function=call) if call else WaitFor(path=folder / "never", seconds_max=1_200)
+        before = TIME_TO_END if processes else SLOW_SAVES
         generate = Generate(prompts=(PROMPTS[way],))
-        job = store.job(SLOW_SAVES, generate, Touch(path=answered), last)
+        job = store.job(before, generate, Touch(path=answered), last)
         job = job.model_copy(update={"processes": processes})
         ends[way] = end_of(job, folder, answered, interrupt=call is None)
         with closing(sqlite3.connect(store.index_file)) as index:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.engine.cache import Values, scenario
-from tests.engine.fleet import CHUNK, FREE_BLOCKS, SAVED, SharedStore, one_by_one
+from tests.engine.fleet import BLOCK, CHUNK, FREE_BLOCKS, SAVED, SharedStore, one_by_one
 from tests.engine.harness import run_replica, run_replicas
 from tests.engine.job import Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
-from tests.engine.prompts import tokens_of
+from tests.engine.prompts import prompt_of, tokens_of
 
 MODES = ("async", "layerwise", "auto")
 SEED = 11
@@ -23,6 +23,8 @@ CROWDED: dict[str, Any] = {
     "max_num_batched_tokens": 160,
     "max_num_seqs": 6,
 }
+CROWD = tuple(prompt_of(9 * BLOCK, seed=200 + i, max_tokens=60) for i in range(3))
+"""They fit, and not what they generate: whatever else a wave brings, one of them is preempted."""
 
 
 def drawn(source: random.Random) -> Prompt:
@@ -40,19 +42,21 @@ def drawn(source: random.Random) -> Prompt:
 
 def waves(seed: int) -> list[tuple[Prompt, ...]]:
     source = random.Random(seed)
-    return [tuple(drawn(source) for _ in range(PROMPTS)) for _ in range(WAVES)]
+    return [(*CROWD, *(drawn(source) for _ in range(PROMPTS))) for _ in range(WAVES)]
 
 
-def damage(store: SharedStore, seed: int) -> None:
-    """Remove, cut or change every third payload."""
+def damage(store: SharedStore, prompts: list[Prompt], seed: int) -> None:
+    """Remove, cut or change in turn every third chunk that prompts ask for, so that each kind of
+    damage is met, whatever else was stored."""
     source = random.Random(seed)
-    for path in store.payloads():
-        kind = source.randrange(9)
-        if kind == 0:
+    stored = {path.parent.name: path for path in store.payloads()}
+    asked = dict.fromkeys(digest.hex() for prompt in prompts for digest in store.hashes(prompt))
+    for kind, path in enumerate(stored[name] for name in list(asked)[::3] if name in stored):
+        if kind % 3 == 0:
             path.unlink()
-        elif kind == 1:
+        elif kind % 3 == 1:
             path.write_bytes(path.read_bytes()[: source.randrange(5000)])
-        elif kind == 2:
+        else:
             spoiled = bytearray(path.read_bytes())
             spoiled[source.randrange(len(spoiled))] ^= 1 << source.randrange(8)
             path.write_bytes(spoiled)
@@ -70,7 +74,7 @@ def mixture(folder: Path, seed: int) -> Values:
     alone, first = run_replicas(
         [Job(steps=one_by_one(quiet)), store.job(*steps, **crowded)], folder
     )
-    damage(store, seed)
+    damage(store, quiet, seed)
     values: Values = {"alone": alone, "first": first}
     for mode in MODES:
         copy = store.copy(folder / mode)

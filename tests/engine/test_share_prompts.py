@@ -151,12 +151,12 @@ def test_what_is_in_the_own_cache_is_not_loaded_again(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_prompts_at_once_with_one_prefix_all_find_it(mode: str) -> None:
-    first, second, late = cached(mode)["at once"]
+    found = [tokens or 0 for tokens in cached(mode)["at once"]]
     computed = len(LONG.tokens) // BLOCK * BLOCK
-    assert first == 5 * CHUNK
-    # The others load as well, or find in the replica's own cache what the first has by then.
-    assert second in (5 * CHUNK, computed)
-    assert late in (5 * CHUNK, computed)
+    # Whoever is looked up first loads, which need not be who came first. The others load as well,
+    # or find in the replica's own cache what the first has by then.
+    assert min(found) == 5 * CHUNK
+    assert set(found) <= {5 * CHUNK, computed}
 
 
 @pytest.mark.parametrize("mode", MODES)

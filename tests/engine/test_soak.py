@@ -16,10 +16,11 @@ from tests.engine.prompts import tokens_of
 PROMPTS = 30
 REQUESTS = 400
 CHUNK = 64
-LONGEST = 32
+LONGEST = 96
+"""Tokens of the longest answers: several blocks, so that room runs out for many while they run."""
 CROWDED: dict[str, Any] = {
     "num_gpu_blocks_override": 60,
-    "max_model_len": 768,
+    "max_model_len": 832,
     "max_num_batched_tokens": 256,
 }
 LIVES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from objkv.errors import StoreDenied
 from objkv.index.memory import MemoryIndex
 from objkv.index.observe import ObserveIndex
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_samples import FIELD, NAMESPACE, chunk, prefix_hash, shard
+from objkv.testing.index_samples import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
 from tests.index.flaky_index import FlakyIndex
 
 
@@ -12,7 +12,7 @@ def test_lookups_are_counted_by_outcome_and_timed() -> None:
     recorder = MemoryRecorder()
     times = iter([10.0, 10.5, 20.0, 20.25])
     index = ObserveIndex(MemoryIndex(), recorder, clock=lambda: next(times))
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=10)
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
     index.lookup(NAMESPACE, [prefix_hash(n) for n in (1, 2, 3)])
     assert recorder.drain() == {
         "index_publish_seconds_count": 1.0,

@@ -19,6 +19,8 @@ from objkv.testing.servers.round_trips import RoundTrips
 from tests.index.redis_clock import flushed
 
 NEVER = Retry(NoBackoff(), 0)
+PATIENCE_S = 120
+"""For a server on a machine that is busy with other things."""
 GOOD = {"parent": "00" * 20, "tokens": "0-256"}
 KEY = f"objkv:i:{NAMESPACE}:{prefix_hash(1).hex()}"
 
@@ -46,7 +48,10 @@ def client(valkey: RedisServer) -> Iterator[redis.Redis]:
 
 def counted(server: RedisServer, trips: RoundTrips) -> redis.Redis:
     pool = redis.ConnectionPool(
-        connection_class=trips.connection_class, port=server.port, protocol=2
+        connection_class=trips.connection_class,
+        port=server.port,
+        protocol=2,
+        socket_timeout=PATIENCE_S,
     )
     return redis.Redis.from_pool(pool)
 
@@ -233,15 +238,18 @@ def test_a_server_that_is_not_there_is_unavailable() -> None:
 
 
 def test_a_missing_password_is_denied(valkey: RedisServer) -> None:
+    def client(password: str | None) -> redis.Redis:
+        return redis.Redis(
+            port=valkey.port, password=password, retry=NEVER, socket_timeout=PATIENCE_S, protocol=2
+        )
+
     admin = valkey.client()
     admin.config_set("requirepass", "secret")
     try:
         with pytest.raises(StoreDenied, match="redis_username and redis_password"):
-            get(RedisIndex(redis.Redis(port=valkey.port, protocol=2, retry=NEVER)))
+            get(RedisIndex(client(None)))
         with pytest.raises(StoreDenied, match="redis_username and redis_password"):
-            RedisIndex(
-                redis.Redis(port=valkey.port, password="wrong", protocol=2, retry=NEVER)
-            ).check()
+            RedisIndex(client("wrong")).check()
     finally:
         admin.config_set("requirepass", "")
 

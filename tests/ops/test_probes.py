@@ -12,6 +12,7 @@ from objkv.ops.probes import Check, failure, probe_index, probe_store
 from objkv.ops.server import ServerFacts, judge_server
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
+from objkv.testing.clock import ManualClock
 from objkv.testing.flaky import FlakyStore
 
 BULK_STEPS = [
@@ -107,6 +108,18 @@ def test_a_probe_that_fails_half_way_takes_its_key_back(bulk: MemoryStore) -> No
     store = Deaf()
     assert only_bad(probe_store("bulk", store)).name == "head"
     assert list(store.scan("")) == []
+
+
+def test_an_index_that_is_slow_keeps_its_promises_all_the_same() -> None:
+    clock = ManualClock()
+
+    class Slow(MemoryIndex):
+        def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+            granted = super().lease(name, owner, ttl_ms=ttl_ms)
+            clock.advance(30)
+            return granted
+
+    assert statuses(probe_index(Slow(clock=clock))) == ["ok"] * len(INDEX_STEPS)
 
 
 class _Forgetful(MemoryIndex):

@@ -27,7 +27,13 @@ from objkv.testing.index_samples import (
     prefix_hash,
     shard,
 )
-from objkv.testing.servers.redis import RedisServer, redis_server, valkey_server, wait_until
+from objkv.testing.servers.redis import (
+    START_S,
+    RedisServer,
+    redis_server,
+    valkey_server,
+    wait_until,
+)
 from tests.index.redis_clock import flushed
 from tests.services.redis_fixtures import PATIENT, documented_rights
 
@@ -203,7 +209,7 @@ def test_a_cluster_url_at_a_single_server_says_what_to_write(redis_alone: RedisS
 
 def test_more_threads_than_connections_wait_for_one_another(redis_alone: RedisServer) -> None:
     flushed(redis_alone)
-    looking = redis.Redis(port=redis_alone.port)
+    looking = redis_alone.client()
     others = {client["id"] for client in looking.client_list(_type="normal")}
     index = opened(redis_alone.url, redis_calls_max=2)
     at_once(
@@ -236,7 +242,7 @@ def test_servers_do_not_outlive_the_process_that_started_them(tmp_path: Path) ->
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         port = int(parent.stdout.readline())
-        client = redis.Redis(port=port, retry=Retry(NoBackoff(), 0))
+        client = redis.Redis(port=port, retry=Retry(NoBackoff(), 0), socket_timeout=START_S)
         assert client.ping()
         parent.kill()
 

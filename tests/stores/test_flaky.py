@@ -1,5 +1,8 @@
 """``FlakyStore`` is a good store until it is told to fail."""
 
+from threading import Event
+from unittest.mock import Mock
+
 import pytest
 
 from objkv.errors import StoreUnavailable
@@ -58,3 +61,14 @@ def test_it_spoils_values_the_same_in_every_way_of_reading(store: FlakyStore) ->
 def test_it_loses_values(store: FlakyStore) -> None:
     store.drop("k")
     assert read_every_way(store) == [None] * 3
+
+
+def test_who_has_arrived_waits_at_the_gate_although_the_store_is_mended_at_once(
+    store: FlakyStore,
+) -> None:
+    gate = Mock(Event)
+    store.hold(gate)
+    store.arrived = Mock(Event)
+    store.arrived.set.side_effect = store.mend
+    assert store.get("k") == b"value"
+    gate.wait.assert_called_once()

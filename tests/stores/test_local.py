@@ -132,6 +132,7 @@ def test_a_file_that_shrinks_while_being_read_is_an_error(
         store.get_into("k", memoryview(bytearray(8)))
 
 
+# Its words soon fill the pipe: however late the test is, the writer does not fill the disk.
 WRITER = """
 import sys
 from pathlib import Path
@@ -139,19 +140,20 @@ from objkv.stores.local import LocalStore
 store = LocalStore(Path(sys.argv[1]))
 print("ready", flush=True)
 for number in range(1_000_000):
-    store.put_if_absent(f"n/{number % 7}/{number}", bytes([number % 251]) * 500_000)
+    if store.put_if_absent(f"n/{number % 7}/{number}", bytes([number % 251]) * 500_000):
+        print("put".ljust(4096), flush=True)
 """
 
 
 def test_a_killed_writer_leaves_whole_values_only(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for _ in range(3):
+        written = len(list(store.scan("")))
         with subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
         ) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"ready\n"
-            written = len(list(store.scan("")))
             while len(list(store.scan(""))) < written + 3:
                 pass
             writer.send_signal(signal.SIGKILL)

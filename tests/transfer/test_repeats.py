@@ -38,6 +38,8 @@ def store() -> SlowStore:
 @pytest.fixture
 def replica(store: SlowStore) -> Iterator[Replica]:
     replica = Replica(store, MemoryIndex(), seed=1, slabs=1)
+    # What was saved is remembered, however long a busy machine takes.
+    replica.cache._repeats = Repeats(clock=ManualClock())
     yield replica
     replica.close()
 

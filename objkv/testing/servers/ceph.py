@@ -21,7 +21,7 @@ from objkv.testing.servers.ports import free_port
 START_S = 240.0
 """Bound of every wait for a daemon."""
 _TRY_S = 60.0
-"""Bound of one command; one that asks a monitor which is not ready yet may hang."""
+"""Bound of a command that is tried again; one that asks a monitor which is not ready may hang."""
 ACCESS_KEY = "test"
 SECRET_KEY = "testsecret"
 
@@ -230,8 +230,8 @@ class _Daemon:
             process.wait()
 
 
-def _run(folder: Path, *command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TRY_S, cwd=folder)
+def _run(folder: Path, *command: str, bound_s: float = START_S) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=bound_s, cwd=folder)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {(done.stderr or done.stdout)[-2000:]}")
     return done.stdout
@@ -240,7 +240,7 @@ def _run(folder: Path, *command: str) -> str:
 def _succeeds(folder: Path, *command: str) -> str | None:
     """The command's output (never empty), or None if it failed or hung."""
     try:
-        return _run(folder, *command) or "done"
+        return _run(folder, *command, bound_s=_TRY_S) or "done"
     except (RuntimeError, subprocess.TimeoutExpired):
         return None
 

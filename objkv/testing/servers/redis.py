@@ -91,8 +91,11 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> redis.Redis:
-        """A plain client without credentials, for looking at the server from outside."""
-        return redis.Redis(port=self.port, protocol=2)
+        """A plain client without credentials, for looking at the server from outside.
+
+        By default redis-py asks again after 5 s: what a server was late to do would be done twice.
+        """
+        return redis.Redis(port=self.port, protocol=2, socket_timeout=START_S)
 
     def _accepts(self) -> bool:
         assert self._process is not None

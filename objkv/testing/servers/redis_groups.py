@@ -11,6 +11,8 @@ from objkv.testing.servers.redis import RedisServer, wait_until
 SERVICE = "objkv"
 _DOWN_MS = 3_000
 """Shorter, and a server that a busy machine did not run for a moment is taken for dead."""
+_FORMING_MS = 120_000
+"""The same while a cluster forms: a node that is late to answer CLUSTER MEET is not met again."""
 _FAILOVER_MS = 6_000
 _SYNC_AT_ONCE = ("--repl-diskless-sync-delay", "0")
 
@@ -45,10 +47,11 @@ def redis_cluster(
     """A started cluster of ``nodes`` servers, each primary with ``replicas`` replicas.
 
     A server that does not answer the others for ``node_timeout_ms`` is replaced, and the cluster
-    refuses commands meanwhile: give one that nobody is to kill a long time.
+    refuses commands meanwhile: give one that nobody is to kill a long time. A server that is
+    started again has the time of a cluster that forms.
     """
     first = free_port(nodes)
-    timeout = ("--cluster-node-timeout", str(node_timeout_ms))
+    timeout = ("--cluster-node-timeout", str(max(node_timeout_ms, _FORMING_MS)))
     args = ("--cluster-enabled", "yes", *timeout, *_SYNC_AT_ONCE)
     servers = [
         RedisServer(
@@ -67,6 +70,8 @@ def redis_cluster(
         for server in servers:
             server.start()
         _form(primaries, followers)
+        for server in servers:
+            server.client().config_set("cluster-node-timeout", node_timeout_ms)
     except BaseException:
         group.stop()
         raise
