@@ -130,7 +130,8 @@ class LocalStore:
         """Rename a synced temporary file to the key's name."""
         with _translated("put", key), self._written(key, value) as temporary:
             os.rename(temporary, self._path(key))
-            _sync_folder(os.path.dirname(temporary))
+            with suppress(FileNotFoundError):  # somebody deleted the value, and its folder with it
+                _sync_folder(os.path.dirname(temporary))
 
     def delete(self, key: str) -> bool:
         """Remove the file, and the folders that it leaves empty."""

@@ -56,6 +56,20 @@ def test_delete_removes_the_folders_that_it_empties(store: LocalStore, tmp_path:
     assert sorted(path.name for path in (tmp_path / "chunks/ns").iterdir()) == ["ab"]
 
 
+def test_a_value_that_is_deleted_the_moment_it_is_there_was_put(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def rename_and_delete(source: str, target: str) -> None:
+        rename(source, target)
+        assert store.delete("ab/cd/key")
+
+    monkeypatch.setattr(os, "rename", rename_and_delete)
+    store.put("ab/cd/key", b"value")
+    assert store.get("ab/cd/key") is None
+
+
 def test_files_and_folders_follow_the_umask(store: LocalStore, tmp_path: Path) -> None:
     old = os.umask(0o002)
     try:
