@@ -16,7 +16,7 @@ _COUNTS = ("engine_fresh", "engine_replayed")
 hypothesis.settings.register_profile(
     "objkv",
     deadline=None,
-    derandomize="CI" in os.environ,
+    derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("objkv")

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(3_600),
     pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None and "CI" not in os.environ,
+        importlib.util.find_spec("vllm") is None and not os.environ.get("CI"),
         reason="vLLM is not installed",
     ),
 ]
