@@ -105,6 +105,14 @@ def kill_session(leader: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def dump_stacks(pid: int) -> None:
+    """End a process that was started with PYTHONFAULTHANDLER; it writes what each of its threads is
+    doing. Returns when it is gone, so that two of them do not write at once."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGABRT)
+    wait_until(lambda: not _session(pid), f"process {pid} to end")
+
+
 def wait_for_end(leader: int) -> None:
     """Wait until nothing of the session runs. Raises TimeoutError."""
     wait_until(

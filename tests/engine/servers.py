@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from objkv.testing.servers.redis import free_port, wait_until
 from tests.engine import model
-from tests.engine.endings import EngineTold, kill_session, session_processes
+from tests.engine.endings import EngineTold, dump_stacks, kill_session, session_processes
 from tests.engine.harness import ROOT
 from tests.engine.job import Prompt
 
@@ -153,15 +153,17 @@ class Server:
         )
 
     def wait_for_end(self) -> int:
-        """Wait until it has ended; its exit status. Raises RuntimeError with the end of its log,
-        and in the log the stacks of all its threads, if it does not end."""
+        """Wait until it has ended; its exit status. If it does not end, raises RuntimeError with
+        what it logged last, and the stacks of all its threads are in the log file."""
         try:
             return self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            for pid in self.processes():
-                os.kill(pid, signal.SIGABRT)  # faulthandler writes the stacks
-            self._process.wait()
-            raise RuntimeError(f"the server did not end: {self.log[-8000:]}") from None
+            said = self.log[-4000:]
+            for pid in sorted(self.processes(), reverse=True):  # children first, or they die unread
+                dump_stacks(pid)
+            raise RuntimeError(
+                f"the server did not end, its stacks are in {self.log_file}: {said}"
+            ) from None
 
     def processes(self) -> list[int]:
         """Processes of its session that still run: it, its engine, its workers."""
