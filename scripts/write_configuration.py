@@ -14,7 +14,7 @@ from objkv.config import CONFIG_FILE_VARIABLE, ENV_PREFIX, Config
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = f"""# Configuration
 
-<!-- Written by scripts/write_configuration.py from objkv/config.py: change it there. -->
+<!-- Written by scripts/write_configuration.py from objkv/config/schema.py: change it there. -->
 
 Every setting may stand in three places; later ones win:
 

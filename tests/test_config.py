@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from objkv.config import (
-    _SERVICE_LINK,
-    INDEX_SCHEMES,
     Config,
     load_config,
     local_path,
     resolve_config,
     without_password,
 )
+from objkv.config.sources import _SERVICE_LINK
+from objkv.config.urls import INDEX_SCHEMES
 from objkv.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from objkv.assembly.redis import Client, connect_redis
+from objkv.assembly.redis import connect_redis
 from objkv.config import Config, local_path, without_password
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import PruneIndex, WriteIndex
@@ -49,7 +49,8 @@ class Backends:
 
     bulk: PruneStore
     hot: PruneStore | None
-    """On the index's connection; None where the index is no Redis, or keeps no payloads."""
+    """None where the index is no Redis, or payloads are not kept there. On connections of its own:
+    a lookup must not wait behind a payload."""
     index: PruneIndex
 
     def close(self) -> None:
@@ -78,16 +79,15 @@ class Backends:
 def open_backends(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> Backends:
-    """Bulk store, index, and the hot store on the index's connection.
+    """Bulk store, index and hot store.
 
     ``on_change`` hears when an end is given up and when it is back; by default that is logged.
     Raises ``ConfigError``.
     """
     told = on_change or log_change
-    client = _redis_client(config)
     bulk = open_bulk(config, recorder, on_change=told)
-    index = open_index(config, recorder, on_change=told, client=client)
-    hot = open_hot(config, recorder, on_change=told, client=client)
+    index = open_index(config, recorder, on_change=told)
+    hot = open_hot(config, recorder, on_change=told)
     return Backends(bulk, hot, index)
 
 
@@ -115,7 +115,6 @@ def open_hot(
     recorder: Recorder,
     *,
     on_change: OnChange | None = None,
-    client: Client | None = None,
 ) -> PruneStore | None:
     """The hot store, or None without Redis or with ``hot_payload_bytes_max`` 0. Wrapped as the bulk
     store is, but its connections are its limit, and payloads this small are not worth sharing.
@@ -124,7 +123,7 @@ def open_hot(
     """
     if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
-    client = client or connect_redis(config.index_url, config)
+    client = connect_redis(config.index_url, config)
     told = on_change or log_change
     store = ObserveStore(RedisStore(client, prefix=HOT_PREFIX, ttl_s=config.ttl_s), recorder, "hot")
     return BreakerStore(
@@ -140,14 +139,10 @@ def open_index(
     recorder: Recorder,
     *,
     on_change: OnChange | None = None,
-    client: Client | None = None,
 ) -> PruneIndex:
-    """The index. Innermost first: each call is observed; an index that fails is left alone.
-
-    ``client`` is the connection to use where the index is Redis; by default a new one.
-    """
+    """The index. Innermost first: each call is observed; an index that fails is left alone."""
     told = on_change or log_change
-    place = _index_place(config, client)
+    place = _index_place(config)
     guarded = BreakerIndex(
         ObserveIndex(place, recorder),
         failures=config.breaker_failures,
@@ -229,16 +224,10 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
     )
 
 
-def _index_place(config: Config, client: Client | None) -> PruneIndex:
+def _index_place(config: Config) -> PruneIndex:
     scheme = config.index_url.partition(":")[0]
     if scheme == "memory":
         return MemoryIndex()
     if scheme == "sqlite":
         return SqliteIndex(local_path(config.index_url))
-    return RedisIndex(client or connect_redis(config.index_url, config))
-
-
-def _redis_client(config: Config) -> Client | None:
-    if not config.index_url.startswith("redis"):
-        return None
-    return connect_redis(config.index_url, config)
+    return RedisIndex(connect_redis(config.index_url, config))

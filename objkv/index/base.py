@@ -53,6 +53,11 @@ class ChunkEntry:
     token_end: int
 
 
+Shards = Mapping[str, ShardRecord]
+"""Some shard records of one chunk by field, as a reader asked for them; may decode each only when
+it is read."""
+
+
 class ReadIndex(Protocol):
     """An index that can be asked."""
 
@@ -60,6 +65,15 @@ class ReadIndex(Protocol):
         """The records of a whole prompt, in order, None where there is none.
 
         One pipelined round trip whatever the length (one per node on a cluster).
+        """
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """What a reader needs of a whole prompt, in order: of each chunk those of the shard
+        ``fields`` that its record has, None where it has none of them.
+
+        Round trips as ``lookup``; made for requests, where every microsecond a chunk counts.
         """
 
     def scan(self, namespace: str) -> Iterator[Record]:

@@ -5,8 +5,9 @@ compare-and-delete compares the written bytes. Specified in ``docs/index.md``.
 """
 
 import re
+from collections.abc import Sequence
 
-from objkv.index.base import ShardRecord
+from objkv.index.base import Record, ShardRecord, Shards
 
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = r"([A-Za-z0-9._:+-]{0,128})"
@@ -45,6 +46,13 @@ def decode_shard(value: bytes) -> ShardRecord | None:
         header_checksum=checksum.decode("ascii"),
         created_s=int(created_s),
     )
+
+
+def shards_of(record: Record | None, fields: Sequence[str]) -> Shards | None:
+    """Those of ``fields`` that the record has, None if it has none; see ``ReadIndex.find``."""
+    if record is None:
+        return None
+    return {name: record.shards[name] for name in fields if name in record.shards} or None
 
 
 def is_shard_field(field: str) -> bool:

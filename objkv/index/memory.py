@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.fields import shards_of
 
 _PURGE_AT_LEAST = 1024
 
@@ -27,6 +28,12 @@ class MemoryIndex:
         """See ``ReadIndex``."""
         with self._lock:
             return [self._live((namespace, prefix_hash)) for prefix_hash in prefix_hashes]
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex``."""
+        return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``; shows the records of the moment it is first advanced."""

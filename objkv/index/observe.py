@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from objkv.errors import StoreError
-from objkv.index.base import Record, WriteIndex
+from objkv.index.base import Record, Shards, WriteIndex
 from objkv.index.wrapped import Verb, WrappedIndex
 from objkv.telemetry import Recorder
 
@@ -37,10 +37,20 @@ class ObserveIndex(WrappedIndex):
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """As the inner index."""
         records = super().lookup(namespace, prefix_hashes)
-        missing = records.count(None)
-        self._recorder.count("index_records_found", len(records) - missing)
-        self._recorder.count("index_records_missing", missing)
+        self._count(len(records), records.count(None))
         return records
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """As the inner index."""
+        found = super().find(namespace, prefix_hashes, fields)
+        self._count(len(found), found.count(None))
+        return found
+
+    def _count(self, asked: int, missing: int) -> None:
+        self._recorder.count("index_records_found", asked - missing)
+        self._recorder.count("index_records_missing", missing)
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
         begun_s = self._clock()

@@ -15,8 +15,8 @@ import redis
 from redis import exceptions
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import ChunkEntry, Record, ShardRecord
-from objkv.index.fields import decode_shard, encode_shard, is_shard_field
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.fields import decode_shard, encode_shard, is_shard_field, shards_of
 from objkv.index.redis_script import FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
@@ -81,6 +81,12 @@ class RedisIndex:
             _record(prefix_hash, reply)
             for prefix_hash, reply in zip(prefix_hashes, replies, strict=True)
         ]
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex``."""
+        return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``; walks all keys of the server, in batches."""

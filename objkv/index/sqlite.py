@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord
-from objkv.index.fields import decode_shard, encode_shard
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.fields import decode_shard, encode_shard, shards_of
 from objkv.index.sqlite_file import SqliteFile
 
 _HASHES_MAX = 30_000
@@ -72,6 +72,12 @@ class SqliteIndex:
                 )
                 found |= {record.prefix_hash: record for record in _records(rows)}
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex``."""
+        return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``; in hash order, and no transaction is held between two steps."""

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, WriteIndex
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, WriteIndex
 
 T = TypeVar("T")
 
-Verb = Literal["lookup", "scan", "namespaces", "publish", "touch", "forget", "lease", "release"]
+Verb = Literal[
+    "lookup", "find", "scan", "namespaces", "publish", "touch", "forget", "lease", "release"
+]
 
 
 class WrappedIndex:
@@ -27,6 +29,12 @@ class WrappedIndex:
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """As the inner index."""
         return self._around("lookup", lambda: self._inner.lookup(namespace, prefix_hashes))
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """As the inner index."""
+        return self._around("find", lambda: self._inner.find(namespace, prefix_hashes, fields))
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """As the inner index."""

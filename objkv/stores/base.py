@@ -12,7 +12,7 @@ that enforces the form, and every store calls it before it touches anything.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,11 @@ from objkv.errors import StoreError, ValueTooLong
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous; a memoryview is of format ``B``."""
+
+Arrived = Callable[[int], None]
+"""Told how many leading bytes of a buffer hold what was asked for, while more may still arrive: at
+rising numbers, at least once, by the thread that called the store. What it raises ends the get and
+reaches the caller unchanged."""
 
 KEY_BYTES_MAX = 900
 COMPONENT_BYTES_MAX = 200
@@ -51,12 +56,21 @@ class ReadStore(Protocol):
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Bytes ``[start, end)`` of the value, fewer if it is shorter, None if there is none."""
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """Write the whole value to the beginning of ``buffer``; return its length in bytes.
 
         None if there is none. ``buffer`` is writable, contiguous, of format ``B``; the caller owns
-        it, and the store does not touch it after returning. A value longer than ``buffer`` is
-        ``ValueTooLong``; what ``buffer`` holds after any error is undefined.
+        it, and the store does not touch it after returning or raising. A value longer than
+        ``buffer`` is ``ValueTooLong``; what ``buffer`` holds after any error is undefined.
+        """
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """Write bytes ``[start, start + len(buffer))`` of the value to the beginning of ``buffer``.
+
+        Returns how many there were: fewer than ``len(buffer)`` if the value ends before, 0 if it
+        ends before ``start``; None if there is no value. Else as ``get_into``.
         """
 
     def head(self, key: str) -> Entry | None:
@@ -124,11 +138,26 @@ def check_fits(key: str, nbytes: int, buffer: memoryview) -> None:
         raise ValueTooLong(f"get_into {key}: {nbytes} bytes do not fit into {len(buffer)}")
 
 
-def copy_into(key: str, value: Buffer, buffer: memoryview) -> int:
+def copy_into(key: str, value: Buffer, buffer: memoryview, arrived: Arrived | None = None) -> int:
     """``get_into`` for a value that is already in memory; returns its length in bytes."""
     nbytes = len(value)
     check_fits(key, nbytes, buffer)
     copy_bytes(buffer, value, nbytes)
+    if arrived is not None:
+        arrived(nbytes)
+    return nbytes
+
+
+def copy_range_into(
+    value: Buffer, start: int, buffer: memoryview, arrived: Arrived | None = None
+) -> int:
+    """``get_range_into`` for a value that is already in memory; returns how many bytes."""
+    with memoryview(value) as whole:
+        part = whole[start : start + len(buffer)]
+        copy_bytes(buffer, part, len(part))
+        nbytes = len(part)
+    if arrived is not None:
+        arrived(nbytes)
     return nbytes
 
 

@@ -18,27 +18,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.stores.base import Buffer, Entry, check_fits, check_key, check_prefix, is_key
+from objkv.errors import StoreUnavailable
+from objkv.stores.base import (
+    Arrived,
+    Buffer,
+    Entry,
+    check_fits,
+    check_key,
+    check_prefix,
+    is_key,
+)
+from objkv.stores.local_disk import make_folders, read_into, some_of, sync_folder, translated
 
 # "~" is not allowed in keys, so a temporary file can neither be read nor collide with a value.
 _TEMPORARY = "~tmp-"
 _FOLDER_TRIES = 10
-
-_FIX = {
-    errno.EACCES: "give this user read, write and search permission on the folder",
-    errno.EPERM: "the file system refuses this; it must allow hard links and belong to this user",
-    errno.EROFS: "the file system is mounted read-only",
-    errno.ENOSPC: "the disk is full: free space, or remove old payloads",
-    errno.EDQUOT: "the quota is used up: raise it, or remove old payloads",
-    errno.EEXIST: "a file stands where a folder is needed",
-    errno.ENOTDIR: "a file stands where a folder is needed",
-    errno.EISDIR: "a folder stands where a value is needed",
-    errno.EOPNOTSUPP: "the file system has no hard links: choose another folder",
-    errno.ENAMETOOLONG: "the path of the folder is too long: choose a shorter one",
-    errno.ELOOP: "the path goes through a loop of symbolic links",
-}
-_MENDS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
 
 
 class LocalStore:
@@ -58,46 +52,53 @@ class LocalStore:
 
     def get(self, key: str) -> bytes | None:
         """The whole file, or None."""
-        with _translated("get", key), self._opened(key) as opened:
+        with translated("get", key), self._opened(key) as opened:
             if opened is None:
                 return None
             fd, nbytes = opened
             value = os.read(fd, nbytes)
             while len(value) < nbytes:  # one read returns at most 2 GiB
-                value += _some(os.read(fd, nbytes - len(value)), key)
+                value += some_of(os.read(fd, nbytes - len(value)), key)
             return value
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Bytes ``[start, end)`` of the file, or None."""
-        with _translated("get_range", key), self._opened(key) as opened:
+        with translated("get_range", key), self._opened(key) as opened:
             if opened is None:
                 return None
             fd, nbytes = opened
             end, value = min(end, nbytes), b""
             while start + len(value) < end:
                 at = start + len(value)
-                value += _some(os.pread(fd, end - at, at), key)
+                value += some_of(os.pread(fd, end - at, at), key)
             return value
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """Read the file straight into ``buffer``: no copy in between."""
-        with _translated("get_into", key), self._opened(key) as opened:
+        with self._opened(key) as opened:
             if opened is None:
                 return None
             fd, nbytes = opened
             check_fits(key, nbytes, buffer)
-            at = 0
-            while at < nbytes:
-                got = os.preadv(fd, [buffer[at:nbytes]], at)
-                if not got:
-                    raise StoreError(f"get_into {key}: the file became shorter while being read")
-                at += got
+            read_into(key, fd, 0, buffer[:nbytes], arrived)
             return nbytes
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """Read the bytes straight into ``buffer``."""
+        with self._opened(key) as opened:
+            if opened is None:
+                return None
+            fd, nbytes = opened
+            part = buffer[: max(0, nbytes - start)]
+            read_into(key, fd, start, part, arrived)
+            return len(part)
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the file, or None."""
         check_key(key)
-        with _translated("head", key):
+        with translated("head", key):
             try:
                 found = os.stat(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +116,7 @@ class LocalStore:
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Link a synced temporary file to the key's name; the link fails where a file is."""
-        with _translated("put_if_absent", key):
+        with translated("put_if_absent", key):
             if self.head(key) is not None:  # spares the write; the link below decides
                 return False
             with self._written(key, value) as temporary:
@@ -123,20 +124,20 @@ class LocalStore:
                     os.link(temporary, self._path(key))
                 except FileExistsError:
                     return False
-                _sync_folder(os.path.dirname(temporary))
+                sync_folder(os.path.dirname(temporary))
                 return True
 
     def put(self, key: str, value: Buffer) -> None:
         """Rename a synced temporary file to the key's name."""
-        with _translated("put", key), self._written(key, value) as temporary:
+        with translated("put", key), self._written(key, value) as temporary:
             os.rename(temporary, self._path(key))
             with suppress(FileNotFoundError):  # somebody deleted the value, and its folder with it
-                _sync_folder(os.path.dirname(temporary))
+                sync_folder(os.path.dirname(temporary))
 
     def delete(self, key: str) -> bool:
         """Remove the file, and the folders that it leaves empty."""
         check_key(key)
-        with _translated("delete", key):
+        with translated("delete", key):
             try:
                 os.unlink(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
@@ -150,7 +151,7 @@ class LocalStore:
 
     def check(self) -> None:
         """Create the folder if there is none, and look into it."""
-        with _translated("check", self._root):
+        with translated("check", self._root):
             os.makedirs(self._root, exist_ok=True)
             with os.scandir(self._root) as found:
                 next(found, None)
@@ -170,7 +171,7 @@ class LocalStore:
         for key, is_folder in self._walk("", ""):
             if is_folder or not key.rpartition("/")[2].startswith(_TEMPORARY):
                 continue
-            with _translated("sweep", key), suppress(FileNotFoundError):
+            with translated("sweep", key), suppress(FileNotFoundError):
                 if os.stat(self._path(key)).st_mtime <= limit:
                     os.unlink(self._path(key))
                     removed += 1
@@ -183,9 +184,12 @@ class LocalStore:
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
         """The file's descriptor and length in bytes, or None if there is no such file."""
         check_key(key)
-        try:
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
+        with translated("get", key):
+            try:
+                fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                fd = -1
+        if fd < 0:
             yield None
             return
         try:
@@ -220,13 +224,13 @@ class LocalStore:
             try:
                 return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:  # also when a delete removed the empty folder just now
-                _make_folders(folder)
+                make_folders(folder)
         raise StoreUnavailable(f"put: {folder} is removed as fast as it is created")
 
     def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, bool]]:
         """(key, is a folder) of all that is under ``folder`` and may start with ``prefix``, in
         key order: a folder sorts as the keys in it do, with its ``/``."""
-        with _translated("scan", folder):
+        with translated("scan", folder):
             try:
                 with os.scandir(self._path(folder)) as found:
                     names = [e.name + "/" if e.is_dir() else e.name for e in found]
@@ -241,43 +245,3 @@ class LocalStore:
                 yield from self._walk(key[:-1], prefix)
             else:
                 yield key, False
-
-
-def _make_folders(folder: str) -> None:
-    """``makedirs`` that syncs the parent of each folder it makes, so that a crash keeps them."""
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        _make_folders(os.path.dirname(folder))
-        with suppress(FileExistsError):
-            os.mkdir(folder)
-    _sync_folder(os.path.dirname(folder))
-
-
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _some(part: bytes, key: str) -> bytes:
-    if not part:
-        raise StoreError(f"get {key}: the file became shorter while being read")
-    return part
-
-
-@contextmanager
-def _translated(verb: str, key: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        reason = f"{verb} {key}: {exc.strerror or exc}"
-        if exc.errno in _MENDS:
-            raise StoreUnavailable(reason) from exc
-        if exc.errno in _FIX:
-            raise StoreDenied(f"{reason}: {_FIX[exc.errno]}") from exc
-        raise StoreError(reason) from exc

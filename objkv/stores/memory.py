@@ -4,7 +4,15 @@ import time
 from collections.abc import Callable, Iterator
 from threading import Lock
 
-from objkv.stores.base import Buffer, Entry, check_key, check_prefix, copy_into
+from objkv.stores.base import (
+    Arrived,
+    Buffer,
+    Entry,
+    check_key,
+    check_prefix,
+    copy_into,
+    copy_range_into,
+)
 
 
 class MemoryStore:
@@ -28,10 +36,17 @@ class MemoryStore:
         found = self._find(key)
         return None if found is None else found[0][start:end]
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """Copy the value into ``buffer``."""
         found = self._find(key)
-        return None if found is None else copy_into(key, found[0], buffer)
+        return None if found is None else copy_into(key, found[0], buffer, arrived)
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """Copy bytes of the value into ``buffer``."""
+        found = self._find(key)
+        return None if found is None else copy_range_into(found[0], start, buffer, arrived)
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the value, or None."""

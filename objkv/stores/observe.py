@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from objkv.errors import StoreError
-from objkv.stores.base import Buffer, PruneStore
+from objkv.stores.base import Arrived, Buffer, PruneStore
 from objkv.stores.wrapped import Verb, WrappedStore
 from objkv.telemetry import Recorder
 
 T = TypeVar("T")
 
-_READS: frozenset[Verb] = frozenset(("get", "get_range", "get_into", "head"))
+_READS: frozenset[Verb] = frozenset(("get", "get_range", "get_into", "get_range_into", "head"))
 
 
 class ObserveStore(WrappedStore):
@@ -62,12 +62,15 @@ class ObserveStore(WrappedStore):
         """As the inner store."""
         return self._read(super().get_range(key, start, end))
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """As the inner store."""
-        nbytes = super().get_into(key, buffer)
-        if nbytes is not None:
-            self._recorder.count(f"{self._name}_read_bytes", nbytes)
-        return nbytes
+        return self._read_into(super().get_into(key, buffer, arrived))
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """As the inner store."""
+        return self._read_into(super().get_range_into(key, start, buffer, arrived))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """As the inner store."""
@@ -82,6 +85,11 @@ class ObserveStore(WrappedStore):
         """As the inner store."""
         super().put(key, value)
         self._recorder.count(f"{self._name}_written_bytes", len(value))
+
+    def _read_into(self, nbytes: int | None) -> int | None:
+        if nbytes is not None:
+            self._recorder.count(f"{self._name}_read_bytes", nbytes)
+        return nbytes
 
     def _read(self, value: bytes | None) -> bytes | None:
         if value is not None:

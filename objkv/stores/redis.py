@@ -15,7 +15,16 @@ import redis
 from redis import exceptions as failures
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.stores.base import Buffer, Entry, check_key, check_prefix, copy_into, is_key
+from objkv.stores.base import (
+    Arrived,
+    Buffer,
+    Entry,
+    check_key,
+    check_prefix,
+    copy_into,
+    copy_range_into,
+    is_key,
+)
 
 SCAN_BATCH = 500
 _GLOB = re.compile(r"([\\*?\[\]])")
@@ -83,10 +92,17 @@ class RedisStore:
             exists, *values = batch.execute()
             return b"".join(values) if exists else None
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """Get the value and copy it into ``buffer``."""
         value = self.get(key)
-        return None if value is None else copy_into(key, value, buffer)
+        return None if value is None else copy_into(key, value, buffer, arrived)
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """Get the bytes and copy them into ``buffer``."""
+        value = self.get_range(key, start, start + len(buffer))
+        return None if value is None else copy_range_into(value, 0, buffer, arrived)
 
     def head(self, key: str) -> Entry | None:
         """Size and age, or None. The age is what has passed of this store's ``ttl_s``."""

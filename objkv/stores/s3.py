@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import BotoCoreError, ClientError
 
 from objkv.errors import StoreUnavailable
-from objkv.stores.base import Buffer, Entry, check_fits, check_key, check_prefix, is_key
+from objkv.stores.base import (
+    Arrived,
+    Buffer,
+    Entry,
+    check_fits,
+    check_key,
+    check_prefix,
+    copy_range_into,
+    is_key,
+)
 from objkv.stores.s3_body import BufferReader, read_exactly
 from objkv.stores.s3_client import error_code, is_missing, translated
 from objkv.telemetry import NullRecorder, Recorder
@@ -95,7 +104,14 @@ class S3Store:
             ranged = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
             return value if ranged else value[start:end]
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """Get the bytes and copy them into ``buffer``."""
+        value = self.get_range(key, start, start + len(buffer))
+        return None if value is None else copy_range_into(value, 0, buffer, arrived)
+
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """Read the body from the socket into ``buffer``; its length is checked before and after."""
         with translated("get_into", key):
             answer = self._get(key)
@@ -108,10 +124,12 @@ class S3Store:
             with translated("get_into", key):
                 read_exactly(body, buffer[:nbytes], time.monotonic() + self._deadline_s)
             whole = True
-            return nbytes
         finally:
             if not whole:  # the connection still carries the rest: it cannot be used again
                 body.close()
+        if arrived is not None:
+            arrived(nbytes)
+        return nbytes
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the object, or None. A missing bucket is None as well: the answer to a

@@ -12,14 +12,14 @@ from threading import Condition, Lock
 from typing import Any
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.stores.base import Buffer, Entry, PruneStore, copy_bytes
+from objkv.stores.base import Arrived, Buffer, Entry, PruneStore, copy_bytes
 from objkv.stores.wrapped import WrappedStore
 
 _Call = tuple[str | int, ...]
 
 
 class SingleflightStore(WrappedStore):
-    """Shares ``get``, ``get_range``, ``get_into`` and ``head`` among callers of the same moment.
+    """Shares ``head`` and all ``get`` verbs among callers of the same moment.
 
     A follower waits ``wait_s`` at most, then gets StoreUnavailable; when the leader fails, its
     followers fail with it. Whoever reads after a put or delete returned sees its effect: it
@@ -49,14 +49,30 @@ class SingleflightStore(WrappedStore):
         )
         return found
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """As the inner store; shared among buffers of equal length, so that a value which is too
-        long for one is too long for all."""
-        call = ("get_into", len(buffer))
+        long for one is too long for all. A follower's bytes arrive all at once."""
+        told = _Told(arrived)
         found: int | None = self._shared(
-            key, call, lambda: self._inner.get_into(key, buffer), buffer
+            key,
+            ("get_into", len(buffer)),
+            lambda: self._inner.get_into(key, buffer, told.leading),
+            buffer,
         )
-        return found
+        return told.finish(found)
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """As the inner store; shared as ``get_into`` is."""
+        told = _Told(arrived)
+        found: int | None = self._shared(
+            key,
+            ("get_range_into", start, len(buffer)),
+            lambda: self._inner.get_range_into(key, start, buffer, told.leading),
+            buffer,
+        )
+        return told.finish(found)
 
     def head(self, key: str) -> Entry | None:
         """As the inner store."""
@@ -123,6 +139,26 @@ class SingleflightStore(WrappedStore):
                 del flights[call]
                 if not flights:
                     del self._flights[key]
+
+
+class _Told:
+    """Tells a caller what has arrived: the leader as it does, a follower when all is there."""
+
+    def __init__(self, arrived: Arrived | None) -> None:
+        self._arrived = arrived
+        self.leading = None if arrived is None else self._lead
+        self._led = False
+
+    def _lead(self, nbytes: int) -> None:
+        assert self._arrived is not None
+        self._led = True
+        self._arrived(nbytes)
+
+    def finish(self, nbytes: int | None) -> int | None:
+        """The call's answer, told now to whoever did not lead."""
+        if nbytes is not None and self._arrived is not None and not self._led:
+            self._arrived(nbytes)
+        return nbytes
 
 
 class _Seat:

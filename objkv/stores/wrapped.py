@@ -3,11 +3,21 @@
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
-from objkv.stores.base import Buffer, Entry, PruneStore
+from objkv.stores.base import Arrived, Buffer, Entry, PruneStore
 
 T = TypeVar("T")
 
-Verb = Literal["get", "get_range", "get_into", "head", "scan", "put_if_absent", "put", "delete"]
+Verb = Literal[
+    "get",
+    "get_range",
+    "get_into",
+    "get_range_into",
+    "head",
+    "scan",
+    "put_if_absent",
+    "put",
+    "delete",
+]
 
 
 class WrappedStore:
@@ -32,9 +42,17 @@ class WrappedStore:
         """As the inner store."""
         return self._around("get_range", lambda: self._inner.get_range(key, start, end))
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         """As the inner store."""
-        return self._around("get_into", lambda: self._inner.get_into(key, buffer))
+        return self._around("get_into", lambda: self._inner.get_into(key, buffer, arrived))
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        """As the inner store."""
+        return self._around(
+            "get_range_into", lambda: self._inner.get_range_into(key, start, buffer, arrived)
+        )
 
     def head(self, key: str) -> Entry | None:
         """As the inner store."""

@@ -140,11 +140,11 @@ def hold_gets(_llm: Any, gate: str) -> None:
 
     get_into = LocalStore.get_into
 
-    def held(self: LocalStore, key: str, buffer: memoryview) -> int | None:
+    def held(self: LocalStore, key: str, buffer: memoryview, arrived: Any = None) -> int | None:
         while not Path(gate).exists():
             asked(Path(gate)).touch()
             time.sleep(0.005)
-        return get_into(self, key, buffer)
+        return get_into(self, key, buffer, arrived)
 
     LocalStore.get_into = held  # type: ignore[method-assign]
 

@@ -8,6 +8,7 @@ import torch
 
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.transfer.paged_cache import same_blocks
 from tests.transfer.world import (
@@ -137,10 +138,10 @@ class StuckStore(MemoryStore):
         self.asked = Event()
         self.broken = False
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         self.asked.set()
         assert self.go.wait(PATIENCE_S)
-        return super().get_into(key, buffer)
+        return super().get_into(key, buffer, arrived)
 
     def put_if_absent(self, key: str, value: bytes | bytearray | memoryview) -> bool:
         if self.broken:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from threading import Event
 
 from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.transfer.world import PATIENCE_S, Replica, wait_until
 
@@ -16,10 +17,10 @@ class GatedStore(MemoryStore):
         self.gates: dict[str, Event] = {}
         self.asked: list[str] = []
 
-    def get_into(self, key: str, buffer: memoryview) -> int | None:
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
         self.asked.append(key)
         assert self.gates[key].wait(2 * PATIENCE_S)
-        return super().get_into(key, buffer)
+        return super().get_into(key, buffer, arrived)
 
 
 def test_a_load_within_the_step_does_not_wait_behind_loads_between_steps() -> None:

@@ -1,0 +1,31 @@
+"""Settings: one strict schema for environment, TOML file, vLLM's extra config and options.
+
+Later sources win: defaults, the TOML file (``OBJKV_CONFIG_FILE``), environment (``OBJKV_*``), then
+``kv_connector_extra_config`` in the engine or the options of the command line.
+"""
+
+from objkv.config.schema import CodecName, Config, LoadMode
+from objkv.config.sources import (
+    CONFIG_FILE_VARIABLE,
+    ENV_PREFIX,
+    Resolved,
+    Source,
+    load_config,
+    resolve_config,
+)
+from objkv.config.urls import cache_folder, local_path, without_password
+
+__all__ = [
+    "CONFIG_FILE_VARIABLE",
+    "ENV_PREFIX",
+    "CodecName",
+    "Config",
+    "LoadMode",
+    "Resolved",
+    "Source",
+    "cache_folder",
+    "load_config",
+    "local_path",
+    "resolve_config",
+    "without_password",
+]

@@ -1,0 +1,166 @@
+"""The schema: every setting, its unit, its default and what it means."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from objkv.config.urls import (
+    BULK_SCHEMES,
+    INDEX_SCHEMES,
+    cache_folder,
+    check_url,
+    without_password,
+)
+
+LoadMode = Literal["async", "layerwise", "auto"]
+CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
+AdmissionMode = Literal["auto", "always", "never"]
+_SECRETS = ("s3_access_key_id", "s3_secret_access_key", "redis_password")
+
+
+class Config(BaseModel):
+    """Everything that can be set. Frozen; unknown keys are refused; units are in the names."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        str_strip_whitespace=True,
+        hide_input_in_errors=True,  # an error that is logged must not carry a password along
+        use_attribute_docstrings=True,  # they are the reference that tools print
+    )
+
+    bulk_url: str = Field(default_factory=lambda: f"file://{cache_folder() / 'chunks'}")
+    """``file:///path``, ``s3://bucket/prefix`` or ``memory:``. Holds every chunk. The path of
+    ``file`` is taken literally: nothing in it is an escape."""
+    index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
+    """``sqlite:///path``, ``redis://``, ``rediss://``, ``redis+cluster://``,
+    ``redis+sentinel://h1:26379,h2:26379/0?service=name`` or ``memory:``."""
+
+    s3_endpoint_url: str | None = None
+    """For S3-compatible stores other than AWS; unset: ``AWS_ENDPOINT_URL_S3`` and the like."""
+    s3_region: str | None = None
+    """Unset: ``AWS_REGION``, then the profile's."""
+    s3_ca_bundle: Path | None = None
+    """PEM file that signs the endpoint's certificate; unset: ``AWS_CA_BUNDLE``, then certifi."""
+    s3_addressing: Literal["auto", "path", "virtual"] = "auto"
+    """Bucket in the path or in the host name; many servers other than AWS need ``path``."""
+    s3_access_key_id: str | None = Field(default=None, repr=False)
+    """Better left unset: the AWS client finds roles, profiles and variables by itself."""
+    s3_secret_access_key: str | None = Field(default=None, repr=False)
+    """Belongs to ``s3_access_key_id``."""
+    s3_multipart_bytes: int = Field(default=64 << 20, ge=5 << 20)
+    """Payloads above this size are uploaded in parts of this size."""
+    s3_range_bytes: int = Field(default=8 << 20, ge=1 << 20)
+    """Payloads above this size are read by several ranged requests at once."""
+    s3_ranges_max: int = Field(default=16, ge=0, le=256)
+    """Such requests under way besides the first of each payload, per process. 0: one request
+    reads a whole payload."""
+    s3_hedge_percent_max: int = Field(default=5, ge=0, le=100)
+    """A request slower to answer than 95 of 100 is sent once more, and whichever answers first is
+    read; at most this share of requests. 0: never."""
+    bulk_calls_max: int = Field(default=64, ge=1)
+    """Calls to the bulk store at once, per process."""
+
+    redis_ca_file: Path | None = None
+    """PEM file that signs the server's certificate; unset: the system's authorities."""
+    redis_cert_file: Path | None = None
+    """PEM certificate that this client shows, where the server asks for one."""
+    redis_key_file: Path | None = None
+    """PEM private key of ``redis_cert_file``."""
+    redis_username: str | None = None
+    """Overrides the URL's, so that secrets can stay out of URLs."""
+    redis_password: str | None = Field(default=None, repr=False)
+    """Overrides the URL's, so that secrets can stay out of URLs."""
+    redis_calls_max: int = Field(default=16, ge=1)
+    """Connections to Redis, per process: so many for the index, and as many for payloads."""
+
+    chunk_tokens: int = Field(default=256, ge=1)
+    """A wish: the effective chunk is the smallest multiple of all block sizes that reaches it."""
+    codec: CodecName = "none"
+    """How payloads are compressed: ``none`` suits fast links, ``blosc`` and ``blosclz4`` pay on
+    slow ones; ``auto`` chooses for each chunk by what it measured."""
+    load_mode: LoadMode = "async"
+    """``async``: between steps, hidden by other requests' compute; ``layerwise``: within the step,
+    layer by layer (not with asynchronous scheduling); ``auto``: by what is left to compute."""
+    save_decode: bool = False
+    """Whether chunks that end in generated tokens are saved too, not only prompts."""
+    hot_payload_bytes_max: int = Field(default=1 << 20, ge=0)
+    """Larger payloads never go to Redis. 0: none does. Has no effect without Redis."""
+    hot_save_bytes_max: int = Field(default=256 << 10, ge=0)
+    """Payloads up to this size are kept in Redis as soon as they are saved; larger ones when they
+    are loaded often."""
+    hot_promote_loads: int = Field(default=3, ge=1)
+    """A payload that a worker loaded so often from the bulk store is copied to Redis."""
+    hot_promote_bytes_max: int = Field(default=256 << 20, ge=0)
+    """Bytes that a worker copies to Redis in this way within an hour. 0: none."""
+    tenant: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Part of the identity: tenants never share."""
+    model_id: str | None = None
+    """Overrides the model's name in the identity, e.g. when mount paths differ."""
+    weights_epoch: int = Field(default=0, ge=0)
+    """Raise it to start afresh after weights changed in place."""
+    ttl_s: int = Field(default=7 * 86_400, ge=1)
+    """Life of an index record after its last save or hit."""
+    pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
+    """Pinned (page-locked) memory per worker, for loads and saves together."""
+
+    lookup_deadline_ms: int = Field(default=500, ge=1)
+    """A lookup that takes longer is a miss."""
+    load_deadline_ms: int = Field(default=30_000, ge=1)
+    """A load that takes longer is a miss: the rest of it is recomputed."""
+    step_load_deadline_ms: int = Field(default=5_000, ge=1)
+    """The same for a load within the step, which holds up every request of the replica."""
+    save_deadline_ms: int = Field(default=60_000, ge=1)
+    """A save that takes longer is dropped."""
+    drain_deadline_ms: int = Field(default=10_000, ge=0)
+    """How long a shutdown waits for saves in flight."""
+    load_threads: int = Field(default=8, ge=1, le=256)
+    """Threads that fetch and decode chunks, per worker."""
+    save_threads: int = Field(default=4, ge=1, le=256)
+    """Threads that encode and upload chunks, per worker."""
+    load_queue_max: int = Field(default=4096, ge=1)
+    """Chunks waiting to be loaded, per worker; more are misses."""
+    save_queue_max: int = Field(default=64, ge=1)
+    """Chunks waiting to be saved, per worker; more are dropped."""
+    lookup_queue_max: int = Field(default=1024, ge=1)
+    """Requests waiting for a lookup; more are misses."""
+    near_records_max: int = Field(default=65_536, ge=0)
+    """Index records kept in the scheduler's memory."""
+    near_ttl_ms: int = Field(default=30_000, ge=0)
+    """How long a record in the scheduler's memory is believed."""
+    near_miss_ttl_ms: int = Field(default=500, ge=0)
+    """How long the scheduler believes that a chunk is not stored. 0: it asks every time."""
+    lease_ms: int = Field(default=30_000, ge=1)
+    """How long one replica alone may be saving a chunk."""
+    breaker_failures: int = Field(default=5, ge=1)
+    """Failures in a row after which a store is left alone for ``breaker_reset_ms``."""
+    breaker_reset_ms: int = Field(default=5_000, ge=1)
+    """How long a failing store is left alone before one call tries it again."""
+
+    admission: AdmissionMode = "auto"
+    """Which matches are loaded: ``auto``, those that were measured to be sooner loaded than
+    computed; ``always``; ``never``, which only saves."""
+    at_start: Literal["degraded", "strict"] = "degraded"
+    """An unreachable store at start: serve without it until it is back, or refuse to start."""
+    load_failure: Literal["recompute", "vllm"] = "recompute"
+    """``recompute`` sets vLLM's ``kv_load_failure_policy`` so; ``vllm`` leaves it alone."""
+    store_tokens: bool = False
+    """Whether payloads carry their token ids, for audits. They are the prompt in plain sight."""
+
+    @model_validator(mode="after")
+    def _urls_are_known(self) -> Self:
+        check_url("bulk_url", self.bulk_url, BULK_SCHEMES)
+        check_url("index_url", self.index_url, INDEX_SCHEMES)
+        return self
+
+    def public(self) -> dict[str, Any]:
+        """All settings as plain values, secrets masked: for ``doctor`` and logs."""
+        out = self.model_dump(mode="json")
+        for name in _SECRETS:
+            if out[name] is not None:
+                out[name] = "***"
+        for name in ("bulk_url", "index_url", "s3_endpoint_url"):
+            if out[name] is not None:
+                out[name] = without_password(out[name])
+        return out

@@ -1,0 +1,120 @@
+"""Where settings come from: defaults, TOML file, environment, extra config; later ones win.
+
+Nothing outside this package reads the environment, except that the AWS client reads its own
+standard variables for what is left unset here.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from objkv.config.schema import Config
+from objkv.errors import ConfigError
+
+ENV_PREFIX = "OBJKV_"
+CONFIG_FILE_VARIABLE = "OBJKV_CONFIG_FILE"
+
+# Kubernetes puts these into every container for a Service named, say, ``objkv-redis``: not ours.
+_SERVICE_LINK = re.compile(
+    r"OBJKV(_.+)?_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+Source = Literal["default", "file", "environment", "option"]
+_Given = dict[Source, tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Settings, and where each of them comes from."""
+
+    config: Config
+    sources: Mapping[str, Source]
+
+
+def load_config(
+    overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None
+) -> Config:
+    """Resolve all sources. ``overrides`` is vLLM's extra config.
+
+    Raises ``ConfigError`` naming the source, the key, and the nearest known key.
+    """
+    return resolve_config(overrides, environ=environ, origin="kv_connector_extra_config").config
+
+
+def resolve_config(
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    origin: str = "the options",
+) -> Resolved:
+    """Resolve all sources, and tell which one each setting comes from.
+
+    ``file`` replaces ``OBJKV_CONFIG_FILE``; ``origin`` names ``overrides`` in messages. Empty
+    variables count as unset. Raises ``ConfigError`` as ``load_config`` does.
+    """
+    environ = os.environ if environ is None else environ
+    given: _Given = {}
+    if name := file or environ.get(CONFIG_FILE_VARIABLE):
+        given["file"] = (f"in {name}", _read_toml(Path(name)))
+    given["environment"] = ("in the environment", _from_environment(environ))
+    given["option"] = (f"in {origin}", dict(overrides or {}))
+
+    merged: dict[str, Any] = {}
+    sources: dict[str, Source] = dict.fromkeys(Config.model_fields, "default")
+    for source, (where, values) in given.items():
+        _refuse_unknown(values, where, env=source == "environment")
+        merged |= values
+        sources |= dict.fromkeys(values, source)
+    try:
+        return Resolved(Config.model_validate(merged), sources)
+    except ValidationError as exc:
+        lines = [_explain(e["loc"], e["msg"], sources, given) for e in exc.errors()]
+        raise ConfigError("objkv settings: " + "; ".join(lines)) from exc
+
+
+def _refuse_unknown(values: Mapping[str, Any], where: str, *, env: bool) -> None:
+    for key in values:
+        if key in Config.model_fields:
+            continue
+        near = difflib.get_close_matches(str(key), Config.model_fields, n=1, cutoff=0.5)
+        hint = f"; did you mean {_shown(near[0], env=env)!r}?" if near else ""
+        raise ConfigError(f"objkv settings: unknown key {_shown(key, env=env)!r} {where}{hint}")
+
+
+def _explain(
+    location: tuple[int | str, ...], message: str, sources: Mapping[str, Source], given: _Given
+) -> str:
+    message = message.removeprefix("Value error, ")
+    if not location:
+        return message
+    key, source = str(location[0]), sources[str(location[0])]
+    where = f" {given[source][0]}" if source in given else ""
+    return f"{_shown(key, env=source == 'environment')}{where}: {message}"
+
+
+def _shown(key: str, *, env: bool) -> str:
+    return ENV_PREFIX + key.upper() if env else key
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    ours = {n: v for n, v in environ.items() if n.startswith(ENV_PREFIX) and v}
+    ours.pop(CONFIG_FILE_VARIABLE, None)
+    links = {name for name in ours if _SERVICE_LINK.fullmatch(name)}
+    return {n.removeprefix(ENV_PREFIX).lower(): v for n, v in ours.items() if n not in links}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"objkv settings: the file {path}: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"objkv settings: {path}: not valid TOML: {exc}") from exc

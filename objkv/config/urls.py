@@ -1,0 +1,55 @@
+"""URLs and paths in settings: what is allowed, where defaults lie, and what may be shown."""
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+BULK_SCHEMES = ("file", "memory", "s3")
+_REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
+_TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
+INDEX_SCHEMES = ("sqlite", "memory", *_REDIS_KINDS, *_TLS_KINDS)
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/objkv``, by default ``~/.cache/objkv``: shared by the user's replicas."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "objkv"
+
+
+def local_path(url: str) -> Path:
+    """The path of a ``file://`` or ``sqlite://`` URL, taken literally."""
+    return Path(url.partition("://")[2].removeprefix("localhost"))
+
+
+def without_password(url: str) -> str:
+    """The URL with its passwords, if any, replaced by ``***``."""
+    scheme, separator, rest = url.partition("://")
+    rest = re.sub(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", r"\1***", rest)
+    # The last "@": a password that was not percent-encoded may hold "@" and "/" itself.
+    login, at, place = rest.rpartition("@")
+    if not at or scheme in ("file", "sqlite"):
+        return f"{scheme}{separator}{rest}"
+    user, colon, _ = login.partition(":")
+    return f"{scheme}{separator}{user}{colon and ':***'}@{place}"
+
+
+def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` that says what to write unless ``url`` can be used as ``name``."""
+    shown = without_password(url)
+    scheme, _, rest = url.partition(":")
+    if scheme not in known:
+        raise ValueError(f"{name} {shown!r}: use one of {', '.join(known)}")
+    if scheme in ("file", "sqlite"):
+        if not rest.startswith("//") or not local_path(url).is_absolute():
+            raise ValueError(f"{name} {shown!r}: write {scheme}:/// and an absolute path")
+    elif scheme != "memory" and not _names_host(rest):
+        what = "bucket" if scheme == "s3" else "host"
+        raise ValueError(f"{name} {shown!r}: names no {what}; write {scheme}://{what}")
+
+
+def _names_host(rest: str) -> bool:
+    try:
+        return bool(urlsplit(rest).netloc.rpartition("@")[2])
+    except ValueError:  # brackets that are no IPv6 address
+        return False

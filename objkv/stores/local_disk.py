@@ -1,0 +1,89 @@
+"""What a directory's store asks of the file system: reading into buffers, folders that last, and
+errors that say what to fix."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.stores.base import Arrived
+
+_SLICE_BYTES = 1 << 20
+"""What is read at once where somebody waits for the first bytes: still in the processor's cache
+when they are verified."""
+
+_FIX = {
+    errno.EACCES: "give this user read, write and search permission on the folder",
+    errno.EPERM: "the file system refuses this; it must allow hard links and belong to this user",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENOSPC: "the disk is full: free space, or remove old payloads",
+    errno.EDQUOT: "the quota is used up: raise it, or remove old payloads",
+    errno.EEXIST: "a file stands where a folder is needed",
+    errno.ENOTDIR: "a file stands where a folder is needed",
+    errno.EISDIR: "a folder stands where a value is needed",
+    errno.EOPNOTSUPP: "the file system has no hard links: choose another folder",
+    errno.ENAMETOOLONG: "the path of the folder is too long: choose a shorter one",
+    errno.ELOOP: "the path goes through a loop of symbolic links",
+}
+_MENDS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
+
+
+def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrived | None) -> None:
+    """Fill ``buffer`` with the file's bytes from ``start`` on; raises ``StoreError``, and what
+    ``arrived`` raises."""
+    at, size = 0, len(buffer)
+    step = size if arrived is None else _SLICE_BYTES
+    while at < size:
+        with translated("get_into", key):
+            got = os.preadv(fd, [buffer[at : min(size, at + step)]], start + at)
+        if not got:
+            raise StoreError(f"get_into {key}: the file became shorter while being read")
+        at += got
+        if arrived is not None:
+            arrived(at)
+    if not size and arrived is not None:
+        arrived(0)
+
+
+def make_folders(folder: str) -> None:
+    """``makedirs`` that syncs the parent of each folder it makes, so that a crash keeps them."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_folders(os.path.dirname(folder))
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+    sync_folder(os.path.dirname(folder))
+
+
+def sync_folder(folder: str) -> None:
+    """Make the names in ``folder`` last through a crash."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def some_of(part: bytes, key: str) -> bytes:
+    """``part``, which is not the end of the file."""
+    if not part:
+        raise StoreError(f"get {key}: the file became shorter while being read")
+    return part
+
+
+@contextmanager
+def translated(verb: str, key: str) -> Iterator[None]:
+    """Raise as ``StoreError`` what the file system raises inside."""
+    try:
+        yield
+    except OSError as exc:
+        reason = f"{verb} {key}: {exc.strerror or exc}"
+        if exc.errno in _MENDS:
+            raise StoreUnavailable(reason) from exc
+        if exc.errno in _FIX:
+            raise StoreDenied(f"{reason}: {_FIX[exc.errno]}") from exc
+        raise StoreError(reason) from exc
