@@ -12,6 +12,7 @@ import pytest
 
 from objkv.errors import StoreError
 from objkv.stores.base import KEY_BYTES_MAX, Buffer, Entry, PruneStore
+from objkv.testing.store_arrivals import StoreArrivals
 from objkv.testing.store_races import READERS, StoreRaces
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ NOT_KEYS = (
 )
 
 
-class StoreContract(StoreRaces):
+class StoreContract(StoreRaces, StoreArrivals):
     """Every store passes every one of these."""
 
     @pytest.fixture
