@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,28 +22,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from objkv.assembly.backends import Backends, check_backends, open_backends
-from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import load_config
 from objkv.connector.eviction import evict_failed, holds_nothing
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.metadata import StepPlan
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
-from objkv.connector.scheduler import Roles, SchedulerSide
-from objkv.connector.translate import (
-    copies_are_synchronous,
-    read_geometry,
-    read_identity,
-    safe_load_mode,
-    tell_of_sudden_end,
-    tensor_rank,
-    warn_of_outer_policy,
-)
-from objkv.connector.worker import Rank, WorkerSide
-from objkv.index.near import NearIndex
+from objkv.connector.scheduler import SchedulerSide
+from objkv.connector.sides import Worker, open_scheduler_side, open_worker_side
+from objkv.connector.translate import read_geometry, warn_of_outer_policy
+from objkv.connector.worker import WorkerSide
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -78,58 +71,21 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         check_backends(self._backends, self._config)
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = self._open_scheduler(vllm_config)
-
-    def _open_scheduler(self, vllm_config: "VllmConfig") -> SchedulerSide:
-        transfer = self._kv_transfer_config
-        if self._config.load_failure == "recompute":
-            # vLLM reads it after it made the connector. Its default would fail the request, and
-            # to objkv a payload that cannot be loaded is a miss like any other.
-            transfer.kv_load_failure_policy = "recompute"
-        identity = read_identity(vllm_config, self._geometry, self._config)
-        config = safe_load_mode(vllm_config, self._geometry, self._config)
-        if transfer.is_kv_producer:
-            tell_of_sudden_end(vllm_config)
-        return SchedulerSide(
-            config,
-            Roles(
-                loads=transfer.is_kv_consumer,
-                saves=transfer.is_kv_producer,
-                copies_are_synchronous=copies_are_synchronous(),
-                steps_in_flight=max(1, vllm_config.max_concurrent_batches),
-            ),
-            self._geometry,
-            identity,
-            bulk=self._backends.bulk,
-            index=NearIndex(
-                self._backends.index,
-                records_max=self._config.near_records_max,
-                ttl_s=self._config.near_ttl_ms / 1000,
-                fields=self._geometry.all_fields(),
-            ),
-            recorder=self._recorder,
-        )
+            self._scheduler = open_scheduler_side(
+                vllm_config, self._config, self._geometry, self._backends, self._recorder
+            )
 
     # Worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the paged cache of this rank. Raises ``ConfigError`` for a layout objkv cannot
         read."""
-        config = self._config
-        settings = CacheSettings(
-            self._writer, config.ttl_s, config.lease_ms, config.hot_payload_bytes_max
-        )
-        cache = ChunkCache(
-            self._backends.bulk, self._backends.hot, self._backends.index, settings, self._recorder
-        )
-        rank = Rank(
-            tensor_rank(self._vllm_config),
-            self._writer,
-            max(1, self._vllm_config.max_concurrent_batches),
-            writes_early=getattr(self._vllm_config, "use_v2_model_runner", False),
-        )
-        self._worker = WorkerSide(
-            config, self._geometry, rank, cache, recorder=self._recorder, kv_caches=kv_caches
+        self._worker = open_worker_side(
+            self._vllm_config,
+            self._config,
+            self._geometry,
+            self._backends,
+            Worker(self._writer, self._recorder, kv_caches),
         )
         # An engine that is dropped, or a process that just ends, still drains its saves.
         weakref.finalize(self, self._worker.close)
@@ -248,6 +204,15 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if connector_output.invalid_block_ids and manager is not None:
             failed = connector_output.invalid_block_ids
             evict_failed(manager, side.requests_under_way, side.tables_ended, failed)
+
+    def take_events(self) -> Iterable["KVCacheEvent"]:
+        """None of its own; vLLM asks once a step, when it has the step's result."""
+        self._end_step()
+        return ()
+
+    @guarded(None)
+    def _end_step(self) -> None:
+        self._side().end_step()
 
     def request_finished(
         self, request: "Request", block_ids: list[int]

@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from objkv.cache.admission import LoadTime
 from objkv.transfer.plan import LoadPlan, SavePlan
 
 
@@ -22,7 +23,7 @@ class StepPlan(KVConnectorMetadata):
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers → scheduler: what did not go as planned."""
+    """Workers → scheduler: what did not go as planned, and how long the rest took."""
 
     dropped: set[tuple[str, int]] = field(default_factory=set)
     """(request id, chunk) whose save was dropped."""
@@ -30,16 +31,23 @@ class StepReport(KVConnectorWorkerMetadata):
     """(namespace, prefix hash) of records that promised what was not there, or not right."""
     failed: set[str] = field(default_factory=set)
     """Requests whose load failed, wholly or in part."""
+    loaded: dict[str, LoadTime] = field(default_factory=dict)
+    """By request id, loads that succeeded."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """What went wrong on one worker went wrong."""
+        """What went wrong on one worker went wrong; a load took as long as on the slowest."""
         assert isinstance(other, StepReport)
         return StepReport(
             self.dropped | other.dropped,
             self.rejected | other.rejected,
             self.failed | other.failed,
+            self.loaded
+            | {
+                name: max(load, self.loaded.get(name, load), key=lambda one: one.seconds)
+                for name, load in other.loaded.items()
+            },
         )
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.dropped or self.rejected or self.failed)
+        return not (self.dropped or self.rejected or self.failed or self.loaded)

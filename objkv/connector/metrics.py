@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 COUNTERS = {
     "hit_tokens": "Tokens that vLLM was told to load instead of computing.",
+    "admission_refused": "Matches not loaded, because computing them was measured to be sooner.",
+    "admission_cut": "Matches of which a tail was not loaded, for the same reason.",
+    "admission_refused_tokens": "Tokens computed for that reason although they were stored.",
     "loads": "Load plans that ended, one per request and worker.",
     "load_bytes": "Payload bytes brought in and verified.",
     "load_failures": "Load plans of which something had to be recomputed.",

@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from time import sleep
 from typing import TYPE_CHECKING
 
-from objkv.cache.lookup import LookupService, Records
-from objkv.cache.match import usable_chunks
+from objkv.cache.admission import Admission
+from objkv.cache.lookup import LookupService
 from objkv.config import Config
 from objkv.connector.admissions import Admissions
 from objkv.connector.confidence import Confidence
 from objkv.connector.geometry import Geometry
 from objkv.connector.guard import guarded
 from objkv.connector.home import Home
+from objkv.connector.matching import Matching
 from objkv.connector.metadata import StepPlan, StepReport
+from objkv.connector.pace import Pace
 from objkv.connector.steps import BlockTable, load_moves, save_moves
-from objkv.connector.tracking import RequestTracker, Tracked, Usable
-from objkv.index.base import Record
+from objkv.connector.tracking import RequestTracker
 from objkv.index.near import NearIndex
-from objkv.keys.identity import GroupIdentity, Identity
+from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.transfer.plan import LoadPlan, SavePlan
@@ -78,6 +79,10 @@ class SchedulerSide:
         self._requests = RequestTracker(geometry, self._lookups, recorder)
         self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.tp_size)
         self._confidence = Confidence(config.step_load_deadline_ms / 1000)
+        self._pace = Pace(
+            Admission(config.admission, recorder), geometry, steps_in_flight=roles.steps_in_flight
+        )
+        self._matching = Matching(config.load_mode, geometry, self._confidence, self._pace)
         self._loads: dict[str, LoadPlan] = {}
         self._loading: dict[str, LoadPlan] = {}
         self._held: set[str] = set()
@@ -126,7 +131,7 @@ class SchedulerSide:
         records = self._requests.records(tracked)
         if records is None:
             return None, False
-        usable = self._usable(tracked, records, computed)
+        usable = self._matching.usable(tracked, records, computed)
         if usable.end <= computed:
             return 0, False
         return usable.end - computed, not usable.sync
@@ -154,6 +159,7 @@ class SchedulerSide:
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         loads = tuple(self._loads.values())
         self._confidence.planned(loads)
+        self._pace.step_planned(output.total_num_scheduled_tokens, loads)
         self._loads = {}
         for plan in loads:
             if plan.sync:
@@ -165,6 +171,10 @@ class SchedulerSide:
             # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
             sleep(_EMPTY_STEP_S)
         return StepPlan(loads, saves, frozenset(self._held))
+
+    def end_step(self) -> None:
+        """The oldest step under way has its result."""
+        self._pace.step_ended()
 
     def update(self, output: "KVConnectorOutput") -> None:
         """What the workers told."""
@@ -180,6 +190,7 @@ class SchedulerSide:
         """A request ended; True if its blocks must live until its saves have left them."""
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
+        self._pace.request_ended(request.request_id)
         tracked = self._requests.end(request.request_id)
         if tracked is None or not tracked.saved or self._roles.copies_are_synchronous:
             return False
@@ -203,44 +214,6 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop the background threads."""
         self._lookups.close()
-
-    def _usable(self, tracked: Tracked, records: Records, computed: int) -> Usable:
-        known, num_tokens = tracked.usable, tracked.request.num_tokens
-        if (
-            known is None
-            or known.records is not records
-            or (known.num_tokens, known.computed) != (num_tokens, computed)
-        ):
-            end, sync = self._usable_tokens(records, num_tokens, computed)
-            known = tracked.usable = Usable(records, num_tokens, computed, end, sync)
-        return known
-
-    def _usable_tokens(
-        self, records: Sequence[Record | None], num_tokens: int, computed: int
-    ) -> tuple[int, bool]:
-        """The end of the match in tokens, and whether to load it within the step.
-
-        A load between steps may cover the whole prompt: vLLM then computes the last token again.
-        Within a step, and with sliding windows, at least one token must be left to compute.
-        """
-        size, groups = self._geometry.chunk_tokens, self._geometry.groups
-        if self._geometry.windowed:
-            records = records[: (num_tokens - 1) // size]
-            return usable_chunks(records, groups, size, self._readable) * size, False
-        tokens = usable_chunks(records, groups, size, self._readable) * size
-        if not self._loads_within_step(num_tokens, tokens, computed):
-            return min(tokens, num_tokens), False
-        step = self._geometry.block_tokens
-        return min(tokens, (num_tokens - 1) // step * step), True
-
-    def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
-        """Layer by layer pays when there is as much to compute as to load."""
-        if self._config.load_mode == "auto" and num_tokens - matched < matched - computed:
-            return False
-        return self._confidence.holds and self._config.load_mode != "async"
-
-    def _readable(self, record: Record, group: int, _identity: GroupIdentity) -> bool:
-        return self._requests.fields[group] <= record.shards.keys()
 
     @guarded(tuple[SavePlan, ...]())
     def _saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
@@ -282,6 +255,7 @@ class SchedulerSide:
 
     def _read_report(self, report: StepReport) -> None:
         self._confidence.reported(report)
+        self._pace.reported(report)
         for request_id, chunk in report.dropped:
             self._requests.unstore(request_id, chunk)
         for request_id in report.failed:

@@ -11,6 +11,7 @@ from os import getpid
 
 import torch
 
+from objkv.cache.admission import LoadTime
 from objkv.cache.tiered import ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
@@ -226,6 +227,9 @@ class WorkerSide:
         self._report.rejected |= outcome.rejected
         if outcome.failed:
             self._report.failed.add(outcome.request_id)
+        elif outcome.first_s is not None:
+            time = LoadTime(outcome.nbytes, outcome.seconds, outcome.first_s)
+            self._report.loaded[outcome.request_id] = time
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ CHUNK = 128
 """Tokens of a chunk in these stores: four blocks, so that a prompt can end inside."""
 CONNECTOR = "ObjKVConnector"
 PATIENT = {
+    "admission": "always",
+    "codec": "none",
+    "near_miss_ttl_ms": 0,
     "lookup_deadline_ms": 120_000,
     "load_deadline_ms": 300_000,
     "step_load_deadline_ms": 300_000,

@@ -1,0 +1,169 @@
+"""Which part of a match is sooner loaded than computed, from what this replica measured.
+
+A load takes the latency of each store it touches, and its bytes at that store's speed; computing
+takes a measured time per token. A match that would lose is refused, of one whose tail would lose
+the rest is loaded. As long as little was measured, everything is loaded, which is how it becomes
+measured; and now and then a load that should lose is let through, since stores and networks
+recover. Attention makes a later token dearer than an early one; that is left out, and favours
+computing by a little on very long prompts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Literal
+
+from objkv.cache.speed import Meter
+from objkv.telemetry import Recorder
+
+Tier = Literal["hot", "bulk"]
+Mode = Literal["auto", "always", "never"]
+
+OBSERVATIONS_MIN = 3
+"""Of loads from a tier, and of steps, before either is believed."""
+STEP_TOKENS_MIN = 64
+"""A step with fewer tokens says how long a step takes, not a token."""
+RETRY_S = 30.0
+"""After so long without a load from a tier, the next one is let through."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSize:
+    """What one chunk of a match would bring."""
+
+    nbytes: int
+    """Of this worker's payloads, as stored."""
+    tokens: int
+    """That need not be computed."""
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """How long a load took, on the worker where it took longest."""
+
+    nbytes: int
+    seconds: float
+    """From plan to last byte."""
+    first_s: float
+    """From plan to first byte."""
+
+
+class _TierCost:
+    """One store's latency and speed."""
+
+    def __init__(self) -> None:
+        self.speed = Meter()
+        self.latency = Meter()
+        self.count = 0
+        self.last_s = 0.0
+        """When a load was last let through, on the clock of ``Admission``."""
+
+    def observe(self, load: LoadTime) -> None:
+        self.count += 1
+        self.latency.observe(1, max(load.first_s, 1e-9))
+        # Of a small load the bytes after the first take no time that could be measured; all of
+        # it is then the upper bound.
+        moving_s = load.seconds - load.first_s
+        self.speed.observe(load.nbytes, moving_s if moving_s > 0 else load.seconds)
+
+    def seconds(self, nbytes: int) -> float | None:
+        """For ``nbytes``, without latency; None while too little is known."""
+        speed = self.speed.bytes_per_s
+        if speed is None or self.count < OBSERVATIONS_MIN:
+            return None
+        return nbytes / speed
+
+    @property
+    def latency_s(self) -> float:
+        return self.latency.seconds_percentile(0.5) or 0.0
+
+
+class Admission:
+    """Decides, and learns. Used by the scheduler's thread only; never waits."""
+
+    def __init__(
+        self, mode: Mode, recorder: Recorder, *, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._mode = mode
+        self._recorder = recorder
+        self._clock = clock
+        self._tiers: dict[Tier, _TierCost] = {"hot": _TierCost(), "bulk": _TierCost()}
+        self._prefill = Meter()
+        self._steps = 0
+
+    def loaded(self, tier: Tier, load: LoadTime) -> None:
+        """A load, all of which came from ``tier``, succeeded."""
+        if load.nbytes > 0 and 0 <= load.first_s <= load.seconds:
+            self._tiers[tier].observe(load)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step computed ``tokens``."""
+        if tokens >= STEP_TOKENS_MIN:
+            self._steps += 1
+            self._prefill.observe(tokens, seconds)
+
+    @property
+    def decided(self) -> bool | None:
+        """Whether every match is loaded, or none, whatever it is; None where it depends."""
+        return None if self._mode == "auto" else self._mode == "always"
+
+    def admit(self, chunks: Sequence[ChunkSize]) -> int:
+        """How many leading chunks to load: those after which the most time is saved."""
+        if self.decided is not None or not chunks:
+            return len(chunks) if self.decided else 0
+        if self._is_due(chunks):
+            return len(chunks)
+        admitted = self._best(chunks)
+        if admitted < len(chunks):
+            refused = sum(chunk.tokens for chunk in chunks[admitted:])
+            self._recorder.count("admission_refused_tokens", refused)
+            self._recorder.count("admission_refused" if admitted == 0 else "admission_cut")
+        return admitted
+
+    def describe(self) -> dict[str, float]:
+        """What was measured so far: bytes and tokens per second, and seconds of latency."""
+        out: dict[str, float] = {}
+        for name, cost in self._tiers.items():
+            if (speed := cost.speed.bytes_per_s) is not None:
+                out |= {f"{name}_bytes_per_s": speed, f"{name}_latency_s": cost.latency_s}
+        if (tokens := self._prefill.bytes_per_s) is not None:
+            out["prefill_tokens_per_s"] = tokens
+        return out
+
+    def __repr__(self) -> str:
+        known = ", ".join(f"{name} {value:.4g}" for name, value in self.describe().items())
+        return f"<Admission {self._mode}, {known or 'nothing measured'}>"
+
+    def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:
+        """Whether a tier among those needed has to be measured, again or for the first time."""
+        now = self._clock()
+        tiers = [self._tiers[tier] for tier in {chunk.tier for chunk in chunks}]
+        due = self._steps < OBSERVATIONS_MIN or any(
+            tier.count < OBSERVATIONS_MIN or now - tier.last_s >= RETRY_S for tier in tiers
+        )
+        if due:
+            for tier in tiers:
+                tier.last_s = now
+        return due
+
+    def _best(self, chunks: Sequence[ChunkSize]) -> int:
+        prefill = self._prefill.bytes_per_s
+        assert prefill is not None
+        saved_s, best_s, best = 0.0, 0.0, 0
+        touched: set[Tier] = set()
+        for number, chunk in enumerate(chunks, start=1):
+            cost = self._tiers[chunk.tier]
+            if chunk.tier not in touched:
+                touched.add(chunk.tier)
+                saved_s -= cost.latency_s
+            seconds = cost.seconds(chunk.nbytes)
+            assert seconds is not None
+            saved_s += chunk.tokens / prefill - seconds
+            if saved_s > best_s:
+                best_s, best = saved_s, number
+        if best:
+            now = self._clock()
+            for tier in {chunk.tier for chunk in chunks[:best]}:
+                self._tiers[tier].last_s = now
+        return best

@@ -1,0 +1,98 @@
+"""Makes the scheduler's and the worker's side from vLLM's configuration, settings and backends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from objkv.assembly.backends import Backends
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.config import Config
+from objkv.connector.geometry import Geometry
+from objkv.connector.scheduler import Roles, SchedulerSide
+from objkv.connector.translate import (
+    copies_are_synchronous,
+    read_identity,
+    safe_load_mode,
+    tell_of_sudden_end,
+    tensor_rank,
+)
+from objkv.connector.worker import Rank, WorkerSide
+from objkv.index.near import NearIndex
+from objkv.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a worker process has of its own."""
+
+    name: str
+    """Names it in leases and payloads."""
+    recorder: Recorder
+    kv_caches: Mapping[str, torch.Tensor]
+    """vLLM's paged cache, by layer; never freed or resized here."""
+
+
+def open_scheduler_side(
+    vllm_config: "VllmConfig",
+    config: Config,
+    geometry: Geometry,
+    backends: Backends,
+    recorder: Recorder,
+) -> SchedulerSide:
+    """Reads the model's files. Raises ``ConfigError`` for what is not supported."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    if config.load_failure == "recompute":
+        # vLLM reads it after it made the connector. Its default would fail the request, and
+        # to objkv a payload that cannot be loaded is a miss like any other.
+        transfer.kv_load_failure_policy = "recompute"
+    identity = read_identity(vllm_config, geometry, config)
+    if transfer.is_kv_producer:
+        tell_of_sudden_end(vllm_config)
+    return SchedulerSide(
+        safe_load_mode(vllm_config, geometry, config),
+        Roles(
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+            copies_are_synchronous=copies_are_synchronous(),
+            steps_in_flight=max(1, vllm_config.max_concurrent_batches),
+        ),
+        geometry,
+        identity,
+        bulk=backends.bulk,
+        index=NearIndex(
+            backends.index,
+            records_max=config.near_records_max,
+            ttl_s=config.near_ttl_ms / 1000,
+            fields=geometry.all_fields(),
+        ),
+        recorder=recorder,
+    )
+
+
+def open_worker_side(
+    vllm_config: "VllmConfig",
+    config: Config,
+    geometry: Geometry,
+    backends: Backends,
+    worker: Worker,
+) -> WorkerSide:
+    """Raises ``ConfigError`` for a layout of the paged cache that objkv cannot read."""
+    settings = CacheSettings(
+        worker.name, config.ttl_s, config.lease_ms, config.hot_payload_bytes_max
+    )
+    cache = ChunkCache(backends.bulk, backends.hot, backends.index, settings, worker.recorder)
+    rank = Rank(
+        tensor_rank(vllm_config),
+        worker.name,
+        max(1, vllm_config.max_concurrent_batches),
+        writes_early=getattr(vllm_config, "use_v2_model_runner", False),
+    )
+    return WorkerSide(
+        config, geometry, rank, cache, recorder=worker.recorder, kv_caches=worker.kv_caches
+    )

@@ -1,0 +1,156 @@
+"""Which part of a match is loaded, from what was measured. Time is an argument."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.cache.admission import (
+    OBSERVATIONS_MIN,
+    RETRY_S,
+    STEP_TOKENS_MIN,
+    Admission,
+    ChunkSize,
+    LoadTime,
+    Tier,
+)
+from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.testing.clock import ManualClock
+
+MB = 1_000_000
+
+
+def chunks(count: int, *, nbytes: int = MB, tier: Tier = "bulk") -> list[ChunkSize]:
+    return [ChunkSize(nbytes, 256, tier)] * count
+
+
+def taught(
+    clock: ManualClock,
+    *,
+    bulk_mb_s: float = 100,
+    latency_s: float = 0.0,
+    hot_mb_s: float | None = None,
+    prefill: float = 10_000,
+    recorder: MemoryRecorder | None = None,
+) -> Admission:
+    """One that has measured all this, and has just let a load of each tier through."""
+    admission = Admission("auto", recorder or NullRecorder(), clock=clock)
+    for _ in range(OBSERVATIONS_MIN):
+        admission.computed(2_000, 2_000 / prefill)
+        admission.loaded("bulk", LoadTime(10 * MB, latency_s + 10 / bulk_mb_s, latency_s))
+        if hot_mb_s is not None:
+            admission.loaded("hot", LoadTime(MB, 1 / hot_mb_s, 0.0))
+    assert admission.admit(chunks(1)) == 1
+    if hot_mb_s is not None:
+        assert admission.admit(chunks(1, tier="hot")) == 1
+    return admission
+
+
+def test_always_and_never_ask_nobody() -> None:
+    for mode, admitted in (("always", 9), ("never", 0)):
+        admission = Admission(mode, NullRecorder(), clock=ManualClock(1e6))
+        for _ in range(9):
+            admission.computed(2_000, 1e-9)
+            admission.loaded("bulk", LoadTime(1, 100.0, 99.0))
+        assert admission.admit(chunks(9)) == admitted
+
+
+def test_nothing_measured_means_everything_is_loaded() -> None:
+    admission = Admission("auto", NullRecorder(), clock=ManualClock(1e6))
+    assert admission.admit(chunks(5)) == 5
+    for _ in range(OBSERVATIONS_MIN):
+        admission.computed(2_000, 1e-6)
+    assert admission.admit(chunks(5)) == 5
+
+
+def test_a_load_that_would_win_is_admitted() -> None:
+    # 256 tokens: 25.6 ms to compute, 10 ms to load.
+    assert taught(ManualClock(1e6)).admit(chunks(8)) == 8
+
+
+def test_a_load_that_would_lose_is_refused_and_counted() -> None:
+    recorder = MemoryRecorder()
+    admission = taught(ManualClock(1e6), bulk_mb_s=20, recorder=recorder)  # 50 ms against 25.6
+    assert admission.admit(chunks(8)) == 0
+    assert recorder.value("admission_refused") == 1
+    assert recorder.value("admission_refused_tokens") == 8 * 256
+
+
+def test_latency_alone_makes_a_short_match_lose() -> None:
+    admission = taught(ManualClock(1e6), latency_s=0.1)  # each chunk saves 15.6 ms
+    assert admission.admit(chunks(6)) == 0
+    assert admission.admit(chunks(7)) == 7
+
+
+def test_a_tail_that_would_lose_is_left_to_compute() -> None:
+    recorder = MemoryRecorder()
+    admission = taught(ManualClock(1e6), bulk_mb_s=20, hot_mb_s=500, recorder=recorder)
+    match = chunks(3, tier="hot") + chunks(4, tier="bulk")
+    assert admission.admit(match) == 3
+    assert recorder.value("admission_cut") == 1
+    assert recorder.value("admission_refused") == 0
+    assert recorder.value("admission_refused_tokens") == 4 * 256
+
+
+def test_a_slow_head_is_loaded_where_the_tail_makes_up_for_it() -> None:
+    admission = taught(ManualClock(1e6), bulk_mb_s=20, hot_mb_s=500)
+    assert admission.admit(chunks(1) + chunks(9, tier="hot")) == 10
+
+
+def test_a_tier_that_was_left_alone_is_tried_again() -> None:
+    clock = ManualClock(1e6)
+    admission = taught(clock, bulk_mb_s=20)
+    assert admission.admit(chunks(4)) == 0
+    clock.advance(RETRY_S)
+    assert admission.admit(chunks(4)) == 4
+    assert admission.admit(chunks(4)) == 0
+
+
+def test_a_store_that_recovered_is_used_again() -> None:
+    clock = ManualClock(1e6)
+    admission = taught(clock, bulk_mb_s=20)
+    assert admission.admit(chunks(4)) == 0
+    for _ in range(200):
+        admission.loaded("bulk", LoadTime(10 * MB, 0.01, 0.001))
+    assert admission.admit(chunks(4)) == 4
+
+
+def test_small_steps_say_nothing_of_computing() -> None:
+    admission = taught(ManualClock(1e6))
+    for _ in range(1_000):
+        admission.computed(STEP_TOKENS_MIN - 1, 1e-9)
+    assert admission.admit(chunks(8)) == 8
+
+
+def test_what_was_measured_can_be_shown() -> None:
+    admission = taught(ManualClock(1e6), latency_s=0.02)
+    shown = admission.describe()
+    assert shown["prefill_tokens_per_s"] == pytest.approx(10_000)
+    assert shown["bulk_bytes_per_s"] == pytest.approx(100 * MB)
+    assert shown["bulk_latency_s"] == pytest.approx(0.02)
+    assert "prefill_tokens_per_s 1e+04" in repr(admission)
+
+
+@given(
+    st.floats(1, 10_000),
+    st.floats(0, 1),
+    st.floats(100, 1e6),
+    st.lists(st.tuples(st.integers(1, 64 * MB), st.sampled_from(["hot", "bulk"])), max_size=40),
+)
+def test_no_other_end_would_have_saved_more(
+    mb_s: float, latency_s: float, prefill: float, sizes: list[tuple[int, Tier]]
+) -> None:
+    admission = taught(
+        ManualClock(1e6), bulk_mb_s=mb_s, latency_s=latency_s, hot_mb_s=500, prefill=prefill
+    )
+    match = [ChunkSize(nbytes, 256, tier) for nbytes, tier in sizes]
+    shown = admission.describe()
+
+    def saved_s(end: int) -> float:
+        used = {chunk.tier for chunk in match[:end]}
+        load = sum(shown[f"{tier}_latency_s"] for tier in used)
+        load += sum(chunk.nbytes / shown[f"{chunk.tier}_bytes_per_s"] for chunk in match[:end])
+        return end * 256 / shown["prefill_tokens_per_s"] - load
+
+    admitted = admission.admit(match)
+    best = max(saved_s(end) for end in range(len(match) + 1))
+    assert saved_s(admitted) == pytest.approx(best, abs=1e-6)

@@ -1,0 +1,156 @@
+"""How steps and loads are timed, and where an admitted load ends."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from objkv.cache.admission import Admission, ChunkSize, LoadTime, Tier
+from objkv.connector.geometry import Geometry
+from objkv.connector.metadata import StepReport
+from objkv.connector.pace import Pace
+from objkv.index.base import ShardRecord
+from objkv.keys.identity import GroupIdentity
+from objkv.testing.clock import ManualClock
+from objkv.transfer.plan import LoadPlan
+
+GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
+COLD = ShardRecord(100, 100, "none", False, "0" * 32, 1)
+HOT = ShardRecord(100, 100, "none", True, "0" * 32, 1)
+
+
+class Notes:
+    """An admission that notes what it is told, and admits ``limit`` chunks."""
+
+    def __init__(self, limit: int = 10**6) -> None:
+        self.limit = limit
+        self.decided: bool | None = None
+        self.steps: list[tuple[int, float]] = []
+        self.loads: list[tuple[Tier, LoadTime]] = []
+        self.asked: list[ChunkSize] = []
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        self.steps.append((tokens, seconds))
+
+    def loaded(self, tier: Tier, load: LoadTime) -> None:
+        self.loads.append((tier, load))
+
+    def admit(self, chunks: list[ChunkSize]) -> int:
+        self.asked = list(chunks)
+        return min(self.limit, len(chunks))
+
+
+def pace_of(notes: Notes, clock: ManualClock, *, tp_size: int = 1, in_flight: int = 2) -> Pace:
+    geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
+    return Pace(cast("Admission", notes), geometry, steps_in_flight=in_flight, clock=clock)
+
+
+def plan(request_id: str, *records: ShardRecord) -> LoadPlan:
+    moves = tuple(SimpleNamespace(records=(("0.L0-1_H0-2", one),)) for one in records)
+    return cast("Any", SimpleNamespace(request_id=request_id, moves=moves))
+
+
+def test_a_step_takes_from_its_plan_to_its_result() -> None:
+    notes, clock = Notes(), ManualClock()
+    pace = pace_of(notes, clock)
+    pace.step_planned(512, ())
+    clock.advance(0.5)
+    pace.step_ended()
+    clock.advance(60)  # idle: nobody's
+    pace.step_planned(100, ())
+    clock.advance(0.25)
+    pace.step_ended()
+    assert notes.steps == [(512, pytest.approx(0.5)), (100, pytest.approx(0.25))]
+
+
+def test_a_step_planned_while_another_ran_counts_from_that_ones_end() -> None:
+    notes, clock = Notes(), ManualClock()
+    pace = pace_of(notes, clock)
+    pace.step_planned(512, ())
+    clock.advance(0.1)
+    pace.step_planned(256, ())
+    clock.advance(0.4)
+    pace.step_ended()
+    clock.advance(0.2)
+    pace.step_ended()
+    assert notes.steps == [(512, pytest.approx(0.5)), (256, pytest.approx(0.2))]
+
+
+def test_a_result_without_a_plan_and_plans_without_results_do_no_lasting_harm() -> None:
+    notes, clock = Notes(), ManualClock()
+    pace = pace_of(notes, clock, in_flight=1)
+    pace.step_ended()
+    for tokens in range(100):
+        pace.step_planned(tokens, ())
+    for _ in range(100):
+        pace.step_ended()
+    assert len(notes.steps) == 2
+
+
+def test_a_load_is_told_for_the_tier_that_all_of_it_came_from() -> None:
+    notes = Notes()
+    pace = pace_of(notes, ManualClock())
+    pace.step_planned(0, [plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD)])
+    load = LoadTime(100, 1.0, 0.5)
+    pace.reported(StepReport(loaded=dict.fromkeys(("hot", "cold", "both", "nobody"), load)))
+    pace.reported(StepReport(loaded={"hot": load}))
+    assert notes.loads == [("hot", load), ("bulk", load)]
+
+
+def test_a_load_that_failed_or_whose_request_ended_teaches_nothing() -> None:
+    notes = Notes()
+    pace = pace_of(notes, ManualClock())
+    pace.step_planned(0, [plan("failed", COLD), plan("ended", COLD)])
+    pace.request_ended("ended")
+    load = LoadTime(100, 1.0, 0.5)
+    pace.reported(StepReport(failed={"failed"}, loaded={"failed": load, "ended": load}))
+    assert notes.loads == []
+
+
+def test_of_several_workers_the_slowest_is_told() -> None:
+    quick, slow = LoadTime(100, 1.0, 0.5), LoadTime(90, 2.0, 0.1)
+    one = StepReport(loaded={"a": quick, "b": quick})
+    both = one.aggregate(StepReport(loaded={"b": slow, "c": slow}))
+    assert both.loaded == {"a": quick, "b": slow, "c": slow}
+    assert not both.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("limit", "computed", "end", "expected"),
+    [
+        (9, 0, 256, 256),
+        (0, 0, 256, 0),
+        (2, 0, 256, 128),
+        (0, 96, 256, 96),
+        (1, 96, 256, 128),
+        (2, 96, 256, 192),
+        (9, 96, 250, 250),
+    ],
+)
+def test_a_load_ends_at_the_end_of_a_chunk_or_of_the_match(
+    limit: int, computed: int, end: int, expected: int
+) -> None:
+    notes = Notes(limit)
+    pace = pace_of(notes, ManualClock())
+    found = [{"0.L0-1_H0-2": COLD}] * 4 + [None]
+    assert pace.admit(found, computed, end) == expected
+    assert sum(chunk.tokens for chunk in notes.asked) == end - computed
+
+
+def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk() -> None:
+    notes = Notes()
+    pace = pace_of(notes, ManualClock(), tp_size=2)
+    pace.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": HOT}], 0, 64)
+    assert notes.asked == [ChunkSize(100, 64, "hot")]
+    pace.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": COLD}], 0, 64)
+    assert notes.asked == [ChunkSize(100, 64, "bulk")]
+
+
+def test_a_decided_admission_looks_at_no_record() -> None:
+    notes = Notes()
+    pace = pace_of(notes, ManualClock())
+    notes.decided = True
+    assert pace.admit([None], 16, 64) == 64
+    notes.decided = False
+    assert pace.admit([None], 16, 64) == 16
+    assert notes.asked == []
