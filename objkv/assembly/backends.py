@@ -219,6 +219,9 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
         bucket=parts.netloc,
         prefix=parts.path.strip("/"),
         multipart_bytes=config.s3_multipart_bytes,
+        range_bytes=config.s3_range_bytes,
+        ranges_max=config.s3_ranges_max,
+        hedge_percent_max=config.s3_hedge_percent_max,
         deadline_s=config.load_deadline_ms / 1000,
         recorder=recorder,
     )

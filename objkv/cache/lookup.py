@@ -1,66 +1,107 @@
 """Lookups on background threads, memoised per request, bounded, with a deadline.
 
-``ask`` never waits: it answers None ("ask again") until the index has answered or the deadline
-has passed, and from then on the same answer. A failed, late or refused lookup is "no match".
+``ask`` never waits and does no work on the prompt: it answers None ("ask again") until the index
+has answered or the deadline has passed, and from then on the same answer, to which only what a
+grown prompt adds is asked for. A failed, late or refused lookup is "no match".
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import BoundedSemaphore
+from math import inf
+from threading import BoundedSemaphore, Event, Thread
 from time import monotonic
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from objkv.errors import StoreError
-from objkv.index.base import Record, WriteIndex
+from objkv.index.base import ReadIndex, Shards
 from objkv.telemetry import Recorder
 
 T = TypeVar("T")
-Records = tuple[Record | None, ...]
+Records = tuple[Shards | None, ...]
+"""What was found of each chunk of a prompt, in order."""
 _THREADS = 4
 """Redis answers a prompt in one round trip; a few threads hide one slow answer from the others."""
+_CLOSE_S_MAX = 5.0
+
+
+class Hashes(Protocol):
+    """The prefix hashes of a prompt, perhaps yet to be computed."""
+
+    def __len__(self) -> int:
+        """How many there are; at once."""
+
+    def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
+        """Some of them. May take long, and is called on lookup threads only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupLimits:
+    """How long, how many, how old."""
+
+    deadline_s: float
+    """After which a lookup is no match; ``close`` waits as long for those under way, or 5 s."""
+    queue_max: int
+    """Jobs that wait or run at once."""
+    age_max_s: float = inf
+    """A request that still waits so long after its answer is looked up anew."""
 
 
 @dataclass(slots=True)
 class _Memo:
+    known: Records
+    """Of the leading chunks, from an earlier answer."""
     count: int
     deadline: float
-    started: float
-    future: Future[list[Record | None]] | None
-    answer: Records | None
+    future: Future[list[Shards | None]] | None = None
+    answer: Records | None = None
+    told: float = 0.0
+
+    @property
+    def no_match(self) -> Records:
+        return self.known + (None,) * (self.count - len(self.known))
 
 
 class LookupService:
-    """Asks an index in the background. ``ask`` and ``forget`` are called by one thread only."""
+    """Asks an index in the background for what of each chunk is stored in ``fields``.
+
+    ``ask`` and ``forget`` are called by one thread only.
+    """
 
     def __init__(
         self,
-        index: WriteIndex,
+        index: ReadIndex,
+        fields: Sequence[str],
         recorder: Recorder,
+        limits: LookupLimits,
         *,
-        deadline_s: float,
-        queue_max: int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._index = index
+        self._fields = tuple(fields)
         self._recorder = recorder
-        self._deadline_s = deadline_s
-        self._queue_max = queue_max
+        self._limits = limits
         self._clock = clock
-        self._slots = BoundedSemaphore(queue_max)
+        self._slots = BoundedSemaphore(limits.queue_max)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="objkv-lookup")
+        started = Event()
+        for _ in range(_THREADS):  # now: starting one takes longer than all else that ``ask`` does
+            self._pool.submit(started.wait)
+        started.set()
         self._memos: dict[str, _Memo] = {}
 
-    def ask(
-        self, request_id: str, namespace: str, prefix_hashes: Sequence[bytes]
-    ) -> Records | None:
-        """The records of the chunks, in order, or None while they are not known yet."""
+    def ask(self, request_id: str, namespace: str, hashes: Hashes) -> Records | None:
+        """What was found of each chunk, in order, or None while it is not known yet."""
         memo = self._memos.get(request_id)
-        if memo is None or memo.count != len(prefix_hashes):
-            memo = self._start(namespace, tuple(prefix_hashes))
-            self._memos[request_id] = memo
+        if memo is None:
+            memo = self._start(request_id, namespace, hashes, ())
+        elif (answer := memo.answer) is not None:
+            if self._clock() - memo.told > self._limits.age_max_s:
+                memo = self._start(request_id, namespace, hashes, ())
+            elif len(hashes) > memo.count:
+                memo = self._start(request_id, namespace, hashes, answer)
         if memo.answer is None:
-            memo.answer = self._answer(memo)
+            self._poll(memo)
         return memo.answer
 
     def forget(self, request_id: str) -> None:
@@ -69,7 +110,7 @@ class LookupService:
 
     def deadline(self) -> float:
         """Until when, on this service's clock, what is asked now is worth waiting for."""
-        return self._clock() + self._deadline_s
+        return self._clock() + self._limits.deadline_s
 
     def is_late(self, deadline: float) -> bool:
         """Whether ``deadline`` has passed."""
@@ -93,23 +134,37 @@ class LookupService:
         return any(memo.answer is None for memo in self._memos.values())
 
     def close(self) -> None:
-        """Stop taking lookups; those under way end within the index's own time-outs."""
+        """Stop taking lookups and end the threads. A job that outlasts the deadline is left to end
+        by itself, within the index's own time-outs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        waiting = Thread(target=self._pool.shutdown, name="objkv-lookup-close", daemon=True)
+        waiting.start()
+        waiting.join(min(self._limits.deadline_s, _CLOSE_S_MAX))
 
     def __repr__(self) -> str:
         pending = sum(memo.answer is None for memo in self._memos.values())
         return f"<LookupService {pending} pending, {len(self._memos)} remembered>"
 
-    def _start(self, namespace: str, prefix_hashes: tuple[bytes, ...]) -> _Memo:
-        now = self._clock()
-        memo = _Memo(len(prefix_hashes), self.deadline(), now, None, None)
-        if not prefix_hashes:
-            memo.answer = ()
+    def _start(self, request_id: str, namespace: str, hashes: Hashes, known: Records) -> _Memo:
+        memo = _Memo(known, len(hashes), self.deadline())
+        self._memos[request_id] = memo
+        if memo.count == len(known) or None in known:
+            # A match ends at the first chunk that is not stored: what follows does not matter.
+            self._tell(memo, memo.no_match)
             return memo
-        memo.future = self._submit(lambda: self._index.lookup(namespace, prefix_hashes))
+        started = self._clock()
+
+        def find() -> list[Shards | None]:
+            try:
+                wanted = hashes[len(known) : memo.count]
+                return self._index.find(namespace, wanted, self._fields)
+            finally:
+                self._recorder.observe("lookup_seconds", self._clock() - started)
+
+        memo.future = self._submit(find)
         if memo.future is None:
             self._recorder.count("lookup_refused")
-            memo.answer = (None,) * memo.count
+            self._tell(memo, memo.no_match)
         return memo
 
     def _submit(self, job: Callable[[], T]) -> Future[T] | None:
@@ -123,22 +178,24 @@ class LookupService:
         future.add_done_callback(lambda _: self._slots.release())
         return future
 
-    def _answer(self, memo: _Memo) -> Records | None:
+    def _poll(self, memo: _Memo) -> None:
         assert memo.future is not None
         if memo.future.done() and not memo.future.cancelled():
-            return self._records(memo, memo.future)
-        if not self.is_late(memo.deadline) and not memo.future.cancelled():
-            return None
-        memo.future.cancel()
-        self._recorder.count("lookup_deadlines")
-        return (None,) * memo.count
+            self._take(memo, memo.future)
+        elif memo.future.cancelled() or self.is_late(memo.deadline):
+            memo.future.cancel()
+            self._recorder.count("lookup_deadlines")
+            self._tell(memo, memo.no_match)
 
-    def _records(self, memo: _Memo, future: Future[list[Record | None]]) -> Records:
-        self._recorder.observe("lookup_seconds", self._clock() - memo.started)
+    def _take(self, memo: _Memo, future: Future[list[Shards | None]]) -> None:
         error = future.exception()
         if error is None:
-            return tuple(future.result())
+            self._tell(memo, memo.known + tuple(future.result()))
+            return
+        self._recorder.count("lookup_errors")
+        self._tell(memo, memo.no_match)
         if not isinstance(error, StoreError):
             raise error
-        self._recorder.count("lookup_errors")
-        return (None,) * memo.count
+
+    def _tell(self, memo: _Memo, answer: Records) -> None:
+        memo.answer, memo.told, memo.future = answer, self._clock(), None

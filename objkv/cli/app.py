@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from objkv.cli.bench import bench
 from objkv.cli.demo import demo
 from objkv.cli.doctor import doctor
 from objkv.cli.ls import ls
@@ -46,6 +47,7 @@ def root(
     ctx.obj = debug
 
 
+app.add_typer(bench)
 app.command("demo")(demo)
 app.command("doctor")(doctor)
 app.command("ls")(ls)

@@ -4,19 +4,19 @@ import errno
 import json
 import shlex
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.demo_output import Steps, print_failure, print_report, report_document
+from objkv.cli.endings import ending_in_order
 from objkv.cli.output import Output
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
@@ -54,7 +54,7 @@ def demo(
     place, size = Place(cache_folder() / "demo"), _size(small)
     show = _show_fleet if fleet else _show_machine
     try:
-        with _ending_in_order(), prepared(place, prompts_of(size)):
+        with ending_in_order(), prepared(place, prompts_of(size)):
             report = show(session.out, size, place)
     except ProgramFailed as exc:
         sys.stderr.write(f"objkv: {exc}, and ends:\n")
@@ -169,18 +169,3 @@ def _count(settings: Mapping[str, str]) -> Stored:
 
 def _size(small: bool) -> Size:
     return "small" if small else "normal"
-
-
-@contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Within the block, being asked to end ends what was started, as Ctrl-C does."""
-
-    def end(number: int, _frame: Any) -> None:
-        sys.exit(128 + number)
-
-    old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

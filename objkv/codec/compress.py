@@ -1,32 +1,58 @@
 """Codecs: the pages of one layer to the bytes of one frame, and back into a given buffer.
 
 Everything here is safe from many threads at once and releases the GIL while it computes. Beware:
-the first use of ``blosc`` calls ``blosc2.set_releasegil(True)``, which holds for the whole process;
-blosc2's own thread count is left alone, every call here asks for one thread.
+the first use of ``blosc`` or ``blosclz4`` calls ``blosc2.set_releasegil(True)``, which holds for
+the whole process; blosc2's own thread count is left alone, every call here asks for one thread.
 """
 
+import ctypes
 import threading
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from types import ModuleType
 from typing import Final
 
 import lz4.block
+import numpy as np
 import zstandard
 
 from objkv.errors import PayloadError
 
 Buffer = bytes | bytearray | memoryview
 
-CODECS: Final = ("none", "lz4", "zstd", "blosc")
+CODECS: Final = ("none", "lz4", "zstd", "blosc", "blosclz4")
 GAIN_MIN: Final = 0.10
 """A codec that saves less than this share of a frame is not worth decoding: the frame is stored
 as it is."""
 
 _ZSTD_LEVEL = 1
 _ZSTD_WINDOW_BYTES_MAX = 8 << 20
+_INT_MAX = 2**31 - 1
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
-_BLOSC_ZSTD = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Shuffled:
+    """One way to use blosc2: shuffled bytes, and what compresses them."""
+
+    name: str
+    """As blosc2 spells it."""
+    level: int
+    block_bytes_max: int
+    """Of the blocks that a frame is cut into; 0 leaves it to blosc2."""
+    flag: int
+    """Of the compressor in the chunk's flags."""
+    number: int
+    """The same in the chunk's own byte."""
+
+
+# Chosen by measuring on normally distributed BF16. Bitshuffle before lz4 makes frames 5 % smaller,
+# and takes 50 % longer to decode, which is what lz4 is chosen for. Zstandard decodes a third
+# faster from blocks of 1 MiB than from blosc2's own choice (2-core x86, blosc2 4.14, 2026-11).
+_ZSTD = _Shuffled("ZSTD", level=1, block_bytes_max=1 << 20, flag=4, number=5)
+_LZ4 = _Shuffled("LZ4", level=9, block_bytes_max=0, flag=1, number=1)
 
 
 class _Contexts(threading.local):
@@ -72,6 +98,19 @@ def _compress_lz4(pages: memoryview, _item_bytes: int) -> Buffer:
 
 
 def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
+    decode = _lz4_decoder()
+    if decode is None or max(len(frame), out.nbytes) > _INT_MAX:
+        _decompress_lz4_copying(frame, out)
+        return
+    # numpy tells addresses of read-only buffers as well; both arrays live until the call is over.
+    source, target = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8)
+    done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)
+    if done < 0:
+        raise PayloadError("lz4: the frame is broken, or longer than the layer")
+    _check_length("lz4", done, out)
+
+
+def _decompress_lz4_copying(frame: memoryview, out: memoryview) -> None:
     # The binding cannot decode into a buffer; what it allocates is as long as ``out``.
     try:
         pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
@@ -79,6 +118,20 @@ def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
         raise PayloadError(f"lz4: {exc}") from exc
     _check_length("lz4", len(pages), out)
     out[:] = pages
+
+
+@cache
+def _lz4_decoder() -> Callable[[int, int, int, int], int] | None:
+    """``LZ4_decompress_safe`` of the library inside the binding, called without the GIL; None where
+    the binding does not show it. It neither reads nor writes beyond the two lengths it is given."""
+    try:
+        library = ctypes.CDLL(lz4.block._block.__file__)
+        decode = library.LZ4_decompress_safe
+    except (AttributeError, OSError, TypeError):
+        return None
+    decode.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    decode.restype = ctypes.c_int
+    return decode
 
 
 def _compress_zstd(pages: memoryview, _item_bytes: int) -> Buffer:
@@ -101,29 +154,30 @@ def _decompress_zstd(frame: memoryview, out: memoryview) -> None:
     _check_length("zstd", done, out)
 
 
-def _compress_blosc(pages: memoryview, item_bytes: int) -> Buffer:
+def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> Buffer:
     blosc2 = _blosc2()
     frame: bytes = blosc2.compress2(
         pages,
-        codec=blosc2.Codec.ZSTD,
-        clevel=_ZSTD_LEVEL,
+        codec=blosc2.Codec[way.name],
+        clevel=way.level,
         filters=[blosc2.Filter.SHUFFLE],
         filters_meta=[0],
         typesize=item_bytes,
+        blocksize=min(way.block_bytes_max, pages.nbytes),
         nthreads=1,
     )
     return frame
 
 
-def _decompress_blosc(frame: memoryview, out: memoryview) -> None:
-    _check_blosc_header(frame, out.nbytes)
+def _decompress_blosc(way: _Shuffled, frame: memoryview, out: memoryview) -> None:
+    _check_blosc_header(way, frame, out.nbytes)
     try:
         _blosc2().decompress2(frame, out, nthreads=1)
     except (ValueError, RuntimeError) as exc:
         raise PayloadError(f"blosc: {exc}") from exc
 
 
-def _check_blosc_header(frame: memoryview, nbytes: int) -> None:
+def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
     """Refuse every chunk that our encoder would not write.
 
     blosc2 writes as many bytes as the chunk's own header says, whatever the buffer's length, and
@@ -135,18 +189,21 @@ def _check_blosc_header(frame: memoryview, nbytes: int) -> None:
     known = (
         header[0] <= _BLOSC_VERSION_MAX
         and header[2] & 0b101 == 0b101  # the long header
-        and header[2] >> 5 == _BLOSC_ZSTD - 1
+        and header[2] >> 5 == way.flag
         and set(header[16:22]) <= {0, 1}  # no filter but shuffle
-        and header[22] == _BLOSC_ZSTD
+        and header[22] == way.number
         and header[30] == 0
         and header[31] & ~0x70 == 0  # no dictionary, nothing lazy; runs of one value are fine
     )
     if not known:
-        raise PayloadError("blosc: not a chunk of shuffled zstd")
+        raise PayloadError(f"blosc: not a chunk of shuffled {way.name.lower()}")
     if int.from_bytes(header[12:16], "little") != len(frame):
         raise PayloadError("blosc: the frame's length is not the chunk's")
     if int.from_bytes(header[4:8], "little") != nbytes:
         raise PayloadError("blosc: decodes to another length than the layer's")
+    # The decoder's own buffers are a few blocks long.
+    if not 0 < int.from_bytes(header[8:12], "little") <= nbytes:
+        raise PayloadError("blosc: blocks longer than the layer")
 
 
 def _check_length(codec: str, nbytes: int, out: memoryview) -> None:
@@ -163,5 +220,15 @@ def _blosc2() -> ModuleType:
     return blosc2  # type: ignore[no-any-return]
 
 
-_COMPRESS = {"lz4": _compress_lz4, "zstd": _compress_zstd, "blosc": _compress_blosc}
-_DECOMPRESS = {"lz4": _decompress_lz4, "zstd": _decompress_zstd, "blosc": _decompress_blosc}
+_COMPRESS: dict[str, Callable[[memoryview, int], Buffer]] = {
+    "lz4": _compress_lz4,
+    "zstd": _compress_zstd,
+    "blosc": partial(_compress_blosc, _ZSTD),
+    "blosclz4": partial(_compress_blosc, _LZ4),
+}
+_DECOMPRESS: dict[str, Callable[[memoryview, memoryview], None]] = {
+    "lz4": _decompress_lz4,
+    "zstd": _decompress_zstd,
+    "blosc": partial(_decompress_blosc, _ZSTD),
+    "blosclz4": partial(_decompress_blosc, _LZ4),
+}

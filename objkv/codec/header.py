@@ -98,6 +98,11 @@ def render(claim: Claim, frames: Sequence[Frame], provenance: Provenance) -> byt
     return bytes(header)
 
 
+def checksum_of(header: bytes) -> str:
+    """The checksum that a rendered header carries, unverified."""
+    return header[_CHECKSUM_AT:_DATA_AT].decode("ascii")
+
+
 def bytes_max(layers: Sequence[LayerSpec], tokens: int) -> int:
     """Upper bound of the header of a payload of ``layers`` that carries ``tokens`` token ids."""
     names = sum(len(json.dumps(layer.name)) + _FRAME_BYTES_MAX for layer in layers)

@@ -5,12 +5,22 @@ header checksum, claim and layers by ``open_payload``, each frame by ``frame_pag
 bytes are, reading raises ``PayloadError`` and nothing else. Specified in ``docs/format.md``.
 """
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
-from objkv.codec.header import ALIGNMENT, HEADER_BYTES_MAX, bytes_max, bytes_needed, digest, parse
+from objkv.codec.header import (
+    ALIGNMENT,
+    HEADER_BYTES_MAX,
+    bytes_max,
+    bytes_needed,
+    checksum_of,
+    digest,
+    parse,
+)
 from objkv.codec.header import render as _render
 from objkv.codec.values import (
     DTYPE_BYTES,
@@ -35,9 +45,12 @@ __all__ = [
     "Header",
     "LayerSpec",
     "Provenance",
+    "check_frames",
     "encode",
+    "encode_in_place",
     "frame_pages",
     "header_bytes_needed",
+    "header_room",
     "open_payload",
     "payload_bytes_max",
     "read_header",
@@ -58,33 +71,68 @@ def encode(
     kept. A frame that ``codec`` would make less than 10 % smaller is stored as ``none``. Raises
     ``PayloadError`` if a layer or the header would exceed the format's bounds.
     """
+    assert len(layers) == len(pages)
+    start = header_room(layers, tokens=len(provenance.tokens or ()))
+    # numpy copies without the GIL, and leaves fresh memory as it is; bytearray does neither, and
+    # stalled every other thread for 78 ms per 32 MiB (2 cores, 2026-11).
+    buffer = np.empty(start + sum(layer.nbytes for layer in layers), dtype=np.uint8)
+    offset = start
+    for layer, page in zip(layers, pages, strict=True):
+        raw = np.frombuffer(_view(page), dtype=np.uint8)
+        assert raw.nbytes == layer.nbytes
+        np.copyto(buffer[offset : offset + layer.nbytes], raw)
+        offset += layer.nbytes
+    payload, _ = encode_in_place(claim, layers, buffer.data, codec=codec, provenance=provenance)
+    return payload
+
+
+def encode_in_place(
+    claim: Claim,
+    layers: Sequence[LayerSpec],
+    buffer: memoryview,
+    *,
+    codec: str,
+    provenance: Provenance,
+) -> tuple[memoryview, Header]:
+    """The payload made where its pages lie, and its header as ``read_header`` would read it.
+
+    ``buffer`` (writable, contiguous, format ``B``, owned by the caller) holds the raw pages of all
+    layers, one after the other, from byte ``header_room(layers, tokens=...)`` on. They are
+    overwritten, and the payload is a view of ``buffer`` that need not begin at its beginning. At
+    most one frame at a time is in memory of its own, and none with codec ``none``. What is written
+    is what ``encode`` returns for the same pages. Raises ``PayloadError`` as ``encode`` does.
+    """
     assert codec in CODECS
     assert layers
-    assert len(layers) == len(pages)
     assert len({layer.name for layer in layers}) == len(layers)
+    start = header_room(layers, tokens=len(provenance.tokens or ()))
+    assert buffer.nbytes >= start + sum(layer.nbytes for layer in layers)
     frames: list[Frame] = []
-    stored: list[Buffer] = []
-    offset = 0
-    for layer, page in zip(layers, pages, strict=True):
-        raw = memoryview(page).cast("B")
-        assert raw.nbytes == layer.nbytes
+    # A frame is never longer than its pages, so the frames up to here end before the pages of the
+    # next layer begin: nothing is overwritten that was not read.
+    source = target = start
+    for layer in layers:
         if layer.nbytes > LAYER_BYTES_MAX:
             raise PayloadError(f"layer {layer.name!r}: {layer.nbytes} bytes")
+        raw = buffer[source : source + layer.nbytes]
         used, content = compress(codec, raw, layer.item_bytes)
         checksum = digest(content)
         raw_checksum = checksum if used == "none" else digest(raw)
-        frames.append(Frame(layer, used, offset, len(content), checksum, raw_checksum))
-        stored.append(content)
-        offset += len(content)
-    header = _render(claim, frames, provenance)
-    # numpy copies without the GIL, and leaves fresh memory as it is; bytearray does neither, and
-    # stalled every other thread for 78 ms per 32 MiB (2 cores, 2026-11).
-    payload = np.empty(len(header) + offset, dtype=np.uint8)
-    payload[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-    for frame, content in zip(frames, stored, strict=True):
-        start = len(header) + frame.offset
-        np.copyto(payload[start : start + frame.nbytes], np.frombuffer(content, dtype=np.uint8))
-    return payload.data
+        frames.append(Frame(layer, used, target - start, len(content), checksum, raw_checksum))
+        _move(content, buffer[target : target + len(content)])
+        source += layer.nbytes
+        target += len(content)
+    text = _render(claim, frames, provenance)
+    assert len(text) <= start
+    buffer[start - len(text) : start] = text
+    payload = buffer[start - len(text) : target]
+    return payload, _header(claim, frames, provenance, text)
+
+
+def header_room(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
+    """Where the pages begin in a buffer for ``encode_in_place``: a multiple of ``ALIGNMENT``, and
+    an upper bound of the header of a payload that carries ``tokens`` token ids."""
+    return bytes_max(layers, tokens)
 
 
 def header_bytes_needed(prefix: Buffer) -> int:
@@ -114,6 +162,15 @@ def open_payload(payload: Buffer, claim: Claim, layers: Sequence[LayerSpec]) -> 
     nbytes = memoryview(payload).nbytes
     if header.nbytes != nbytes:
         raise PayloadError(f"{nbytes} bytes where the header says {header.nbytes}")
+    check_header(header, claim, layers)
+    return header
+
+
+def check_header(header: Header, claim: Claim, layers: Sequence[LayerSpec]) -> None:
+    """``open_payload`` for a payload that is still arriving: its length remains to be compared.
+
+    Raises ``PayloadError`` that names the first difference: claim or layers.
+    """
     if header.claim != claim:
         raise PayloadError(f"claims to be {header.claim}, expected {claim}")
     if len(header.frames) != len(layers):
@@ -121,7 +178,6 @@ def open_payload(payload: Buffer, claim: Claim, layers: Sequence[LayerSpec]) -> 
     for frame, layer in zip(header.frames, layers, strict=True):
         if frame.layer != layer:
             raise PayloadError(f"has {frame.layer}, expected {layer}")
-    return header
 
 
 def frame_pages(
@@ -153,10 +209,41 @@ def frame_pages(
     return pages
 
 
+def check_frames(header: Header, payload: Buffer) -> None:
+    """Raise ``PayloadError`` unless all frames of ``payload`` are as long, and have the checksums,
+    that its ``header`` says; nothing is decoded."""
+    whole = _view(payload)
+    if whole.nbytes != header.nbytes:
+        raise PayloadError(f"{whole.nbytes} bytes where the header says {header.nbytes}")
+    for frame in header.frames:
+        if digest(whole[frame.offset : frame.offset + frame.nbytes]) != frame.checksum:
+            raise PayloadError(f"the checksum of layer {frame.layer.name!r} does not match")
+
+
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
     """Upper bound of a payload of ``layers`` in any codec, with ``tokens`` token ids in its
     provenance: what a slab must hold."""
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
+
+
+def _header(claim: Claim, frames: Sequence[Frame], provenance: Provenance, text: bytes) -> Header:
+    placed = tuple(replace(frame, offset=frame.offset + len(text)) for frame in frames)
+    return Header(
+        claim=claim,
+        frames=placed,
+        data_start=len(text),
+        nbytes=placed[-1].offset + placed[-1].nbytes,
+        raw_bytes=sum(frame.layer.nbytes for frame in placed),
+        checksum=checksum_of(text),
+        provenance=provenance,
+    )
+
+
+def _move(source: Buffer, target: memoryview) -> None:
+    """Copy bytes that may overlap, without the GIL."""
+    content, place = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    if content.ctypes.data != place.ctypes.data:
+        ctypes.memmove(place.ctypes.data, content.ctypes.data, content.nbytes)
 
 
 def _view(buffer: Buffer) -> memoryview:

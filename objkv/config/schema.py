@@ -77,9 +77,10 @@ class Config(BaseModel):
 
     chunk_tokens: int = Field(default=256, ge=1)
     """A wish: the effective chunk is the smallest multiple of all block sizes that reaches it."""
-    codec: CodecName = "none"
+    codec: CodecName = "auto"
     """How payloads are compressed: ``none`` suits fast links, ``blosc`` and ``blosclz4`` pay on
-    slow ones; ``auto`` chooses for each chunk by what it measured."""
+    slow ones; ``auto`` chooses for each chunk by what it measured, and leaves those for a directory
+    or a server on this machine as they are."""
     load_mode: LoadMode = "async"
     """``async``: between steps, hidden by other requests' compute; ``layerwise``: within the step,
     layer by layer (not with asynchronous scheduling); ``auto``: by what is left to compute."""

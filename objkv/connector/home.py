@@ -34,13 +34,13 @@ class Home:
 
     def announce(self) -> None:
         """Store the identity document in the background, unless it is stored or on its way."""
-        namespace, document = self.namespace, self._identity.canonical()
+        namespace, identity = self.namespace, self._identity
         if not self._writes or self._storing or namespace in self._stored:
             return
 
         def put() -> None:
             try:
-                self._bulk.put_if_absent(identity_path(namespace), document)
+                self._bulk.put_if_absent(identity_path(namespace), identity.canonical())
                 self._stored.add(namespace)
             finally:
                 self._storing = False

@@ -12,7 +12,7 @@ from objkv.connector.confidence import Confidence
 from objkv.connector.geometry import Geometry
 from objkv.connector.pace import Pace
 from objkv.connector.tracking import Tracked, Usable
-from objkv.index.base import Record
+from objkv.index.base import Shards
 from objkv.keys.identity import GroupIdentity
 
 
@@ -27,6 +27,7 @@ class Matching:
         self._confidence = confidence
         self._pace = pace
         self._fields = [geometry.fields(g) for g in range(len(geometry.groups))]
+        self._fields_count = len(geometry.all_fields())
 
     def usable(self, tracked: Tracked, records: Records, computed: int) -> Usable:
         """What can, and should, be loaded of a request that has ``computed`` tokens."""
@@ -41,7 +42,7 @@ class Matching:
         return known
 
     def _usable_tokens(
-        self, records: Sequence[Record | None], num_tokens: int, computed: int
+        self, records: Sequence[Shards | None], num_tokens: int, computed: int
     ) -> tuple[int, bool]:
         """The end of the match in tokens, and whether to load it within the step.
 
@@ -52,8 +53,7 @@ class Matching:
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
         tokens = self._matched(records)
-        shards = [None if record is None else record.shards for record in records]
-        admitted = self._pace.admit(shards, computed, min(tokens, num_tokens))
+        admitted = self._pace.admit(records, computed, min(tokens, num_tokens))
         if admitted < min(tokens, num_tokens):
             tokens = self._matched(records[: admitted // size])
         if self._geometry.windowed:
@@ -63,7 +63,7 @@ class Matching:
         step = self._geometry.block_tokens
         return min(tokens, (num_tokens - 1) // step * step), True
 
-    def _matched(self, records: Sequence[Record | None]) -> int:
+    def _matched(self, records: Sequence[Shards | None]) -> int:
         size = self._geometry.chunk_tokens
         return usable_chunks(records, self._geometry.groups, size, self._readable) * size
 
@@ -73,5 +73,6 @@ class Matching:
             return False
         return self._confidence.holds and self._mode != "async"
 
-    def _readable(self, record: Record, group: int, _identity: GroupIdentity) -> bool:
-        return self._fields[group] <= record.shards.keys()
+    def _readable(self, shards: Shards, group: int, _identity: GroupIdentity) -> bool:
+        # Only fields of this replica were asked for; counting them decodes none.
+        return len(shards) == self._fields_count or self._fields[group].issubset(shards)

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from objkv.codec.payload import CODECS
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -25,6 +27,7 @@ COUNTERS = {
     "load_ghosts": "Payloads that were indexed but gone.",
     "load_corrupt": "Payloads refused: length, claim or checksum.",
     "load_errors": "Loads that failed for another reason: store, deadline, no slab.",
+    "load_given_up": "Payloads not read to their end, because nobody waited for them any more.",
     "load_refused": "Chunks not loaded because the queue was full.",
     "load_seconds_sum": "Seconds from plan to last byte, summed.",
     "load_seconds_count": "Load plans timed.",
@@ -36,6 +39,7 @@ COUNTERS = {
     "saves": "Payloads saved.",
     "save_bytes": "Payload bytes saved.",
     "save_drops": "Chunks not saved: no slab, queue full, too late.",
+    "save_drop_bytes": "Bytes of those chunks, uncompressed.",
     "save_errors": "Chunks not saved because a store failed.",
     "save_repeats": "Chunks that this worker was saving, or had just saved, for another request.",
     "save_existed": "Chunks that were stored already.",
@@ -45,6 +49,12 @@ COUNTERS = {
     "publish_errors": "Payloads saved but not announced.",
     "hot_hits": "Payloads read from the hot store.",
     "hot_misses": "Payloads promised hot that were read from bulk.",
+    "hot_promotions": "Payloads copied to the hot store because they were loaded often.",
+    "hot_promoted_bytes": "Payload bytes copied so.",
+    "hot_promote_drops": "Such copies not made because the queue was full.",
+    "hot_promote_errors": "Such copies not made because of a store or a bad payload.",
+    **{f"save_codec_{codec}": f"Payloads saved whose frames are all {codec}." for codec in CODECS},
+    "save_codec_mixed": "Payloads saved with frames of a codec and frames that gained too little.",
 }
 
 

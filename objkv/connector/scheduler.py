@@ -12,7 +12,7 @@ from time import sleep
 from typing import TYPE_CHECKING
 
 from objkv.cache.admission import Admission
-from objkv.cache.lookup import LookupService
+from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.config import Config
 from objkv.connector.admissions import Admissions
 from objkv.connector.confidence import Confidence
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EMPTY_STEP_S = 100e-6
+_ANSWER_AGE_MIN_S = 10.0
+"""Steps may take seconds, and an answer must be good for some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,13 @@ class SchedulerSide:
         self._recorder = recorder
         self._lookups = LookupService(
             index,
+            sorted(geometry.all_fields()),
             recorder,
-            deadline_s=config.lookup_deadline_ms / 1000,
-            queue_max=config.lookup_queue_max,
+            LookupLimits(
+                config.lookup_deadline_ms / 1000,
+                config.lookup_queue_max,
+                age_max_s=max(config.near_ttl_ms / 1000, _ANSWER_AGE_MIN_S),
+            ),
         )
         self._requests = RequestTracker(geometry, self._lookups, recorder)
         self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.tp_size)
@@ -127,7 +133,7 @@ class SchedulerSide:
             or request.skip_reading_prefix_cache
             or computed % self._geometry.block_tokens
         ):
-            return 0, False
+            return None if self._roles.saves and self._requests.hashing(tracked) else 0, False
         records = self._requests.records(tracked)
         if records is None:
             return None, False
@@ -144,11 +150,11 @@ class SchedulerSide:
             return
         assert tracked is not None
         usable = tracked.usable
-        assert tracked.chain is not None
+        assert tracked.hashes is not None
         assert usable is not None
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
-        moves = load_moves(self._geometry, tracked.chain, usable.records, blocks, span)
+        moves = load_moves(self._geometry, tracked.hashes.chain, usable.records, blocks, span)
         plan = LoadPlan(request.request_id, tracked.namespace, tuple(moves), usable.sync)
         self._loads[request.request_id] = plan
         self._recorder.count("hit_tokens", tokens)
@@ -224,25 +230,23 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None or not tracked.may_save or not self._admissions.trusts(tracked):
                 continue
-            if not self._roles.loads:
+            if not self._roles.loads and not tracked.records:
                 self._requests.records(tracked)
-            chain = self._requests.chain(tracked)
-            if chain is None:
-                continue
             request = tracked.request
             # Only tokens whose ids are known and that the model accepted: with asynchronous
             # scheduling and speculation more may be computed than that.
             end = min(request.num_computed_tokens + scheduled, len(request.all_token_ids))
             if not self._config.save_decode:
                 end = min(end, request.num_prompt_tokens)
-            chunks = tracked.due(end // self._geometry.chunk_tokens)
+            chunks = self._requests.due(tracked, end // self._geometry.chunk_tokens)
             if not chunks:
                 continue
             blocks = state.get_block_ids(request_id)
             assert blocks is not None
+            assert tracked.hashes is not None
             moves = save_moves(
                 self._geometry,
-                chain,
+                tracked.hashes.chain,
                 request.all_token_ids,
                 blocks,
                 chunks,
@@ -251,6 +255,9 @@ class SchedulerSide:
             if moves:
                 tracked.saved = True
                 plans.append(SavePlan(request_id, tracked.namespace, tuple(moves)))
+                # Somebody may ask for what is being saved as soon as it is there.
+                names = [save.move.prefix_hash for save in moves]
+                self._index.invalidate(tracked.namespace, *names)
         return tuple(plans)
 
     def _read_report(self, report: StepReport) -> None:

@@ -69,6 +69,7 @@ def open_scheduler_side(
             backends.index,
             records_max=config.near_records_max,
             ttl_s=config.near_ttl_ms / 1000,
+            miss_ttl_s=config.near_miss_ttl_ms / 1000,
             fields=geometry.all_fields(),
         ),
         recorder=recorder,
@@ -84,7 +85,13 @@ def open_worker_side(
 ) -> WorkerSide:
     """Raises ``ConfigError`` for a layout of the paged cache that objkv cannot read."""
     settings = CacheSettings(
-        worker.name, config.ttl_s, config.lease_ms, config.hot_payload_bytes_max
+        worker.name,
+        config.ttl_s,
+        config.lease_ms,
+        config.hot_payload_bytes_max,
+        config.hot_save_bytes_max,
+        config.hot_promote_loads,
+        config.hot_promote_bytes_max,
     )
     cache = ChunkCache(backends.bulk, backends.hot, backends.index, settings, worker.recorder)
     rank = Rank(

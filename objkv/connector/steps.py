@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from objkv.cache.match import stored_blocks
 from objkv.connector.geometry import Geometry
-from objkv.index.base import Record, ShardRecord
-from objkv.keys.prefix import PrefixChain, token_digest
+from objkv.index.base import ShardRecord, Shards
+from objkv.keys.prefix import PrefixChain
 from objkv.transfer.plan import ChunkMove, LoadMove, SaveMove
 
 BlockTable = Sequence[Sequence[int]]
@@ -17,7 +17,7 @@ _NULL_BLOCK = 0
 def load_moves(
     geometry: Geometry,
     chain: PrefixChain,
-    records: Sequence[Record | None],
+    records: Sequence[Shards | None],
     blocks: BlockTable,
     span: tuple[int, int],
 ) -> Iterator[LoadMove]:
@@ -27,13 +27,13 @@ def load_moves(
     """
     start, end = span
     size = geometry.chunk_tokens
+    held_of = [stored_blocks(identity, size) for identity in geometry.groups]
     for chunk in range(start // size, -(-end // size)):
-        record = records[chunk]
-        assert record is not None
+        shards = records[chunk]
+        assert shards is not None
         for group, identity in enumerate(geometry.groups):
-            held = stored_blocks(identity, size)
             # Block positions within the prompt: what the payload holds, cut to what is wanted.
-            held_from = (chunk + 1) * size // identity.block_size - held
+            held_from = (chunk + 1) * size // identity.block_size - held_of[group]
             first = max(held_from, start // identity.block_size)
             last = min((chunk + 1) * size, end) // identity.block_size
             while first < last and blocks[group][first] == _NULL_BLOCK:
@@ -41,8 +41,8 @@ def load_moves(
             if first >= last:
                 continue
             table = tuple(blocks[group][first:last])
-            move = _move(geometry, chain, (chunk, group), table, first - held_from)
-            yield LoadMove(move, _shards(record, group))
+            move = _move(size, chain, (chunk, group), table, first - held_from)
+            yield LoadMove(move, _of_group(shards, group))
 
 
 def save_moves(
@@ -54,33 +54,33 @@ def save_moves(
     *,
     keep_tokens: bool,
 ) -> list[SaveMove]:
-    """Moves that take whole chunks out. A group whose blocks a window has passed is left out."""
+    """Moves that take whole chunks out. A group whose blocks a window has passed is left out.
+
+    ``chain``: with ``digests``, extended up to the last of ``chunks``.
+    """
     size = geometry.chunk_tokens
+    held_of = [stored_blocks(identity, size) for identity in geometry.groups]
     moves = []
-    hashes = chain.extend(tokens, (chunks[-1] + 1) * size)
-    assert len(hashes) > chunks[-1]
     for chunk in chunks:
-        ids = tuple(tokens[chunk * size : (chunk + 1) * size])
-        digest = token_digest(ids)
+        ids = tuple(tokens[chunk * size : (chunk + 1) * size]) if keep_tokens else None
+        digest = chain.token_digest(chunk)
         for group, identity in enumerate(geometry.groups):
             last = (chunk + 1) * size // identity.block_size
-            table = tuple(blocks[group][last - stored_blocks(identity, size) : last])
+            table = tuple(blocks[group][last - held_of[group] : last])
             if _NULL_BLOCK in table:
                 continue
-            move = _move(geometry, chain, (chunk, group), table, 0)
-            moves.append(SaveMove(move, digest, ids if keep_tokens else None))
+            moves.append(SaveMove(_move(size, chain, (chunk, group), table, 0), digest, ids))
     return moves
 
 
 def _move(
-    geometry: Geometry,
+    size: int,
     chain: PrefixChain,
     place: tuple[int, int],
     blocks: tuple[int, ...],
     first_block: int,
 ) -> ChunkMove:
     chunk, group = place
-    size = geometry.chunk_tokens
     return ChunkMove(
         chunk=chunk,
         group=group,
@@ -93,6 +93,6 @@ def _move(
     )
 
 
-def _shards(record: Record, group: int) -> tuple[tuple[str, ShardRecord], ...]:
+def _of_group(shards: Shards, group: int) -> tuple[tuple[str, ShardRecord], ...]:
     prefix = f"{group}."
-    return tuple((name, s) for name, s in record.shards.items() if name.startswith(prefix))
+    return tuple((name, shards[name]) for name in shards if name.startswith(prefix))

@@ -1,4 +1,7 @@
-"""What the scheduler's side remembers of each request: its hashes, and what is stored of it."""
+"""What the scheduler's side remembers of each request: its hashes, and what is stored of it.
+
+Nothing here costs more for a longer prompt while its lookup is under way.
+"""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -6,17 +9,16 @@ from typing import TYPE_CHECKING
 
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.geometry import Geometry
-from objkv.connector.prompts import Adapters, UnknownAdapterError, read_extras
-from objkv.index.base import Record
-from objkv.keys.prefix import PrefixChain
+from objkv.connector.hashes import RequestHashes
+from objkv.connector.prompts import Adapters, UnknownAdapterError
 from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _RETRIES_MAX = 16
-"""Dropped chunks of a request that are tried again in one step. Planning costs the scheduler and
-each worker 15 µs a chunk (2 cores, 2026-11), and a queue that was full takes few at once."""
+"""Dropped chunks of a request that are tried again in one step. Planning costs the scheduler
+4 µs a chunk, each worker more (2 cores, 2026-11), and a queue that was full takes few at once."""
 
 
 @dataclass(slots=True)
@@ -27,8 +29,10 @@ class Tracked:
     namespace: str
     deadline: float = inf
     """Of what is asked in the background before its chunks can be looked up."""
-    chain: PrefixChain | None = None
+    hashes: RequestHashes | None = None
+    """None while its adapter is not known."""
     records: Records = ()
+    """What was found of its chunks when they were last looked up."""
     stored: set[int] = field(default_factory=set)
     """Chunks that were stored when they were looked up."""
     planned: int = 0
@@ -77,8 +81,7 @@ class RequestTracker:
         self._recorder = recorder
         self._adapters = Adapters(lookups.submit)
         self._tracked: dict[str, Tracked] = {}
-        self.fields = [geometry.fields(g) for g in range(len(geometry.groups))]
-        """Per group the shard fields that this replica reads and writes."""
+        self._fields_count = len(geometry.all_fields())
 
     def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> Tracked:
         """Start to follow a request, and to look its prompt up.
@@ -122,30 +125,46 @@ class RequestTracker:
     def reject(self, prefix_hash: bytes) -> None:
         """A chunk turned out not to be stored: whoever computes it is to save it."""
         for tracked in self._tracked.values():
-            for i, record in enumerate(tracked.records):
-                if record is not None and record.prefix_hash == prefix_hash:
-                    tracked.again.add(i)
+            if tracked.hashes is None or not tracked.hashes.done:
+                continue
+            chunk = tracked.hashes.chain.find(prefix_hash)
+            if chunk is not None and any(tracked.records[chunk : chunk + 1]):
+                tracked.again.add(chunk)
 
     def records(self, tracked: Tracked) -> Records | None:
-        """The records of the request's chunks, or None while they are not known."""
+        """What was found of the request's chunks, or None while it is not known."""
         if not (tracked.may_load or tracked.may_save):
             return ()
-        chain = self.chain(tracked)
-        if chain is None:
+        hashes = self.hashes(tracked)
+        if hashes is None:
             waits = tracked.may_load and not self._lookups.is_late(tracked.deadline)
             return None if waits else ()
-        tokens = tracked.request.all_token_ids
-        hashes = chain.extend(tokens, len(tokens))
         records = self._lookups.ask(tracked.request.request_id, tracked.namespace, hashes)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            tracked.stored |= {i for i, r in enumerate(records) if r and self._complete(r)}
+            # Of each chunk only fields of this replica were asked for.
+            count = self._fields_count
+            tracked.stored |= {i for i, r in enumerate(records) if r and len(r) == count}
         return records
 
-    def chain(self, tracked: Tracked) -> PrefixChain | None:
+    def hashing(self, tracked: Tracked) -> bool:
+        """Whether the hashes that its saves need are awaited: it may have ended a step later."""
+        if tracked.hashes is not None and tracked.hashes.done >= len(tracked.hashes):
+            return False
+        return self.records(tracked) is None
+
+    def due(self, tracked: Tracked, computed: int) -> list[int]:
+        """Chunks to save now that ``computed`` leading chunks are, each told once; those whose
+        hashes are still being computed in a later step."""
+        hashes = self.hashes(tracked)
+        if hashes is None:
+            return []
+        return tracked.due(hashes.ready(computed, self._lookups.submit))
+
+    def hashes(self, tracked: Tracked) -> RequestHashes | None:
         """The request's hashes, or None while its adapter is not known, or cannot be."""
-        if tracked.chain is not None:
-            return tracked.chain
+        if tracked.hashes is not None:
+            return tracked.hashes
         lora = None
         request = tracked.request
         if request.lora_request is not None:
@@ -158,9 +177,5 @@ class RequestTracker:
             if lora is None:
                 return None
         size = self._geometry.chunk_tokens
-        extras = read_extras(request, lora, size)
-        tracked.chain = PrefixChain(tracked.namespace, size, extras)
-        return tracked.chain
-
-    def _complete(self, record: Record) -> bool:
-        return all(fields <= record.shards.keys() for fields in self.fields)
+        tracked.hashes = RequestHashes(request, tracked.namespace, lora, size)
+        return tracked.hashes

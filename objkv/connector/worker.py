@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import getpid
+from urllib.parse import urlsplit
 
 import torch
 
@@ -27,6 +28,10 @@ from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 
 logger = logging.getLogger(__name__)
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+_BACKGROUND_S = 1.0
+"""How long a shutdown waits for what nobody needs: a copy to the hot store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class WorkerSide:
         kv_caches: Mapping[str, torch.Tensor],
     ) -> None:
         self._config = config
+        self._cache = cache
         self._groups = _paged_groups(geometry, rank.tp_rank, kv_caches)
         self._places = {
             name: (g, i)
@@ -84,7 +90,7 @@ class WorkerSide:
             cache,
             self._groups,
             slabs[0],
-            lane_for_thread=lambda: open_lane(device),
+            lane_for_thread=lambda: open_lane(device, urgent=True),
             limits=LoadLimits(
                 pools.load_threads,
                 config.load_queue_max,
@@ -104,6 +110,7 @@ class WorkerSide:
                 config.save_deadline_ms / 1000,
                 config.codec,
                 rank.writer,
+                far=_is_far(config),
             ),
             recorder=recorder,
         )
@@ -194,6 +201,7 @@ class WorkerSide:
         self._closed = True
         self._saver.close(self._config.drain_deadline_ms / 1000)
         self._loader.close()
+        self._cache.close(_BACKGROUND_S)
 
     def _settle_step(self, plan: StepPlan) -> None:
         if not self._in_layers:
@@ -257,6 +265,13 @@ def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: i
             "bytes, one chunk each: raise it, or lower chunk_tokens"
         )
     return Pools(slab_bytes, load, save, load // 2)
+
+
+def _is_far(config: Config) -> bool:
+    """Whether payloads cross a network. A directory counts as near: its disk makes puts slow, not
+    loads, which mostly come from memory; and next door is not worth anybody's time to compress."""
+    host = urlsplit(config.s3_endpoint_url or "").hostname
+    return config.bulk_url.startswith("s3:") and host not in _THIS_MACHINE
 
 
 def _all_failed(plan: LoadPlan) -> LoadOutcome:

@@ -9,6 +9,7 @@ from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
 from objkv.index.fields import shards_of
 
 _PURGE_AT_LEAST = 1024
+_NEVER: tuple[Record | None, float] = (None, 0.0)
 
 
 class MemoryIndex:
@@ -33,7 +34,10 @@ class MemoryIndex:
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
         """See ``ReadIndex``."""
-        return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
+        now = self._clock()
+        with self._lock:
+            kept = [self._records.get((namespace, one), _NEVER) for one in prefix_hashes]
+        return [shards_of(record, fields) if ends_s > now else None for record, ends_s in kept]
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``; shows the records of the moment it is first advanced."""
@@ -130,7 +134,7 @@ class MemoryIndex:
             return there
 
     def _live(self, key: tuple[str, bytes]) -> Record | None:
-        record, ends_s = self._records.get(key, (None, 0.0))
+        record, ends_s = self._records.get(key, _NEVER)
         return record if ends_s > self._clock() else None
 
     def _keep(self, key: tuple[str, bytes], record: Record, ttl_s: int) -> None:

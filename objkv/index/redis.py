@@ -5,18 +5,17 @@ used, and every key has a time to live except those of pinned records.
 """
 
 import re
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import redis
 from redis import exceptions
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
 from objkv.index.fields import decode_shard, encode_shard, is_shard_field, shards_of
+from objkv.index.redis_errors import translated
+from objkv.index.redis_find import Finder
 from objkv.index.redis_script import FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
@@ -25,30 +24,6 @@ _Command = tuple[str | bytes | int, ...]
 
 _SCAN_KEYS = 1_000
 _TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
-
-# By word where the class does not tell: inside a script, servers wrap the error's own first word.
-_LATER_WORDS = re.compile(
-    r"\b(LOADING|MASTERDOWN|NOREPLICAS|BUSY|MISCONF|READONLY|CLUSTERDOWN|TRYAGAIN|MOVED|ASK)\b"
-)
-_LATER = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ClusterError,
-    exceptions.AskError,
-    exceptions.TryAgainError,
-    exceptions.ReadOnlyError,
-    # Raised while no node of a cluster can be reached; not a RedisError.
-    exceptions.RedisClusterException,
-)
-_LOGIN_WORDS = re.compile(r"\b(NOAUTH|WRONGPASS|DENIED)\b")
-_LOGIN = (
-    exceptions.AuthenticationError,
-    exceptions.AuthorizationError,
-    exceptions.AuthenticationWrongNumberOfArgsError,
-)
-_RIGHTS_WORDS = re.compile(
-    r"\bNOPERM\b|ACL failure in script|can't run this command|can't access at least one"
-)
 
 
 class RedisIndex:
@@ -65,6 +40,7 @@ class RedisIndex:
         self._client = client
         self._prefix = prefix
         self._clock = clock
+        self._finder = Finder(client)
         self._key = re.compile(
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
@@ -85,8 +61,15 @@ class RedisIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """See ``ReadIndex``."""
-        return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
+        """See ``ReadIndex``; reads these fields only, the rest of a record it neither asks for nor
+        judges."""
+        found = None
+        if prefix_hashes and fields:
+            with translated("find"):
+                found = self._finder.find(f"{self._prefix}:i:{namespace}:", prefix_hashes, fields)
+        if found is None:
+            return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
+        return found
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``; walks all keys of the server, in batches."""
@@ -114,7 +97,8 @@ class RedisIndex:
 
     def close(self) -> None:
         """See ``ReadIndex``."""
-        with _translated("close"):
+        with translated("close"):
+            self._finder.close()
             self._client.close()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
@@ -140,7 +124,7 @@ class RedisIndex:
         ]
         for reply in [*replies, *self._pipelined(unknown)]:
             if isinstance(reply, Exception) and not isinstance(reply, exceptions.NoScriptError):
-                with _translated("touch"):
+                with translated("touch"):
                     raise reply
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
@@ -171,7 +155,7 @@ class RedisIndex:
         return self._execute(verb, script.known(key, *args), script.told(key, *args))
 
     def _execute(self, verb: str, command: _Command, if_unknown: _Command = ()) -> bool:
-        with _translated(verb):
+        with translated(verb):
             run: Callable[..., object] = self._client.execute_command
             try:
                 return run(*command) == 1
@@ -182,7 +166,7 @@ class RedisIndex:
         """All replies, errors among them as values; one round trip, or one per cluster node."""
         if not commands:
             return []
-        with _translated("pipeline"), self._client.pipeline(transaction=False) as pipeline:
+        with translated("pipeline"), self._client.pipeline(transaction=False) as pipeline:
             queue: Callable[..., object] = pipeline.execute_command
             for command in commands:
                 # By name, because the cluster's pipeline refuses the method ``evalsha``, although
@@ -200,10 +184,10 @@ class RedisIndex:
         return {}
 
     def _keys(self, pattern: str) -> Iterator[tuple[str, bytes]]:
-        with _translated("scan"):
+        with translated("scan"):
             keys = self._client.scan_iter(match=pattern, count=_SCAN_KEYS)
         while True:
-            with _translated("scan"):
+            with translated("scan"):
                 key = next(keys, None)
             if key is None:
                 return
@@ -216,7 +200,7 @@ def _record(prefix_hash: bytes, reply: Any) -> Record | None:
     if isinstance(reply, Exception):
         if str(reply).startswith("WRONGTYPE"):
             return None
-        with _translated("lookup"):
+        with translated("lookup"):
             raise reply
     shards = {}
     for name, value in reply.items():
@@ -240,44 +224,3 @@ def _record(prefix_hash: bytes, reply: Any) -> Record | None:
         touched_s=touched_s,
         pinned=b"pin" in reply,
     )
-
-
-@contextmanager
-def _translated(verb: str) -> Iterator[None]:
-    try:
-        yield
-    except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
-        kind, words = _meaning(exc)
-        raise kind(f"redis index, {verb}: {words}") from exc
-
-
-def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
-    """What ``exc`` is to objkv, and its words with what to fix."""
-    words = str(exc) or type(exc).__name__
-    chain = list(_chain(exc))
-    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
-        fix = "set redis_ca_file to the PEM file that signs the server's certificate"
-        return StoreDenied, f"{words}: {fix}"
-    if any(isinstance(c, exceptions.NoPermissionError) for c in chain) or _RIGHTS_WORDS.search(
-        words
-    ):
-        return StoreDenied, f"{words}: give the user the rights listed in docs/index.md"
-    if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
-        return StoreDenied, f"{words}: check redis_username and redis_password"
-    if "Cluster mode is not enabled" in words:
-        return StoreDenied, f"{words}: index_url should begin with redis:// or rediss://"
-    if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
-        fix = "raise the server's maxmemory, or let it evict: maxmemory-policy volatile-lru"
-        return StoreUnavailable, f"{words}: {fix}"
-    if isinstance(exc, exceptions.MovedError):
-        fix = "a cluster's index_url begins with redis+cluster:// or rediss+cluster://"
-        return StoreUnavailable, f"{words}: {fix}"
-    if isinstance(exc, _LATER) or _LATER_WORDS.search(words):
-        return StoreUnavailable, words
-    return StoreError, words
-
-
-def _chain(exc: BaseException | None) -> Iterator[BaseException]:
-    while exc is not None:
-        yield exc
-        exc = exc.__cause__ or exc.__context__

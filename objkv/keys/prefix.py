@@ -18,6 +18,11 @@ from typing import Literal
 
 PREFIX_HASH_BYTES = 20
 _SCHEME = b"objkv-prefix-1"
+_TOKEN_BYTES = 4
+_PARENT_LENGTH = PREFIX_HASH_BYTES.to_bytes(8, "little")
+_PIECE_CHUNKS = 16
+"""Encoded at once: a conversion for each chunk costs a quarter more, one for all of a long prompt
+would not let another thread run before it ends."""
 
 ExtraKind = Literal["lora", "salt", "mm", "embeds"]
 
@@ -63,6 +68,8 @@ class PromptExtras:
 
     def of_chunk(self, chunk: int, chunk_tokens: int) -> tuple[Extra, ...]:
         """The extras of chunk ``chunk``, in their one order."""
+        if chunk and not self.items and not self.embeds:
+            return ()
         start, end = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
         extras = []
         if chunk == 0 and self.lora_digest is not None:
@@ -90,13 +97,15 @@ def root_hash(namespace: str) -> bytes:
 def next_hash(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> bytes:
     """The hash of the chunk whose encoded tokens are ``tokens``, 20 bytes."""
     assert len(parent) == PREFIX_HASH_BYTES
-    return _digest((parent, tokens, encode_extras(extras)))
+    length = len(tokens).to_bytes(8, "little")
+    fields = (_PARENT_LENGTH, parent, length, tokens, _field(encode_extras(extras)))
+    return hashlib.sha256(b"".join(fields)).digest()[:PREFIX_HASH_BYTES]
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as 4 bytes each, little-endian. Raises OverflowError outside ``[0, 2**32)``."""
     encoded = array("I", tokens)
-    assert encoded.itemsize == 4
+    assert encoded.itemsize == _TOKEN_BYTES
     if byteorder == "big":
         encoded.byteswap()
     return encoded.tobytes()
@@ -122,14 +131,25 @@ def prefix_hashes(
 
 
 class PrefixChain:
-    """The hashes of one growing prompt, computed once each. Not thread-safe."""
+    """The hashes of one growing prompt, computed once each.
 
-    def __init__(self, namespace: str, chunk_tokens: int, extras: PromptExtras) -> None:
+    One thread at a time may extend it; any may read what has been reached. ``digests``: whether it
+    computes the chunks' token digests along with them.
+    """
+
+    def __init__(
+        self, namespace: str, chunk_tokens: int, extras: PromptExtras, *, digests: bool = False
+    ) -> None:
         assert chunk_tokens > 0
         self._root = root_hash(namespace)
         self._chunk_tokens = chunk_tokens
         self._extras = extras
         self._hashes: list[bytes] = []
+        self._digests: list[bytes] | None = [] if digests else None
+
+    def __len__(self) -> int:
+        """How many chunks ``extend`` has reached."""
+        return len(self._hashes)
 
     def extend(self, tokens: Sequence[int], known: int) -> list[bytes]:
         """Hashes of all whole chunks of ``tokens[:known]``, which only ever grows.
@@ -137,12 +157,28 @@ class PrefixChain:
         The list is the chain's own: it grows with the next call, and the caller must not change it.
         """
         assert known <= len(tokens)
-        size = self._chunk_tokens
-        for chunk in range(len(self._hashes), known // size):
-            encoded = encode_tokens(tokens[chunk * size : (chunk + 1) * size])
-            extras = self._extras.of_chunk(chunk, size)
-            self._hashes.append(next_hash(self.parent(chunk), encoded, extras))
+        size, whole = self._chunk_tokens, known // self._chunk_tokens
+        while (first := len(self._hashes)) < whole:
+            until = min(first + _PIECE_CHUNKS, whole)
+            encoded = encode_tokens(tokens[first * size : until * size])
+            for chunk in range(first, until):
+                at = (chunk - first) * size * _TOKEN_BYTES
+                piece = encoded[at : at + size * _TOKEN_BYTES]
+                extras = self._extras.of_chunk(chunk, size)
+                if self._digests is not None:
+                    self._digests.append(hashlib.sha256(piece).digest())
+                # Last: who sees the hash, on another thread, finds the rest.
+                self._hashes.append(next_hash(self.parent(chunk), piece, extras))
         return self._hashes
+
+    def hashes(self, start: int, end: int) -> list[bytes]:
+        """The hashes of chunks ``[start, end)`` that ``extend`` has reached."""
+        assert end <= len(self._hashes)
+        return self._hashes[start:end]
+
+    def find(self, prefix_hash: bytes) -> int | None:
+        """The chunk of that hash, if ``extend`` has reached it."""
+        return self._hashes.index(prefix_hash) if prefix_hash in self._hashes else None
 
     def hash(self, chunk: int) -> bytes:
         """The hash of a chunk that ``extend`` has reached."""
@@ -151,6 +187,11 @@ class PrefixChain:
     def parent(self, chunk: int) -> bytes:
         """The hash that chunk ``chunk`` continues."""
         return self._hashes[chunk - 1] if chunk else self._root
+
+    def token_digest(self, chunk: int) -> str:
+        """``token_digest`` of a chunk that ``extend`` has reached, of a chain with ``digests``."""
+        assert self._digests is not None
+        return self._digests[chunk].hex()
 
 
 def token_digest(tokens: Sequence[int]) -> str:

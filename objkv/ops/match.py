@@ -50,7 +50,8 @@ def match_prompt(
     namespace, size = identity.namespace(), identity.chunk_tokens
     hashes = prefix_hashes(namespace, tokens, size, extras)
     records = index.lookup(namespace, hashes) if hashes else []
-    usable = usable_chunks(records, identity.groups, size)
+    found = [None if record is None else record.shards for record in records]
+    usable = usable_chunks(found, identity.groups, size)
     chunks = tuple(
         _chunk(number, prefix_hash, record, identity, number < usable)
         for number, (prefix_hash, record) in enumerate(zip(hashes, records, strict=True))
@@ -74,7 +75,7 @@ def _chunk(
     missing = tuple(
         group_id
         for group_id, group in enumerate(groups)
-        if record is None or not covered(record, group_id, group)
+        if record is None or not covered(record.shards, group_id, group)
     )
     return ChunkMatch(
         token_start=number * size,

@@ -1,7 +1,8 @@
 """A store in Redis or Valkey, for small and much-used payloads: every value has a time to live.
 
 Values may go earlier than that, by the server's eviction: to readers both are a miss. The client
-keeps connections, TLS, retries, time-outs and topology, whether one server, Sentinel or Cluster.
+keeps connections, TLS, retries, time-outs and topology, whether one server, Sentinel or Cluster;
+payloads pass between its sockets and the caller's buffer, see ``objkv.stores.redis_values``.
 """
 
 import re
@@ -15,16 +16,19 @@ import redis
 from redis import exceptions as failures
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.resp.lines import CLIENT_ERRORS
 from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
+    check_fits,
     check_key,
     check_prefix,
     copy_into,
     copy_range_into,
     is_key,
 )
+from objkv.stores.redis_values import UNDONE, RedisValues
 
 SCAN_BATCH = 500
 _GLOB = re.compile(r"([\\*?\[\]])")
@@ -67,6 +71,7 @@ class RedisStore:
     ) -> None:
         assert ttl_s > 0
         self._client: Any = client  # its return types are unions with the asynchronous ones
+        self._values = RedisValues(client)
         self._prefix = prefix
         self._ttl_s = ttl_s
         self._clock = clock
@@ -93,14 +98,28 @@ class RedisStore:
             return b"".join(values) if exists else None
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Get the value and copy it into ``buffer``."""
+        """GET, received into ``buffer``."""
+        name = self._name(key)
+        try:  # rather than _translated: its generator takes 2 us, a twentieth of a call
+            nbytes = self._values.get_into(name, buffer, arrived)
+        except CLIENT_ERRORS as exc:
+            raise _translation(f"get_into {key}: {exc}", exc) from exc
+        if nbytes != UNDONE:
+            if nbytes is not None:
+                check_fits(key, nbytes, buffer)
+            return nbytes
         value = self.get(key)
         return None if value is None else copy_into(key, value, buffer, arrived)
 
     def get_range_into(
         self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
     ) -> int | None:
-        """Get the bytes and copy them into ``buffer``."""
+        """EXISTS and GETRANGE, received into ``buffer``; one round trip."""
+        name = self._name(key)
+        with _translated("get_range_into", key):
+            nbytes = self._values.get_range_into(name, start, buffer, arrived)
+        if nbytes != UNDONE:
+            return nbytes
         value = self.get_range(key, start, start + len(buffer))
         return None if value is None else copy_range_into(value, 0, buffer, arrived)
 
@@ -127,13 +146,17 @@ class RedisStore:
         """SET NX EX; True if this call wrote it."""
         name = self._name(key)
         with _translated("put_if_absent", key):
-            return bool(self._client.set(name, _plain(value), nx=True, ex=self._ttl_s))
+            written = self._values.put(name, value, b"EX", self._ttl_s, b"NX")
+            if written is None:
+                written = bool(self._client.set(name, _plain(value), nx=True, ex=self._ttl_s))
+            return written
 
     def put(self, key: str, value: Buffer) -> None:
         """SET EX, replacing what is there."""
         name = self._name(key)
         with _translated("put", key):
-            self._client.set(name, _plain(value), ex=self._ttl_s)
+            if not self._values.put(name, value, b"EX", self._ttl_s):
+                self._client.set(name, _plain(value), ex=self._ttl_s)
 
     def delete(self, key: str) -> bool:
         """UNLINK; True if there was a value."""
@@ -149,6 +172,7 @@ class RedisStore:
     def close(self) -> None:
         """Close the client and its connections."""
         with _translated("close", self._prefix):
+            self._values.close()
             self._client.close()
 
     def _name(self, key: str) -> str:
@@ -183,7 +207,7 @@ def _plain(value: Buffer) -> bytes | memoryview:
 def _translated(verb: str, key: str) -> Iterator[None]:
     try:
         yield
-    except (failures.RedisError, failures.RedisClusterException) as exc:
+    except CLIENT_ERRORS as exc:
         raise _translation(f"{verb} {key}: {exc}", exc) from exc
 
 

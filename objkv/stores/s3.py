@@ -1,39 +1,38 @@
 """A store in a bucket of anything that speaks S3.
 
-A get reads the body into the caller's buffer, slice by slice. A put is one conditional
-request, so of many writers one wins; values above ``multipart_bytes`` go up in parts.
+A get reads from the socket into the caller's buffer, large values by several ranges at once. A put
+is one conditional request, so of many writers one wins; values above ``multipart_bytes`` go up in
+parts. What is not ordinary in either is left to the client.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
-from objkv.errors import StoreUnavailable
 from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
-    check_fits,
     check_key,
     check_prefix,
     copy_range_into,
     is_key,
 )
-from objkv.stores.s3_body import BufferReader, read_exactly
 from objkv.stores.s3_client import error_code, is_missing, translated
+from objkv.stores.s3_crew import Crew
+from objkv.stores.s3_hedge import Hedge
+from objkv.stores.s3_line import NoAnswer
+from objkv.stores.s3_put import Writer
+from objkv.stores.s3_ranges import Ranges, Wanted
+from objkv.stores.s3_upload import Uploads
+from objkv.stores.s3_wire import Wire
 from objkv.telemetry import NullRecorder, Recorder
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
-
-CONFLICT_TRIES = 5
-
-_EXISTS = 412
-_CONFLICT = 409
-_REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
 
 
 class S3Store:
@@ -46,6 +45,10 @@ class S3Store:
     upload is completed (Ceph 16). A put whose answer was lost and that the client repeated
     gets False though it wrote.
 
+    Values above ``range_bytes`` are read by ranges, and parts are uploaded, by the caller and up to
+    ``ranges_max`` threads of the store. ``hedge_percent_max``: see ``Hedge``. ``is_direct``: False
+    leaves every request to the client.
+
     ``deadline_s`` bounds the reading of one body. Reads need the permission to list: without it
     S3 answers 403 instead of 404 for what is not there.
     """
@@ -57,18 +60,40 @@ class S3Store:
         bucket: str,
         prefix: str,
         multipart_bytes: int,
+        range_bytes: int = 8 << 20,
+        ranges_max: int = 0,
+        hedge_percent_max: int = 0,
         deadline_s: float = 30.0,
+        is_direct: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         assert multipart_bytes > 0
+        assert range_bytes > 0
         prefix = prefix.strip("/")
+        recorder = recorder or NullRecorder()
         self._client = client
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._multipart_bytes = multipart_bytes
         self._deadline_s = deadline_s
-        self._recorder = recorder or NullRecorder()
-        self._conditional: bool | None = None
+        self._crew = Crew(ranges_max)
+        wire = Wire(
+            client,
+            place=(bucket, self._prefix),
+            hedge=Hedge(hedge_percent_max),
+            is_direct=is_direct,
+            recorder=recorder,
+        )
+        self._ranges = Ranges(
+            client, wire, self._crew, range_bytes=range_bytes, patience_s=deadline_s / 2
+        )
+        self._writer = Writer(
+            client,
+            Uploads(client, wire, self._crew),
+            exists=lambda key: self.head(key) is not None,
+            multipart_bytes=multipart_bytes,
+            deadline_s=deadline_s,
+            recorder=recorder,
+        )
 
     def __repr__(self) -> str:
         return f"<S3Store s3://{self._bucket}/{self._prefix} at {self._client.meta.endpoint_url}>"
@@ -76,7 +101,7 @@ class S3Store:
     @property
     def conditional_puts(self) -> bool | None:
         """Whether the server honours ``If-None-Match``; None until the first put found out."""
-        return self._conditional
+        return self._writer.conditional
 
     def get(self, key: str) -> bytes | None:
         """The whole object, or None."""
@@ -107,29 +132,30 @@ class S3Store:
     def get_range_into(
         self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
     ) -> int | None:
-        """Get the bytes and copy them into ``buffer``."""
+        """As ``get_into``, by requests for ranges."""
+        check_key(key)
+        if len(buffer):
+            wanted = self._wanted(key, start, buffer, arrived, is_whole=False)
+            with translated("get_range_into", key), suppress(NoAnswer):
+                return self._ranges.read(wanted)
         value = self.get_range(key, start, start + len(buffer))
         return None if value is None else copy_range_into(value, 0, buffer, arrived)
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Read the body from the socket into ``buffer``; its length is checked before and after."""
+        """Read from the socket into ``buffer``; what is larger than ``range_bytes``, by ranges on
+        several connections. The length is checked before and after."""
+        check_key(key)
+        wanted = self._wanted(key, 0, buffer, arrived, is_whole=True)
         with translated("get_into", key):
-            answer = self._get(key)
-        if answer is None:
-            return None
-        body, nbytes = answer["Body"], int(answer["ContentLength"])
-        whole = False
-        try:
-            check_fits(key, nbytes, buffer)
-            with translated("get_into", key):
-                read_exactly(body, buffer[:nbytes], time.monotonic() + self._deadline_s)
-            whole = True
-        finally:
-            if not whole:  # the connection still carries the rest: it cannot be used again
-                body.close()
-        if arrived is not None:
-            arrived(nbytes)
-        return nbytes
+            with suppress(NoAnswer):
+                return self._ranges.read(wanted)
+            return self._ranges.read_by_client(wanted)
+
+    def _wanted(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None, *, is_whole: bool
+    ) -> Wanted:
+        deadline_s = time.monotonic() + self._deadline_s
+        return Wanted(self._place(key), key, start, buffer, arrived, is_whole, deadline_s)
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the object, or None. A missing bucket is None as well: the answer to a
@@ -162,31 +188,14 @@ class S3Store:
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """One conditional request; see the class for servers that have none."""
         check_key(key)
-        attempt = self._upload_if_absent if self._is_large(value) else self._send_if_absent
-        with translated("put_if_absent", key):
-            for _ in range(CONFLICT_TRIES):
-                try:
-                    return attempt(key, value)
-                except ClientError as exc:
-                    status, _code = error_code(exc)
-                    if status == _EXISTS:
-                        return False
-                    if status != _CONFLICT:
-                        raise
-                if self.head(key) is not None:
-                    return False
-        raise StoreUnavailable(
-            f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers"
-        )
+        with translated("put_if_absent", key), memoryview(value) as view:
+            return self._writer.put_if_absent(self._place(key), key, view)
 
     def put(self, key: str, value: Buffer) -> None:
         """One request, or an upload in parts."""
         check_key(key)
-        with translated("put", key):
-            if self._is_large(value):
-                self._upload(key, value, self._complete)
-            else:
-                self._send(key, value)
+        with translated("put", key), memoryview(value) as view:
+            self._writer.put(self._place(key), key, view)
 
     def delete(self, key: str) -> bool:
         """Remove the object. S3 does not tell whether there was one: always True."""
@@ -201,11 +210,9 @@ class S3Store:
             self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
 
     def close(self) -> None:
-        """Close the client and its connections."""
+        """End the threads; close the client and its connections."""
+        self._crew.close()
         self._client.close()
-
-    def _is_large(self, value: Buffer) -> bool:
-        return len(value) > self._multipart_bytes
 
     def _place(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
@@ -218,91 +225,3 @@ class S3Store:
             if is_missing(exc):
                 return None
             raise
-
-    def _send(self, key: str, value: Buffer, **options: Any) -> None:
-        with memoryview(value) as view:
-            self._client.put_object(
-                **self._place(key), Body=_body(view), ContentLength=len(view), **options
-            )
-
-    def _send_if_absent(self, key: str, value: Buffer) -> bool:
-        if self._conditional is not False:
-            try:
-                self._send(key, value, IfNoneMatch="*")
-            except ClientError as exc:
-                if not _is_refused(exc):
-                    raise
-            else:
-                if self._conditional is None:
-                    self._conditional = self._refuses_a_second(key, value)
-                return True
-        self._recorder.count("s3_unconditional_puts")
-        if self.head(key) is not None:
-            return False
-        self._send(key, value)
-        self._conditional = False
-        return True
-
-    def _refuses_a_second(self, key: str, value: Buffer) -> bool:
-        """Whether the condition is honoured. The same bytes once more do no harm where it is not;
-        asked once per process, since HEAD before every PUT would cost a round trip each."""
-        try:
-            self._send(key, value, IfNoneMatch="*")
-        except ClientError as exc:
-            return error_code(exc)[0] in (_EXISTS, _CONFLICT)
-        return False
-
-    def _upload_if_absent(self, key: str, value: Buffer) -> bool:
-        if self.head(key) is not None:  # spares the upload; completing it decides
-            return False
-        return self._upload(key, value, self._complete_if_absent)
-
-    def _upload(
-        self, key: str, value: Buffer, complete: Callable[[str, dict[str, Any]], bool]
-    ) -> bool:
-        """Upload in parts, aborted unless ``complete`` returns True: no part may stay behind."""
-        place, done = self._place(key), False
-        place["UploadId"] = self._client.create_multipart_upload(**place)["UploadId"]
-        try:
-            parts: list[dict[str, Any]] = []
-            with memoryview(value) as view:
-                for start in range(0, len(view), self._multipart_bytes):
-                    body = _body(view[start : start + self._multipart_bytes])
-                    number = len(parts) + 1
-                    answer = self._client.upload_part(**place, PartNumber=number, Body=body)
-                    parts.append({"PartNumber": number, "ETag": answer["ETag"]})
-            done = complete(key, {**place, "MultipartUpload": {"Parts": parts}})
-            return done
-        finally:
-            if not done:
-                # What went wrong before is the news; a bucket rule should expire lost uploads.
-                with suppress(ClientError, BotoCoreError):
-                    self._client.abort_multipart_upload(**place)
-
-    def _complete(self, _: str, upload: dict[str, Any]) -> bool:
-        self._client.complete_multipart_upload(**upload)
-        return True
-
-    def _complete_if_absent(self, key: str, upload: dict[str, Any]) -> bool:
-        if self.head(key) is not None:  # servers exist that ignore the condition here
-            return False
-        if self._conditional is not False:
-            try:
-                self._client.complete_multipart_upload(**upload, IfNoneMatch="*")
-                return True
-            except ClientError as exc:
-                if not _is_refused(exc):
-                    raise
-        self._recorder.count("s3_unconditional_puts")
-        return self._complete(key, upload)
-
-
-def _is_refused(exc: ClientError) -> bool:
-    """Whether the server does not know conditional writes."""
-    status, code = error_code(exc)
-    return status == 501 or (status == 400 and code in _REFUSALS)
-
-
-def _body(view: memoryview) -> Any:
-    """What the client asks for is ``read``, ``seek`` and ``tell``; its types say more."""
-    return BufferReader(view)

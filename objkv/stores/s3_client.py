@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 ATTEMPTS = 3
+"""Of the client. Before them comes one that goes around its layers."""
 DEFAULT_REGION = "us-east-1"
 # Of the deadline: the rest is what the client waits between attempts.
 _ATTEMPTS_SHARE = 0.9
@@ -88,15 +89,16 @@ def open_s3_client(config: Config) -> "S3Client":
 
 
 def _client_config(config: Config) -> ClientConfig:
-    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPTS_SHARE / ATTEMPTS
+    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPTS_SHARE / (ATTEMPTS + 1)
     return ClientConfig(
         connect_timeout=attempt_s * _CONNECT_SHARE,
         read_timeout=attempt_s * (1 - _CONNECT_SHARE),
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        max_pool_connections=config.bulk_calls_max,
+        max_pool_connections=config.bulk_calls_max + config.s3_ranges_max,
         tcp_keepalive=True,
-        s3={"addressing_style": config.s3_addressing},
-        # Payloads carry their own checksums, and many servers refuse or ignore S3's.
+        # Payloads carry their own checksums, and many servers refuse or ignore S3's. A hash of the
+        # body in the signature would halve the speed of a put: see docs/decisions/0009.
+        s3={"addressing_style": config.s3_addressing, "payload_signing_enabled": False},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         user_agent_extra=f"objkv/{version('objkv')}",

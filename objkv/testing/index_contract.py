@@ -8,10 +8,9 @@ spoils a record.
 from dataclasses import replace
 from functools import partial
 
-import pytest
-
 from objkv.index.base import PruneIndex, Record
 from objkv.testing.clock import ManualClock
+from objkv.testing.find_contract import FindContract
 from objkv.testing.index_samples import (
     FIELD,
     LONG_S,
@@ -28,20 +27,8 @@ from objkv.testing.index_samples import (
 THREADS = 12
 
 
-class IndexContract:
+class IndexContract(FindContract):
     """Held to by every ``PruneIndex``."""
-
-    short_s = 100
-    """A time to live that ``pass_time`` outlives, and that no test does."""
-
-    @pytest.fixture
-    def clock(self) -> ManualClock:
-        """What the index under test reads the time from."""
-        return ManualClock()
-
-    def pass_time(self, clock: ManualClock, seconds: float) -> None:
-        """Let ``seconds`` pass for the index."""
-        clock.advance(seconds)
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         """Put something under chunk ``number`` that no objkv wrote, where anybody else can."""
@@ -282,6 +269,9 @@ class IndexContract:
         index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
         self.put_garbage(index, 1)
         assert index.lookup(NAMESPACE, [prefix_hash(1), prefix_hash(9)]) == [None, None]
+        hashes = [prefix_hash(n) for n in (1, 2, 9)]
+        assert index.find(NAMESPACE, hashes, [FIELD]) == [None, {FIELD: shard()}, None]
+        assert index.find(NAMESPACE, hashes, [FIELD, OTHER_FIELD]) == [None, {FIELD: shard()}, None]
         assert [record.prefix_hash for record in index.scan(NAMESPACE)] == [prefix_hash(2)]
         assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
         index.touch(NAMESPACE, [prefix_hash(1), prefix_hash(2)], ttl_s=LONG_S)

@@ -2,13 +2,14 @@
 
 The fence is the whole point: bytes are written into blocks only between ``enter`` and ``leave``,
 and after ``close`` returns nothing is, or ever will be, written by this job. So blocks may change
-hands as soon as a job is closed.
+hands as soon as a job is closed. Nobody is on the network between ``enter`` and ``leave``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Condition
 
-from objkv.transfer.lanes import Mark
+from objkv.codec.payload import Header
+from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
 
 
@@ -29,18 +30,38 @@ class LoadJob:
         self._clock = clock
         self._changed = Condition()
         self._unfinished = set(range(len(plan.moves)))
-        self._layers_done = [0] * len(plan.moves)
+        self._spans_left = [1] * len(plan.moves)
+        self._headers: dict[int, Header] = {}
         self._layers = [layers[load.move.group] for load in plan.moves]
-        self._marks: dict[tuple[int, int], Mark] = {}
+        self._written = [0] * len(plan.moves)  # one bit a layer
+        # Of the marks of one lane a later one stands for all before it.
+        self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
+        self._last_marks: dict[Lane, Mark] = {}
         self._failed_chunk: int | None = None
         self._rejected: set[tuple[str, bytes]] = set()
         self._writing = 0
         self._closed = False
+        self._nbytes = 0
+        self._first: float | None = None
+        self._last = self.started
 
     def wanted(self, index: int) -> bool:
         """Whether move ``index`` is still worth fetching: no earlier chunk failed, not closed."""
         with self._changed:
             return self._wanted(self.plan.moves[index])
+
+    def began(self) -> None:
+        """Bytes of some payload have come."""
+        if self._first is None:
+            with self._changed:
+                if self._first is None:
+                    self._first = self._clock()
+
+    def came(self, nbytes: int) -> None:
+        """So many bytes of some payload have come, and no more are asked for in that call."""
+        with self._changed:
+            self._nbytes += nbytes
+            self._last = self._clock()
 
     def enter(self, index: int) -> bool:
         """Ask to write move ``index`` into its blocks; after True, ``leave`` must follow."""
@@ -50,21 +71,44 @@ class LoadJob:
             self._writing += 1
             return True
 
-    def layer_written(self, index: int, layer: int, mark: Mark) -> None:
-        """Layer ``layer`` of move ``index`` was given to the lane, up to ``mark``."""
-        with self._changed:
-            self._layers_done[index] = layer + 1
-            self._marks[index, layer] = mark
-            self._changed.notify_all()
-
-    def leave(self, index: int, *, complete: bool) -> None:
-        """The write that ``enter`` allowed is over. ``complete``: every layer was verified and is
-        in its blocks; this is the only way for a move to succeed."""
+    def leave(self, index: int, layers: Iterable[int], lane: Lane, mark: Mark | None) -> None:
+        """The writes that ``enter`` allowed are over: ``layers`` of move ``index`` were verified
+        and given to ``lane``, up to ``mark``. Without a mark, nothing counts as written."""
+        group = self.plan.moves[index].move.group
         with self._changed:
             self._writing -= 1
-            if complete:
-                self._unfinished.discard(index)
+            if mark is not None:
+                self._last_marks[lane] = mark
+                for layer in layers:
+                    self._written[index] |= 1 << layer
+                    self._marks.setdefault((group, layer), {})[lane] = mark
             self._changed.notify_all()
+
+    def opened(self, index: int, header: Header, spans_left: int) -> None:
+        """The header of move ``index`` was verified; besides the span that brought it, so many
+        more are to come."""
+        with self._changed:
+            self._headers[index] = header
+            self._spans_left[index] += spans_left
+
+    def header(self, index: int) -> Header:
+        """What ``opened`` was told."""
+        with self._changed:
+            return self._headers[index]
+
+    def span_done(self, index: int) -> bool:
+        """One span of move ``index`` was verified to its end. The move has succeeded when all
+        spans were, and all layers are in its blocks; there is no other way. True if it just has."""
+        with self._changed:
+            self._spans_left[index] -= 1
+            if self._spans_left[index] or index not in self._unfinished:
+                return False
+            complete = self._written[index] == (1 << self._layers[index]) - 1
+            if not complete:
+                self._fail_from(self.plan.moves[index].move.chunk)
+            self._unfinished.discard(index)
+            self._changed.notify_all()
+            return complete
 
     def fail(self, index: int, *, rejected: bool) -> None:
         """Move ``index`` was not, and will not be, loaded; later chunks are useless without it."""
@@ -87,37 +131,72 @@ class LoadJob:
         with self._changed:
             return not self._unfinished or self._clock() >= self.deadline
 
+    def wait_over(self) -> None:
+        """Block until every move that is still wanted has succeeded or failed, or the deadline
+        has passed."""
+        with self._changed:
+            self._wait_while(lambda i: True)
+
     def wait_layer(self, group: int, layer: int) -> list[Mark]:
-        """Block until layer ``layer`` of ``group`` was given to the lane for every move that is
+        """Block until layer ``layer`` of ``group`` was given to the lanes for every move that is
         still wanted, or the deadline has passed; the marks to order computing after.
 
         A move that lacks the layer then has failed: the layer is computed without it, whatever a
         write under way still brings.
         """
+        moves = [i for i, load in enumerate(self.plan.moves) if load.move.group == group]
         with self._changed:
-            while self._lacks_layer(group, layer):
-                left = self.deadline - self._clock()
-                if left <= 0 or not self._changed.wait(left):
-                    break
-            for i, load in enumerate(self.plan.moves):
-                if load.move.group == group and self._layers_done[i] <= layer:
-                    self._fail_from(load.move.chunk)
-            return [
-                self._marks[i, layer]
-                for i, load in enumerate(self.plan.moves)
-                if load.move.group == group and (i, layer) in self._marks
-            ]
+            self._wait_while(lambda i: self._lacks(i, group, layer))
+            for i in moves:
+                if self._lacks(i, group, layer):
+                    self._fail_from(self.plan.moves[i].move.chunk)
+            return list(self._marks.get((group, layer), {}).values())
 
     def close(self) -> LoadOutcome:
-        """Forbid further writes, wait for those under way (copies, not the network), report."""
+        """Forbid further writes, wait for those under way (copies, not the network), report.
+
+        Copies that a lane has been given have passed as well. Of a plan within the step they
+        only come before all that is given to the compute stream from here on, which is whatever
+        may touch these blocks next: the forward thread does not wait for the device.
+        """
         with self._changed:
             self._closed = True
             while self._writing:
                 self._changed.wait()
             self._changed.notify_all()
-            return LoadOutcome(
-                self.plan.request_id, self._failed_blocks(), frozenset(self._rejected)
-            )
+            marks, self._last_marks = self._last_marks, {}
+            outcome = self._outcome()
+        for mark in marks.values():
+            if mark.done():
+                continue
+            if self.plan.sync:
+                mark.hold_compute()
+            else:
+                mark.wait()
+        return outcome
+
+    def _outcome(self) -> LoadOutcome:
+        return LoadOutcome(
+            self.plan.request_id,
+            self._failed_blocks(),
+            frozenset(self._rejected),
+            nbytes=self._nbytes,
+            seconds=self._last - self.started,
+            first_s=None if self._first is None else self._first - self.started,
+        )
+
+    def _wait_while(self, lacking: Callable[[int], bool]) -> None:
+        """Wait until no move that is wanted and under way is ``lacking``, or for the deadline."""
+        while not self._closed and any(
+            lacking(i) for i in self._unfinished if self._wanted(self.plan.moves[i])
+        ):
+            left = self.deadline - self._clock()
+            if left <= 0 or not self._changed.wait(left):
+                break
+
+    def _lacks(self, index: int, group: int, layer: int) -> bool:
+        in_group = self.plan.moves[index].move.group == group
+        return in_group and not self._written[index] >> layer & 1
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
@@ -127,13 +206,6 @@ class LoadJob:
         if self._closed or self._clock() >= self.deadline:
             return False
         return self._failed_chunk is None or load.move.chunk < self._failed_chunk
-
-    def _lacks_layer(self, group: int, layer: int) -> bool:
-        return not self._closed and any(
-            self._layers_done[i] <= layer and i in self._unfinished and self._wanted(load)
-            for i, load in enumerate(self.plan.moves)
-            if load.move.group == group
-        )
 
     def _failed_blocks(self) -> frozenset[int]:
         first = self._failed_chunk

@@ -1,29 +1,28 @@
 """Loads: fetch threads bring payloads into slabs, verify them there, and lanes scatter them.
 
-A block counts as loaded only when its last byte was verified. Any fault fails the move, and with
-it all later chunks of the same plan; nothing here raises into the caller's thread.
+A block counts as loaded only when its last byte was verified, and its payload was as long as its
+header says. Any fault fails the move, and with it all later chunks of the same plan; nothing here
+raises into the caller's thread.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from threading import Condition, Thread
+from dataclasses import dataclass, field
+from threading import Thread
 from time import monotonic
 
-import torch
-
 from objkv.cache.tiered import ChunkCache
-from objkv.codec.payload import Claim, Header, frame_pages, open_payload
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
-from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
+from objkv.transfer.fetch import Cuts, Fetched, Fetcher, chunk_key
 from objkv.transfer.job import LoadJob
+from objkv.transfer.landing import UnwantedError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
+from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.slabs import SlabPool
+from objkv.transfer.taskqueue import Task, TaskQueue
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +37,14 @@ class LoadLimits:
     deadline_s: float
     step_deadline_s: float
     """The same for loads within the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Verified:
-    """A payload in a slab whose length, header and claim are right; frames are checked later."""
-
-    header: Header
-    payload: memoryview
-    scratch: memoryview | None
+    cuts: Cuts = field(default_factory=Cuts)
+    join_s: float = 5.0
+    """How long closing waits for threads that are still on the network."""
 
 
 class Loader:
     """Executes load plans. ``submit``, ``take_finished`` and ``wait_layer`` are called by the
-    forward thread."""
+    forward thread, which never waits for the network but for a layer it needs now."""
 
     def __init__(
         self,
@@ -72,9 +65,8 @@ class Loader:
         self._clock = clock
         self._trouble = Trouble(logger, "loads")
         self._jobs: dict[str, LoadJob] = {}
-        self._queue: deque[tuple[LoadJob, int]] = deque()
-        self._ready = Condition()
-        self._closed = False
+        self._fetcher = Fetcher(cache, groups, limits.cuts, recorder)
+        self._queue = TaskQueue(limits.queue_max)
         self._lanes = [lane_for_thread() for _ in range(limits.threads)]
         self._threads = [
             Thread(target=self._work, args=(lane,), name=f"objkv-load-{i}", daemon=True)
@@ -92,22 +84,15 @@ class Loader:
         self._jobs[plan.request_id] = job
         for lane in self._lanes:
             lane.follow_compute()  # what earlier kernels still do to these blocks comes first
-        with self._ready:
-            room = 0 if self._closed else max(0, self._limits.queue_max - len(self._queue))
-            queued = range(min(room, len(plan.moves)))
-            if plan.sync:  # the model waits for it, and for nothing else in the queue
-                self._queue.extendleft((job, i) for i in reversed(queued))
-            else:
-                self._queue.extend((job, i) for i in queued)
-            self._ready.notify_all()
-        if room < len(plan.moves):
-            self._recorder.count("load_refused", len(plan.moves) - room)
-            for i in range(room, len(plan.moves)):
+        taken = self._queue.add(job)
+        if taken < len(plan.moves):
+            self._recorder.count("load_refused", len(plan.moves) - taken)
+            for i in range(taken, len(plan.moves)):
                 job.fail(i, rejected=False)
 
     def wait_layer(self, group: int, layer: int) -> None:
         """Order computing after the arrival of one layer, for all sync plans: blocks until the
-        layer was given to the lane, then the compute stream waits for the lane."""
+        layer was given to the lanes, then the compute stream waits for them."""
         for job in self._jobs.values():
             if job.plan.sync:
                 for mark in job.wait_layer(group, layer):
@@ -131,6 +116,7 @@ class Loader:
             if sync:
                 for group, paged in self._groups.items():
                     job.wait_layer(group, len(paged.layers) - 1)
+                job.wait_over()
             elif not job.is_over():
                 continue
             outcome = job.close()
@@ -140,34 +126,38 @@ class Loader:
         return outcomes
 
     def close(self) -> None:
-        """Stop all threads; plans that are not over never touch their blocks again."""
-        with self._ready:
-            self._closed = True
-            self._queue.clear()
-            self._ready.notify_all()
+        """Stop all threads; plans that are not over never touch their blocks again.
+
+        A thread that is on the network ends with its call, whose deadline may lie further off than
+        this waits; its payload goes nowhere. Idempotent.
+        """
+        self._queue.close()
         for job in self._jobs.values():
             job.close()
+        end = monotonic() + self._limits.join_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
+        if left := [thread.name for thread in self._threads if thread.is_alive()]:
+            logger.warning("loads still on the network at shutdown threads=%s", ",".join(left))
 
     def __repr__(self) -> str:
-        return f"<Loader {len(self._jobs)} plans, {len(self._queue)} moves waiting>"
+        return f"<Loader {len(self._jobs)} plans, {len(self._queue)} spans waiting>"
 
     def _work(self, lane: Lane) -> None:
         lane.adopt_thread()
-        while True:
-            with self._ready:
-                while not self._queue and not self._closed:
-                    self._ready.wait()
-                if self._closed:
-                    return
-                job, index = self._queue.popleft()
-            self._run(lane, job, index)
+        while (task := self._queue.take()) is not None:
+            self._run(lane, task)
+            del task  # not kept while waiting for the next one
 
-    def _run(self, lane: Lane, job: LoadJob, index: int) -> None:
-        complete = False
+    def _run(self, lane: Lane, task: Task) -> None:
+        job, index, _ = task
+        done = False
         try:
             if job.wanted(index):
-                complete = self._load(lane, job, index)
+                done = self._load(lane, task)
                 self._trouble.worked()
+        except UnwantedError:
+            self._recorder.count("load_given_up")
         except (PayloadError, ValueTooLong) as exc:
             logger.warning(
                 "payload refused, recomputing request=%s reason=%s", job.plan.request_id, exc
@@ -180,57 +170,38 @@ class Loader:
         except Exception:  # A dead thread would hang every later load: fail the move, keep going.
             self._recorder.count("load_errors")
             logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
-        if not complete:
+        if not done:
             job.fail(index, rejected=False)
 
-    def _load(self, lane: Lane, job: LoadJob, index: int) -> bool:
-        """Fetch, verify and write one move; True if all of it is in its blocks."""
-        load = job.plan.moves[index]
-        move = load.move
-        group = self._groups[move.group]
-        key = chunk_key(job.plan.namespace, load, group)
-        hot = any(record.hot for field, record in load.records if field == key.field)
+    def _load(self, lane: Lane, task: Task) -> bool:
+        """Fetch, verify and write one span; True if all of it is in its blocks."""
+        job, index, _ = task
         with ExitStack() as leases:
-            slab = leases.enter_context(self._slabs.lease())
-            nbytes = self._cache.get_into(key, slab.view, hot=hot)
-            if nbytes is None:
-                self._recorder.count("load_ghosts")
-                self._reject(job, index, corrupt=False)
-                return False
-            claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-            payload = slab.view[:nbytes]
-            header = open_payload(payload, claim, group.layers)
-            scratch = None
-            if header.codec != "none":
-                scratch = leases.enter_context(self._slabs.lease()).view
-            if not job.enter(index):
-                return False
-            self._recorder.count("load_bytes", nbytes)
-            return self._write(lane, job, index, _Verified(header, payload, scratch))
+            # The slabs are this span's, for its time only: chunks may be more than slabs.
+            def lease() -> memoryview:
+                return leases.enter_context(self._slabs.lease()).view
 
-    def _write(self, lane: Lane, job: LoadJob, index: int, verified: "_Verified") -> bool:
-        move = job.plan.moves[index].move
-        group = self._groups[move.group]
-        block_ids = torch.tensor(move.block_ids, dtype=torch.int64)
-        complete, offset = False, 0
-        try:
-            for layer, spec in enumerate(group.layers):
-                scratch = verified.scratch
-                room = None if scratch is None else scratch[offset : offset + spec.nbytes]
-                pages = frame_pages(verified.header, layer, verified.payload, room)
-                group.scatter(lane, layer, pages, move.first_block, block_ids)
-                job.layer_written(index, layer, lane.mark())
-                offset += spec.nbytes
-            complete = True
-        finally:
-            # The slabs and the blocks stay ours until the copies are through, also on a fault.
-            arrived = False
             try:
-                lane.mark().wait()
-                arrived = True
-            finally:  # whoever closes the job waits for this
-                job.leave(index, complete=complete and arrived)
-        return complete
+                fetched = self._fetcher.fetch(lane, task, lease)
+                if fetched is not None:
+                    self._queue.add_spans(job, index, fetched.rest)
+                    if job.plan.sync:  # the last layer waits for nothing but its copies
+                        self._span_done(job, index, fetched)
+            finally:
+                lane.mark().wait()  # only then may others have the slabs
+        if fetched is None:
+            self._recorder.count("load_ghosts")
+            self._reject(job, index, corrupt=False)
+            return False
+        if not job.plan.sync:
+            self._span_done(job, index, fetched)
+        return True
+
+    def _span_done(self, job: LoadJob, index: int, fetched: Fetched) -> None:
+        if job.span_done(index):
+            self._cache.note_load(
+                fetched.claim, fetched.header, hot=fetched.hot, seconds=fetched.seconds
+            )
 
     def _reject(self, job: LoadJob, index: int, *, corrupt: bool) -> None:
         load = job.plan.moves[index]
@@ -244,8 +215,3 @@ class Loader:
         if outcome.failed:
             self._recorder.count("load_failures")
             self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))
-
-
-def chunk_key(namespace: str, load: LoadMove, group: PagedGroup) -> ChunkKey:
-    """The payload that this rank reads for a move."""
-    return ChunkKey(namespace, load.move.prefix_hash, load.move.group, group.shape.rank_shard.shard)

@@ -37,18 +37,25 @@ class GroupShape:
     rank_shard: RankShard
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers of an element's size, as which pages travel: numpy has neither bf16 nor fp8, and torch
+copies fp8 by index on some devices only."""
+
+
 class PagedGroup:
     """One group's layers on this rank. The tensors are vLLM's, never freed or resized here."""
 
     def __init__(self, shape: GroupShape, caches: Sequence[torch.Tensor]) -> None:
         assert len(caches) == len(shape.layers)
         self.shape = shape
-        self._caches = tuple(caches)
         self.layers = tuple(
             _layer_spec(name, cache, shape)
             for name, cache in zip(shape.layers, caches, strict=True)
         )
         """What a payload of this group must hold, in forward order."""
+        self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
+        """Of each layer's pages in a payload, decoded."""
+        self._caches = tuple(cache.view(_WORDS[cache.element_size()]) for cache in caches)
 
     @property
     def device(self) -> torch.device:
@@ -58,41 +65,53 @@ class PagedGroup:
     @property
     def raw_bytes(self) -> int:
         """Bytes of one chunk of this group, uncompressed."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(self.layer_bytes)
 
     def scatter(
-        self, lane: Lane, layer: int, pages: memoryview, first_block: int, block_ids: torch.Tensor
+        self, lane: Lane, layer: int, pages: memoryview, first_block: int, placed: torch.Tensor
     ) -> None:
         """Write pages ``[first_block, first_block + n)`` of one layer's frame into its blocks.
 
         Args:
             pages: the frame's raw bytes, verified; alive until the lane's next mark is done.
-            block_ids: ``[n]`` int64 on the host.
+            placed: ``n`` block ids, from ``lane.place``.
         """
-        tensor = self._as_tensor(torch.frombuffer(pages, dtype=torch.uint8), layer)
-        part = tensor[first_block : first_block + len(block_ids)]
-        lane.scatter(part, self._caches[layer], block_ids)
+        cache = self._caches[layer]
+        tensor = torch.frombuffer(pages, dtype=cache.dtype).view(self.layers[layer].shape)
+        if len(placed) != len(tensor):
+            tensor = tensor[first_block : first_block + len(placed)]
+        lane.scatter(tensor, cache, placed)
 
     def gather(self, lane: Lane, block_ids: torch.Tensor, pages: torch.Tensor) -> list[memoryview]:
-        """Write all layers of the blocks into ``pages``, one after the other.
+        """``gather_many`` for one chunk."""
+        return self.gather_many(lane, [block_ids], [pages])[0]
+
+    def gather_many(
+        self, lane: Lane, block_ids: Sequence[torch.Tensor], pages: Sequence[torch.Tensor]
+    ) -> list[list[memoryview]]:
+        """Write all layers of each chunk's blocks into its pages, one layer after the other.
 
         Args:
-            block_ids: ``[blocks]`` int64 on the host.
-            pages: ``[>= raw_bytes]`` uint8, host memory, pinned when the lane is CUDA.
+            block_ids: per chunk ``[blocks]`` int64 on the host.
+            pages: per chunk ``[>= raw_bytes]`` uint8, host memory, pinned when the lane is CUDA.
 
         Returns:
-            Per layer a view of its bytes, which are there when a later mark is done.
+            Per chunk and layer a view of its bytes, which are there when a later mark is done.
         """
-        views, offset = [], 0
-        for index, layer in enumerate(self.layers):
-            piece = pages[offset : offset + layer.nbytes]
-            lane.gather(self._caches[index], block_ids, self._as_tensor(piece, index))
-            views.append(piece.numpy().data)
+        assert len(block_ids) == len(pages)
+        if not pages:
+            return []
+        placed = lane.place(torch.cat(list(block_ids)))
+        views: list[list[memoryview]] = [[] for _ in pages]
+        offset = 0
+        for cache, layer in zip(self._caches, self.layers, strict=True):
+            pieces = [part[offset : offset + layer.nbytes] for part in pages]
+            shaped = [piece.view(cache.dtype).view(layer.shape) for piece in pieces]
+            lane.gather(cache, placed, shaped)
+            for view, piece in zip(views, pieces, strict=True):
+                view.append(piece.numpy().data)
             offset += layer.nbytes
         return views
-
-    def _as_tensor(self, raw: torch.Tensor, layer: int) -> torch.Tensor:
-        return raw.view(self._caches[layer].dtype).view(self.layers[layer].shape)
 
 
 def _layer_spec(name: str, cache: torch.Tensor, shape: GroupShape) -> LayerSpec:

@@ -80,6 +80,12 @@ class LoadOutcome:
     """Physical blocks that do not hold what the plan promised; empty when all went well."""
     rejected: frozenset[tuple[str, bytes]]
     """(namespace, prefix hash) of chunks whose record was wrong."""
+    nbytes: int = 0
+    """Bytes of payloads that came, whatever became of them."""
+    seconds: float = 0.0
+    """From the plan's start to the last of them; 0 if none came."""
+    first_s: float | None = None
+    """From the plan's start to the first bytes of whichever chunk came first; None if none did."""
 
     @property
     def failed(self) -> bool:

@@ -1,29 +1,36 @@
 """Saves: gather finished chunks into slabs on the forward thread, do the rest in the background.
 
 What the forward thread does is bounded and local: lease a slab, give copies to the lane. No slab,
-or a full queue, is a drop: counted, told to the scheduler, never waited for.
+or a full queue, is a drop: counted, told to the scheduler, never waited for. The pages stay in
+their slab: there they become the payload, and from there the store sends it.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from threading import Condition, Thread
-from time import monotonic, time
+from time import monotonic
 
 import torch
 
 from objkv.cache.tiered import ChunkCache, SaveOutcome
-from objkv.codec.payload import Claim, Provenance, encode, read_header
+from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
+from objkv.transfer.encoding import Encoder
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
 logger = logging.getLogger(__name__)
+
+_JOIN_S = 1.0
+"""At least so long ``close`` waits for threads that have nothing left to do."""
+_GATHER_CHUNKS_MAX = 16
+"""Chunks that a lane takes out at once: it keeps a layer of so many in the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +42,28 @@ class SaveLimits:
     deadline_s: float
     """A chunk that waited longer is dropped."""
     codec: str
+    """An id of the format, or ``auto``."""
     writer: str
+    far: bool = True
+    """Whether the bulk store is behind a network, so that its speed decides about ``auto``. What a
+    directory takes for a put is the disk's; its loads come from memory, faster than any codec."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
+class _Taken:
+    """A chunk that has a slab."""
+
     request_id: str
     claim: Claim
     save: SaveMove
     slab: Slab
-    pages: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A chunk whose pages are in its slab once ``mark`` is done."""
+
+    chunk: _Taken
     mark: Mark
     deadline: float
 
@@ -71,6 +90,12 @@ class Saver:
         self._limits = limits
         self._recorder = recorder
         self._clock = clock
+        self._encoder = Encoder(
+            groups,
+            codec=limits.codec if limits.codec != "auto" or limits.far else "none",
+            writer=limits.writer,
+            link=lambda: cache.link.bytes_per_s,
+        )
         self._queue: deque[_Gathered] = deque()
         self._busy = 0
         self._changed = Condition()
@@ -93,6 +118,8 @@ class Saver:
         """
         self._lane.follow_compute()
         dropped: set[tuple[str, int]] = set()
+        taken: dict[int, list[_Taken]] = {}
+        room = self._limits.queue_max - len(self._queue)
         for plan in plans:
             for save in plan.moves:
                 group = self._groups[save.move.group]
@@ -101,10 +128,14 @@ class Saver:
                 key = _key(plan, save, group)
                 if not self._cache.begin_save(key):
                     self._recorder.count("save_repeats")
-                elif not self._gather_one(plan, save, key):
-                    self._cache.end_save(key)
-                    self._recorder.count("save_drops")
-                    dropped.add((plan.request_id, save.move.chunk))
+                elif room > 0 and (chunk := self._take(plan, save, key)) is not None:
+                    taken.setdefault(key.group, []).append(chunk)
+                    room -= 1
+                else:
+                    dropped.add(self._drop(plan.request_id, save, key))
+        for chunks in taken.values():
+            for start in range(0, len(chunks), _GATHER_CHUNKS_MAX):
+                dropped |= self._gather(chunks[start : start + _GATHER_CHUNKS_MAX])
         return dropped
 
     def fence(self) -> None:
@@ -138,48 +169,73 @@ class Saver:
         return True
 
     def close(self, drain_deadline_s: float) -> None:
-        """Drain within the bound, then stop; what is left is dropped."""
+        """Drain within the bound, then stop; what is left is dropped. No slab is leased any more
+        afterwards, but one whose put does not end stays with its thread until then."""
+        end = monotonic() + drain_deadline_s
         if not self.drain(drain_deadline_s):
             logger.warning("saves dropped at shutdown chunks=%d", len(self._queue) + self._busy)
         with self._changed:
             self._closed = True
-            while self._queue:
-                self._queue.popleft().slab.release()
+            left, self._queue = self._queue, deque()
             self._changed.notify_all()
+        # Nobody leases their slabs again, so copies under way harm nobody.
+        self._give_up(item.chunk for item in left)
+        end = max(end, monotonic() + _JOIN_S)
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
+        if stuck := [thread.name for thread in self._threads if thread.is_alive()]:
+            logger.warning("threads still saving at shutdown names=%s", ",".join(stuck))
 
     def __repr__(self) -> str:
         return f"<Saver {len(self._queue)} chunks waiting, {self._busy} under way>"
 
-    def _gather_one(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> bool:
-        group = self._groups[key.group]
-        with self._changed:
-            if self._closed or len(self._queue) >= self._limits.queue_max:
-                return False
+    def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> _Taken | None:
+        move = save.move
+        assert move.first_block == 0
+        assert len(move.block_ids) == self._groups[key.group].shape.blocks
+        if self._closed:
+            return None
         try:
             slab = self._slabs.lease()
         except SlabsExhaustedError:
-            return False
-        move = save.move
-        assert move.first_block == 0
-        assert len(move.block_ids) == group.shape.blocks
+            return None
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        block_ids = torch.tensor(move.block_ids, dtype=torch.int64)
+        return _Taken(plan.request_id, claim, save, slab)
+
+    def _gather(self, chunks: list[_Taken]) -> set[tuple[str, int]]:
+        """Give the copies of some chunks of one group to the lane; those dropped."""
+        group = self._groups[chunks[0].claim.key.group]
+        block_ids = [torch.tensor(c.save.move.block_ids, dtype=torch.int64) for c in chunks]
         try:
-            pages = group.gather(self._lane, block_ids, slab.tensor)
+            pages = [c.slab.tensor[self._encoder.room(c.save) :] for c in chunks]
+            group.gather_many(self._lane, block_ids, pages)
             mark = self._lane.mark()
         except Exception:  # e.g. no room for staging: a drop, as without a slab
-            logger.exception("chunk not taken out request=%s", plan.request_id)
+            logger.exception("chunks not taken out requests=%s", {c.request_id for c in chunks})
             self._lane.mark().wait()  # copies already given must not land in a slab of others
-            slab.release()
-            return False
+            return self._give_up(chunks)
         if not mark.done():
-            self._marks[plan.request_id] = self._last_mark = mark
+            self._last_mark = mark
+            self._marks |= {c.request_id: mark for c in chunks}
         deadline = self._clock() + self._limits.deadline_s
-        item = _Gathered(plan.request_id, claim, save, slab, pages, mark, deadline)
         with self._changed:
-            self._queue.append(item)
-            self._changed.notify()
-        return True
+            if not self._closed:
+                self._queue.extend(_Gathered(c, mark, deadline) for c in chunks)
+                self._changed.notify(len(chunks))
+                return set()
+        return self._give_up(chunks)
+
+    def _give_up(self, chunks: Iterable[_Taken]) -> set[tuple[str, int]]:
+        dropped = set()
+        for c in chunks:
+            c.slab.release()
+            dropped.add(self._drop(c.request_id, c.save, c.claim.key))
+        return dropped
+
+    def _drop(self, request_id: str, save: SaveMove, key: ChunkKey) -> tuple[str, int]:
+        self._cache.end_save(key)
+        self._count_drop(key)
+        return request_id, save.move.chunk
 
     def _work(self) -> None:
         self._lane.adopt_thread()
@@ -199,45 +255,43 @@ class Saver:
                 self._trouble.failed(exc)
             except Exception:  # a dead thread would keep slabs for ever
                 self._recorder.count("save_errors")
-                logger.exception("save failed unexpectedly key=%s", item.claim.key.path())
+                logger.exception("save failed unexpectedly key=%s", item.chunk.claim.key.path())
             finally:
                 item.mark.wait()
-                item.slab.release()
-                self._cache.end_save(item.claim.key)
+                item.chunk.slab.release()
+                self._cache.end_save(item.chunk.claim.key)
                 with self._changed:
                     self._busy -= 1
                     self._changed.notify_all()
 
     def _save(self, item: _Gathered) -> None:
+        chunk, key = item.chunk, item.chunk.claim.key
         if self._clock() >= item.deadline:
-            self._recorder.count("save_drops")
+            self._count_drop(key)
             return
-        key = item.claim.key
         if not self._cache.take_lease(key):
             self._recorder.count("save_leased_elsewhere")
             return
         started = self._clock()
         try:
             item.mark.wait()
-            provenance = Provenance(
-                token_digest=item.save.token_digest,
-                writer=self._limits.writer,
-                created_s=int(time()),
-                tokens=item.save.tokens,
-            )
-            layers = self._groups[key.group].layers
-            payload = encode(
-                item.claim, layers, item.pages, codec=self._limits.codec, provenance=provenance
-            )
-            outcome = self._cache.save(item.claim, payload, read_header(payload))
+            payload, header = self._encoder.encode(chunk.claim, chunk.save, chunk.slab)
+            outcome = self._cache.save(chunk.claim, payload, header)
         finally:
             self._cache.release_lease(key)
-        self._recorder.observe("save_seconds", self._clock() - started)
+        seconds = self._clock() - started
+        self._recorder.observe("save_seconds", seconds)
+        self._encoder.saved(seconds)
         if outcome is SaveOutcome.SAVED:
             self._recorder.count("saves")
-            self._recorder.count("save_bytes", len(payload))
+            self._recorder.count("save_bytes", header.nbytes)
+            self._recorder.count(f"save_codec_{header.codec}")
         else:
             self._recorder.count("save_existed")
+
+    def _count_drop(self, key: ChunkKey) -> None:
+        self._recorder.count("save_drops")
+        self._recorder.count("save_drop_bytes", self._groups[key.group].raw_bytes)
 
 
 def _key(plan: SavePlan, save: SaveMove, group: PagedGroup) -> ChunkKey:

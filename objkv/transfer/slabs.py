@@ -52,7 +52,8 @@ class SlabPool:
         assert count > 0
         assert slab_bytes > 0
         self._name = name
-        self._count = count
+        self._total = count
+        self._leased = 0
         self._slab_bytes = slab_bytes
         self._lock = Lock()
         memory = torch.empty(count * slab_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -65,19 +66,44 @@ class SlabPool:
         """Size of each slab."""
         return self._slab_bytes
 
+    @property
+    def total(self) -> int:
+        """How many slabs there are; ``free + leased == total`` at every moment."""
+        return self._total
+
+    @property
+    def free(self) -> int:
+        """How many slabs nobody has."""
+        with self._lock:
+            self._check()
+            return len(self._free)
+
+    @property
+    def leased(self) -> int:
+        """How many slabs somebody has; 0 when nothing is under way."""
+        with self._lock:
+            self._check()
+            return self._leased
+
     def lease(self) -> Slab:
         """A free slab, with undefined contents. Raises ``SlabsExhaustedError``; never waits."""
         with self._lock:
             if not self._free:
                 raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
             memory = self._free.pop()
+            self._leased += 1
         return Slab(self, memory)
 
     def take_back(self, memory: torch.Tensor) -> None:
         """Called by ``Slab.release`` only."""
         with self._lock:
             self._free.append(memory)
+            self._leased -= 1
+            self._check()
 
     def __repr__(self) -> str:
-        leased = self._count - len(self._free)
-        return f"<SlabPool {self._name} {leased}/{self._count} leased, {self._slab_bytes} B each>"
+        return f"<SlabPool {self._name} {self._leased}/{self._total} leased, {self._slab_bytes} B>"
+
+    def _check(self) -> None:
+        assert self._leased >= 0
+        assert len(self._free) + self._leased == self._total

@@ -65,6 +65,29 @@ def order(text: str, names: list[str]) -> bool:
     return -1 not in places and places == sorted(places)
 
 
+def test_index_and_payloads_are_on_connections_of_their_own(tmp_path: Path) -> None:
+    """A lookup must not wait behind payloads; each has as many connections as the settings say."""
+    with valkey_server(tmp_path / "valkey") as server:
+        config = config_of(tmp_path, index_url=server.url, redis_calls_max=2)
+        with open_backends(config, NullRecorder()) as backends:
+            assert backends.hot is not None
+            backends.hot.put("k", b"value")
+            backends.index.find("ab", [b"x" * 20], ["0.L0-2_H0-2"])
+            buffer = memoryview(bytearray(5))
+            index: list[Any] = []
+            backends.hot.get_into(
+                "k",
+                buffer,
+                # While a payload arrives, and none of its connections is free:
+                lambda _: backends.hot.get_into(  # type: ignore[union-attr]
+                    "k",
+                    memoryview(bytearray(5)),
+                    lambda _: index.append(backends.index.find("ab", [b"x" * 20], ["0.a"])),
+                ),
+            )
+            assert index == [[None]]
+
+
 @pytest.mark.parametrize(
     "changes", [{"index_url": "memory:"}, {"index_url": NOBODY, "hot_payload_bytes_max": 0}]
 )

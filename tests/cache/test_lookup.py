@@ -2,14 +2,20 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from threading import Event
+from threading import Event, get_ident
+from threading import enumerate as enumerate_threads
+from typing import ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from objkv.cache.lookup import LookupService
+from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.cache.match import usable_chunks
 from objkv.errors import StoreUnavailable
-from objkv.index.base import ChunkEntry, Record, ShardRecord
+from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
 
 NS = "0" * 32
@@ -17,6 +23,8 @@ HASHES = [bytes([i]) * 20 for i in range(3)]
 PATIENCE_S = 120
 """For other threads to come, on a machine that is busy with other things."""
 SHARD = ShardRecord(100, 80, "none", False, "0" * 32, 1)
+FIELD = "0.L0-2_H0-4"
+LIMITS = LookupLimits(deadline_s=1.0, queue_max=2, age_max_s=30.0)
 
 
 class GatedIndex(MemoryIndex):
@@ -25,15 +33,17 @@ class GatedIndex(MemoryIndex):
     def __init__(self) -> None:
         super().__init__()
         self.gate = Event()
-        self.asked = 0
+        self.asked: list[Sequence[bytes]] = []
         self.error: Exception | None = None
 
-    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        self.asked += 1
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        self.asked.append(prefix_hashes)
         assert self.gate.wait(PATIENCE_S)
         if self.error is not None:
             raise self.error
-        return super().lookup(namespace, prefix_hashes)
+        return super().find(namespace, prefix_hashes, fields)
 
 
 class Clock:
@@ -48,7 +58,7 @@ class Clock:
 def index() -> GatedIndex:
     index = GatedIndex()
     chunk = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
-    index.publish(chunk, {"0.L0-2_H0-4": SHARD}, ttl_s=3600)
+    index.publish(chunk, {FIELD: SHARD}, ttl_s=3600)
     return index
 
 
@@ -64,7 +74,7 @@ def recorder() -> MemoryRecorder:
 
 @pytest.fixture
 def service(index: GatedIndex, clock: Clock, recorder: MemoryRecorder) -> Iterator[LookupService]:
-    service = LookupService(index, recorder, deadline_s=1.0, queue_max=2, clock=clock)
+    service = LookupService(index, [FIELD], recorder, LIMITS, clock=clock)
     yield service
     index.gate.set()
     service.close()
@@ -87,22 +97,68 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     index.gate.set()
     records = answer(lambda: service.ask("r", NS, HASHES))
     assert isinstance(records, tuple)
-    assert [record is not None for record in records] == [True, False, False]
+    assert records == ({FIELD: SHARD}, None, None)
     assert service.ask("r", NS, HASHES) is records
-    assert index.asked == 1
+    assert index.asked == [HASHES]
     assert not service.pending
 
 
-def test_a_longer_prompt_is_looked_up_anew(service: LookupService, index: GatedIndex) -> None:
+def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(
+    service: LookupService, index: GatedIndex
+) -> None:
     index.gate.set()
     answer(lambda: service.ask("r", NS, HASHES[:1]))
-    answer(lambda: service.ask("r", NS, HASHES))
-    assert index.asked == 2
+    assert answer(lambda: service.ask("r", NS, HASHES)) == ({FIELD: SHARD}, None, None)
+    assert index.asked == [HASHES[:1], HASHES[1:]]
+
+
+def test_of_a_prompt_that_grew_behind_a_missing_chunk_nothing_is_asked_for(
+    service: LookupService, index: GatedIndex
+) -> None:
+    """A match ends there whatever comes after."""
+    index.gate.set()
+    answer(lambda: service.ask("r", NS, HASHES[:2]))
+    assert service.ask("r", NS, HASHES) == ({FIELD: SHARD}, None, None)
+    assert index.asked == [HASHES[:2]]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
+def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
+    stored: list[bool], data: st.DataObject
+) -> None:
+    index = MemoryIndex()
+    hashes = [bytes([i]) * 20 for i in range(len(stored))]
+    for i, there in enumerate(stored):
+        if there:
+            index.publish(ChunkEntry(NS, hashes[i], b"p" * 20, 0, 64), {FIELD: SHARD}, ttl_s=3600)
+    service = LookupService(index, [FIELD], MemoryRecorder(), LookupLimits(PATIENCE_S, 2))
+    steps = sorted(data.draw(st.lists(st.integers(0, len(stored)), max_size=4)))
+    group = GroupIdentity("full", None, ("a", "b"), heads=4, content=16, block_size=32)
+    for count in [*steps, len(stored)]:
+        records = answer(lambda n=count: service.ask("r", NS, hashes[:n]))  # type: ignore[misc]
+        assert isinstance(records, tuple)
+        assert len(records) == count
+        whole = index.find(NS, hashes[:count], [FIELD])
+        assert usable_chunks(records, [group], 64) == usable_chunks(whole, [group], 64)
+    service.close()
+
+
+def test_a_request_that_waits_long_after_its_answer_is_looked_up_anew(
+    service: LookupService, index: GatedIndex, clock: Clock
+) -> None:
+    """What is stored may have changed; meanwhile the answer is the same."""
+    index.gate.set()
+    found = answer(lambda: service.ask("r", NS, HASHES))
+    index.publish(ChunkEntry(NS, HASHES[1], b"p" * 20, 0, 64), {FIELD: SHARD}, ttl_s=3600)
+    clock.now += 30
+    assert service.ask("r", NS, HASHES) is found
+    clock.now += 1
+    assert answer(lambda: service.ask("r", NS, HASHES)) == ({FIELD: SHARD}, {FIELD: SHARD}, None)
 
 
 def test_a_prompt_without_chunks_needs_no_lookup(service: LookupService, index: GatedIndex) -> None:
     assert service.ask("r", NS, []) == ()
-    assert index.asked == 0
+    assert not index.asked
 
 
 def test_after_the_deadline_the_answer_is_no_match_and_stays_so(
@@ -139,12 +195,66 @@ def test_a_forgotten_request_is_looked_up_anew(service: LookupService, index: Ga
     answer(lambda: service.ask("r", NS, HASHES))
     service.forget("r")
     answer(lambda: service.ask("r", NS, HASHES))
-    assert index.asked == 2
+    assert len(index.asked) == 2
 
 
 def test_a_closed_service_answers_no_match(service: LookupService) -> None:
     service.close()
     assert service.ask("r", NS, HASHES) == (None, None, None)
+
+
+def test_asking_takes_nothing_from_the_prompt_on_the_caller_s_thread(
+    service: LookupService, index: GatedIndex
+) -> None:
+    """It may be long, and its hashes yet to be computed."""
+
+    class Hashes:
+        threads: ClassVar[set[int]] = set()
+
+        def __len__(self) -> int:
+            return len(HASHES)
+
+        def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
+            self.threads.add(get_ident())
+            return HASHES[chunks]
+
+    index.gate.set()
+    answer(lambda: service.ask("r", NS, Hashes()))
+    assert Hashes.threads
+    assert get_ident() not in Hashes.threads
+
+
+def test_hashes_that_cannot_be_computed_are_no_match_and_told_once(
+    service: LookupService, index: GatedIndex
+) -> None:
+    index.error = AttributeError("a bug")
+    index.gate.set()
+    with pytest.raises(AttributeError):
+        answer(lambda: service.ask("r", NS, HASHES))
+    assert service.ask("r", NS, HASHES) == (None, None, None)
+
+
+def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
+    index: GatedIndex, recorder: MemoryRecorder, clock: Clock
+) -> None:
+    limits = LookupLimits(deadline_s=0.01, queue_max=64)
+    service = LookupService(index, [FIELD], recorder, limits, clock=clock)
+    for i in range(64):
+        assert service.ask(str(i), NS, HASHES) is None
+    answer(lambda: index.asked or None)
+    service.close()
+    assert any(thread.name.startswith("objkv-lookup") for thread in enumerate_threads())
+    index.gate.set()
+
+
+def test_closing_ends_the_threads(service: LookupService, index: GatedIndex) -> None:
+    index.gate.set()
+    before = set(enumerate_threads())
+    slow = LookupService(index, [FIELD], MemoryRecorder(), LookupLimits(PATIENCE_S, 2))
+    answer(lambda: slow.ask("r", NS, HASHES))
+    assert set(enumerate_threads()) - before
+    slow.close()
+    assert not set(enumerate_threads()) - before
 
 
 def test_a_failing_background_job_is_counted(

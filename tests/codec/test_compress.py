@@ -1,5 +1,6 @@
 """Codecs alone: hostile frames, bombs, many threads at once."""
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import lz4.block
@@ -67,12 +68,13 @@ def test_a_bomb_is_refused() -> None:
     nothing = bytes(64 << 20)
     assert decoded("zstd", zstandard.compress(nothing), 1 << 16) is None
     assert decoded("lz4", lz4.block.compress(nothing, store_size=False), 1 << 16) is None
-    bomb = bytearray(compress("blosc", memoryview(nothing), 2)[1])
-    assert decoded("blosc", bytes(bomb), 1 << 16) is None
-    # The same, but claiming the length that the reader expects.
-    bomb[4:8] = (1 << 16).to_bytes(4, "little")
-    result = decoded("blosc", bytes(bomb), 1 << 16)
-    assert result is None or result == bytes(1 << 16)
+    for codec in ("blosc", "blosclz4"):
+        bomb = bytearray(compress(codec, memoryview(nothing), 2)[1])
+        assert decoded(codec, bytes(bomb), 1 << 16) is None
+        # The same, but claiming the length that the reader expects.
+        bomb[4:8] = (1 << 16).to_bytes(4, "little")
+        result = decoded(codec, bytes(bomb), 1 << 16)
+        assert result is None or result == bytes(1 << 16)
 
 
 @pytest.mark.parametrize("content_bytes", [0, 1, 1 << 40, 2**64 - 3])
@@ -92,17 +94,71 @@ def test_a_zstd_frame_that_claims_another_length_is_refused(content_bytes: int) 
         (16, 2),
         (17, 32),
         (18, 160),
-        (22, 1),
+        (22, 2),
         (22, 200),
         (30, 1),
         (31, 8),
         (31, 1),
     ],
 )
-def test_a_blosc_chunk_that_is_not_plain_shuffled_zstd_is_refused(at: int, value: int) -> None:
-    frame = bytearray(FRAMES["blosc"])
+@pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
+def test_a_blosc_chunk_that_our_encoder_would_not_write_is_refused(
+    codec: str, at: int, value: int
+) -> None:
+    frame = bytearray(FRAMES[codec])
     frame[at] = value
-    assert decoded("blosc", bytes(frame), len(PAGES)) is None
+    assert decoded(codec, bytes(frame), len(PAGES)) is None
+
+
+@pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
+@pytest.mark.parametrize("compressor", [0, 2, 3, 5, 6, 7])
+def test_a_blosc_chunk_whose_flags_name_another_compressor_never_reaches_the_decoder(
+    codec: str, compressor: int
+) -> None:
+    frame = bytearray(FRAMES[codec])
+    frame[2] = frame[2] & 0b11111 | compressor << 5
+    with pytest.raises(PayloadError, match="not a chunk of shuffled"):
+        decompress_into(codec, memoryview(frame), memoryview(bytearray(len(PAGES))))
+
+
+@pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
+@pytest.mark.parametrize("block_bytes", [0, len(PAGES) + 1, 1 << 29, 2**31, 2**32 - 1])
+def test_a_blosc_chunk_of_blocks_that_no_layer_needs_is_refused(
+    codec: str, block_bytes: int
+) -> None:
+    frame = bytearray(FRAMES[codec])
+    frame[8:12] = block_bytes.to_bytes(4, "little")
+    with pytest.raises(PayloadError, match="blocks"):
+        decompress_into(codec, memoryview(frame), memoryview(bytearray(len(PAGES))))
+
+
+@pytest.mark.parametrize(("codec", "other"), [("blosc", "blosclz4"), ("blosclz4", "blosc")])
+def test_a_chunk_of_one_blosc_codec_is_refused_as_the_other(codec: str, other: str) -> None:
+    assert decoded(codec, FRAMES[other], len(PAGES)) is None
+
+
+def test_lz4_decodes_without_memory_of_its_own() -> None:
+    pages = smooth(4 << 20)
+    frame = memoryview(compress("lz4", memoryview(pages), 2)[1])
+    out = memoryview(bytearray(len(pages)))
+    decompress_into("lz4", frame, out)
+    tracemalloc.start()
+    try:
+        decompress_into("lz4", frame, out)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 * 1024
+    assert out == pages
+
+
+def test_lz4_decodes_where_the_binding_does_not_show_its_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("objkv.codec.compress._lz4_decoder", lambda: None)
+    assert decoded("lz4", FRAMES["lz4"], len(PAGES)) == PAGES
+    assert decoded("lz4", FRAMES["lz4"], len(PAGES) + 1) is None
+    assert decoded("lz4", FRAMES["lz4"][:-1], len(PAGES)) is None
 
 
 def test_an_unknown_codec_is_refused() -> None:

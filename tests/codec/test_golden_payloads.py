@@ -7,7 +7,7 @@ import pytest
 from objkv.codec.payload import encode, frame_pages, open_payload
 from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, golden, pages_of
 
-COMPRESSED = ["lz4", "zstd", "blosc"]
+COMPRESSED = ["lz4", "zstd", "blosc", "blosclz4"]
 
 
 @pytest.mark.parametrize("name", ["none", "tokens", "untyped"])

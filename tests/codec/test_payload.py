@@ -122,7 +122,7 @@ def test_a_payload_of_one_codec_names_it(codec: str) -> None:
     assert read_header(sample(codec)).codec == codec
 
 
-@pytest.mark.parametrize("codec", ["lz4", "zstd", "blosc"])
+@pytest.mark.parametrize("codec", ["lz4", "zstd", "blosc", "blosclz4"])
 def test_only_as_much_of_the_scratch_buffer_is_touched_as_the_layer_needs(codec: str) -> None:
     payload = sample(codec)
     nbytes = LAYERS[0].nbytes

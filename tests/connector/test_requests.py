@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from objkv.cache.lookup import LookupService
+from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.geometry import Geometry
 from objkv.connector.tracking import RequestTracker
 from objkv.index.memory import MemoryIndex
@@ -16,6 +16,7 @@ from objkv.testing.clock import ManualClock
 
 NAMESPACE = "0" * 32
 GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=32)
+FIELDS = ["0.L0-1_H0-1"]
 DEADLINE_S = 0.5
 
 
@@ -37,9 +38,8 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def lookups(clock: ManualClock) -> Iterator[LookupService]:
-    service = LookupService(
-        MemoryIndex(), MemoryRecorder(), deadline_s=DEADLINE_S, queue_max=8, clock=clock
-    )
+    limits = LookupLimits(DEADLINE_S, queue_max=8)
+    service = LookupService(MemoryIndex(), FIELDS, MemoryRecorder(), limits, clock=clock)
     yield service
     service.close()
 

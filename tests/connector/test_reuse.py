@@ -48,7 +48,7 @@ def test_the_model_waits_for_saves_before_the_runner_first_writes_for_the_next_s
     """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
     held: list[str] = []
 
-    def open_lane(_device: torch.device) -> LateLane:
+    def open_lane(_device: torch.device, *, urgent: bool = False) -> LateLane:
         return LateLane(held)
 
     monkeypatch.setattr(worker_module, "open_lane", open_lane)

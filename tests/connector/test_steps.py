@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from objkv.connector.geometry import Geometry
 from objkv.connector.steps import load_moves, save_moves
-from objkv.index.base import Record, ShardRecord
+from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain, PromptExtras, token_digest
 
@@ -22,17 +22,13 @@ def geometry(*groups: GroupIdentity) -> Geometry:
 
 
 def chain() -> PrefixChain:
-    chain = PrefixChain("0" * 32, CHUNK, PromptExtras())
+    chain = PrefixChain("0" * 32, CHUNK, PromptExtras(), digests=True)
     chain.extend(TOKENS, len(TOKENS))
     return chain
 
 
-def records(*fields: str) -> list[Record | None]:
-    shards = dict.fromkeys(fields, SHARD)
-    return [
-        Record(chain().hash(c), chain().parent(c), c * CHUNK, (c + 1) * CHUNK, shards)
-        for c in range(CHUNKS)
-    ]
+def records(*fields: str) -> list[Shards | None]:
+    return [dict.fromkeys(fields, SHARD) for _ in range(CHUNKS)]
 
 
 TABLE = [100 + i for i in range(CHUNKS * PER_CHUNK)]

@@ -10,7 +10,7 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,15 +141,35 @@ def hold_gets(_llm: Any, gate: str) -> None:
     waits makes the file ``asked(gate)``."""
     from objkv.stores.local import LocalStore
 
-    get_into = LocalStore.get_into
+    def held(get: Any) -> Any:
+        def wait_and_get(*args: Any, **options: Any) -> Any:
+            while not Path(gate).exists():
+                asked(Path(gate)).touch()
+                time.sleep(0.005)
+            return get(*args, **options)
 
-    def held(self: LocalStore, key: str, buffer: memoryview, arrived: Any = None) -> int | None:
-        while not Path(gate).exists():
-            asked(Path(gate)).touch()
-            time.sleep(0.005)
-        return get_into(self, key, buffer, arrived)
+        return wait_and_get
 
-    LocalStore.get_into = held  # type: ignore[method-assign]
+    _replace_gets(LocalStore, held)
+
+
+def slow_gets(_llm: Any, seconds: float) -> None:
+    """From now on, reading a payload from a folder takes ``seconds`` longer."""
+    from objkv.stores.local import LocalStore
+
+    def slowed(get: Any) -> Any:
+        def wait_and_get(*args: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return get(*args, **options)
+
+        return wait_and_get
+
+    _replace_gets(LocalStore, slowed)
+
+
+def _replace_gets(store: Any, wrapped: Callable[[Any], Any]) -> None:
+    for verb in ("get_into", "get_range_into"):
+        setattr(store, verb, wrapped(getattr(store, verb)))
 
 
 def asked(gate: Path) -> Path:

@@ -8,6 +8,7 @@ The caller compares nothing but what ``live`` counted.
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,27 +146,54 @@ def spoil_reads(_llm: Any, seed: int) -> None:
     """From now on, payloads read from a folder by this process are now and then late, missing,
     refused or corrupt, and writing one fails."""
     from objkv.errors import StoreUnavailable
-    from objkv.stores.base import Buffer
+    from objkv.stores.base import Arrived, Buffer
     from objkv.stores.local import LocalStore
 
     dice, lock = random.Random(seed), threading.Lock()
-    get_into, put_if_absent = LocalStore.get_into, LocalStore.put_if_absent
+    get_into, get_range_into = LocalStore.get_into, LocalStore.get_range_into
+    put_if_absent = LocalStore.put_if_absent
 
     def draw() -> tuple[int, float]:
         with lock:
             return dice.randrange(100), dice.random()
 
-    def spoiled_get(self: LocalStore, key: str, buffer: memoryview) -> int | None:
+    def spoiled(
+        get: Callable[[Arrived | None], int | None], buffer: memoryview, arrived: Arrived | None
+    ) -> int | None:
         kind, share = draw()
         time.sleep(share * (0.5 if kind >= 100 - FAULTS_OF_100 else 0.02))
         if kind < FAULTS_OF_100:
             return None
         if kind < 2 * FAULTS_OF_100:
             raise StoreUnavailable("refused, as the test wants it")
-        nbytes = get_into(self, key, buffer)
-        if nbytes and kind < 3 * FAULTS_OF_100:
-            buffer[int(share * nbytes)] ^= 1 << int(share * 8)
-        return nbytes
+        if kind >= 3 * FAULTS_OF_100:
+            return get(arrived)
+        told = [0]
+
+        def flip_and_tell(nbytes: int) -> None:
+            # Before anybody looks at them: bytes are used as soon as they are told of.
+            at = int(share * len(buffer))
+            if told[0] <= at < nbytes:
+                buffer[at] ^= 1 << int(share * 8)
+            told[0] = nbytes
+            if arrived is not None:
+                arrived(nbytes)
+
+        return get(flip_and_tell)
+
+    def spoiled_get(
+        self: LocalStore, key: str, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        return spoiled(lambda told: get_into(self, key, buffer, told), buffer, arrived)
+
+    def spoiled_range(
+        self: LocalStore,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        arrived: Arrived | None = None,
+    ) -> int | None:
+        return spoiled(lambda told: get_range_into(self, key, start, buffer, told), buffer, arrived)
 
     def spoiled_put(self: LocalStore, key: str, value: Buffer) -> bool:
         kind, share = draw()
@@ -175,6 +203,7 @@ def spoil_reads(_llm: Any, seed: int) -> None:
         return put_if_absent(self, key, value)
 
     LocalStore.get_into = spoiled_get  # type: ignore[method-assign]
+    LocalStore.get_range_into = spoiled_range  # type: ignore[method-assign]
     LocalStore.put_if_absent = spoiled_put  # type: ignore[method-assign]
 
 
@@ -200,4 +229,4 @@ def leftovers(llm: Any) -> dict[str, int]:
 
 
 def _leased(pool: Any) -> int:
-    return int(pool._count - len(pool._free))
+    return int(pool.leased)

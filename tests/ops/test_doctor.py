@@ -61,7 +61,7 @@ def test_the_report_explains_every_setting_and_masks_secrets(ward: Ward) -> None
     settings = {setting.name: (setting.value, setting.source) for setting in report.settings}
     assert set(settings) == set(type(RESOLVED.config).model_fields)
     assert settings["bulk_url"] == ("memory:", "option")
-    assert settings["codec"] == ("none", "default")
+    assert settings["codec"] == ("auto", "default")
     assert settings["redis_password"] == ("***", "option")
     assert "hunter2" not in repr(report)
 

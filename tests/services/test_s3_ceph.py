@@ -65,6 +65,37 @@ def test_large_values_go_up_in_parts_and_leave_none_behind(
     interrupted.close()
 
 
+def test_ranges_and_parts_go_past_the_client(client: Any, s3_prefixes: Any) -> None:
+    """This server checks signatures, also those of a prefix with characters that are escaped."""
+    prefix = f"{next(s3_prefixes)}/a b+c%/ü&=?"
+    store = S3Store(
+        client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES,
+        range_bytes=3 << 20, ranges_max=4,
+    )  # fmt: skip
+    assert store.put_if_absent("first", b"1") is True
+    assert store.put_if_absent("first", b"2") is False
+    by_client: list[str] = []
+
+    def look(model: Any, **_: object) -> None:
+        by_client.append(model.name)
+
+    client.meta.events.register("before-call.s3", look)
+    try:
+        value = bytes(range(256)) * (13 << 12)
+        store.put("parts", value)
+        store.put("k", value[:100])
+        assert store.put_if_absent("k", b"x") is False
+        buffer = memoryview(bytearray(len(value)))
+        assert store.get_into("parts", buffer) == len(value)
+        assert buffer == value
+        assert store.get_range_into("parts", 7, buffer) == len(value) - 7
+        assert buffer[:-7] == value[7:]
+        assert store.get_into("absent", buffer) is None
+    finally:
+        client.meta.events.unregister("before-call.s3", look)
+    assert by_client == ["CreateMultipartUpload", "CompleteMultipartUpload"]
+
+
 def _interrupt(**_: object) -> None:
     raise KeyboardInterrupt
 

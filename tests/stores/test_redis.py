@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with redis.Redis(host="127.0.0.1", port=server.port, socket_timeout=120) as opened:
+    with server.client() as opened:
         opened.flushall()
         yield opened
 

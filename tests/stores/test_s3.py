@@ -81,13 +81,27 @@ def recorder() -> MemoryRecorder:
 
 @pytest.fixture
 def store(client: Any, prefix: str, recorder: MemoryRecorder) -> S3Store:
-    return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART, recorder=recorder)
+    """Every request by the client, so that handlers see them."""
+    return S3Store(
+        client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART, is_direct=False,
+        recorder=recorder,
+    )  # fmt: skip
 
 
 class TestS3Store(StoreContract):
     @pytest.fixture
     def store(self, client: Any, prefix: str) -> S3Store:
         return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
+
+
+class TestS3StoreByTheClientAlone(StoreContract):
+    """What is not ordinary goes this way, all of it where the wire cannot be used."""
+
+    @pytest.fixture
+    def store(self, client: Any, prefix: str) -> S3Store:
+        return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART, is_direct=False)
+
+    test_scan_passes_page_boundaries = None  # slow, and no other than above
 
 
 class TestS3StoreWithoutConditions(StoreContract):
@@ -314,7 +328,7 @@ def test_a_server_that_dies_in_a_body_is_unavailable_every_way() -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
         def serve() -> None:
-            for _ in range(2):
+            for _ in range(4):  # what broke off is asked for twice more
                 connection, _address = listener.accept()
                 connection.recv(65536)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
@@ -421,15 +435,17 @@ def test_the_client_is_made_as_the_settings_say() -> None:
     client = open_s3_client(
         Config(
             s3_endpoint_url="http://s3.test:1", s3_addressing="path", bulk_calls_max=7,
+            s3_ranges_max=5,
             load_deadline_ms=20_000, **KEYS,
         )
     )  # fmt: skip
     config = client.meta.config
     assert client.meta.region_name == "us-east-1"
-    assert config.max_pool_connections == 7
+    assert config.max_pool_connections == 7 + 5
     assert config.retries == {"mode": "standard", "total_max_attempts": 3}
-    assert 3 * (config.connect_timeout + config.read_timeout) == pytest.approx(18)
-    assert config.s3 == {"addressing_style": "path"}
+    # One attempt comes before those of the client.
+    assert (1 + 3) * (config.connect_timeout + config.read_timeout) == pytest.approx(18)
+    assert config.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
     assert "objkv/" in config.user_agent_extra
 
 

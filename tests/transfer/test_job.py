@@ -1,13 +1,16 @@
 """The fence around one load's blocks, on a clock of its own."""
 
+from threading import Thread
+
 from objkv.keys.prefix import root_hash
 from objkv.testing.clock import ManualClock
 from objkv.transfer.job import LoadJob
-from objkv.transfer.lanes import HostMark
+from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from tests.transfer.world import CHUNK, HASHES, NAMESPACE
+from tests.transfer.world import CHUNK, HASHES, NAMESPACE, wait_until
 
 LAYERS = 2
+LANE = HostLane()
 
 
 def job_of_one_chunk(clock: ManualClock, *, sync: bool) -> LoadJob:
@@ -17,9 +20,25 @@ def job_of_one_chunk(clock: ManualClock, *, sync: bool) -> LoadJob:
 
 
 def write_all_layers(job: LoadJob) -> None:
-    for layer in range(LAYERS):
-        job.layer_written(0, layer, HostMark())
-    job.leave(0, complete=True)
+    job.leave(0, range(LAYERS), LANE, HostMark())
+    job.span_done(0)
+
+
+class CudaLikeMark:
+    """A copy that is under way until somebody has waited for it."""
+
+    def __init__(self) -> None:
+        self.waited = False
+        self.held = False
+
+    def done(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def hold_compute(self) -> None:
+        self.held = True
 
 
 def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> None:
@@ -41,3 +60,82 @@ def test_a_write_under_way_at_the_deadline_counts_between_steps() -> None:
     clock.advance(6.0)
     write_all_layers(job)
     assert not job.close().failed
+
+
+def test_a_move_of_which_a_span_is_missing_is_not_loaded() -> None:
+    job = job_of_one_chunk(ManualClock(), sync=True)
+    job.opened(0, None, 1)  # type: ignore[arg-type]
+    assert job.enter(0)
+    write_all_layers(job)
+    assert not job.is_over()
+    assert job.close().failed_blocks == {3, 4}
+
+
+def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
+    """Only a bug could bring it about; then it is a miss, and ends at once."""
+    job = job_of_one_chunk(ManualClock(), sync=True)
+    assert job.enter(0)
+    job.leave(0, [1], LANE, HostMark())
+    assert not job.span_done(0)
+    assert job.is_over()
+    assert job.close().failed_blocks == {3, 4}
+
+
+def test_what_a_lane_could_not_mark_was_not_written() -> None:
+    job = job_of_one_chunk(ManualClock(), sync=False)
+    assert job.enter(0)
+    job.leave(0, range(LAYERS), LANE, None)
+    job.span_done(0)
+    assert job.close().failed_blocks == {3, 4}
+
+
+def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
+    job = job_of_one_chunk(ManualClock(), sync=False)
+    assert job.enter(0)
+    closing = Thread(target=job.close)
+    closing.start()
+    wait_until(lambda: not job.wanted(0))
+    assert not job.enter(0)
+    assert closing.is_alive()
+    job.leave(0, [], LANE, HostMark())
+    closing.join()
+
+
+def test_after_closing_copies_that_the_lane_was_given_have_passed() -> None:
+    job, mark = job_of_one_chunk(ManualClock(), sync=False), CudaLikeMark()
+    assert job.enter(0)
+    job.leave(0, [0], LANE, mark)
+    assert job.close().failed
+    assert mark.waited
+
+
+def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_thread_does_not() -> (
+    None
+):
+    job, mark = job_of_one_chunk(ManualClock(), sync=True), CudaLikeMark()
+    assert job.enter(0)
+    job.leave(0, range(LAYERS), LANE, mark)
+    job.span_done(0)
+    assert not job.close().failed
+    assert mark.held
+    assert not mark.waited
+
+
+def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
+    clock = ManualClock()
+    job = job_of_one_chunk(clock, sync=False)
+    clock.advance(1.0)
+    job.began()
+    clock.advance(0.5)
+    job.began()
+    job.came(1000)
+    clock.advance(0.25)
+    job.came(500)
+    clock.advance(2.0)
+    outcome = job.close()
+    assert (outcome.nbytes, outcome.seconds, outcome.first_s) == (1500, 1.75, 1.0)
+
+
+def test_an_outcome_of_nothing_tells_of_no_first_bytes() -> None:
+    outcome = job_of_one_chunk(ManualClock(), sync=False).close()
+    assert (outcome.nbytes, outcome.seconds, outcome.first_s) == (0, 0.0, None)

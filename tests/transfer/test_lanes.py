@@ -1,10 +1,18 @@
-"""Which devices there is a lane for."""
+"""What lanes do, on the host and, with CUDA played by fakes, on a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from objkv.errors import ConfigError
-from objkv.transfer.lanes import HostLane, open_lane
+from objkv.keys.identity import GroupIdentity
+from objkv.transfer.lanes import CudaLane, HostLane, Lane, open_lane
+from tests.transfer.paged_cache import paged_group, same_blocks
+
+GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
+CHUNK = 64
 
 
 def test_a_device_that_nothing_is_known_of_is_refused() -> None:
@@ -12,3 +20,148 @@ def test_a_device_that_nothing_is_known_of_is_refused() -> None:
     assert isinstance(open_lane(torch.device("cpu")), HostLane)
     with pytest.raises(ConfigError, match="xpu"):
         open_lane(torch.device("xpu"))
+
+
+class FakeStream:
+    def __init__(self, _device: torch.device, priority: int = 0) -> None:
+        self.priority = priority
+        self.waited_for: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited_for.append(other)
+
+
+class Cuda:
+    """Stands for ``torch.cuda`` with the CPU as its device: what is done is done at once, on the
+    stream that is current then, and is counted."""
+
+    def __init__(self) -> None:
+        self.current: list[FakeStream] = []
+        self.uploads = 0
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    fake = Cuda()
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        assert fake.current, "on the compute stream"
+        fake.uploads += 1
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    return fake
+
+
+def cuda_lane(*, urgent: bool = False) -> CudaLane:
+    return CudaLane(torch.device("cpu"), urgent=urgent)
+
+
+def test_loads_go_before_the_model_and_saves_do_not(cuda: Cuda) -> None:
+    assert [open_priority(urgent=u) for u in (True, False)] == [-1, 0]
+
+
+def open_priority(*, urgent: bool) -> int:
+    lane = open_lane(torch.device("cuda"), urgent=urgent)
+    assert isinstance(lane, CudaLane)
+    return lane._stream.priority
+
+
+@pytest.fixture(params=["host", "cuda"])
+def lane(request: pytest.FixtureRequest) -> Lane:
+    if request.param == "host":
+        return HostLane()
+    request.getfixturevalue("cuda")
+    return cuda_lane()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
+)
+def test_pages_are_scattered_into_their_blocks_and_no_others(
+    lane: Lane, dtype: torch.dtype
+) -> None:
+    paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype)
+    _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype, seed=1)
+    before = [cache.clone() for cache in caches]
+    placed = lane.place(torch.tensor([6, 3]))
+    for layer, other in enumerate(others):
+        pages = other[1:3].contiguous().view(torch.uint8).flatten().numpy().data
+        paged.scatter(lane, layer, pages, 0, placed)
+    assert same_blocks(caches, [6, 3], others, [1, 2])
+    rest = [0, 1, 2, 4, 5, 7]
+    assert same_blocks(caches, rest, before, rest)
+
+
+def test_a_part_of_the_pages_is_scattered_where_the_first_blocks_are_not_wanted(
+    lane: Lane,
+) -> None:
+    paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
+    _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, seed=1)
+    pages = others[0][1:3].contiguous().view(torch.uint8).flatten().numpy().data
+    paged.scatter(lane, 0, pages, 1, lane.place(torch.tensor([5])))
+    assert same_blocks(caches[:1], [5], others[:1], [2])
+
+
+def test_caches_may_lie_in_memory_in_any_order(lane: Lane) -> None:
+    memory = torch.zeros(32, 8, 2, 16)
+    cache = memory.permute(1, 2, 0, 3)  # [8 blocks, 2 heads, 32 tokens, 16], as attention wants it
+    pages = torch.randn(2, 2, 32, 16)
+    placed = lane.place(torch.tensor([6, 3]))
+    lane.scatter(pages, cache, placed)
+    assert torch.equal(cache[[6, 3]], pages)
+    out = [torch.empty(1, 2, 32, 16), torch.empty(1, 2, 32, 16)]
+    lane.gather(cache, placed, out)
+    assert torch.equal(torch.cat(out), pages)
+
+
+def test_the_chunks_of_a_step_are_gathered_each_into_its_own_pages(lane: Lane) -> None:
+    paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
+    slabs = [torch.zeros(paged.raw_bytes + 7, dtype=torch.uint8) for _ in range(2)]
+    ids = [[2, 5], [1, 7]]
+    views = paged.gather_many(lane, [torch.tensor(i) for i in ids], slabs)
+    for mine, blocks in zip(views, ids, strict=True):
+        for view, cache in zip(mine, caches, strict=True):
+            assert bytes(view) == bytes(cache[blocks].contiguous().view(torch.uint8).flatten())
+    assert bytes(views[1][2]) == bytes(slabs[1][2 * 4096 : 3 * 4096])
+    assert paged.gather_many(lane, [], []) == []
+
+
+def test_block_ids_are_uploaded_once_for_all_layers_and_chunks(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, selects = cuda_lane(), []
+    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=16)
+    slabs = [torch.zeros(paged.raw_bytes, dtype=torch.uint8) for _ in range(3)]
+    ids = [torch.tensor([2 * i + 1, 2 * i + 2]) for i in range(3)]
+    select = torch.index_select
+
+    def counted(cache: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> None:
+        selects.append(len(index))
+        select(cache, dim, index, out=out)
+
+    monkeypatch.setattr(torch, "index_select", counted)
+    paged.gather_many(lane, ids, slabs)
+    assert cuda.uploads == 1
+    assert selects == [6, 6, 6], "one kernel a layer"
+
+
+def test_staging_is_used_again_and_grows_when_it_must(cuda: Cuda) -> None:
+    lane, cache = cuda_lane(), torch.zeros(8, 2, 32, 16)
+    placed = lane.place(torch.tensor([6, 3]))
+    lane.scatter(torch.ones(2, 2, 32, 16), cache, placed)
+    first = lane._staging
+    lane.scatter(torch.ones(1, 2, 32, 16), cache, lane.place(torch.tensor([1])))
+    assert lane._staging is first
+    lane.gather(cache, lane.place(torch.arange(8)), [torch.empty(8, 2, 32, 16)])
+    assert lane._staging is not first
+    assert lane._staging is not None
+    assert lane._staging.numel() == 8 * 2 * 32 * 16 * 4

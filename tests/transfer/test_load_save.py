@@ -1,15 +1,13 @@
 """What one replica saves another loads, byte for byte; anything else is a miss."""
 
 from collections.abc import Iterator
-from threading import Event
 
 import pytest
 import torch
 
-from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
-from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
+from tests.transfer.arriving import StuckStore
 from tests.transfer.paged_cache import same_blocks
 from tests.transfer.world import (
     BLOCKS,
@@ -22,7 +20,7 @@ from tests.transfer.world import (
 )
 
 
-@pytest.fixture(params=["none", "lz4", "zstd", "blosc"])
+@pytest.fixture(params=["none", "lz4", "zstd", "blosc", "blosclz4"])
 def codec(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -127,26 +125,6 @@ def test_a_payload_longer_than_any_can_be_is_corrupt(
     outcome = reader.load(range(1), first_block=9)
     assert outcome.rejected == {(NAMESPACE, HASHES[0])}
     assert reader.index.lookup(NAMESPACE, [HASHES[0]]) == [None]
-
-
-class StuckStore(MemoryStore):
-    """Gets hang until told; puts can be made to fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = Event()
-        self.asked = Event()
-        self.broken = False
-
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        self.asked.set()
-        assert self.go.wait(PATIENCE_S)
-        return super().get_into(key, buffer, arrived)
-
-    def put_if_absent(self, key: str, value: bytes | bytearray | memoryview) -> bool:
-        if self.broken:
-            raise StoreUnavailable("put: gone")
-        return super().put_if_absent(key, value)
 
 
 def test_after_the_deadline_a_late_payload_touches_nothing() -> None:

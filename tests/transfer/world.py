@@ -13,7 +13,8 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import WriteStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.fetch import Cuts
+from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
@@ -26,6 +27,10 @@ NAMESPACE = "0123456789abcdef" * 2
 CHUNK = 64
 BLOCKS = CHUNK // 32
 GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
+WHOLE = Cuts()
+"""The payloads of these tests are so small that each comes in one request."""
+IN_SPANS = Cuts(step_spans_max=4, span_bytes_min=1)
+"""Unless a test wants several."""
 TOKENS = list(range(1000, 1000 + 4 * CHUNK))
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
 
@@ -44,14 +49,22 @@ class Replica:
         deadline_s: float = PATIENCE_S,
         step_deadline_s: float = PATIENCE_S,
         queue_max: int = 64,
+        group: GroupIdentity = GROUP,
+        cuts: Cuts = WHOLE,
+        hot: WriteStore | None = None,
+        num_blocks: int = 32,
+        join_s: float = PATIENCE_S,
+        lane: Callable[[], Lane] = HostLane,
     ) -> None:
         self.recorder = MemoryRecorder()
-        self.paged, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=32, seed=seed)
+        self.paged, self.caches = paged_group(
+            group, chunk_tokens=CHUNK, num_blocks=num_blocks, seed=seed
+        )
         settings = CacheSettings(
-            f"replica-{seed}", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0
+            f"replica-{seed}", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=1 << 20
         )
         self.index = index
-        self.cache = ChunkCache(store, None, index, settings, self.recorder)
+        self.cache = ChunkCache(store, hot, index, settings, self.recorder)
         size = payload_bytes_max(self.paged.layers)
         self.load_slabs = SlabPool("load", count=slabs, slab_bytes=size, pinned=False)
         self.save_slabs = SlabPool("save", count=slabs, slab_bytes=size, pinned=False)
@@ -60,8 +73,8 @@ class Replica:
             self.cache,
             groups,
             self.load_slabs,
-            lane_for_thread=HostLane,
-            limits=LoadLimits(2, queue_max, deadline_s, step_deadline_s),
+            lane_for_thread=lane,
+            limits=LoadLimits(2, queue_max, deadline_s, step_deadline_s, cuts, join_s),
             recorder=self.recorder,
         )
         self.saver = Saver(
@@ -96,7 +109,12 @@ class Replica:
     def outcome(self) -> LoadOutcome:
         """The one outcome of a load between steps."""
         found: list[LoadOutcome] = []
-        wait_until(lambda: bool(found.extend(self.loader.take_finished(sync=False)) or found))
+
+        def told() -> bool:
+            found.extend(self.loader.take_finished(sync=False))
+            return bool(found)
+
+        wait_until(told)
         (outcome,) = found
         return outcome
 

@@ -43,7 +43,7 @@ def golden() -> dict[str, bytes]:
     """Every golden payload by its file name."""
     pages = [pages_of(layer) for layer in LAYERS]
     out = {}
-    for codec in ("none", "lz4", "zstd", "blosc"):
+    for codec in ("none", "lz4", "zstd", "blosc", "blosclz4"):
         payload = encode(CLAIM, LAYERS, pages, codec=codec, provenance=PROVENANCE)
         out[f"{codec}.safetensors"] = bytes(payload)
     told = Provenance(PROVENANCE.token_digest, "golden", 1_700_000_000, TOKENS)

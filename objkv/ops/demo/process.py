@@ -28,6 +28,7 @@ class ProgramFailed(ObjkvError):
     """A program of the demo did not do what it was started for; its log says why."""
 
     def __init__(self, what: str, log_file: Path) -> None:
+        self.what = what
         self.log_file = log_file
         super().__init__(f"{what}; its log is {log_file}")
 
@@ -48,10 +49,12 @@ class Program:
         settings: Mapping[str, str],
         *,
         speaks: bool = True,
+        listens: bool = False,
     ) -> None:
         """``settings`` are added to the environment, from which all of objkv's own are removed.
 
-        What it prints goes to ``log_file``; standard output is for ``lines`` if it ``speaks``.
+        What it prints goes to ``log_file``; standard output is for ``lines`` if it ``speaks``, and
+        if it ``listens`` its standard input is for ``ask``.
         """
         self.name = name
         self.log_file = log_file
@@ -59,7 +62,7 @@ class Program:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],
                 env={**_environment(), **settings},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if speaks else log,
                 stderr=log,
                 start_new_session=True,
@@ -80,6 +83,9 @@ class Program:
         self.kill()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
 
     def lines(self, *, bound_s: float) -> Iterator[str]:
         """What it prints, until it ends. Raises ``ProgramFailed``, also after ``bound_s``."""
@@ -100,6 +106,28 @@ class Program:
             raise self.failed(f"was not done after {bound_s:.0f} s")
         if status := self._process.wait():
             raise self.failed(f"ended with exit status {status}")
+
+    def ask(self, line: str, *, bound_s: float) -> str:
+        """Its answer to ``line``. Raises ``ProgramFailed``, also after ``bound_s``."""
+        with contextlib.suppress(BrokenPipeError):
+            stdin = cast("IO[str]", self._process.stdin)
+            stdin.write(line + "\n")
+            stdin.flush()
+        return self.answer(bound_s=bound_s)
+
+    def answer(self, *, bound_s: float) -> str:
+        """The next line that it prints. Raises ``ProgramFailed``, also after ``bound_s``."""
+        timer = threading.Timer(bound_s, self.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            line = cast("IO[str]", self._process.stdout).readline()
+        finally:
+            timer.cancel()
+        if not line:
+            self.kill()
+            raise self.failed("ended, or did not answer in time")
+        return line
 
     def check(self) -> None:
         """Raise ``ProgramFailed`` if it ended."""

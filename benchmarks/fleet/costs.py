@@ -1,0 +1,110 @@
+"""What things cost: models, stores, Redis and the client, read from ``costs.toml``.
+
+All times are seconds, all sizes bytes, all prices US dollars. Values are only as good as the
+sources that the file names beside them.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COSTS_FILE = Path(__file__).with_name("costs.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model on its GPUs: one replica."""
+
+    layers: int
+    kv_elements: int
+    element_bytes: int
+    active_params: float
+    attention_width: int
+    shards: int
+    readers: int
+    gpus: int
+    peak_flops: float
+    utilisation: float
+    gpu_cache_bytes: float
+    replicas_per_host: int
+    source: str
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token, over all shards."""
+        return self.layers * self.kv_elements * self.element_bytes
+
+    def prefill_s(self, start: int, end: int) -> float:
+        """Seconds to compute tokens ``[start, end)`` with the KV of what is before them."""
+        assert 0 <= start <= end
+        linear = 2 * self.active_params * (end - start)
+        quadratic = 2 * self.layers * self.attention_width * (end * end - start * start)
+        return (linear + quadratic) / (self.gpus * self.peak_flops * self.utilisation)
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """One bulk store as one connection sees it, its list prices and its limits."""
+
+    first_byte_s: float
+    connection_bytes_s: float
+    put_usd: float
+    get_usd: float
+    gb_month_usd: float
+    egress_gb_usd: float
+    prefix_puts_s: float
+    prefix_gets_s: float
+    source: str
+    put_gb_usd: float = 0.0
+    get_gb_usd: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Redis:
+    """One primary and the way to it."""
+
+    round_trip_s: float
+    lookup_s: float
+    touch_s: float
+    save_command_s: float
+    record_bytes: int
+    shard_bytes: int
+    client_s_per_chunk: float
+    node_bytes_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One worker process and its host."""
+
+    load_bytes_s: float
+    save_bytes_s: float
+    nic_bytes_s: float
+    gpu_hour_usd: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Everything in the file."""
+
+    models: dict[str, Model]
+    bulk: dict[str, Bulk]
+    redis: Redis
+    client: Client
+
+
+def read_costs(path: Path = COSTS_FILE) -> Costs:
+    """Raises ``SystemExit`` with the reason if the file is not what it should be."""
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Costs(
+            {name: Model(**values) for name, values in raw["models"].items()},
+            {name: Bulk(**values) for name, values in raw["bulk"].items()},
+            Redis(**raw["redis"]),
+            Client(**raw["client"]),
+        )
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as exc:
+        raise SystemExit(f"{path}: {exc}") from exc

@@ -1,0 +1,78 @@
+"""What is simulated: the fleet, and objkv's settings in it under the names that they have there."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.fleet.costs import Costs
+from benchmarks.fleet.trace import BLOCK_TOKENS
+
+Routing = Literal["random", "affine"]
+Admission = Literal["auto", "always", "never", "queue"]
+"""``queue`` is not objkv's: ``auto`` that also knows how long the GPU's queue is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """objkv's settings with objkv's defaults, then two limits that are set elsewhere."""
+
+    chunk_tokens: int = 256
+    ttl_s: float = 7 * 86_400
+    near_records_max: int = 65_536
+    near_ttl_ms: int = 30_000
+    near_miss_ttl_ms: int = 500
+    hot_payload_bytes_max: int = 1 << 20
+    hot_save_bytes_max: int = 256 << 10
+    hot_promote_loads: int = 3
+    hot_promote_bytes_max: int = 256 << 20
+    load_threads: int = 8
+    save_threads: int = 4
+    s3_range_bytes: int = 8 << 20
+    s3_ranges_max: int = 16
+    s3_multipart_bytes: int = 64 << 20
+    save_queue_max: int = 64
+    lookup_deadline_ms: int = 500
+    load_deadline_ms: int = 30_000
+    breaker_failures: int = 5
+    breaker_reset_ms: int = 5_000
+    admission: Admission = "auto"
+    quota_bytes: float = float("inf")
+    """Of the bulk store; not a setting of the replica: what ``objkv sweep`` keeps the bucket to."""
+    hot_bytes: float = 50e9
+    """Memory of Redis for payloads; not a setting of the replica: its ``maxmemory``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """How many replicas, of what, under which load, and how they are asked."""
+
+    replicas: int = 8
+    model: str = "llama-3.1-70b"
+    bulk: str = "s3-standard"
+    routing: Routing = "random"
+    load: float = 0.5
+    """Share of time that the GPUs would compute prompts if nothing were ever reused."""
+    overlap: float = 0.0
+    """Chance that a conversation of the trace is the same for all tenants."""
+    spill_s: float = 2.0
+    """Affine routing goes elsewhere if a replica has more than this to compute."""
+    redis_primaries: int = 1
+    shared: bool = True
+    """False: no objkv at all, the GPUs' own prefix caches only."""
+    simulated_max: int = 8
+    """At most so many replicas are simulated (whole hosts); the rest adds to what is shared."""
+    seed: int = 1
+    settings: Settings = Settings()
+
+    def __post_init__(self) -> None:
+        chunk = self.settings.chunk_tokens
+        if chunk < 1 or (BLOCK_TOKENS % chunk and chunk % BLOCK_TOKENS):
+            raise ValueError(f"chunk_tokens {chunk}: the trace knows blocks of {BLOCK_TOKENS}")
+        if self.replicas < 1 or self.load <= 0 or self.redis_primaries < 1:
+            raise ValueError("replicas, load and redis_primaries must be positive")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError("overlap is a share")
+
+    def simulated(self, costs: Costs) -> int:
+        """Replicas that are simulated: whole hosts, one at least."""
+        host = costs.models[self.model].replicas_per_host
+        return min(self.replicas, max(host, self.simulated_max // host * host))

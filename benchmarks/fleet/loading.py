@@ -1,0 +1,216 @@
+"""What is stored of a prompt, whether loading it pays, and how long that takes."""
+
+from dataclasses import dataclass
+
+from benchmarks.fleet.world import Job, Unit, World
+
+_SETTLE_S = 5.0
+"""objkv's near-cache keeps no younger record: other ranks may still be adding to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load that could be made."""
+
+    start: int
+    """Tokens that the GPU has."""
+    end: int
+    """Tokens that it would have."""
+    hot_chunks: int
+    bulk_chunks: int
+    hot_bytes: int
+    bulk_bytes: int
+    gets: int
+
+
+def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
+    """``(units, seconds)``: how many leading units are stored, and how long the answer took."""
+    near, store, redis = job.replica.near, world.store, world.costs.redis
+    answers = _remembered(job, now)
+    asked = sum(
+        unit.chunks for unit, known in zip(job.units, answers, strict=False) if known is None
+    )
+    took_s = 0.0
+    if asked and now < job.replica.closed_until_s:
+        world.counts.unasked_lookups += 1
+        return 0, 0.0
+    if asked:
+        world.counts.lookup_commands += asked
+        server_s = world.ask_redis(job.replica, now, asked * redis.lookup_s)
+        deadline_s = world.settings.lookup_deadline_ms / 1000
+        took_s = redis.round_trip_s + asked * redis.client_s_per_chunk + (server_s or 0.0)
+        if server_s is None or took_s > deadline_s:
+            world.counts.late_lookups += 1
+            return 0, deadline_s
+    is_known = bool(answers) and answers[-1] is False
+    for i, unit in enumerate(job.units[: len(answers)]):
+        if answers[i] is None:
+            since_s = store.has(unit.key, now)
+            answers[i] = since_s is not None and since_s <= now
+            if since_s is not None and since_s + _SETTLE_S <= now:
+                near.keep(job.private[unit.place], unit.chunks, True, now)
+    leading = _leading(answers)
+    if leading < len(answers) - is_known:  # what is known to be missing is not kept anew
+        missing = job.units[leading]
+        near.keep(job.private[missing.place], missing.chunks, False, now)
+    return leading, took_s
+
+
+def load(world: World, job: Job, now: float, stored: int) -> float:
+    """Load what pays; returns when the request can be computed, and sets what it need not."""
+    tokens = job.arrival.tokens
+    job.reused = start = min(job.replica.cache.match(job.private), tokens - 1)
+    world.counts.gpu += start
+    end = min(_tokens(world, job, _present(world, job, now, stored)), tokens - 1)
+    if end <= start:
+        return now
+    what = _plan(world, job, start, end)
+    took_s = _seconds(world, job, now, what)
+    if not _pays(world, job, now, what, took_s):
+        world.counts.refused += 1
+        return now
+    return _carry_out(world, job, now, what, took_s)
+
+
+def _remembered(job: Job, now: float) -> list[bool | None]:
+    """What the near-cache answers, up to the first chunk that it knows to be missing: what
+    follows that is not asked for."""
+    answers: list[bool | None] = []
+    for unit in job.units:
+        answers.append(job.replica.near.answer(job.private[unit.place], now))
+        if answers[-1] is False:
+            break
+    return answers
+
+
+def _leading(answers: list[bool | None]) -> int:
+    for i, stored in enumerate(answers):
+        if not stored:
+            return i
+    return len(answers)
+
+
+def _present(world: World, job: Job, now: float, stored: int) -> int:
+    """Leading units that can still be loaded: the near-cache may believe in what is gone."""
+    for i, unit in enumerate(job.units[:stored]):
+        since_s = world.store.has(unit.key, now)
+        if since_s is None or since_s > now:
+            job.replica.near.forget(job.private[unit.place])
+            world.counts.ghosts += 1
+            return i
+    return stored
+
+
+def _tokens(world: World, job: Job, units: int) -> int:
+    return sum(unit.chunks for unit in job.units[:units]) * world.settings.chunk_tokens
+
+
+def _plan(world: World, job: Job, start: int, end: int) -> Load:
+    chunk, shards = world.settings.chunk_tokens, world.model.shards
+    first, last = start // chunk, -(-end // chunk)
+    hot = 0
+    if world.hot:
+        seen = 0
+        for unit in job.units:
+            hot += unit.chunks if first <= seen < last and unit.key in world.hot else 0
+            seen += unit.chunks
+    hot = min(hot, last - first)
+    bulk = last - first - hot
+    parts = -(-world.payload_bytes // world.settings.s3_range_bytes)
+    size = world.chunk_bytes
+    return Load(start, end, hot, bulk, hot * size, bulk * size, bulk * shards * parts)
+
+
+def _seconds(world: World, job: Job, now: float, what: Load) -> float:
+    """How long the load takes, behind those of this worker and host that are under way."""
+    client, shards = world.costs.client, world.model.shards
+    done_s = now
+    if what.gets:
+        lane_s = job.replica.loads.start_s(now)
+        each_s = _each_s(world)
+        connections = world.connections(save=False) * shards
+        done_s = lane_s + -(-what.gets // connections) * each_s
+        done_s = max(done_s, lane_s + what.bulk_bytes / (client.load_bytes_s * shards))
+    if what.hot_bytes:
+        free = max(1 - world.redis_wire.average / world.costs.redis.node_bytes_s, 0.02)
+        hot_s = world.costs.redis.round_trip_s + what.hot_bytes / (
+            min(world.costs.redis.node_bytes_s * free, client.load_bytes_s * shards)
+        )
+        done_s = max(done_s, now + hot_s)
+    return max(done_s, job.replica.host.receive.start_s(now) + _wire_s(world, what)) - now
+
+
+def _wire_s(world: World, what: Load) -> float:
+    nbytes = (what.bulk_bytes + what.hot_bytes) * world.model.readers
+    return nbytes / world.costs.client.nic_bytes_s
+
+
+def _each_s(world: World) -> float:
+    """One ranged read on one connection."""
+    size = min(world.payload_bytes, world.settings.s3_range_bytes)
+    return world.bulk.first_byte_s + size / world.bulk.connection_bytes_s
+
+
+def _pays(world: World, job: Job, now: float, what: Load, took_s: float) -> bool:
+    saved_s = world.model.prefill_s(what.start, what.end)
+    if world.settings.admission == "auto":
+        return took_s < saved_s
+    if world.settings.admission == "queue":
+        queued_s = job.replica.prefill.start_s(now) - now
+        return max(took_s, queued_s) < queued_s + saved_s
+    return world.settings.admission == "always"
+
+
+def _carry_out(world: World, job: Job, now: float, what: Load, took_s: float) -> float:
+    counts, client, shards = world.counts, world.costs.client, world.model.shards
+    counts.loads += 1
+    readers = world.model.readers
+    counts.gets += what.gets * readers
+    counts.bytes_bulk += what.bulk_bytes * readers
+    counts.bytes_hot += what.hot_bytes * readers
+    if what.gets:
+        connections_s = what.gets * _each_s(world) / (world.connections(save=False) * shards)
+        worker_s = what.bulk_bytes / (client.load_bytes_s * shards)
+        job.replica.loads.take(now, max(connections_s, worker_s))
+    if what.hot_bytes:
+        nbytes = what.hot_bytes * readers
+        world.redis_wire.add(now, nbytes * world.scale / world.fleet.redis_primaries)
+    job.replica.host.receive.take(now, _wire_s(world, what))
+    _touch(world, job, now, what)
+    deadline_s = world.settings.load_deadline_ms / 1000
+    if took_s > deadline_s:
+        counts.late_loads += 1
+        return now + deadline_s
+    hot = min(what.hot_chunks * world.settings.chunk_tokens, what.end - what.start)
+    counts.hot += hot
+    counts.bulk += what.end - what.start - hot
+    job.reused = what.end
+    return now + took_s
+
+
+def _touch(world: World, job: Job, now: float, what: Load) -> None:
+    chunks = what.hot_chunks + what.bulk_chunks
+    world.counts.touch_commands += chunks
+    world.ask_redis(job.replica, now, chunks * world.costs.redis.touch_s)
+    seen = 0
+    for unit in job.units:
+        if seen * world.settings.chunk_tokens >= what.end:
+            break
+        seen += unit.chunks
+        if seen * world.settings.chunk_tokens > what.start:
+            world.store.touch(unit.key, now)
+            if unit.key in world.hot:
+                world.hot.move_to_end(unit.key)
+            elif world.payload_bytes <= world.settings.hot_payload_bytes_max:
+                _promote(world, job, unit, now)
+
+
+def _promote(world: World, job: Job, unit: Unit, now: float) -> None:
+    """Copy what this replica loaded often to Redis, within its budget (of an hour: the trace)."""
+    replica, settings, nbytes = job.replica, world.settings, unit.chunks * world.chunk_bytes
+    key = job.private[unit.place]
+    replica.loaded[key] = replica.loaded.get(key, 0) + 1
+    room = settings.hot_promote_bytes_max * world.model.shards - replica.promoted_bytes
+    if replica.loaded[key] >= settings.hot_promote_loads and nbytes <= room:
+        replica.promoted_bytes += nbytes
+        world.keep_hot(unit, now)

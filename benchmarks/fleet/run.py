@@ -1,0 +1,127 @@
+"""Simulate a fleet over the request trace and print what changes what.
+
+    python benchmarks/fleet/run.py [--replicas 8] [--model llama-3.1-70b] [--json] [--plots DIR]
+
+Without ``--trace`` the shipped sample is taken. The full trace is ``conversation_trace.jsonl`` in
+the folder ``FAST25-release/traces`` of the public repository kvcache-ai/Mooncake. What is printed
+is simulated, from the figures in ``costs.toml``, some of which are estimates.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started as a script: its folder would hide modules of Python's own
+    sys.path[0] = str(Path(__file__).parents[2])
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.fleet.costs import COSTS_FILE, read_costs
+from benchmarks.fleet.fleet import Fleet
+from benchmarks.fleet.report import Summary
+from benchmarks.fleet.sweep import Runs, cases
+from benchmarks.fleet.trace import SAMPLE_FILE, read_trace, reusable_share
+
+_COLUMNS = (
+    "GPU %", "bulk %", "computed %", "TTFT p50 s", "p90", "p99", "mean, of no objkv", "drops %",
+    "Redis ops/s", "busy", "GB", "PUT/s", "GET/s", "NIC %", "store $/h", "GPU $/h saved",
+)  # fmt: skip
+
+
+def cells(summary: Summary, without_s: float) -> list[str]:
+    """One row of the table; money is for one replica."""
+    nic = max(summary.nic_receive, summary.nic_send)
+    return [
+        f"{100 * summary.gpu:.1f}",
+        f"{100 * (summary.bulk + summary.hot):.1f}",
+        f"{100 * summary.computed:.1f}",
+        f"{summary.ttft_p50_s:.2f}",
+        f"{summary.ttft_p90_s:.1f}",
+        f"{summary.ttft_p99_s:.1f}",
+        f"{summary.ttft_mean_s / without_s:.2f}",
+        f"{100 * summary.dropped:.0f}",
+        f"{summary.redis_ops_s:,.0f}",
+        f"{summary.redis_busy:.3f}",
+        f"{summary.redis_bytes / 1e9:,.1f}",
+        f"{summary.puts_s:,.0f}",
+        f"{summary.gets_s:,.0f}",
+        f"{100 * nic:.0f}",
+        f"{summary.usd / summary.replicas:.2f}",
+        f"{summary.gpu_usd_saved / summary.replicas:.2f}",
+    ]
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, default=SAMPLE_FILE)
+    parser.add_argument("--costs", type=Path, default=COSTS_FILE)
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--model", default=Fleet().model)
+    parser.add_argument("--bulk", default=Fleet().bulk)
+    parser.add_argument("--load", type=float, default=Fleet().load)
+    parser.add_argument("--overlap", type=float, default=Fleet().overlap)
+    parser.add_argument("--routing", choices=("random", "affine"), default=Fleet().routing)
+    parser.add_argument("--simulated", type=int, default=4, help="replicas simulated at most")
+    parser.add_argument("--seed", type=int, default=Fleet().seed)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots (SVG) there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Simulate and print."""
+    given = options()
+    costs, requests = read_costs(given.costs), read_trace(given.trace)
+    for name, known in ((given.model, costs.models), (given.bulk, costs.bulk)):
+        if name not in known:
+            raise SystemExit(f"{name!r}: {given.costs} has {', '.join(known)}")
+    try:
+        fleet = Fleet(
+            replicas=given.replicas,
+            model=given.model,
+            bulk=given.bulk,
+            routing=given.routing,
+            load=given.load,
+            overlap=given.overlap,
+            simulated_max=given.simulated,
+            seed=given.seed,
+        )
+    except ValueError as exc:
+        raise SystemExit(str(exc)) from exc
+    runs = Runs(requests, costs)
+    if given.plots:
+        from benchmarks.fleet.plots import write_plots
+
+        for file in write_plots(given.plots, runs, fleet):
+            print(file, file=sys.stderr)
+        return
+    table = Table(title=f"simulated: {fleet.replicas} replicas of {fleet.model} on {fleet.bulk}")
+    table.add_column("what", no_wrap=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    summaries = []
+    for case in cases(fleet, costs):
+        summary = runs.summary(case)
+        summaries.append(summary)
+        bare = runs.without(case.fleet).world.counts.ttft_s
+        table.add_row(summary.name, *cells(summary, sum(bare) / len(bare)))
+    share = reusable_share(requests)
+    if given.json:
+        found = {"trace_requests": len(requests), "reusable_blocks": share}
+        print(json.dumps(found | {"cases": [summary.as_json() for summary in summaries]}))
+        return
+    console = Console(width=max(190, Console().width))
+    console.print(table)
+    console.print(
+        f"{len(requests):,} requests; an infinite shared cache would have had {100 * share:.1f} % "
+        "of their blocks. GB: Redis index after ttl_s. Money: for one replica, list prices."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What keeps chunks in the simulation, and the links between: each bounded, each least-used-first.
+
+Keys are integers; equal keys are equal prefixes. Times are seconds since the start. A *unit* is
+what the trace can tell apart: the chunks that end in one 512-token block, or one larger chunk.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+class BlockCache:
+    """The prefix cache of one replica's GPUs: ``tokens_max`` tokens in blocks of the trace."""
+
+    def __init__(self, tokens_max: int) -> None:
+        self._tokens_max = tokens_max
+        self._tokens = 0
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+
+    def match(self, keys: list[int]) -> int:
+        """Tokens of the longest prefix that is here."""
+        tokens = 0
+        for key in keys:
+            held = self._blocks.get(key)
+            if held is None:
+                break
+            tokens += held
+        return tokens
+
+    def add(self, keys: list[int], sizes: list[int]) -> None:
+        """Keep these blocks; of one prompt, the last goes first, as in vLLM."""
+        blocks = self._blocks
+        for key, tokens in zip(reversed(keys), reversed(sizes), strict=True):
+            if key in blocks:
+                blocks.move_to_end(key)
+            else:
+                blocks[key] = tokens
+                self._tokens += tokens
+        while self._tokens > self._tokens_max:
+            self._tokens -= blocks.popitem(last=False)[1]
+
+
+class NearCache:
+    """The records, and the absences, that one replica's scheduler remembers."""
+
+    def __init__(self, records_max: int, ttl_s: float, miss_ttl_s: float) -> None:
+        self._records_max = records_max
+        self._ttl_s = ttl_s
+        self._miss_ttl_s = miss_ttl_s
+        self._records = 0
+        self._kept: OrderedDict[int, tuple[float, int, bool]] = OrderedDict()
+
+    def answer(self, key: int, now: float) -> bool | None:
+        """Whether the unit is stored, or None: ask the index."""
+        kept = self._kept.get(key)
+        if kept is None or kept[0] <= now:
+            return None
+        self._kept.move_to_end(key)
+        return kept[2]
+
+    def keep(self, key: int, chunks: int, stored: bool, now: float) -> None:
+        """Remember an answer of the index."""
+        ttl_s = self._ttl_s if stored else self._miss_ttl_s
+        if ttl_s <= 0 or self._records_max <= 0:
+            return
+        old = self._kept.pop(key, None)
+        self._records += chunks - (old[1] if old else 0)
+        self._kept[key] = (now + ttl_s, chunks, stored)
+        while self._records > self._records_max:
+            self._records -= self._kept.popitem(last=False)[1][1]
+
+    def forget(self, key: int) -> None:
+        """Remember nothing of a unit that this replica just saved."""
+        old = self._kept.pop(key, None)
+        if old:
+            self._records -= old[1]
+
+
+@dataclass(slots=True)
+class _Stored:
+    since_s: float
+    until_s: float
+    chunks: int
+
+
+class SharedStore:
+    """Index and bulk store as one: units with a time to live, within a quota.
+
+    A hit renews the life of a unit, so the least used is also the next to expire, and one order
+    serves both.
+    """
+
+    def __init__(self, chunks_max: float, ttl_s: float) -> None:
+        self._chunks_max = chunks_max
+        self._ttl_s = ttl_s
+        self._units: OrderedDict[int, _Stored] = OrderedDict()
+        self.chunks = 0
+        self.chunks_peak = 0
+
+    def has(self, key: int, now: float) -> float | None:
+        """Since when the unit can be loaded, or None. A time to come: it is being saved."""
+        stored = self._units.get(key)
+        return None if stored is None or stored.until_s <= now else stored.since_s
+
+    def touch(self, key: int, now: float) -> None:
+        """Count a hit: the unit lives on."""
+        stored = self._units.get(key)
+        if stored is not None:
+            stored.until_s = now + self._ttl_s
+            self._units.move_to_end(key)
+
+    def add(self, key: int, chunks: int, since_s: float) -> None:
+        """Store a unit that can be loaded from ``since_s`` on; evict what the quota forbids."""
+        old = self._units.pop(key, None)
+        self.chunks += chunks - (old.chunks if old else 0)
+        self._units[key] = _Stored(since_s, since_s + self._ttl_s, chunks)
+        self.expire(since_s)
+        while self.chunks > self._chunks_max:
+            self.chunks -= self._units.popitem(last=False)[1].chunks
+        self.chunks_peak = max(self.chunks_peak, self.chunks)
+
+    def empty(self) -> None:
+        """Hold nothing; the counts stay."""
+        self._units.clear()
+
+    def expire(self, now: float) -> None:
+        """Remove what nobody asked for in its time."""
+        while self._units:
+            stored = next(iter(self._units.values()))
+            if stored.until_s > now:
+                break
+            self.chunks -= self._units.popitem(last=False)[1].chunks
+
+
+class Lane:
+    """A link or a group of connections that does one thing after the other."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        self.busy_s = 0.0
+
+    def start_s(self, now: float) -> float:
+        """When something that comes now would begin."""
+        return max(now, self.free_s)
+
+    def take(self, now: float, work_s: float) -> float:
+        """Do ``work_s`` of work; returns when it ends."""
+        self.free_s = self.start_s(now) + work_s
+        self.busy_s += work_s
+        return self.free_s
+
+
+class Gauge:
+    """How busy something shared is: work per second, averaged over the last ``memory_s``."""
+
+    def __init__(self, memory_s: float = 10.0) -> None:
+        self._memory_s = memory_s
+        self._level = 0.0
+        self._last_s = 0.0
+        self.total = 0.0
+        self.peak = 0.0
+
+    def add(self, now: float, work: float) -> float:
+        """Count work; returns the average with it."""
+        if now > self._last_s:
+            self._level *= math.exp((self._last_s - now) / self._memory_s)
+            self._last_s = now
+        self._level += work
+        self.total += work
+        self.peak = max(self.peak, self.average)
+        return self.average
+
+    @property
+    def average(self) -> float:
+        """Work per second lately, as of the last ``add``."""
+        return self._level / self._memory_s

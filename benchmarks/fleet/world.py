@@ -1,0 +1,196 @@
+"""What the simulated replicas share, what each has for itself, and what is counted.
+
+Of a large fleet only some hosts are simulated, with their share of the load. What the other
+replicas do to shared things is added in proportion (``World.scale``), and a request finds in its
+replica's own caches only what that very replica of the whole fleet would hold: see ``World.place``.
+"""
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from benchmarks.fleet.costs import Costs
+from benchmarks.fleet.fleet import Fleet
+from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NearCache, SharedStore
+from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
+
+REDIS_FULL = 0.95
+"""A server that is asked for more than this of its time answers the rest too late."""
+_TAG = 1 << 40
+"""Larger than any id of a block."""
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened on the simulated replicas: tokens, chunks, bytes, calls, seconds."""
+
+    requests: int = 0
+    prompt: int = 0
+    gpu: int = 0
+    hot: int = 0
+    bulk: int = 0
+    computed: int = 0
+    loads: int = 0
+    refused: int = 0
+    late_loads: int = 0
+    late_lookups: int = 0
+    unasked_lookups: int = 0
+    ghosts: int = 0
+    lookup_commands: int = 0
+    touch_commands: int = 0
+    save_commands: int = 0
+    gets: int = 0
+    puts: int = 0
+    bytes_hot: int = 0
+    bytes_bulk: int = 0
+    bytes_saved: int = 0
+    saved: int = 0
+    dropped: int = 0
+    leased: int = 0
+    compute_s: float = 0.0
+    ttft_s: list[float] = field(default_factory=list)
+
+
+class Host:
+    """The network card that some replicas share, each way."""
+
+    def __init__(self) -> None:
+        self.receive = Lane()
+        self.send = Lane()
+
+
+class Replica:
+    """One simulated replica's own things."""
+
+    def __init__(self, fleet: Fleet, costs: Costs, host: Host) -> None:
+        model, settings = costs.models[fleet.model], fleet.settings
+        self.host = host
+        self.cache = BlockCache(int(model.gpu_cache_bytes / model.token_bytes))
+        near_ttl_s, miss_ttl_s = settings.near_ttl_ms / 1000, settings.near_miss_ttl_ms / 1000
+        self.near = NearCache(settings.near_records_max, near_ttl_s, miss_ttl_s)
+        self.prefill = Lane()
+        self.loads = Lane()
+        self.saves = Lane()
+        self.loaded: dict[int, int] = {}
+        """How often each unit was loaded, where that may make it hot."""
+        self.promoted_bytes = 0
+        self.failures = 0
+        """Late answers of Redis in a row."""
+        self.closed_until_s = 0.0
+        """Until when the breaker leaves Redis alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Chunks that the trace cannot tell apart."""
+
+    key: int
+    place: int
+    """The block in which they end."""
+    chunks: int
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way through its replica."""
+
+    arrival: Arrival
+    replica: Replica
+    private: list[int]
+    """Keys of its blocks in the replica's own caches."""
+    units: list[Unit]
+    stored: int = 0
+    """Leading units that the index had."""
+    reused: int = 0
+    """Tokens that it need not compute."""
+    start_s: float = 0.0
+    """When its prompt began to be computed."""
+
+
+class World:
+    """Everything that the parts of the simulation work on."""
+
+    def __init__(self, fleet: Fleet, costs: Costs) -> None:
+        self.fleet, self.settings, self.costs = fleet, fleet.settings, costs
+        self.model, self.bulk = costs.models[fleet.model], costs.bulk[fleet.bulk]
+        simulated = fleet.simulated(costs)
+        self.scale = fleet.replicas / simulated
+        self.chunk_bytes = fleet.settings.chunk_tokens * self.model.token_bytes
+        self.payload_bytes = self.chunk_bytes // self.model.shards
+        quota = fleet.settings.quota_bytes / self.scale / self.chunk_bytes
+        self.store = SharedStore(quota, fleet.settings.ttl_s)
+        self.hot: OrderedDict[int, int] = OrderedDict()
+        self.hot_chunks = 0
+        self.hot_chunks_max = fleet.settings.hot_bytes / self.scale / self.chunk_bytes
+        self.redis, self.redis_wire = Gauge(), Gauge()
+        host_size = self.model.replicas_per_host
+        hosts = [Host() for _ in range(-(-simulated // host_size))]
+        self.replicas = [Replica(fleet, costs, hosts[i // host_size]) for i in range(simulated)]
+        self.hosts = hosts
+        self.counts = Counts()
+        self.rng = random.Random(fleet.seed + 1)
+
+    def place(self, arrival: Arrival, now: float) -> Job:
+        """Choose the replica of a request, among all of the fleet.
+
+        Those whose numbers are equal modulo the simulated ones are one simulated replica. Its
+        private keys carry which of them is meant, so that none finds what another computed.
+        """
+        simulated = len(self.replicas)
+        chosen = self.rng.randrange(self.fleet.replicas)
+        if self.fleet.routing == "affine":
+            home = (arrival.conversation * _SPREAD % 2**64 >> 20) % self.fleet.replicas
+            waiting = self.replicas[home % simulated].prefill.start_s(now) - now
+            chosen = home if waiting <= self.fleet.spill_s else chosen
+        tag = chosen // simulated * _TAG
+        blocks, common = arrival.blocks, arrival.common
+        private = [block if i < common else block + tag for i, block in enumerate(blocks)]
+        return Job(arrival, self.replicas[chosen % simulated], private, self._units(arrival))
+
+    def empty(self) -> None:
+        """Forget what is cached, which is most of the memory; what was counted stays."""
+        self.store.empty()
+        self.hot.clear()
+        for replica in self.replicas:
+            replica.cache, replica.near = BlockCache(0), NearCache(0, 0.0, 0.0)
+            replica.loaded.clear()
+
+    def ask_redis(self, replica: Replica, now: float, work_s: float) -> float | None:
+        """Let the server do ``work_s`` of work; seconds that it takes, or None: too late."""
+        busy = self.redis.add(now, work_s * self.scale / self.fleet.redis_primaries)
+        if busy > REDIS_FULL and self.rng.random() > REDIS_FULL / busy:
+            replica.failures += 1
+            if replica.failures >= self.settings.breaker_failures:
+                replica.closed_until_s = now + self.settings.breaker_reset_ms / 1000
+                replica.failures = self.settings.breaker_failures - 1  # one call tries again
+            return None
+        replica.failures = 0
+        return work_s / (1 - min(busy, REDIS_FULL))
+
+    def keep_hot(self, unit: Unit, now: float) -> None:
+        """Copy the payloads of a unit to Redis, which evicts the least used."""
+        nbytes = unit.chunks * self.chunk_bytes
+        self.redis_wire.add(now, nbytes * self.scale / self.fleet.redis_primaries)
+        self.hot_chunks += unit.chunks - self.hot.pop(unit.key, 0)
+        self.hot[unit.key] = unit.chunks
+        while self.hot_chunks > self.hot_chunks_max:
+            self.hot_chunks -= self.hot.popitem(last=False)[1]
+
+    def connections(self, *, save: bool) -> int:
+        """Requests to the bulk store that one worker has under way at most."""
+        settings = self.settings
+        split = settings.s3_multipart_bytes if save else settings.s3_range_bytes
+        threads = settings.save_threads if save else settings.load_threads
+        return threads + (settings.s3_ranges_max if self.payload_bytes > split else 0)
+
+    def _units(self, arrival: Arrival) -> list[Unit]:
+        chunk, blocks = self.settings.chunk_tokens, arrival.blocks
+        whole, rest = divmod(arrival.tokens, BLOCK_TOKENS)
+        if chunk > BLOCK_TOKENS:
+            step = chunk // BLOCK_TOKENS
+            return [Unit(blocks[i], i, 1) for i in range(step - 1, whole, step)]
+        units = [Unit(blocks[i], i, BLOCK_TOKENS // chunk) for i in range(whole)]
+        if rest >= chunk:
+            units.append(Unit(blocks[whole], whole, rest // chunk))
+        return units

@@ -1,0 +1,229 @@
+"""The rounds: everybody in turn, the same values, one size after the other; and what they gave."""
+
+import hashlib
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.crew import Crew, Entrant, PeerFailed
+
+LAYERS = 32
+LOOKUP_BYTES, LOOKUP_CHUNKS = 64 << 10, 128
+RESTARTS_MAX = 3
+"""Of an entrant that hung or ended; one more time, and it is out."""
+START_S = 120.0
+"""Until a worker has imported what it needs, on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of one run."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """(bytes of a value, how many at once)."""
+    rounds: int
+    threads: int
+    timeout_s: float
+    """For one request to one worker."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Of every worker."""
+
+
+@dataclass
+class Row:
+    """One operation of one entrant, on values of one size."""
+
+    entrant: str
+    rival: str | None
+    what: str
+    nbytes: int
+    """Moved in a round; 0 for lookups."""
+    seconds: list[float | None] = field(default_factory=list)
+    """A round each; None where it failed."""
+
+    def good(self) -> list[float]:
+        """The rounds that did not fail."""
+        return [s for s in self.seconds if s is not None]
+
+    def median(self) -> float | None:
+        """MB/s, or ms for lookups; None if no round was good."""
+        if not (good := self.good()):
+            return None
+        median = statistics.median(good)
+        return self.nbytes / 1e6 / median if self.nbytes else median * 1e3
+
+
+@dataclass
+class Result:
+    """Of a whole run."""
+
+    rows: list[Row]
+    out: dict[str, str]
+    """Who did not take part, or not to the end, and why."""
+    failures: list[str]
+
+    def ratio(self, row: Row) -> float | None:
+        """How many times as fast objkv was: the median over rounds of this row's seconds to those
+        of its rival in the same round."""
+        rivals = [r for r in self.rows if r.entrant == row.rival and r.what == row.what]
+        if not rivals:
+            return None
+        pairs = zip(row.seconds, rivals[0].seconds, strict=False)
+        ratios = [a / b for a, b in pairs if a is not None and b is not None]
+        return statistics.median(ratios) if ratios else None
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "rows": [
+                {
+                    "entrant": row.entrant,
+                    "what": row.what,
+                    "unit": "MB/s" if row.nbytes else "ms",
+                    "median": row.median(),
+                    "seconds": row.seconds,
+                    "rival": row.rival,
+                    "objkv_times_as_fast": self.ratio(row),
+                }
+                for row in self.rows
+            ],
+            "out": self.out,
+            "failures": self.failures,
+        }
+
+
+class Contest:
+    """Everybody who can take part, from the first round to the last."""
+
+    def __init__(
+        self,
+        servers: dict[str, Any],
+        options: Options,
+        *,
+        clear: Callable[[], None],
+        told: Callable[[str], None],
+    ) -> None:
+        self._servers = servers
+        self._options = options
+        self._clear = clear
+        self._told = told
+        self._result = Result([], {}, [])
+        self._crews: list[Crew] = []
+        self._case: dict[str, int] = {}
+
+    def run(self, entrants: Sequence[Entrant]) -> Result:
+        """All sizes, then lookups. ``clear`` empties the servers; ``told`` hears what is done."""
+        folder = Path(self._servers["folder"])
+        with ExitStack() as stack:
+            for entrant in entrants:
+                self._told(f"{entrant.name}: starting")
+                if missing := entrant.missing():
+                    self._result.out[entrant.name] = missing
+                    continue
+                crew = stack.enter_context(Crew(entrant, folder, self._options.environment))
+                self._crews.append(crew)
+                self._must(crew, self._open)
+            for value_bytes, values in self._options.sizes:
+                self._rounds(value_bytes, values, lookups=False)
+            self._rounds(LOOKUP_BYTES, LOOKUP_CHUNKS, lookups=True)
+        return self._result
+
+    def _rounds(self, value_bytes: int, values: int, *, lookups: bool) -> None:
+        self._case = {"value_bytes": value_bytes, "values": values, "layers": LAYERS}
+        for crew in list(self._crews):
+            self._must(crew, self._prepare)
+        rows = {
+            crew.entrant.name: _rows(crew.entrant, value_bytes, values, lookups=lookups)
+            for crew in self._crews
+        }
+        self._result.rows += [row for of_crew in rows.values() for row in of_crew]
+        for round_number in range(self._options.rounds + 1):
+            for crew in list(self._crews):
+                name = crew.entrant.name
+                self._told(f"{name}: round {round_number}, {value_bytes >> 10} KiB")
+                names = _names(f"{name}/{value_bytes}/{round_number}", values)
+                seconds = self._turn(crew, names, round_number, lookups=lookups)
+                if round_number:  # the first one warms up
+                    for row, one in zip(rows[name], seconds, strict=True):
+                        row.seconds.append(one)
+
+    def _turn(
+        self, crew: Crew, names: list[str], seed: int, *, lookups: bool
+    ) -> tuple[float | None, ...]:
+        """Seconds of put and get, or of the lookup; None for what failed."""
+        timeout_s = self._options.timeout_s
+        ask = partial(crew.ask, timeout_s=timeout_s, names=names)
+        put = self._try(lambda: ask("writer", "put", seed=seed))
+        second = None
+        if put and lookups:
+            second = self._try(lambda: _found(ask("reader", "lookup")))
+        elif put:
+            second = self._try(lambda: _same(ask("reader", "get"), put["digests"]))
+        if crew.alive:
+            self._try(partial(crew.ask_all, "clear", timeout_s))
+        self._clear()
+        if not crew.alive:
+            self._must(crew, self._restart)
+        after = second["seconds"] if second else None
+        return (after,) if lookups else (put["seconds"] if put else None, after)
+
+    def _open(self, crew: Crew) -> None:
+        crew.ask_all("open", START_S, servers=self._servers, threads=self._options.threads)
+
+    def _prepare(self, crew: Crew) -> None:
+        crew.ask_all("prepare", START_S, **self._case)
+
+    def _restart(self, crew: Crew) -> None:
+        if crew.restarts == RESTARTS_MAX:
+            raise PeerFailed(self._result.failures[-1])
+        crew.restart()
+        self._open(crew)
+        self._prepare(crew)
+
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """What it returns; None if it failed."""
+        try:
+            return call()
+        except PeerFailed as exc:
+            self._result.failures.append(str(exc))
+            return None
+
+    def _must(self, crew: Crew, call: Callable[[Crew], None]) -> None:
+        """Without this it is out."""
+        try:
+            call(crew)
+        except PeerFailed as exc:
+            self._crews.remove(crew)
+            self._result.out[crew.entrant.name] = str(exc)
+
+
+def _rows(entrant: Entrant, value_bytes: int, values: int, *, lookups: bool) -> tuple[Row, ...]:
+    name, rival = entrant.name, entrant.rival
+    if lookups:
+        return (Row(name, rival, f"lookup of {values} chunks", 0),)
+    size = f"{value_bytes / 2**20:g} MiB"
+    total = value_bytes * values
+    return (
+        Row(name, rival, f"put, {size}", total),
+        Row(name, rival, f"get, {size}", total),
+    )
+
+
+def _found(told: dict[str, Any]) -> dict[str, Any]:
+    if told["found"] != LOOKUP_CHUNKS:
+        raise PeerFailed(f"a lookup found {told['found']} of {LOOKUP_CHUNKS}")
+    return told
+
+
+def _same(told: dict[str, Any], digests: list[str]) -> dict[str, Any]:
+    if told["digests"] != digests:
+        raise PeerFailed("a get brought other bytes than were put")
+    return told
+
+
+def _names(what: str, count: int) -> list[str]:
+    return [hashlib.sha1(f"{what}/{i}".encode()).hexdigest() for i in range(count)]

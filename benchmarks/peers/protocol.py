@@ -1,0 +1,165 @@
+"""How run.py talks to a worker, which runs in its peer's own environment: one JSON object a line.
+
+Needs numpy and xxhash, nothing of objkv. Requests, and what is answered (or ``{"error": ...}``):
+
+    open     servers, role, threads          {}           connect
+    prepare  value_bytes, values, layers     {}           buffers for one size of values
+    put      names, seed                     seconds, digests: until the servers have all of them
+    get      names                           seconds, digests: of what arrived in the buffers
+    lookup   names                           seconds, found: how many lead without a gap
+    clear                                    {}           forget all values, where only the peer can
+    close                                    {}
+
+The clock runs in the worker, around one call of the peer and nothing else: filling buffers and
+digests are outside of it. What a library prints goes to stderr.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Bytes = npt.NDArray[np.uint8]
+STAMP_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Where things are; all on loopback, without credentials that anybody checks."""
+
+    redis_port: int
+    s3_port: int
+    bucket: str
+    folder: str
+    """Of this run, for whatever a peer keeps in files."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of values."""
+
+    value_bytes: int
+    values: int
+    """At once."""
+    layers: int
+
+
+class Worker:
+    """What a peer's file provides. All calls come from one thread. ``put``, ``get`` and ``lookup``
+    are timed, the others are not."""
+
+    def open(self, servers: Servers, role: str, threads: int) -> None:
+        """Connect. ``role`` is ``writer`` or ``reader``: two processes, as two replicas are."""
+        raise NotImplementedError
+
+    def prepare(self, case: Case) -> list[Bytes]:
+        """Make buffers for one size of values; those that values are put from, one a value.
+        A reader returns none."""
+        raise NotImplementedError
+
+    def stage(self) -> None:
+        """Before a put: bring what is in the buffers to where the peer takes it from."""
+
+    def put(self, names: Sequence[str]) -> None:
+        """Store the buffers under these names; returns when the servers have all of them."""
+        raise NotImplementedError
+
+    def get(self, names: Sequence[str]) -> None:
+        """Bring the values into memory that was allocated before."""
+        raise NotImplementedError
+
+    def got(self, count: int) -> list[Bytes]:
+        """What the last ``get`` brought, one a value."""
+        raise NotImplementedError
+
+    def lookup(self, names: Sequence[str]) -> int:
+        """How many of the names lead, without a gap, to something that is stored."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Remove what was put, if it is in no server that run.py empties itself."""
+
+    def close(self) -> None:
+        """Disconnect, where the end of the process would not do."""
+
+
+def fill(buffers: Sequence[Bytes], base: Bytes, seed: int) -> None:
+    """Give each buffer contents of its own: the same noise, under a stamp that nothing repeats."""
+    for i, buffer in enumerate(buffers):
+        np.copyto(buffer, base)
+        stamp = np.frombuffer(np.array([seed, i], dtype=np.int64).tobytes(), np.uint8)
+        buffer[:STAMP_BYTES] = stamp
+
+
+def digests(buffers: Sequence[Bytes]) -> list[str]:
+    """One of each."""
+    return [xxhash.xxh3_64_hexdigest(buffer) for buffer in buffers]
+
+
+class _Server:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._sources: list[Bytes] = []
+        self._base = np.empty(0, np.uint8)
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        do = asked.pop("do")
+        if do == "open":
+            servers = Servers(**asked["servers"])
+            self._worker.open(servers, asked["role"], asked["threads"])
+        elif do == "prepare":
+            case = Case(**asked)
+            self._sources = self._worker.prepare(case)
+            noise = np.random.default_rng(case.value_bytes)
+            self._base = noise.integers(0, 256, case.value_bytes, dtype=np.uint8)
+        elif do == "put":
+            fill(self._sources, self._base, asked["seed"])
+            told = digests(self._sources)
+            self._worker.stage()
+            started = time.perf_counter()
+            self._worker.put(asked["names"])
+            return {"seconds": time.perf_counter() - started, "digests": told}
+        elif do == "get":
+            started = time.perf_counter()
+            self._worker.get(asked["names"])
+            seconds = time.perf_counter() - started
+            return {"seconds": seconds, "digests": digests(self._worker.got(len(asked["names"])))}
+        elif do == "lookup":
+            started = time.perf_counter()
+            found = self._worker.lookup(asked["names"])
+            return {"seconds": time.perf_counter() - started, "found": found}
+        elif do == "clear":
+            self._worker.clear()
+        elif do == "close":
+            self._worker.close()
+        else:
+            raise ValueError(f"unknown request {do!r}")
+        return {}
+
+
+def serve(worker: Worker) -> None:
+    """Answer requests until there are none, or one was ``close``."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    server = _Server(worker)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        last = asked["do"] == "close"
+        try:
+            told = server.answer(asked)
+        except BaseException as exc:
+            traceback.print_exc()
+            told = {"error": f"{type(exc).__name__}: {exc}"}
+        print(json.dumps(told), file=answers)
+        if last:
+            break
+    answers.flush()
+    os._exit(0)  # some peers' threads outlive their close

@@ -1,0 +1,146 @@
+"""What goes wrong during a soak, and how it is mended: servers that die, stores that refuse, bytes
+that change where they are stored."""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.soak_life import Life
+from benchmarks.soak_prompts import Documents, payload_paths
+from objkv.errors import StoreUnavailable
+from objkv.stores.base import PruneStore
+from objkv.testing.flaky import FlakyStore
+from objkv.testing.servers.redis import RedisServer
+
+RETIRED_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What can be made to fail."""
+
+    lives: Sequence[Life]
+    documents: Documents
+    redis: RedisServer
+    bulk: PruneStore
+    """The place itself, past all wrappers."""
+
+
+class Faults:
+    """Causes one fault after the other, each kind once before any kind comes again."""
+
+    def __init__(self, targets: Targets, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._targets = targets
+        self._random = random.Random(seed)
+        self._kinds: dict[str, Callable[[], None]] = {
+            "store refuses once": self._fail_once,
+            "store is down": self._take_down,
+            "store hangs": self._hang,
+            "bits flip on the way": self._flip_read,
+            "reads are cut short": self._cut_short,
+            "index refuses some": self._refuse_index,
+            "stored bytes change": self._flip_stored,
+            "payloads vanish": self._lose_payloads,
+            "documents change": self._replace_documents,
+            "redis is killed": self._kill_redis,
+            "redis freezes": self._freeze_redis,
+        }
+        self._coming: list[str] = []
+        self._mend: Callable[[], None] = lambda: None
+
+    def cause(self) -> str:
+        """Cause the next fault; its name. It lasts until ``mend``, or at once is over."""
+        if not self._coming:
+            self._coming = list(self._kinds)
+            self._random.shuffle(self._coming)
+        name = self._coming.pop()
+        self._mend = lambda: None
+        self._kinds[name]()
+        self.counts[name] += 1
+        return name
+
+    def mend(self) -> None:
+        """End the fault that lasts, if any."""
+        self._mend()
+        self._mend = lambda: None
+
+    def _fail_once(self) -> None:
+        life = self._random.choice(self._targets.lives)
+        for store in (life.replica.bulk, life.replica.hot):
+            store.fail_next(_refusal(), times=self._random.randint(1, 5))
+
+    def _take_down(self) -> None:
+        store = self._some_store()
+        store.fail_until_mended(_refusal())
+        self._mend = store.mend
+
+    def _hang(self) -> None:
+        store, gate = self._some_store(), threading.Event()
+        store.hold(gate)
+
+        def mend() -> None:
+            store.mend()
+            gate.set()
+
+        self._mend = mend
+
+    def _flip_read(self) -> None:
+        store = self._some_store()
+        store.flip_bit(self._random.randrange(1 << 24))
+        self._mend = store.mend
+
+    def _cut_short(self) -> None:
+        store = self._some_store()
+        store.truncate(self._random.randrange(1 << 17))
+        self._mend = store.mend
+
+    def _refuse_index(self) -> None:
+        index = self._random.choice(self._targets.lives).replica.index
+        index.share = self._random.choice((0.2, 1.0))
+
+        def mend() -> None:
+            index.share = 0.0
+
+        self._mend = mend
+
+    def _flip_stored(self) -> None:
+        for path in self._random.sample(self._paths(), 8):
+            value = bytearray(self._targets.bulk.get(path) or b"")
+            if value:
+                value[self._random.randrange(len(value))] ^= 1 << self._random.randrange(8)
+                self._targets.bulk.put(path, value)
+
+    def _lose_payloads(self) -> None:
+        for path in self._random.sample(self._paths(), 8):
+            self._targets.bulk.delete(path)
+
+    def _replace_documents(self) -> None:
+        for _ in range(RETIRED_AT_ONCE):
+            old = self._targets.documents.replace_one()
+            kept = set(self._paths())
+            for path in old:
+                if path not in kept:
+                    self._targets.bulk.delete(path)
+
+    def _kill_redis(self) -> None:
+        self._targets.redis.kill()
+        self._mend = lambda: self._targets.redis.restart()
+
+    def _freeze_redis(self) -> None:
+        self._targets.redis.pause()
+        self._mend = self._targets.redis.resume
+
+    def _paths(self) -> list[str]:
+        return [p for prompt in self._targets.documents.prompts for p in payload_paths(prompt)]
+
+    def _some_store(self) -> FlakyStore:
+        replica = self._random.choice(self._targets.lives).replica
+        return self._random.choice((replica.bulk, replica.bulk, replica.hot))
+
+
+def _refusal() -> StoreUnavailable:
+    """A new one for each fault: what is raised often collects every frame it passed through."""
+    return StoreUnavailable("refused, as the soak wants it")

@@ -1,0 +1,1 @@
+"""Parts of ``objkv bench`` that need torch or vLLM: run as programs, never imported elsewhere."""

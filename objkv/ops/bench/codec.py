@@ -1,0 +1,133 @@
+"""``bench codec``: encoding and decoding pages on one core, against copying them."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from objkv.codec.compress import CODECS, compress, decompress_into
+from objkv.codec.header import digest
+from objkv.codec.payload import frame_pages, open_payload, read_header
+from objkv.errors import ConfigError, PayloadError
+from objkv.ops.bench.crew import make_slab
+from objkv.ops.bench.rounds import Compared, Work, interleave
+from objkv.ops.bench.rows import Row, Section, Target
+from objkv.ops.bench.sample import kv_like
+from objkv.ops.bench.setting import Setting
+
+DECODE_TARGETS = {
+    "blosc": Target(1.5, of="ours"),
+    "blosclz4": Target(2.5, of="ours"),
+}
+_PAGE_BYTES = 1 << 20
+"""One layer of a chunk of 256 tokens of an 8B model."""
+_PAGES = 32
+_QUICK_PAGES = 2
+_FILE_BYTES_MAX = 1 << 30
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """What is encoded: pages of layers, and bytes per element."""
+
+    pages: Sequence[memoryview]
+    item_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(page) for page in self.pages)
+
+
+def bench_codec(setting: Setting) -> Section:
+    """All codecs on made-up KV."""
+    count = _QUICK_PAGES if setting.quick else _PAGES
+    pages = [memoryview(kv_like(_PAGE_BYTES, seed)) for seed in range(count)]
+    return _measure(setting, _Pages(pages, 2), "made-up K/V, BF16")
+
+
+def bench_payload_codec(setting: Setting, file: Path) -> Section:
+    """All codecs on the pages of a payload in ``file``, which is verified first.
+
+    Raises ``ConfigError`` if it cannot be read, ``PayloadError`` if it is no payload or corrupt.
+    """
+    try:
+        if file.stat().st_size > _FILE_BYTES_MAX:
+            raise ConfigError(f"{file}: longer than {_FILE_BYTES_MAX} bytes")
+        payload = file.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
+    header = read_header(payload)
+    open_payload(payload, header.claim, [frame.layer for frame in header.frames])
+    sizes = {frame.layer.item_bytes for frame in header.frames}
+    if len(sizes) > 1:
+        raise PayloadError(f"{file}: elements of {sorted(sizes)} bytes in one payload")
+    pages = [
+        frame_pages(header, number, payload, memoryview(bytearray(frame.layer.nbytes)))
+        for number, frame in enumerate(header.frames)
+    ]
+    return _measure(setting, _Pages(pages, sizes.pop()), f"payload {file.name}")
+
+
+def _measure(setting: Setting, data: _Pages, what: str) -> Section:
+    rows: list[Row] = []
+    out = make_slab(max(len(page) for page in data.pages))
+    for codec in CODECS:
+        setting.tell("codecs", codec)
+        rows += _codec(setting, data, codec, out)
+    nbytes = data.nbytes / (1 << 20)
+    return Section("codec", tuple(rows), {}, (f"{nbytes:.0f} MiB of {what}; one thread",))
+
+
+def _codec(setting: Setting, data: _Pages, codec: str, out: memoryview) -> Iterator[Row]:
+    copy = _each(data.pages, lambda page: _copy(out, page))
+    if codec == "none":
+        checksum = _each(data.pages, digest)
+        timings = interleave({"ours": checksum, "limit": copy}, setting.rounds)
+        yield Compared(timings, "ours", "limit", "memcpy").throughput(
+            "none: checksum alone", data.nbytes, detail="every codec pays it as well"
+        )
+        return
+    frames = [compress(codec, page, data.item_bytes) for page in data.pages]
+    ratio = data.nbytes / sum(len(frame) for _, frame in frames)
+    used = {name for name, _ in frames}
+    encode = _each(data.pages, lambda page: compress(codec, page, data.item_bytes))
+    sides = {"encode": encode, "limit": copy}
+    if used == {codec}:
+        contents = [memoryview(frame) for _, frame in frames]
+        pairs = list(zip(contents, data.pages, strict=True))
+        for frame, page in pairs:
+            decompress_into(codec, frame, out[: len(page)])
+            if out[: len(page)] != page:
+                raise PayloadError(f"{codec} does not decode to what was encoded")
+        sides["decode"] = _each(
+            pairs, lambda pair: decompress_into(codec, pair[0], out[: len(pair[1])])
+        )
+        stored = f"{ratio:.2f} times smaller"
+    else:
+        stored = "gains less than 10 %: stored as it is"
+    timings = interleave(sides, setting.rounds)
+    encoded = Compared(timings, "encode", "limit", "memcpy")
+    yield encoded.throughput(f"{codec}: encode", data.nbytes, detail=stored)
+    if "decode" in sides:
+        decoded = Compared(timings, "decode", "limit", "memcpy")
+        target = DECODE_TARGETS.get(codec)
+        yield decoded.throughput(f"{codec}: decode", data.nbytes, target, stored)
+
+
+def _each(items: Sequence[_Item], work: Callable[[_Item], object]) -> Work:
+    def round_of_work() -> float:
+        started = time.perf_counter()
+        for item in items:
+            work(item)
+        return time.perf_counter() - started
+
+    return round_of_work
+
+
+def _copy(out: memoryview, page: memoryview) -> None:
+    np.copyto(np.frombuffer(out, np.uint8, len(page)), np.frombuffer(page, np.uint8))

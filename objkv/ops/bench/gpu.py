@@ -1,0 +1,71 @@
+"""``bench gpu``: chunks between host memory and a paged cache on a GPU, against a pinned copy."""
+
+from importlib.util import find_spec
+
+from objkv.ops.bench.gpu_job import GpuAnswer
+from objkv.ops.bench.rounds import Compared, Timings
+from objkv.ops.bench.rows import Row, Section, Target
+from objkv.ops.bench.setting import Setting
+from objkv.ops.demo.process import Program
+
+LOAD = Target(0.85)
+OVERLAP = Target(0.80, of="ours")
+_BOUND_S = 600.0
+_CHUNKS = 32
+_QUICK_CHUNKS = 2
+
+
+def bench_gpu(setting: Setting) -> Section:
+    """Loads, saves, and how much of a load computing hides. Skipped where there is no GPU.
+
+    Raises ``ProgramFailed`` if the process with the GPU fails.
+    """
+    if find_spec("torch") is None:
+        return _skipped("no GPU here: torch is not installed")
+    setting.tell("GPU", "measuring")
+    answer = measure_device(setting, "cuda")
+    if answer is None:
+        return _skipped("no GPU here")
+    return Section("gpu", rows_of(answer), {"GPU": answer.device})
+
+
+def measure_device(setting: Setting, device: str) -> GpuAnswer | None:
+    """What a process of its own measured on ``device``, or None if there is none."""
+    chunks = _QUICK_CHUNKS if setting.quick else _CHUNKS
+    words = (device, str(chunks), str(setting.rounds))
+    arguments = ("-m", "objkv.connector.bench.gpu", *words)
+    with Program("the GPU's process", arguments, setting.folder / "gpu.log", {}) as program:
+        lines = list(program.lines(bound_s=_BOUND_S))
+    return GpuAnswer.model_validate_json(lines[-1]) if lines else None
+
+
+def rows_of(answer: GpuAnswer) -> tuple[Row, ...]:
+    """One row for each of what was measured."""
+    timings = Timings(answer.seconds)
+    load = Compared(timings, "load", "to_device", "pinned copy, host to device")
+    gather = Compared(timings, "gather", "to_host", "pinned copy, device to host")
+    hidden = [
+        hidden_share(load_s, compute_s, both_s)
+        for load_s, compute_s, both_s in zip(
+            *(answer.seconds[name] for name in ("load", "compute", "both")), strict=True
+        )
+    ]
+    return (
+        load.throughput("host to paged cache, verified", answer.nbytes, LOAD),
+        gather.throughput("paged cache to host", answer.nbytes),
+        Row(
+            "share of the smaller of load and compute that overlaps",
+            "of 1",
+            sorted(hidden)[len(hidden) // 2],
+            target=OVERLAP,
+        ),
+    )
+
+
+def hidden_share(load_s: float, compute_s: float, both_s: float) -> float:
+    """How much of the smaller of two durations is hidden when both happen at once: 1 is all."""
+    return max(0.0, min(1.0, (load_s + compute_s - both_s) / min(load_s, compute_s)))
+
+
+def _skipped(note: str) -> Section:
+    return Section("gpu", (), {}, (note,), skipped=True)

@@ -1,0 +1,154 @@
+"""``bench lookup``: how long it takes to learn what is stored of a prompt, against a round trip."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from objkv.index.near import NearIndex
+from objkv.keys.prefix import prefix_hashes
+from objkv.ops.bench.lookup_fresh import FreshAnswer
+from objkv.ops.bench.plain_redis import PlainRedis
+from objkv.ops.bench.records import CHUNK_TOKENS, FIELD, chunk_hashes, make_tokens, publish
+from objkv.ops.bench.rounds import SCALES, Compared, Timings, interleave
+from objkv.ops.bench.rows import Row, Section, Target
+from objkv.ops.bench.sample import NAMESPACE
+from objkv.ops.bench.servers import local_config, running_redis
+from objkv.ops.bench.setting import Setting
+from objkv.ops.bench.steps_job import StepsAnswer
+from objkv.ops.demo.process import Program
+
+FRESH_TARGETS = {128: Target(8, at_most=True), 1024: Target(40, at_most=True)}
+NEAR_US = Target(100, at_most=True, of="ours")
+HASH_MS = Target(10, at_most=True, of="ours")
+STEP_US = Target(100, at_most=True, of="ours")
+_PROMPT_TOKENS = 128 << 10
+_NEAR_CHUNKS = 128
+_NEAR_CALLS = 50
+_PROCESS_S = 60.0
+_STEPS_S = 120.0
+_PING = "PING, bare socket"
+
+
+def bench_lookup(setting: Setting) -> Section:
+    """Lookups in Redis, in this process' memory, and what they cost before and meanwhile.
+
+    Raises ``ConfigError`` if there is no Redis to start, ``ProgramFailed`` if a process fails.
+    """
+    rows: list[Row] = []
+    notes: tuple[str, ...] = ()
+    with running_redis(setting.folder / "redis") as redis:
+        with PlainRedis(redis.url) as plain:
+            servers = {"Redis": plain.version()}
+        rows += _in_redis(setting, redis.url)
+        rows.append(_near(setting, redis.url))
+    rows.append(_hashing(setting))
+    if find_spec("vllm") is None:
+        notes = ("the scheduler's steps need vLLM, which is not installed here",)
+    else:
+        rows += _steps(setting)
+    return Section("lookup", tuple(rows), servers, notes)
+
+
+def _in_redis(setting: Setting, url: str) -> Iterator[Row]:
+    counts = list(FRESH_TARGETS)[:1] if setting.quick else list(FRESH_TARGETS)
+    index = setting.factories.open_index(local_config(index_url=f"{url}/0"))
+    try:
+        publish(index, chunk_hashes(max(counts)))
+    finally:
+        index.close()
+    for chunks in counts:
+        setting.tell("fresh processes", f"looking up {chunks} chunks")
+        answers = [_fresh(setting, url, chunks, n) for n in range(setting.rounds)]
+        timings = Timings(
+            {
+                "first": [answer.first_s for answer in answers],
+                "again": [answer.again_s for answer in answers],
+                "ping": [answer.ping_s for answer in answers],
+                "check": [answer.check_s for answer in answers],
+            }
+        )
+        name = f"lookup of {chunks:,} chunks"
+        first = Compared(timings, "first", "ping", _PING)
+        target, detail = FRESH_TARGETS[chunks], "connection open, all cold"
+        yield first.duration(f"{name}, fresh process", "µs", target, detail)
+        yield Compared(timings, "again", "ping", _PING).duration(f"{name}, again", "µs")
+        if chunks == min(FRESH_TARGETS):
+            check = Compared(timings, "check", "ping", _PING)
+            yield check.duration("round trip by the index's client", "µs", detail="check()")
+
+
+def _fresh(setting: Setting, url: str, chunks: int, number: int) -> FreshAnswer:
+    arguments = ("-m", "objkv.cli.bench_fresh", url, str(chunks))
+    log = setting.folder / f"fresh-{chunks}-{number}.log"
+    with Program("a fresh process", arguments, log, {}) as program:
+        lines = list(program.lines(bound_s=_PROCESS_S))
+    return FreshAnswer.model_validate_json(lines[-1])
+
+
+def _near(setting: Setting, url: str) -> Row:
+    setting.tell("near cache", f"looking up {_NEAR_CHUNKS} chunks")
+    inner = setting.factories.open_index(local_config(index_url=f"{url}/0"))
+    near = NearIndex(inner, records_max=65_536, ttl_s=600.0, fields=frozenset({FIELD}))
+    try:
+        hashes = chunk_hashes(_NEAR_CHUNKS)
+        near.find(NAMESPACE, hashes, (FIELD,))
+
+        def find() -> None:
+            found = near.find(NAMESPACE, hashes, (FIELD,))
+            assert all(found)
+
+        with PlainRedis(url) as plain:
+            sides = {"near": _times(find, _NEAR_CALLS), "ping": _times(plain.ping, _NEAR_CALLS)}
+            timings = interleave(sides, setting.rounds)
+    finally:
+        near.close()
+    name = f"lookup of {_NEAR_CHUNKS} chunks, near cache"
+    return Compared(timings, "near", "ping", _PING).duration(name, "µs", NEAR_US)
+
+
+def _hashing(setting: Setting) -> Row:
+    setting.tell("hashing", f"{_PROMPT_TOKENS:,} tokens")
+    tokens = make_tokens(_PROMPT_TOKENS)
+    encoded = bytes(4 * _PROMPT_TOKENS)
+    sides = {
+        "ours": _times(lambda: prefix_hashes(NAMESPACE, tokens, CHUNK_TOKENS), 1),
+        "sha256": _times(lambda: hashlib.sha256(encoded).digest(), 1),
+    }
+    timings = interleave(sides, setting.rounds)
+    name = f"hashing of {_PROMPT_TOKENS:,} tokens"
+    compared = Compared(timings, "ours", "sha256", "SHA-256 of as many bytes")
+    return compared.duration(name, "ms", HASH_MS)
+
+
+def _steps(setting: Setting) -> Iterator[Row]:
+    setting.tell("scheduler's thread", "a lookup is in flight")
+    steps = 200 if setting.quick else 5_000
+    arguments = ("-m", "objkv.connector.bench.steps", str(_PROMPT_TOKENS), str(steps))
+    with Program("the scheduler's steps", arguments, setting.folder / "steps.log", {}) as program:
+        lines = list(program.lines(bound_s=_STEPS_S))
+    answer = StepsAnswer.model_validate_json(lines[-1])
+    scale = SCALES["µs"]
+    name = f"scheduler's thread, {_PROMPT_TOKENS:,} tokens"
+    arrival = answer.arrival_s * scale
+    yield Row(f"{name}, arrival", "µs", arrival, target=STEP_US, detail="once per request, median")
+    yield Row(
+        f"{name}, a step, median",
+        "µs",
+        answer.step_median_s * scale,
+        target=STEP_US,
+        detail=f"lookup in flight, {steps:,} steps",
+    )
+    yield Row(f"{name}, a step, p95", "µs", answer.step_p95_s * scale, target=STEP_US)
+
+
+def _times(call: Callable[[], object], times: int) -> Callable[[], float]:
+    """One round of ``times`` calls; the seconds of one."""
+
+    def work() -> float:
+        started = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - started) / times
+
+    return work

@@ -1,0 +1,147 @@
+"""Payloads to measure with: real ones, whose pages compress about as K and V of a real model do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from objkv.codec.payload import (
+    Claim,
+    Header,
+    LayerSpec,
+    Provenance,
+    encode,
+    frame_pages,
+    header_bytes_needed,
+    read_header,
+)
+from objkv.errors import PayloadError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.prefix import root_hash, token_digest
+from objkv.keys.topology import Shard
+
+NAMESPACE = "0" * 32
+FOLDER = "bench"
+"""Every key that a benchmark writes begins with it."""
+_CONTENT = 256
+_BLOCK_TOKENS = 16
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a payload: ``layers`` layers of ``layer_bytes`` each, BF16."""
+
+    name: str
+    layers: int
+    layer_bytes: int
+
+    def __post_init__(self) -> None:
+        assert self.layer_bytes % (_BLOCK_TOKENS * _CONTENT * 2) == 0
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of all pages."""
+        return self.layers * self.layer_bytes
+
+    def specs(self) -> list[LayerSpec]:
+        """The layers."""
+        blocks = self.layer_bytes // (_BLOCK_TOKENS * _CONTENT * 2)
+        shape = (blocks, 1, _BLOCK_TOKENS, _CONTENT)
+        return [LayerSpec(f"layers.{i}", "BF16", shape) for i in range(self.layers)]
+
+
+# With its header a payload of 256 KiB or 1 MiB is just below that size, as Redis takes it.
+PAYLOAD_256_KIB = Shape("256 KiB", layers=15, layer_bytes=16 << 10)
+PAYLOAD_1_MIB = Shape("1 MiB", layers=15, layer_bytes=64 << 10)
+PAYLOAD_8_MIB = Shape("8 MiB", layers=32, layer_bytes=256 << 10)
+PAYLOAD_32_MIB = Shape("32 MiB", layers=32, layer_bytes=1 << 20)
+"""One chunk of 256 tokens of an 8B model: 32 layers, 8 KV heads of 128."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A payload, its key, and what a reader expects of it."""
+
+    key: str
+    claim: Claim
+    layers: Sequence[LayerSpec]
+    payload: memoryview
+
+
+def make_samples(shape: Shape, count: int, folder: str = FOLDER) -> list[Sample]:
+    """``count`` different payloads in codec ``none``; keys lie below ``folder``."""
+    specs = shape.specs()
+    page = np.frombuffer(kv_like(shape.layer_bytes), np.uint8)
+    samples = []
+    for number in range(count):
+        prefix_hash = np.random.default_rng(number).bytes(20)
+        key = ChunkKey(NAMESPACE, prefix_hash, 0, Shard(0, shape.layers, 0, 1))
+        claim = Claim(key, root_hash(NAMESPACE), 0, _BLOCK_TOKENS * specs[0].shape[0])
+        # Other bytes in each layer of each payload, at the price of a pass over them.
+        first = number * shape.layers
+        pages = [(page ^ np.uint8((first + i) % 256)).data for i in range(shape.layers)]
+        provenance = Provenance(token_digest(()), "objkv bench", 0)
+        payload = encode(claim, specs, pages, codec="none", provenance=provenance)
+        samples.append(Sample(f"{folder}/{key.path()}", claim, specs, payload))
+    return samples
+
+
+def kv_like(nbytes: int, seed: int = 0) -> bytes:
+    """BF16 numbers that shuffled zstd makes 1.46 times smaller and shuffled lz4 1.15 to 1.2 times:
+    as those of a trained model, some channels of K lie far from zero, and scales differ."""
+    source = np.random.default_rng(seed)
+    values: npt.NDArray[np.float32] = source.standard_normal(
+        (nbytes // 2 // _CONTENT, _CONTENT), dtype=np.float32
+    )
+    far = _CONTENT // 4
+    values[:, :far] += 8 * source.standard_normal(far, dtype=np.float32)
+    values *= np.exp(source.standard_normal(_CONTENT, dtype=np.float32) / 2)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+class Verifier:
+    """Verifies a payload in a slab while it arrives, as a replica does: the header, then each frame
+    by its checksum as soon as its last byte is there. One per get."""
+
+    def __init__(self, sample: Sample, slab: memoryview) -> None:
+        self._sample = sample
+        self._slab = slab
+        self._header: Header | None = None
+        self._frames = 0
+
+    def arrived(self, nbytes: int) -> None:
+        """For ``get_into``. Raises ``PayloadError``."""
+        if self._header is None:
+            if nbytes < _LENGTH_BYTES or nbytes < header_bytes_needed(self._slab[:nbytes]):
+                return
+            self._header = self._open(self._slab[:nbytes])
+        frames = self._header.frames
+        while self._frames < len(frames):
+            frame = frames[self._frames]
+            if frame.offset + frame.nbytes > nbytes:
+                return
+            frame_pages(self._header, self._frames, self._slab[:nbytes], None)
+            self._frames += 1
+
+    def finish(self, nbytes: int | None) -> None:
+        """Everything is there, ``nbytes`` in all. Raises ``PayloadError`` unless it is verified."""
+        if nbytes is None:
+            raise PayloadError(f"{self._sample.key} is not there")
+        self.arrived(nbytes)
+        if self._header is None or self._header.nbytes != nbytes:
+            raise PayloadError(f"{self._sample.key}: {nbytes} bytes are not all of it")
+        assert self._frames == len(self._header.frames)
+
+    @property
+    def frames(self) -> int:
+        """Layers verified so far."""
+        return self._frames
+
+    def _open(self, payload: memoryview) -> Header:
+        header = read_header(payload)
+        layers = [frame.layer for frame in header.frames]
+        if header.claim != self._sample.claim or layers != list(self._sample.layers):
+            raise PayloadError(f"{self._sample.key} is another payload")
+        return header

@@ -1,0 +1,281 @@
+"""One connection of the client's pool, borrowed for one request and its answer."""
+
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from objkv.errors import StoreUnavailable
+
+STEP_BYTES = 512 << 10
+"""Read at once: what a core's own cache holds, so that a checksum finds it there."""
+SEND_BYTES = 4 << 20
+HEAD_BYTES_MAX = 64 << 10
+_HEAD_READ_BYTES = 16 << 10
+_NOT_SET = -1.0
+
+
+class NoAnswer(Exception):
+    """The short way has no answer that can be used: the client is asked instead, which tries again,
+    follows and explains."""
+
+
+def check_time(deadline_s: float, what: str) -> None:
+    """Raise ``StoreUnavailable`` if the deadline has passed: then nobody waits for the client."""
+    if time.monotonic() >= deadline_s:
+        raise StoreUnavailable(f"{what}: the deadline passed")
+
+
+class Line:
+    """A connection. Goes back to the pool by ``release``, unless something of an answer may still
+    arrive over it."""
+
+    def __init__(self, pool: Any, connection: Any, *, timeout_s: float) -> None:
+        self._pool = pool
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self.is_used = connection.sock is not None
+        """Whether it carried a request before, so that the server may have closed it meanwhile."""
+        self.is_clean = False
+        self._waits_s = self._blocks_s = _NOT_SET
+        self._is_released = False
+        self.early = False
+        """Whether the answer came before the whole request was sent."""
+        self.on_release: Callable[[], None] | None = None
+        """Called once, before the connection is anybody else's."""
+
+    def connect(self) -> None:
+        """Connect, unless it is. Raises ``NoAnswer``."""
+        try:
+            self._pool._validate_conn(self._connection)  # connects where TLS is spoken
+            if self._connection.sock is None:
+                self._connection.connect()
+        except Exception as exc:  # the client tries again and says what is wrong
+            self._connection.close()
+            raise NoAnswer(f"no connection: {exc}") from exc
+
+    @property
+    def socket(self) -> socket.socket:
+        """The connection's, plain or TLS."""
+        found: socket.socket = self._connection.sock
+        return found
+
+    def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
+        """Send a request, the body in pieces of the caller's buffer. Raises ``NoAnswer``.
+
+        A server that refuses answers without waiting for the body, then closes: such an answer is
+        looked for before each piece, since a reset discards it.
+        """
+        try:
+            self.wait_at_most(deadline_s)
+            self.socket.sendall(head)
+            if body is None:
+                return
+            if isinstance(self.socket, ssl.SSLSocket):
+                for at in range(0, len(body), SEND_BYTES):
+                    self.wait_at_most(deadline_s)
+                    self.socket.sendall(body[at : at + SEND_BYTES])
+            else:
+                self._send_watching(body, deadline_s)
+        except (OSError, ValueError) as exc:
+            raise NoAnswer(f"sending: {exc}") from exc
+
+    def _send_watching(self, body: memoryview, deadline_s: float) -> None:
+        sock = self.socket
+        poll = select.poll()
+        poll.register(sock, select.POLLIN | select.POLLOUT)
+        wait_s = self.wait_at_most(deadline_s)
+        sock.settimeout(0)
+        self._waits_s = 0.0
+        at = 0
+        while at < len(body):
+            wait_s = min(wait_s, deadline_s - time.monotonic())
+            ready = poll.poll(max(0, wait_s) * 1000)
+            if not ready:
+                raise TimeoutError(f"nothing taken after {at} of {len(body)} bytes")
+            if ready[0][1] & select.POLLIN:
+                self.early = True
+                break
+            at += sock.send(body[at : at + SEND_BYTES])
+        self.wait_at_most(deadline_s)
+
+    def read_head(self, deadline_s: float) -> "Answer":
+        """The answer's status and headers. Raises ``NoAnswer``, of the kind ``Unanswered`` if not
+        one byte came."""
+        raw = b""
+        try:
+            while b"\r\n\r\n" not in raw:
+                self.wait_at_most(deadline_s)
+                more = self.socket.recv(_HEAD_READ_BYTES)
+                if not more or len(raw) > HEAD_BYTES_MAX:
+                    raise ConnectionError("the head of the answer is cut short")
+                raw += more
+                if raw.startswith(b"HTTP/1.1 100"):
+                    raw = raw.partition(b"\r\n\r\n")[2]
+            return Answer(self, raw)
+        except (OSError, ValueError) as exc:
+            if not raw and not isinstance(exc, TimeoutError):
+                raise Unanswered(str(exc)) from exc
+            raise NoAnswer(f"reading: {exc}") from exc
+
+    def wait_at_most(self, deadline_s: float) -> float:
+        """Let no single call on the socket wait beyond the deadline; returns that bound."""
+        wait_s = self._left_s(deadline_s)
+        if wait_s != self._waits_s:  # a system call, and this is asked often
+            self.socket.settimeout(wait_s)
+            self._waits_s, self._blocks_s = wait_s, _NOT_SET
+        return wait_s
+
+    def receive(self, into: memoryview, deadline_s: float) -> int:
+        """Bytes of the body: all that ``into`` has room for, unless the time-out or the end of the
+        connection comes before, or there is TLS. Raises ``OSError``.
+
+        The kernel waits until all are there: a socket as Python sets it up for time-outs would
+        wake this thread for every 64 KiB or so, which cost 20 % of the CPU of a get.
+        """
+        if isinstance(self.socket, ssl.SSLSocket):
+            self.wait_at_most(deadline_s)
+            return self.socket.recv_into(into)
+        wait_s = self._left_s(deadline_s)
+        if wait_s != self._blocks_s:
+            micros = max(1, int(wait_s * 1e6))
+            self.socket.settimeout(None)
+            bound = struct.pack("ll", *divmod(micros, 1_000_000))
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
+            self._blocks_s, self._waits_s = wait_s, _NOT_SET
+        return self.socket.recv_into(into, 0, socket.MSG_WAITALL)
+
+    def _left_s(self, deadline_s: float) -> float:
+        left_s = min(self._timeout_s, deadline_s - time.monotonic())
+        if left_s <= 0:
+            raise TimeoutError("the deadline passed")
+        return left_s
+
+    def shut(self) -> None:
+        """End what another thread waits for on this connection, at once; that thread releases.
+
+        Not ``SSLSocket.shutdown``: it forgets that there was TLS while the other still reads.
+        """
+        self.is_clean = False
+        sock = self._connection.sock
+        if sock is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Give it back if ``is_clean``, else close it. Once: then it may be somebody else's."""
+        if self._is_released:
+            return
+        self._is_released = True
+        told, self.on_release = self.on_release, None
+        if told is not None:
+            told()
+        if self.is_clean and not self.early:
+            self.socket.settimeout(self._timeout_s)
+            self._pool._put_conn(self._connection)
+        else:
+            self._connection.close()
+            self._pool._put_conn(None)
+
+
+class Unanswered(NoAnswer):
+    """The server closed the connection before it sent a byte of the answer."""
+
+
+class Answer:
+    """Status and headers of an answer; a context manager that releases the line.
+
+    Raises ValueError for what is no answer of a known length: those are left to the client.
+    """
+
+    def __init__(self, line: Line, raw: bytes) -> None:
+        head, _, rest = raw.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        version, code = first.split(" ", 2)[:2]
+        self.status = int(code)
+        self.headers: dict[str, str] = {}
+        for entry in lines:
+            name, _, value = entry.partition(":")
+            self.headers[name.lower()] = value.strip()
+        if "transfer-encoding" in self.headers:
+            raise ValueError("an answer in chunks")
+        length = "0" if self.status == 204 else self.headers.get("content-length", "")
+        if not length.isdecimal():
+            raise ValueError("an answer of unknown length")
+        self.left = int(length)
+        """Bytes of the body that were not read yet."""
+        self._line = line
+        self._rest = memoryview(rest)
+        self._keeps = (
+            version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
+        )
+        if self.left < len(rest):
+            raise ValueError("more than was announced")
+
+    @property
+    def etag(self) -> str:
+        """Which version of the value this is; empty where the server does not say."""
+        return self.headers.get("etag", "").strip('"')
+
+    @property
+    def total(self) -> int:
+        """Length of the whole value in bytes. Raises ``NoAnswer`` if it is not said."""
+        if self.status != 206:
+            return int(self.headers["content-length"])
+        try:
+            return int(self.headers["content-range"].rpartition("/")[2])
+        except (KeyError, ValueError) as exc:
+            raise NoAnswer("a range of nobody knows what") from exc
+
+    def starts_at(self, start: int) -> bool:
+        """Whether a range begins at this byte of the value."""
+        return self.headers.get("content-range", "").startswith(f"bytes {start}-")
+
+    def fill(
+        self, into: memoryview, deadline_s: float, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Read as many bytes of the body as ``into`` has, telling ``progress`` how many there are.
+
+        From the socket straight into ``into``. Raises ``NoAnswer``, also when the deadline passes.
+        """
+        at = min(len(self._rest), len(into))
+        into[:at] = self._rest[:at]
+        self._rest = self._rest[at:]
+        self.left -= at
+        if at and progress is not None:
+            progress(at)
+        while at < len(into):
+            # Released at once: an exception that is under way would keep it alive.
+            with into[at : at + STEP_BYTES] as step:
+                got = self._receive(step, deadline_s)
+            if not got:
+                raise NoAnswer(f"the body ended after {at} of {len(into)} bytes")
+            at += got
+            self.left -= got
+            if progress is not None:
+                progress(at)
+
+    def _receive(self, into: memoryview, deadline_s: float) -> int:
+        try:
+            return self._line.receive(into, deadline_s)
+        except (OSError, ValueError) as exc:
+            raise NoAnswer(f"reading: {exc}") from exc
+
+    def text(self, deadline_s: float) -> bytes:
+        """The body, if it is as short as those of errors are. Raises ``NoAnswer``."""
+        if self.left > HEAD_BYTES_MAX:
+            raise NoAnswer("a long body where a short one was due")
+        body = bytearray(self.left)
+        self.fill(memoryview(body), deadline_s)
+        return bytes(body)
+
+    def __enter__(self) -> "Answer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.is_clean = self._keeps and self.left == 0
+        self._line.release()

@@ -1,0 +1,159 @@
+"""Decides among writers of one key: by one conditional request, or what comes closest to it."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
+
+from objkv.errors import StoreUnavailable
+from objkv.stores.s3_body import BufferReader
+from objkv.stores.s3_client import error_code
+from objkv.stores.s3_line import NoAnswer, check_time
+from objkv.stores.s3_upload import Parts, Uploads
+from objkv.telemetry import Recorder
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+CONFLICT_TRIES = 5
+
+_EXISTS = 412
+_CONFLICT = 409
+_REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
+
+
+class Writer:
+    """Puts the values of one store; ``exists`` asks whether a key has one. Raises what the client
+    raises, and ``StoreError``."""
+
+    def __init__(
+        self,
+        client: "S3Client",
+        uploads: Uploads,
+        *,
+        exists: Callable[[str], bool],
+        multipart_bytes: int,
+        deadline_s: float,
+        recorder: Recorder,
+    ) -> None:
+        self._client = client
+        self._uploads = uploads
+        self._exists = exists
+        self._multipart_bytes = multipart_bytes
+        self._deadline_s = deadline_s
+        self._recorder = recorder
+        self.conditional: bool | None = None
+        """Whether the server honours ``If-None-Match``; None until the first put found out."""
+
+    def put_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
+        """``place``: bucket and key as the client wants them."""
+        attempt = self._upload_if_absent if self._is_large(view) else self._send_if_absent
+        for _ in range(CONFLICT_TRIES):
+            try:
+                return attempt(place, key, view)
+            except ClientError as exc:
+                status, _code = error_code(exc)
+                if status == _EXISTS:
+                    return False
+                if status != _CONFLICT:
+                    raise
+            if self._exists(key):
+                return False
+        raise StoreUnavailable(
+            f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers"
+        )
+
+    def put(self, place: dict[str, Any], key: str, view: memoryview) -> None:
+        """Replace what is there."""
+        if self._is_large(view):
+            self._upload(place, key, view, self._complete)
+            return
+        deadline_s = self._until()
+        with suppress(NoAnswer):
+            self._uploads.put(key, view, deadline_s, if_absent=False)
+            return
+        check_time(deadline_s, f"put {key}")
+        self._send(place, view)
+
+    def _is_large(self, view: memoryview) -> bool:
+        return len(view) > self._multipart_bytes
+
+    def _until(self) -> float:
+        return time.monotonic() + self._deadline_s
+
+    def _send(self, place: dict[str, Any], view: memoryview, **options: Any) -> None:
+        body: Any = BufferReader(view)  # has what the client asks for; its types say more
+        self._client.put_object(**place, Body=body, ContentLength=len(view), **options)
+
+    def _send_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
+        if self.conditional:
+            deadline_s = self._until()
+            with suppress(NoAnswer):
+                return self._uploads.put(key, view, deadline_s, if_absent=True)
+            check_time(deadline_s, f"put_if_absent {key}")
+        if self.conditional is not False:
+            try:
+                self._send(place, view, IfNoneMatch="*")
+            except ClientError as exc:
+                if not _is_refused(exc):
+                    raise
+            else:
+                if self.conditional is None:
+                    self.conditional = self._refuses_a_second(place, view)
+                return True
+        self._recorder.count("s3_unconditional_puts")
+        if self._exists(key):
+            return False
+        self._send(place, view)
+        self.conditional = False
+        return True
+
+    def _refuses_a_second(self, place: dict[str, Any], view: memoryview) -> bool:
+        """Whether the condition is honoured. The same bytes once more do no harm where it is not;
+        asked once per process, since HEAD before every PUT would cost a round trip each."""
+        try:
+            self._send(place, view, IfNoneMatch="*")
+        except ClientError as exc:
+            return error_code(exc)[0] in (_EXISTS, _CONFLICT)
+        return False
+
+    def _upload_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
+        if self._exists(key):  # spares the upload; completing it decides
+            return False
+        return self._upload(place, key, view, partial(self._complete_if_absent, key))
+
+    def _upload(
+        self,
+        place: dict[str, Any],
+        key: str,
+        view: memoryview,
+        complete: Callable[[dict[str, Any]], bool],
+    ) -> bool:
+        parts = Parts(key, view, self._multipart_bytes, self._until())
+        return self._uploads.put_in_parts(place, parts, complete)
+
+    def _complete(self, upload: dict[str, Any]) -> bool:
+        self._client.complete_multipart_upload(**upload)
+        return True
+
+    def _complete_if_absent(self, key: str, upload: dict[str, Any]) -> bool:
+        if self._exists(key):  # servers exist that ignore the condition here
+            return False
+        if self.conditional is not False:
+            try:
+                self._client.complete_multipart_upload(**upload, IfNoneMatch="*")
+                return True
+            except ClientError as exc:
+                if not _is_refused(exc):
+                    raise
+        self._recorder.count("s3_unconditional_puts")
+        return self._complete(upload)
+
+
+def _is_refused(exc: ClientError) -> bool:
+    """Whether the server does not know conditional writes."""
+    status, code = error_code(exc)
+    return status == 501 or (status == 400 and code in _REFUSALS)

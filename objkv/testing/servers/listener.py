@@ -1,0 +1,91 @@
+"""A TCP server on loopback: a thread for each connection, all of them ended with the server."""
+
+import socket
+import threading
+from contextlib import suppress
+from typing import Self
+
+
+class Listener:
+    """Listens from the moment it is made until ``close``; a context manager.
+
+    ``serve`` is called for each connection on a thread of its own and may raise ``OSError``: then,
+    and when it returns, the connection is closed.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._socket = socket.create_server(("127.0.0.1", port), backlog=512)
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._is_closed = False
+        self.connections = 0
+        """How many were accepted so far."""
+        self.address: tuple[str, int] = ("127.0.0.1", self._socket.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
+        self._thread.start()
+
+    def wrap(self, connection: socket.socket) -> socket.socket:
+        """What ``serve`` gets for ``connection``: TLS, for instance. May raise ``OSError``."""
+        return connection
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer what comes over ``connection`` until it ends."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all connections and wait for their threads. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            threads = [self._thread, *self._threads]
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self.hang_up()
+        for thread in threads:
+            thread.join()
+        self._socket.close()
+
+    def hang_up(self) -> None:
+        """End all connections; new ones are welcome."""
+        with self._lock:
+            for connection in self._open:
+                with suppress(OSError):  # not that of TLS, which does more than to shut
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            thread = threading.Thread(target=self._run, args=(connection,), daemon=True)
+            with self._lock:
+                if self._is_closed:
+                    connection.close()
+                    return
+                self.connections += 1
+                self._open.add(connection)
+                self._threads.add(thread)
+                thread.start()
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            with suppress(OSError):
+                wrapped = self.wrap(connection)
+                with self._lock:
+                    self._open.discard(connection)
+                    connection = wrapped
+                    self._open.add(connection)
+                self.serve(connection)
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                self._threads.discard(threading.current_thread())
+                connection.close()

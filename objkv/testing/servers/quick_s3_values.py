@@ -1,0 +1,260 @@
+"""What ``quick_s3`` keeps, and how it answers: verbs of S3 on values in memory."""
+
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http import HTTPStatus
+from urllib.parse import parse_qsl, quote, unquote
+from xml.etree import ElementTree as ET
+from xml.sax.saxutils import escape
+
+PAGE_KEYS = 1000
+SPARE_BYTES_MAX = 1 << 30
+_XML = '<?xml version="1.0" encoding="UTF-8"?>'
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request without its body; names of ``headers`` are in lower case."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the body."""
+        return int(self.headers.get("content-length", 0))
+
+    @property
+    def key(self) -> str:
+        """``bucket/key``."""
+        return unquote(self.target.partition("?")[0]).lstrip("/")
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The parameters after the ``?``."""
+        return dict(parse_qsl(self.target.partition("?")[2], keep_blank_values=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Status, headers and the body in pieces; ``done`` is called when all of it was sent."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: tuple[memoryview, ...] = ()
+    done: Callable[[], None] = lambda: None
+
+    @property
+    def reason(self) -> str:
+        """The words after the status."""
+        return HTTPStatus(self.status).phrase
+
+
+def failure(status: int, code: str) -> Answer:
+    """An error as S3 writes it."""
+    return _xml(f"<Error><Code>{code}</Code><Message>{code}</Message></Error>", status)
+
+
+def _xml(text: str, status: int = 200) -> Answer:
+    return Answer(
+        status, {"Content-Type": "application/xml"}, (memoryview((_XML + text).encode()),)
+    )
+
+
+@dataclass(slots=True)
+class _Value:
+    """Pieces in order, never changed while ``readers`` send them."""
+
+    pieces: tuple[memoryview, ...]
+    modified_s: float = field(default_factory=time.time)
+    etag: str = field(default_factory=lambda: f'"{uuid.uuid4().hex}"')
+    readers: int = 0
+    is_gone: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+    def part(self, start: int, end: int) -> tuple[memoryview, ...]:
+        """Bytes ``[start, end)``, not copied."""
+        out, at = [], 0
+        for piece in self.pieces:
+            out.append(piece[max(0, start - at) : max(0, end - at)])
+            at += len(piece)
+        return tuple(piece for piece in out if piece)
+
+
+class Values:
+    """All values of a server. Memory of those replaced or deleted is used again: a page that is
+    touched for the first time costs as much as receiving it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, _Value] = {}
+        self._uploads: dict[str, dict[int, _Value]] = {}
+        self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)
+        self._spare_bytes = 0
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Memory for a body of ``nbytes``."""
+        with self._lock:
+            if self._spare[nbytes]:
+                self._spare_bytes -= nbytes
+                return self._spare[nbytes].pop()
+        return memoryview(bytearray(nbytes))
+
+    def answer(self, request: Request, body: memoryview) -> Answer:
+        """Do what is asked."""
+        bucket, _, name = request.key.partition("/")
+        query = request.query
+        if not name:
+            return self._bucket(request, bucket, query)
+        if "uploads" in query or "uploadId" in query:
+            return self._upload(request, body, query)
+        if request.method == "PUT":
+            answer = self._put(request, (body,))
+            if answer.status != 200:
+                with self._lock:
+                    self._drop(_Value((body,)))
+            return answer
+        if request.method == "DELETE":
+            with self._lock:
+                self._drop(self._values.pop(request.key, None))
+            return Answer(204)
+        return self._get(request)
+
+    def _get(self, request: Request) -> Answer:
+        with self._lock:
+            value = self._values.get(request.key)
+            if value is None:
+                return failure(404, "NoSuchKey")
+            if request.headers.get("if-match", value.etag).strip('"') != value.etag.strip('"'):
+                return failure(412, "PreconditionFailed")
+            value.readers += 1
+        nbytes = value.nbytes
+        headers = {
+            "ETag": value.etag,
+            "Last-Modified": formatdate(value.modified_s, usegmt=True),
+            "Content-Type": "binary/octet-stream",
+            "Accept-Ranges": "bytes",
+        }
+        status, start, end = 200, 0, nbytes
+        if asked := request.headers.get("range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last or nbytes) + 1, nbytes)
+            if start >= nbytes:
+                self._leave(value)
+                return failure(416, "InvalidRange")
+            status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{nbytes}"
+        if request.method == "HEAD":
+            headers["Content-Length"] = str(end - start)
+        return Answer(status, headers, value.part(start, end), lambda: self._leave(value))
+
+    def _put(self, request: Request, pieces: tuple[memoryview, ...]) -> Answer:
+        value = _Value(pieces)
+        with self._lock:
+            if request.headers.get("if-none-match") == "*" and request.key in self._values:
+                return failure(412, "PreconditionFailed")
+            self._drop(self._values.get(request.key))
+            self._values[request.key] = value
+        return Answer(200, {"ETag": value.etag})
+
+    def _upload(self, request: Request, body: memoryview, query: dict[str, str]) -> Answer:
+        if request.method == "POST" and "uploads" in query:
+            number = uuid.uuid4().hex
+            with self._lock:
+                self._uploads[number] = {}
+            return _xml(
+                "<InitiateMultipartUploadResult>"
+                f"<UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
+            )
+        with self._lock:
+            parts = self._uploads.get(query["uploadId"])
+            if parts is None:
+                return failure(404, "NoSuchUpload")
+            if request.method == "PUT":
+                part = parts[int(query["partNumber"])] = _Value((body,))
+                return Answer(200, {"ETag": part.etag})
+            if request.method == "DELETE":
+                self._forget_upload(query["uploadId"])
+                return Answer(204)
+            wanted = [
+                int(found.text or 0)
+                for found in ET.fromstring(bytes(body)).iter()
+                if found.tag.endswith("PartNumber")
+            ]
+            if not wanted or any(number not in parts for number in wanted):
+                return failure(400, "InvalidPart")
+        answer = self._put(request, tuple(parts[number].pieces[0] for number in wanted))
+        if answer.status != 200:
+            return answer
+        with self._lock:
+            self._uploads.pop(query["uploadId"], None)
+        return _xml(
+            "<CompleteMultipartUploadResult>"
+            f"<ETag>{answer.headers['ETag']}</ETag></CompleteMultipartUploadResult>"
+        )
+
+    def _bucket(self, request: Request, bucket: str, query: dict[str, str]) -> Answer:
+        if request.method != "GET":
+            return Answer(200)
+        if "uploads" in query:
+            with self._lock:
+                found = "".join(
+                    f"<Upload><UploadId>{number}</UploadId></Upload>" for number in self._uploads
+                )
+            return _xml(f"<ListMultipartUploadsResult>{found}</ListMultipartUploadsResult>")
+        start = f"{bucket}/{query.get('prefix', '')}"
+        after = query.get("continuation-token", "")
+        limit = int(query.get("max-keys", PAGE_KEYS))
+        with self._lock:
+            names = sorted(name for name in self._values if name.startswith(start) and name > after)
+            page = [(name, self._values[name]) for name in names[:limit]]
+        more = len(names) > limit
+        rows = "".join(
+            f"<Contents><Key>{self._shown(name, bucket, query)}</Key><Size>{value.nbytes}</Size>"
+            f"<LastModified>{_time(value.modified_s)}</LastModified></Contents>"
+            for name, value in page
+        )
+        token = ""
+        if more:
+            token = f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>"
+        coding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
+        return _xml(
+            f"<ListBucketResult>{coding}<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
+            f"{token}{rows}</ListBucketResult>"
+        )
+
+    def _shown(self, name: str, bucket: str, query: dict[str, str]) -> str:
+        key = name.removeprefix(f"{bucket}/")
+        return quote(key) if query.get("encoding-type") == "url" else escape(key)
+
+    def _forget_upload(self, number: str) -> None:
+        for part in self._uploads.pop(number).values():
+            self._drop(part)
+
+    def _leave(self, value: _Value) -> None:
+        with self._lock:
+            value.readers -= 1
+            if value.is_gone:
+                self._drop(value)
+
+    def _drop(self, value: _Value | None) -> None:
+        """Keep its memory for others, once nobody sends it. The lock is held."""
+        if value is None:
+            return
+        value.is_gone = True
+        if value.readers == 0 and self._spare_bytes + value.nbytes <= SPARE_BYTES_MAX:
+            for piece in value.pieces:
+                self._spare[len(piece)].append(piece)
+                self._spare_bytes += len(piece)
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(seconds))

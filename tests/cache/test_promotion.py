@@ -1,0 +1,221 @@
+"""Payloads that are loaded often are copied to the hot store, hot first and the record last."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from threading import Event
+
+import pytest
+
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.codec.payload import Header, read_header
+from objkv.errors import StoreUnavailable
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Buffer
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from tests.codec.payloads import CLAIM, sample
+
+PATIENCE_S = 120.0
+PATH = CLAIM.key.path()
+PAYLOAD = bytes(sample("none"))
+HEADER = read_header(PAYLOAD)
+SETTINGS = CacheSettings(
+    "w",
+    ttl_s=3600,
+    lease_ms=1000,
+    hot_payload_bytes_max=1 << 20,
+    hot_save_bytes_max=0,
+    hot_promote_loads=2,
+    hot_promote_bytes_max=1 << 20,
+)
+
+
+class WatchedStore(MemoryStore):
+    """Tells what was put; a gate and a fault for those who need them."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+        self.go = Event()
+        self.go.set()
+        self.broken = False
+
+    def put(self, key: str, value: Buffer) -> None:
+        assert self.go.wait(PATIENCE_S)
+        if self.broken:
+            raise StoreUnavailable("put: gone")
+        super().put(key, value)
+        self.log.append("hot")
+
+
+class WatchedIndex(MemoryIndex):
+    """Tells what was published."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        super().publish(chunk, shards, ttl_s=ttl_s)
+        self.log.append("record")
+
+
+@dataclass
+class World:
+    """A cache in which one payload is saved."""
+
+    cache: ChunkCache
+    bulk: MemoryStore
+    hot: WatchedStore
+    index: WatchedIndex
+    recorder: MemoryRecorder
+    log: list[str]
+
+    def load(self, times: int, *, hot: bool = False, header: Header = HEADER) -> None:
+        """As a loader tells it; waits for what follows from it."""
+        for _ in range(times):
+            self.cache.note_load(CLAIM, header, hot=hot)
+        assert self.cache._promoter is not None
+        assert self.cache._promoter.drain(PATIENCE_S)
+
+    def shard(self) -> ShardRecord:
+        (record,) = self.index.lookup(CLAIM.key.namespace, [CLAIM.key.prefix_hash])
+        assert record is not None
+        return record.shards[CLAIM.key.field]
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make() -> Make:
+    def world(**changes: int) -> World:
+        log: list[str] = []
+        bulk, hot, index = MemoryStore(), WatchedStore(log), WatchedIndex(log)
+        recorder = MemoryRecorder()
+        cache = ChunkCache(bulk, hot, index, replace(SETTINGS, **changes), recorder)
+        cache.save(CLAIM, PAYLOAD, HEADER)
+        log.clear()
+        return World(cache, bulk, hot, index, recorder, log)
+
+    return world
+
+
+def test_a_payload_that_is_loaded_often_becomes_hot_and_its_record_says_so_last(make: Make) -> None:
+    world = make()
+    before = world.shard()
+    world.load(1)
+    assert world.hot.get(PATH) is None
+    world.load(1)
+    assert world.hot.get(PATH) == PAYLOAD
+    assert world.shard() == replace(before, hot=True)
+    assert world.log == ["hot", "record"]
+    assert world.recorder.value("hot_promotions") == 1
+    assert world.recorder.value("hot_promoted_bytes") == len(PAYLOAD)
+    buffer = memoryview(bytearray(len(PAYLOAD)))
+    assert world.cache.get_into(CLAIM.key, buffer, hot=True) == len(PAYLOAD)
+    assert world.recorder.value("hot_hits") == 1
+    assert world.cache.close(PATIENCE_S)
+
+
+def test_it_is_copied_once(make: Make) -> None:
+    world = make()
+    world.load(10)
+    assert world.log == ["hot", "record"]
+
+
+def test_loads_that_found_a_hot_copy_promised_do_not_count(make: Make) -> None:
+    world = make()
+    world.load(10, hot=True)
+    assert world.log == []
+
+
+@pytest.mark.parametrize("limit", ["hot_payload_bytes_max", "hot_promote_bytes_max"])
+def test_what_is_larger_than_a_limit_stays_where_it_is(make: Make, limit: str) -> None:
+    world = make(**{limit: len(PAYLOAD) - 1})
+    world.load(10)
+    assert world.log == []
+
+
+def test_nothing_is_promoted_without_a_budget_and_no_thread_is_there(make: Make) -> None:
+    assert make(hot_promote_bytes_max=0).cache._promoter is None
+
+
+def test_a_copy_that_another_replica_made_is_not_made_again(make: Make) -> None:
+    world = make()
+    chunk = ChunkEntry(CLAIM.key.namespace, CLAIM.key.prefix_hash, CLAIM.parent_hash, 256, 512)
+    world.index.publish(chunk, {CLAIM.key.field: replace(world.shard(), hot=True)}, ttl_s=60)
+    world.log.clear()
+    world.load(2)
+    assert world.log == []
+
+
+def test_a_record_that_was_withdrawn_is_not_brought_back(make: Make) -> None:
+    world = make()
+    world.index.drop(CLAIM.key.namespace, CLAIM.key.prefix_hash)
+    world.load(2)
+    assert world.log == []
+
+
+def test_a_payload_that_is_gone_is_not_promised(make: Make) -> None:
+    world = make()
+    world.bulk.delete(PATH)
+    world.load(2)
+    assert world.log == []
+    assert not world.shard().hot
+
+
+def test_a_payload_that_is_not_the_one_on_record_is_not_promised(make: Make) -> None:
+    world = make()
+    world.bulk.put(PATH, sample("zstd"))
+    world.load(2)
+    assert world.log == []
+
+
+@pytest.mark.parametrize("at", [100, len(PAYLOAD) - 1])
+def test_a_corrupt_payload_is_not_copied(make: Make, at: int) -> None:
+    world = make()
+    damaged = bytearray(PAYLOAD)
+    damaged[at] ^= 1
+    world.bulk.put(PATH, damaged)
+    world.load(2)
+    assert world.log == []
+    assert world.recorder.value("hot_promote_errors") == 1
+
+
+def test_a_hot_store_that_fails_leaves_the_record_alone_and_is_tried_again(make: Make) -> None:
+    world = make()
+    world.hot.broken = True
+    world.load(2)
+    assert not world.shard().hot
+    assert world.recorder.value("hot_promote_errors") == 1
+    world.hot.broken = False
+    world.load(2)
+    assert world.shard().hot
+
+
+def test_a_load_does_not_wait_for_the_copy_and_what_does_not_fit_the_queue_is_dropped(
+    make: Make,
+) -> None:
+    world = make(hot_promote_loads=1, hot_promote_bytes_max=1 << 30)
+    world.hot.go.clear()
+    for i in range(100):
+        key = replace(CLAIM.key, group=i)
+        world.cache.note_load(replace(CLAIM, key=key), HEADER, hot=False)
+    assert world.recorder.value("hot_promote_drops") >= 100 - 64 - 1
+    world.hot.go.set()
+    world.load(0)
+
+
+def test_closing_ends_the_thread_and_later_loads_change_nothing(make: Make) -> None:
+    world = make()
+    world.load(2)
+    assert world.cache.close(PATIENCE_S)
+    assert world.cache._promoter is not None
+    assert world.cache._promoter._thread is not None
+    assert not world.cache._promoter._thread.is_alive()
+    world.bulk.put(PATH, b"x")
+    for _ in range(10):
+        world.cache.note_load(replace(CLAIM, token_start=0), HEADER, hot=False)
+    assert world.cache.close(0.0)

@@ -1,0 +1,83 @@
+"""Meters: recent throughput and durations, in bounded memory."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from objkv.cache.speed import LinkSpeed, Meter
+
+
+def test_a_meter_knows_nothing_before_its_first_observation() -> None:
+    meter = Meter()
+    assert meter.bytes_per_s is None
+    assert meter.seconds_percentile(0.5) is None
+    assert repr(meter) == "<Meter, nothing measured>"
+
+
+def test_throughput_is_bytes_by_time_not_the_mean_of_speeds() -> None:
+    meter = Meter(half_life=1_000_000)
+    meter.observe(1_000_000, 1.0)
+    meter.observe(1_000, 1.0)
+    assert meter.bytes_per_s == pytest.approx(500_500, rel=1e-3)
+    assert repr(meter) == "<Meter 1 MB/s, p50 1000.0 ms>"
+
+
+def test_what_is_a_half_life_old_counts_half() -> None:
+    meter = Meter(half_life=4)
+    meter.observe(800, 1.0)
+    for _ in range(4):
+        meter.observe(1, 1e-9)
+    weights = [0.5 ** (age / 4) for age in range(5)]
+    expected = (800 * weights[4] + sum(weights[:4])) / weights[4]
+    assert meter.bytes_per_s == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_change_of_speed_is_followed_within_a_few_half_lives() -> None:
+    meter = Meter()
+    for _ in range(100):
+        meter.observe(1_000, 1.0)
+    for _ in range(100):
+        meter.observe(1_000, 0.001)
+    assert meter.bytes_per_s is not None
+    assert meter.bytes_per_s > 50_000
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "seconds"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))]
+)
+def test_what_moved_nothing_or_took_no_time_says_nothing(nbytes: int, seconds: float) -> None:
+    meter = Meter()
+    meter.observe(nbytes, seconds)
+    assert meter.bytes_per_s is None
+    assert meter.count == 0
+
+
+def test_percentiles_are_of_the_latest_observations_only() -> None:
+    meter = Meter()
+    for _ in range(1000):
+        meter.observe(1, 1000.0)
+    for i in range(128):
+        meter.observe(1, (i + 1) / 100)
+    assert meter.count == 128
+    assert meter.seconds_percentile(0.0) == 0.01
+    assert meter.seconds_percentile(0.5) == 0.64
+    assert meter.seconds_percentile(0.95) == 1.22
+    assert meter.seconds_percentile(1.0) == 1.28
+
+
+def test_many_threads_may_observe_at_once() -> None:
+    meter = Meter()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: meter.observe(100, 0.1), range(500)))
+    assert meter.bytes_per_s == pytest.approx(1_000)
+
+
+def test_a_link_is_as_fast_as_its_gets_once_a_few_were_seen() -> None:
+    link = LinkSpeed()
+    assert link.bytes_per_s is None
+    link.puts.observe(100, 1.0)
+    for _ in range(7):
+        link.gets.observe(300, 1.0)
+    assert link.bytes_per_s == pytest.approx(100)
+    link.gets.observe(300, 1.0)
+    assert link.bytes_per_s == pytest.approx(300)

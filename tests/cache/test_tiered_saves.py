@@ -1,0 +1,63 @@
+"""Saving through the cache: which copies are made, and what it learns of the link."""
+
+import pytest
+
+from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
+from objkv.codec.payload import read_header
+from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Buffer
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from objkv.testing.clock import ManualClock
+from tests.codec.payloads import CLAIM, sample
+
+PATH = CLAIM.key.path()
+PAYLOAD = bytes(sample("none"))
+HEADER = read_header(PAYLOAD)
+
+
+@pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])
+def test_only_a_small_payload_becomes_hot_when_it_is_saved(save_max: int, hot: bool) -> None:
+    store, index = MemoryStore(), MemoryIndex()
+    settings = CacheSettings("w", 60, 1000, 1 << 20, hot_save_bytes_max=save_max)
+    cache = ChunkCache(MemoryStore(), store, index, settings, MemoryRecorder())
+    assert cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert (store.get(PATH) is not None) is hot
+    (record,) = index.lookup(CLAIM.key.namespace, [CLAIM.key.prefix_hash])
+    assert record is not None
+    assert record.shards[CLAIM.key.field].hot is hot
+
+
+class SlowStore(MemoryStore):
+    """Every put takes two seconds of its clock."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        self.clock.advance(2.0)
+        return super().put_if_absent(key, value)
+
+
+def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not() -> None:
+    clock = ManualClock()
+    settings = CacheSettings("w", 60, 1000, 0)
+    cache = ChunkCache(
+        SlowStore(clock), None, MemoryIndex(), settings, MemoryRecorder(), clock=clock
+    )
+    cache.save(CLAIM, PAYLOAD, HEADER)
+    assert cache.link.bytes_per_s == pytest.approx(len(PAYLOAD) / 2.0)
+    assert cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert cache.link.puts.count == 1
+
+
+def test_a_load_tells_how_fast_bulk_is_but_not_when_it_came_from_hot() -> None:
+    settings = CacheSettings("w", 60, 1000, 0)
+    cache = ChunkCache(MemoryStore(), None, MemoryIndex(), settings, MemoryRecorder())
+    cache.note_load(CLAIM, HEADER, hot=True, seconds=1.0)
+    cache.note_load(CLAIM, HEADER, hot=False)
+    assert cache.link.gets.count == 0
+    cache.note_load(CLAIM, HEADER, hot=False, seconds=1.0)
+    assert cache.link.gets.bytes_per_s == pytest.approx(HEADER.nbytes)
+    assert cache.close(0.0)

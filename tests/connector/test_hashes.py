@@ -1,0 +1,227 @@
+"""The hashes of a request: computed elsewhere, however long it is, and the same for everybody."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.connector.geometry import Geometry
+from objkv.connector.hashes import RequestHashes
+from objkv.connector.tracking import RequestTracker
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.telemetry import MemoryRecorder
+
+NAMESPACE = "0" * 32
+CHUNK = 32
+TOKENS = list(range(100 * CHUNK + 5))
+WHOLE = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
+FIELD = "0.L0-1_H0-1"
+GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=32)
+PATIENCE_S = 120
+
+
+def request(tokens: list[int], **more: Any) -> Any:
+    """What is read of vLLM's request."""
+    plain = {"request_id": "r", "all_token_ids": tokens, "lora_request": None, "cache_salt": None}
+    plain |= {"mm_features": [], "prompt_embeds": None, "resumable": False}
+    return SimpleNamespace(**(plain | more))
+
+
+def hashes_of(tokens: list[int], **more: Any) -> RequestHashes:
+    return RequestHashes(request(tokens, **more), NAMESPACE, None, CHUNK)
+
+
+class Jobs(list[Callable[[], None]]):
+    """Takes jobs, unless it is full, and runs them when told."""
+
+    full = False
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        if not self.full:
+            self.append(job)
+        return not self.full
+
+    def run(self) -> None:
+        while self:
+            self.pop()()
+
+
+def test_they_are_those_of_the_prompt_in_any_slices() -> None:
+    hashes = hashes_of(TOKENS)
+    assert len(hashes) == 100
+    assert hashes[20:40] == WHOLE[20:40]
+    assert hashes[0:100] == WHOLE
+
+
+def test_the_scheduler_is_told_of_what_others_computed_and_has_the_rest_computed() -> None:
+    hashes, jobs = hashes_of(TOKENS), Jobs()
+    assert hashes.ready(80, jobs.submit) == 0
+    assert hashes.ready(80, jobs.submit) == 0
+    assert len(jobs) == 1
+    jobs.run()
+    assert hashes.ready(80, jobs.submit) == 80
+    assert [hashes.chain.hash(i) for i in range(100)] == WHOLE
+    assert hashes.chain.parent(0) == root_hash(NAMESPACE)
+    assert hashes.chain.token_digest(1) == token_digest(TOKENS[CHUNK : 2 * CHUNK])
+
+
+def test_when_there_is_no_room_for_the_job_it_is_tried_again() -> None:
+    hashes, jobs = hashes_of(TOKENS), Jobs()
+    jobs.full = True
+    assert hashes.ready(80, jobs.submit) == 0
+    jobs.full = False
+    hashes.ready(80, jobs.submit)
+    jobs.run()
+    assert hashes.ready(80, jobs.submit) == 80
+
+
+def test_the_next_chunk_of_a_growing_request_needs_no_other_thread() -> None:
+    tokens = TOKENS[: 10 * CHUNK]
+    hashes, jobs = hashes_of(tokens), Jobs()
+    assert hashes[0:10] == WHOLE[:10]
+    tokens += TOKENS[10 * CHUNK : 11 * CHUNK]
+    assert hashes.ready(11, jobs.submit) == 11
+    assert hashes.chain.hash(10) == WHOLE[10]
+    assert not jobs
+    tokens += TOKENS[11 * CHUNK :]
+    assert hashes.ready(100, jobs.submit) == 11
+    assert len(jobs) == 1
+
+
+def test_the_scheduler_does_not_wait_for_a_thread_that_is_computing() -> None:
+    tokens = TOKENS[: 10 * CHUNK]
+    hashes = hashes_of(tokens)
+    assert hashes[0:10]
+    tokens += TOKENS[10 * CHUNK : 11 * CHUNK]
+    with hashes._lock:
+        assert hashes.ready(11, lambda _: True) == 10
+
+
+def test_what_cannot_be_computed_is_not_tried_again() -> None:
+    hashes, jobs = hashes_of(TOKENS, mm_features=[SimpleNamespace(identifier=None)]), Jobs()
+    hashes.ready(1, jobs.submit)
+    with pytest.raises(AttributeError):
+        jobs.run()
+    assert hashes.failed
+    assert hashes.ready(1, jobs.submit) == 0
+    assert not jobs
+
+
+def test_many_threads_compute_the_same() -> None:
+    for _ in range(5):
+        hashes = hashes_of(TOKENS)
+        with ThreadPoolExecutor(4) as pool:
+            slices = [slice(0, n) for n in (100, 30, 70, 100)]
+            assert [list(found) for found in pool.map(hashes.__getitem__, slices)] == [
+                WHOLE[one] for one in slices
+            ]
+
+
+@pytest.fixture
+def index() -> MemoryIndex:
+    index = MemoryIndex()
+    for chunk in range(2):
+        entry = ChunkEntry(NAMESPACE, WHOLE[chunk], b"p" * 20, 0, CHUNK)
+        index.publish(entry, {FIELD: ShardRecord(9, 9, "none", False, "0" * 32, 1)}, ttl_s=3600)
+    return index
+
+
+@pytest.fixture
+def lookups(index: MemoryIndex) -> Iterator[LookupService]:
+    limits = LookupLimits(PATIENCE_S, queue_max=8)
+    service = LookupService(index, [FIELD], MemoryRecorder(), limits)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def tracker(lookups: LookupService) -> RequestTracker:
+    return RequestTracker(Geometry((GROUP,), CHUNK, 32, tp_size=1), lookups, MemoryRecorder())
+
+
+def wait_for(tell: Callable[[], object]) -> object:
+    end = time.monotonic() + PATIENCE_S
+    while (told := tell()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return told
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"prompt_embeds": torch.zeros(len(TOKENS), 4), "prompt_is_token_ids": None}]
+)
+def test_nothing_is_hashed_on_the_thread_that_follows_requests(
+    tracker: RequestTracker, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    threads, sha256 = set(), hashlib.sha256
+
+    def seen(*args: Any) -> Any:
+        threads.add(get_ident())
+        return sha256(*args)
+
+    monkeypatch.setattr(hashlib, "sha256", seen)
+    tracked = tracker.add(request(TOKENS, **more), NAMESPACE)
+    assert wait_for(lambda: tracker.records(tracked)) is not None
+    assert tracker.due(tracked, 100)
+    assert threads
+    assert get_ident() not in threads
+
+
+def test_a_prompt_is_not_copied_when_a_request_arrives(tracker: RequestTracker) -> None:
+    class Tokens(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            slices.append((get_ident(), key))
+            return super().__getitem__(key)
+
+    slices: list[tuple[int, Any]] = []
+    tracked = tracker.add(request(Tokens(TOKENS)), NAMESPACE)
+    wait_for(lambda: tracker.records(tracked))
+    assert slices
+    assert get_ident() not in {thread for thread, _ in slices}
+    assert max(key.stop - key.start for _, key in slices) < len(TOKENS) / 4
+
+
+def test_chunks_that_are_stored_are_not_due_and_those_without_hashes_wait(
+    tracker: RequestTracker, lookups: LookupService
+) -> None:
+    jobs = Jobs()
+    tracked = tracker.add(request(TOKENS[: 2 * CHUNK]), NAMESPACE)
+    wait_for(lambda: tracker.records(tracked))
+    assert tracker.due(tracked, 2) == []
+    tracked.request.all_token_ids += TOKENS[2 * CHUNK : 50 * CHUNK]
+    submit: Any = jobs.submit
+    lookups.submit = submit  # type: ignore[method-assign]
+    assert tracker.due(tracked, 50) == []
+    jobs.run()
+    assert tracker.due(tracked, 50) == list(range(2, 50))
+
+
+def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
+    tracker: RequestTracker,
+) -> None:
+    tracked = tracker.add(request(TOKENS[: 3 * CHUNK]), NAMESPACE)
+    wait_for(lambda: tracker.records(tracked))
+    assert tracker.due(tracked, 3) == [2]
+    tracker.reject(WHOLE[1])
+    tracker.reject(WHOLE[2])
+    tracker.reject(b"?" * 20)
+    assert tracker.due(tracked, 3) == [1]
+
+
+def test_saves_wait_for_hashes_only_while_they_are_computed(tracker: RequestTracker) -> None:
+    tracked = tracker.add(request(TOKENS), NAMESPACE)
+    wait_for(lambda: None if tracker.hashing(tracked) else True)
+    assert tracked.hashes is not None
+    assert tracked.hashes.done == 100
+    empty = tracker.add(request([1], request_id="s"), NAMESPACE)
+    assert not tracker.hashing(empty)

