@@ -6,6 +6,10 @@ the rest is loaded. As long as little was measured, everything is loaded, which 
 measured; and now and then a load that should lose is let through, since stores and networks
 recover. Attention makes a later token dearer than an early one; that is left out, and favours
 computing by a little on very long prompts.
+
+What one request computes, all that wait behind it wait for, while loads run beside the model: so
+the more requests wait, the more time a load saves (``docs/scaling.md`` shows what ignoring them
+costs).
 """
 
 from collections.abc import Callable, Sequence
@@ -108,13 +112,14 @@ class Admission:
         """Whether every match is loaded, or none, whatever it is; None where it depends."""
         return None if self._mode == "auto" else self._mode == "always"
 
-    def admit(self, chunks: Sequence[ChunkSize]) -> int:
-        """How many leading chunks to load: those after which the most time is saved."""
+    def admit(self, chunks: Sequence[ChunkSize], *, waiting: int = 0) -> int:
+        """How many leading chunks to load: those after which the most time is saved, of this
+        request's and of the ``waiting`` requests behind it."""
         if self.decided is not None or not chunks:
             return len(chunks) if self.decided else 0
         if self._is_due(chunks):
             return len(chunks)
-        admitted = self._best(chunks)
+        admitted = self._best(chunks, 1 + waiting)
         if admitted < len(chunks):
             refused = sum(chunk.tokens for chunk in chunks[admitted:])
             self._recorder.count("admission_refused_tokens", refused)
@@ -147,7 +152,7 @@ class Admission:
                 tier.last_s = now
         return due
 
-    def _best(self, chunks: Sequence[ChunkSize]) -> int:
+    def _best(self, chunks: Sequence[ChunkSize], requests: int) -> int:
         prefill = self._prefill.bytes_per_s
         assert prefill is not None
         saved_s, best_s, best = 0.0, 0.0, 0
@@ -159,7 +164,7 @@ class Admission:
                 saved_s -= cost.latency_s
             seconds = cost.seconds(chunk.nbytes)
             assert seconds is not None
-            saved_s += chunk.tokens / prefill - seconds
+            saved_s += requests * chunk.tokens / prefill - seconds
             if saved_s > best_s:
                 best_s, best = saved_s, number
         if best:

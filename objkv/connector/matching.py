@@ -11,7 +11,7 @@ from objkv.config import LoadMode
 from objkv.connector.confidence import Confidence
 from objkv.connector.geometry import Geometry
 from objkv.connector.pace import Pace
-from objkv.connector.tracking import Tracked, Usable
+from objkv.connector.tracking import RequestTracker, Tracked, Usable
 from objkv.index.base import Shards
 from objkv.keys.identity import GroupIdentity
 
@@ -20,12 +20,18 @@ class Matching:
     """The scheduler's thread only; pure but for what it counts."""
 
     def __init__(
-        self, mode: LoadMode, geometry: Geometry, confidence: Confidence, pace: Pace
+        self,
+        mode: LoadMode,
+        geometry: Geometry,
+        confidence: Confidence,
+        pace: Pace,
+        requests: RequestTracker,
     ) -> None:
         self._mode = mode
         self._geometry = geometry
         self._confidence = confidence
         self._pace = pace
+        self._requests = requests
         self._fields = [geometry.fields(g) for g in range(len(geometry.groups))]
         self._fields_count = len(geometry.all_fields())
 
@@ -37,23 +43,24 @@ class Matching:
             or known.records is not records
             or (known.num_tokens, known.computed) != (num_tokens, computed)
         ):
-            end, sync = self._usable_tokens(records, num_tokens, computed)
+            end, sync = self._usable_tokens(tracked, records, computed)
             known = tracked.usable = Usable(records, num_tokens, computed, end, sync)
         return known
 
     def _usable_tokens(
-        self, records: Sequence[Shards | None], num_tokens: int, computed: int
+        self, tracked: Tracked, records: Sequence[Shards | None], computed: int
     ) -> tuple[int, bool]:
         """The end of the match in tokens, and whether to load it within the step.
 
         A load between steps may cover the whole prompt: vLLM then computes the last token again.
         Within a step, and with sliding windows, at least one token must be left to compute.
         """
-        size = self._geometry.chunk_tokens
+        size, num_tokens = self._geometry.chunk_tokens, tracked.request.num_tokens
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
         tokens = self._matched(records)
-        admitted = self._pace.admit(records, computed, min(tokens, num_tokens))
+        waiting = self._requests.waiting(tracked)
+        admitted = self._pace.admit(records, computed, min(tokens, num_tokens), waiting=waiting)
         if admitted < min(tokens, num_tokens):
             tokens = self._matched(records[: admitted // size])
         if self._geometry.windowed:

@@ -66,10 +66,13 @@ class Pace:
         """Nothing more will be heard of its load."""
         self._tiers.pop(request_id, None)
 
-    def admit(self, found: Sequence[Shards | None], computed: int, end: int) -> int:
+    def admit(
+        self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0
+    ) -> int:
         """Where in tokens the load of ``[computed, end)`` should end, ``computed`` for no load.
 
-        ``found``: per chunk of the prompt, complete for this replica up to ``end``.
+        ``found``: per chunk of the prompt, complete for this replica up to ``end``; ``waiting``:
+        requests behind this one.
         """
         if self._admission.decided is not None:
             return end if self._admission.decided else computed
@@ -80,7 +83,7 @@ class Pace:
             for chunk, shards in enumerate(found[first : -(-end // size)], start=first)
             if shards is not None
         ]
-        admitted = self._admission.admit(chunks)
+        admitted = self._admission.admit(chunks, waiting=waiting)
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:

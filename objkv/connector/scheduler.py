@@ -88,7 +88,9 @@ class SchedulerSide:
         self._pace = Pace(
             Admission(config.admission, recorder), geometry, steps_in_flight=roles.steps_in_flight
         )
-        self._matching = Matching(config.load_mode, geometry, self._confidence, self._pace)
+        self._matching = Matching(
+            config.load_mode, geometry, self._confidence, self._pace, self._requests
+        )
         self._loads: dict[str, LoadPlan] = {}
         self._loading: dict[str, LoadPlan] = {}
         self._held: set[str] = set()

@@ -4,6 +4,7 @@ Nothing here costs more for a longer prompt while its lookup is under way.
 """
 
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 _RETRIES_MAX = 16
 """Dropped chunks of a request that are tried again in one step. Planning costs the scheduler
 4 µs a chunk, each worker more (2 cores, 2026-11), and a queue that was full takes few at once."""
+
+_WAITING_MAX = 1024
+"""Requests looked at to see whether they wait: 50 µs of the scheduler's time, once a match."""
 
 
 @dataclass(slots=True)
@@ -100,6 +104,12 @@ class RequestTracker:
     def ids(self) -> tuple[str, ...]:
         """All requests that have not ended."""
         return tuple(self._tracked)
+
+    def waiting(self, besides: Tracked) -> int:
+        """How many of the first ``_WAITING_MAX`` requests have nothing computed yet, ``besides``
+        not counted."""
+        first = islice(self._tracked.values(), _WAITING_MAX)
+        return sum(one is not besides and not one.request.num_computed_tokens for one in first)
 
     def get(self, request_id: str) -> Tracked | None:
         """What is known of a request that has not ended."""

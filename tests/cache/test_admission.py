@@ -75,6 +75,12 @@ def test_a_load_that_would_lose_is_refused_and_counted() -> None:
     assert recorder.value("admission_refused_tokens") == 8 * 256
 
 
+def test_what_waits_behind_a_request_counts_as_well() -> None:
+    admission = taught(ManualClock(1e6), bulk_mb_s=20)  # 50 ms against 25.6
+    assert admission.admit(chunks(8)) == 0
+    assert admission.admit(chunks(8), waiting=1) == 8
+
+
 def test_latency_alone_makes_a_short_match_lose() -> None:
     admission = taught(ManualClock(1e6), latency_s=0.1)  # each chunk saves 15.6 ms
     assert admission.admit(chunks(6)) == 0

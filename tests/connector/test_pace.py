@@ -28,6 +28,7 @@ class Notes:
         self.steps: list[tuple[int, float]] = []
         self.loads: list[tuple[Tier, LoadTime]] = []
         self.asked: list[ChunkSize] = []
+        self.waiting = 0
 
     def computed(self, tokens: int, seconds: float) -> None:
         self.steps.append((tokens, seconds))
@@ -35,8 +36,8 @@ class Notes:
     def loaded(self, tier: Tier, load: LoadTime) -> None:
         self.loads.append((tier, load))
 
-    def admit(self, chunks: list[ChunkSize]) -> int:
-        self.asked = list(chunks)
+    def admit(self, chunks: list[ChunkSize], *, waiting: int) -> int:
+        self.asked, self.waiting = list(chunks), waiting
         return min(self.limit, len(chunks))
 
 
@@ -135,6 +136,12 @@ def test_a_load_ends_at_the_end_of_a_chunk_or_of_the_match(
     found = [{"0.L0-1_H0-2": COLD}] * 4 + [None]
     assert pace.admit(found, computed, end) == expected
     assert sum(chunk.tokens for chunk in notes.asked) == end - computed
+
+
+def test_who_waits_is_told() -> None:
+    notes = Notes()
+    pace_of(notes, ManualClock()).admit([{"0.L0-1_H0-2": COLD}], 0, 64, waiting=3)
+    assert notes.waiting == 3
 
 
 def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk() -> None:
