@@ -3,7 +3,6 @@
 import select
 import socket
 import ssl
-import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,6 @@ STEP_BYTES = 512 << 10
 SEND_BYTES = 4 << 20
 HEAD_BYTES_MAX = 64 << 10
 _HEAD_READ_BYTES = 16 << 10
-_NOT_SET = -1.0
 
 
 class NoAnswer(Exception):
@@ -41,7 +39,7 @@ class Line:
         self.is_used = connection.sock is not None
         """Whether it carried a request before, so that the server may have closed it meanwhile."""
         self.is_clean = False
-        self._waits_s = self._blocks_s = _NOT_SET
+        self._waits_s = -1.0
         self._is_released = False
         self.early = False
         """Whether the answer came before the whole request was sent."""
@@ -124,36 +122,13 @@ class Line:
 
     def wait_at_most(self, deadline_s: float) -> float:
         """Let no single call on the socket wait beyond the deadline; returns that bound."""
-        wait_s = self._left_s(deadline_s)
-        if wait_s != self._waits_s:  # a system call, and this is asked often
-            self.socket.settimeout(wait_s)
-            self._waits_s, self._blocks_s = wait_s, _NOT_SET
-        return wait_s
-
-    def receive(self, into: memoryview, deadline_s: float) -> int:
-        """Bytes of the body: all that ``into`` has room for, unless the time-out or the end of the
-        connection comes before, or there is TLS. Raises ``OSError``.
-
-        The kernel waits until all are there: a socket as Python sets it up for time-outs would
-        wake this thread for every 64 KiB or so, which cost 20 % of the CPU of a get.
-        """
-        if isinstance(self.socket, ssl.SSLSocket):
-            self.wait_at_most(deadline_s)
-            return self.socket.recv_into(into)
-        wait_s = self._left_s(deadline_s)
-        if wait_s != self._blocks_s:
-            micros = max(1, int(wait_s * 1e6))
-            self.socket.settimeout(None)
-            bound = struct.pack("ll", *divmod(micros, 1_000_000))
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-            self._blocks_s, self._waits_s = wait_s, _NOT_SET
-        return self.socket.recv_into(into, 0, socket.MSG_WAITALL)
-
-    def _left_s(self, deadline_s: float) -> float:
-        left_s = min(self._timeout_s, deadline_s - time.monotonic())
-        if left_s <= 0:
+        wait_s = min(self._timeout_s, deadline_s - time.monotonic())
+        if wait_s <= 0:
             raise TimeoutError("the deadline passed")
-        return left_s
+        if wait_s != self._waits_s:  # a system call, and this is asked before each read
+            self.socket.settimeout(wait_s)
+            self._waits_s = wait_s
+        return wait_s
 
     def shut(self) -> None:
         """End what another thread waits for on this connection, at once; that thread releases.
@@ -175,7 +150,8 @@ class Line:
         if told is not None:
             told()
         if self.is_clean and not self.early:
-            self.socket.settimeout(self._timeout_s)
+            if self._waits_s != self._timeout_s:  # the client sets none before it sends
+                self.socket.settimeout(self._timeout_s)
             self._pool._put_conn(self._connection)
         else:
             self._connection.close()
@@ -261,7 +237,8 @@ class Answer:
 
     def _receive(self, into: memoryview, deadline_s: float) -> int:
         try:
-            return self._line.receive(into, deadline_s)
+            self._line.wait_at_most(deadline_s)
+            return self._line.socket.recv_into(into)
         except (OSError, ValueError) as exc:
             raise NoAnswer(f"reading: {exc}") from exc
 

@@ -197,8 +197,8 @@ class _Fetch:
         wanted, ranges = self._wanted, self._ranges
         if wanted.deadline_s - time.monotonic() < ranges._patience_s:
             raise StoreUnavailable(
-                f"get_into {wanted.key}: broke off after {piece.at} of {self._nbytes} bytes, and too "
-                "late to be mended before the deadline passed"
+                f"get_into {wanted.key}: broke off after {piece.at} of {self._nbytes} bytes, "
+                "too late to be mended before the deadline passed"
             )
         answer: Any = ranges._client.get_object(
             **wanted.place,
