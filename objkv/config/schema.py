@@ -53,7 +53,7 @@ class Config(BaseModel):
     """Payloads above this size are uploaded in parts of this size."""
     s3_range_bytes: int = Field(default=8 << 20, ge=1 << 20)
     """Payloads above this size are read by several ranged requests at once."""
-    s3_ranges_max: int = Field(default=16, ge=0, le=256)
+    s3_ranges_max: int = Field(default=56, ge=0, le=256)
     """Such requests under way besides the first of each payload, per process. 0: one request
     reads a whole payload."""
     s3_hedge_percent_max: int = Field(default=5, ge=0, le=100)
@@ -101,7 +101,7 @@ class Config(BaseModel):
     """Overrides the model's name in the identity, e.g. when mount paths differ."""
     weights_epoch: int = Field(default=0, ge=0)
     """Raise it to start afresh after weights changed in place."""
-    ttl_s: int = Field(default=7 * 86_400, ge=1)
+    ttl_s: int = Field(default=86_400, ge=1)
     """Life of an index record after its last save or hit."""
     pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
     """Pinned (page-locked) memory per worker, for loads and saves together."""
@@ -118,7 +118,7 @@ class Config(BaseModel):
     """How long a shutdown waits for saves in flight."""
     load_threads: int = Field(default=8, ge=1, le=256)
     """Threads that fetch and decode chunks, per worker."""
-    save_threads: int = Field(default=4, ge=1, le=256)
+    save_threads: int = Field(default=16, ge=1, le=256)
     """Threads that encode and upload chunks, per worker."""
     load_queue_max: int = Field(default=4096, ge=1)
     """Chunks waiting to be loaded, per worker; more are misses."""
