@@ -5,7 +5,6 @@ hands them to the connector; ``batched_put`` where there is one, else all puts a
 """
 
 import asyncio
-import os
 import sys
 import threading
 from collections.abc import Coroutine, Sequence
@@ -86,7 +85,8 @@ class LMCacheWorker(Worker):
 
 def config_of(scheme: str, servers: Servers, threads: int, case: Case) -> LMCacheEngineConfig:
     """Their defaults, but for what a connector needs, and threads."""
-    url, extra = f"resp://127.0.0.1:{servers.redis_port}", {"resp_num_threads": threads}
+    url = f"resp://127.0.0.1:{servers.redis_port}"
+    extra: dict[str, Any] = {"resp_num_threads": threads}
     if scheme == "s3":  # it expects the bucket in the host's name, see ``with_bucket``
         url = f"s3://127.0.0.1:{servers.s3_port}"
         extra = {
@@ -140,9 +140,9 @@ def _key(name: str) -> CacheEngineKey:
 
 
 def _bytes(item: Any) -> Bytes:
-    return item.raw_data.view(torch.uint8).reshape(-1).numpy()
+    whole: Bytes = item.raw_data.view(torch.uint8).reshape(-1).numpy()
+    return whole
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "WARNING")
     serve(LMCacheWorker(sys.argv[1]))

@@ -101,7 +101,7 @@ def fill(buffers: Sequence[Bytes], base: Bytes, seed: int) -> None:
 
 def digests(buffers: Sequence[Bytes]) -> list[str]:
     """One of each."""
-    return [xxhash.xxh3_64_hexdigest(buffer) for buffer in buffers]
+    return [xxhash.xxh3_64_hexdigest(buffer.data) for buffer in buffers]
 
 
 class _Server:

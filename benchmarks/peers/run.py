@@ -114,6 +114,7 @@ def markdown(result: Result, title: str) -> str:
     lines.append("| --- | --- | ---: | ---: | ---: |")
     lines += [f"| {' | '.join(cells)} |" for cells in _cells(result)]
     lines += [f"\n{name}: {reason}" for name, reason in result.out.items()]
+    lines += [f"\nfailed: {text}" for text in result.failures]
     return "\n".join(lines)
 
 

@@ -44,7 +44,7 @@ Work = Callable[[Setting], Section]
 
 bench = typer.Typer(
     name="bench",
-    help="Measure objkv against what this machine allows, in the same run: ratios, not promises.",
+    help="Measure objkv against what is possible on this machine.",
     no_args_is_help=True,
 )
 
@@ -63,7 +63,7 @@ def store(
         bool, typer.Option("--far", help="Measure a bucket that is 25 ms and 10 Gbit/s away.")
     ] = False,
 ) -> int:
-    """Payloads between a store and a buffer, against bytes between the same two processes.
+    """Payloads in and out of stores, against plain sockets and memcpy.
 
     Starts an S3 server and a Redis of its own; everything that is got is verified.
     """
@@ -87,7 +87,7 @@ def lookup(
     check: Check = False,
     plot: Plot = None,
 ) -> int:
-    """How long it takes to learn what is stored of a prompt, against a round trip to Redis."""
+    """Learning what is stored of a prompt, against a round trip."""
     return _run(session, (bench_lookup,), _Options(rounds, quick, check, plot))
 
 
@@ -145,7 +145,10 @@ def everything(
     check: Check = False,
     plot: Plot = None,
 ) -> int:
-    """All of them, as one report; what cannot be measured here is skipped with a note."""
+    """All of them, as one report.
+
+    What cannot be measured here is skipped with a note.
+    """
     works = (bench_store, bench_far, bench_lookup, bench_codec, bench_engine, bench_gpu)
     possible = tuple(_if_possible(work) for work in works)
     return _run(session, possible, _Options(rounds, quick, check, plot))

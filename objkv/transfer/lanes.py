@@ -7,6 +7,7 @@ On the host a lane copies at once. A lane belongs to one thread at a time.
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from objkv.errors import ConfigError
@@ -104,11 +105,17 @@ class HostLane:
     def gather(
         self, cache: torch.Tensor, placed: torch.Tensor, pages: Sequence[torch.Tensor]
     ) -> None:
-        """See ``Lane.gather``."""
-        at = 0
+        """See ``Lane.gather``.
+
+        Block by block, in this thread: torch's ``index_select`` shares the work out among threads
+        that the model computes with, and waits for them, up to a second for 128 MiB where they
+        are busy, against 50 ms (2 cores, 2026-11-21).
+        """
+        blocks = iter(placed.tolist())
+        source = cache.numpy()
         for piece in pages:
-            torch.index_select(cache, 0, placed[at : at + len(piece)], out=piece)
-            at += len(piece)
+            for page in piece.numpy():
+                np.copyto(page, source[next(blocks)])
 
     def mark(self) -> Mark:
         """A mark that is done."""

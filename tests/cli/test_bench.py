@@ -180,6 +180,13 @@ def test_a_program_that_fails_leaves_its_last_words(
     assert "out of memory" in ran.err
 
 
+def test_the_list_of_benchmarks_cuts_no_sentence_short(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in run("bench", "--help").out.partition("Commands:")[2]
+
+
 def test_ratios_have_digits_where_they_matter() -> None:
     assert [ratio_text(ratio) for ratio in (None, 0.934, 8.04, 45.37)] == [
         "-",

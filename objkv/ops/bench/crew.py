@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Self
 
-START_S = 60.0
+START_S = 300.0
 
 
 class Crew:

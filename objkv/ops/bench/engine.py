@@ -23,7 +23,7 @@ THROUGHPUT = Target(0.99)
 FIRST_TOKEN = Target(1 / 5, at_most=True)
 BELOW_EXAMPLE = Target(1.0, at_most=True)
 _START_S = 300.0
-_ANSWER_S = 120.0
+_ANSWER_S = 300.0
 _SAVED_S = 60.0
 _MORE = 2
 """Tokens after the prefix: the example connector finds a prompt that is this much longer than whole
@@ -238,8 +238,9 @@ def _first_token(
     )
     if any(len(given) != 1 for given in answers.values()):
         raise ObjkvError("what was loaded is answered differently from what was computed")
-    name = f"first token after {scale.prefix:,} tokens, loaded by a second replica"
+    name = f"first token after {scale.prefix:,} tokens"
+    loaded = "loaded by a second replica"
     recomputed = Compared(timings, "objkv-loads", "none", "recompute")
-    yield recomputed.duration(name, "ms", FIRST_TOKEN)
+    yield recomputed.duration(f"{name}, against recompute", "ms", FIRST_TOKEN, loaded)
     example = Compared(timings, "objkv-loads", "example", "vLLM's ExampleConnector")
-    yield example.duration(name, "ms", BELOW_EXAMPLE)
+    yield example.duration(f"{name}, against the example", "ms", BELOW_EXAMPLE, loaded)
