@@ -43,7 +43,7 @@ CHUNK, BLOCK = 256, 32
 GROUP = GroupIdentity(
     "full", None, tuple(f"layers.{i}" for i in range(32)), heads=8, content=256, block_size=BLOCK
 )
-CODECS = ("none", "lz4", "zstd", "blosc")
+CODECS = ("none", "lz4", "zstd", "blosc", "blosclz4")
 
 
 class Rig:
