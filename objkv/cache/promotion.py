@@ -13,7 +13,8 @@ from time import monotonic
 from objkv.cache.placement import HotLimits, OftenLoaded
 from objkv.codec.payload import Claim, check_frames, read_header
 from objkv.errors import ObjkvError
-from objkv.index.base import ChunkEntry, WriteIndex
+from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 
@@ -48,7 +49,7 @@ class Promoter:
         self._closed = False
 
     def loaded(self, claim: Claim, nbytes: int) -> None:
-        """A payload of ``nbytes`` was loaded from bulk, because it has no hot copy."""
+        """A payload of ``nbytes`` was loaded from bulk, because it has no hot copy, or no more."""
         path = claim.key.path()
         if not self._often.note(path, nbytes):
             return
@@ -103,10 +104,11 @@ class Promoter:
 
     def _promote(self, claim: Claim) -> None:
         key = claim.key
-        (record,) = self._index.lookup(key.namespace, [key.prefix_hash])
-        shard = None if record is None else record.shards.get(key.field)
-        if shard is None or shard.hot or shard.nbytes > self._limits.payload_bytes_max:
-            return  # withdrawn meanwhile, or promoted by another replica
+        shard = self._record(key)
+        if shard is None or shard.nbytes > self._limits.payload_bytes_max:
+            return  # withdrawn meanwhile
+        if shard.hot and self._hot.head(key.path()) is not None:
+            return  # promoted by another replica
         # Read once more: the bytes that were loaded lie in a slab that the load needs back.
         payload = self._bulk.get(key.path())
         if payload is None:
@@ -116,9 +118,15 @@ class Promoter:
             return
         check_frames(header, payload)
         self._hot.put(key.path(), payload)
+        if self._record(key) != shard:
+            return  # what was withdrawn, or replaced, meanwhile is not brought back
         chunk = ChunkEntry(
             key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
         )
         self._index.publish(chunk, {key.field: replace(shard, hot=True)}, ttl_s=self._ttl_s)
         self._recorder.count("hot_promotions")
         self._recorder.count("hot_promoted_bytes", len(payload))
+
+    def _record(self, key: ChunkKey) -> ShardRecord | None:
+        (record,) = self._index.lookup(key.namespace, [key.prefix_hash])
+        return None if record is None else record.shards.get(key.field)

@@ -12,7 +12,8 @@ from enum import Enum
 from threading import Lock
 from time import monotonic
 
-from objkv.cache.placement import HotLimits, belongs_in_hot
+from objkv.cache.hot import HotCopies
+from objkv.cache.placement import HotLimits
 from objkv.cache.promotion import Promoter
 from objkv.cache.repeats import Repeats
 from objkv.cache.speed import LinkSpeed
@@ -74,7 +75,7 @@ class ChunkCache:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._bulk = bulk
-        self._hot = hot
+        self._hot = HotCopies(hot, settings.hot_limits, recorder)
         self._index = index
         self._settings = settings
         self._recorder = recorder
@@ -82,11 +83,10 @@ class ChunkCache:
         self._suspects: OrderedDict[str, None] = OrderedDict()
         self._repeats = Repeats()
         self._clock = clock
-        self._hot_limits = settings.hot_limits
         self._promoter: Promoter | None = None
         if hot is not None and settings.hot_promote_bytes_max > 0:
             self._promoter = Promoter(
-                bulk, hot, index, self._hot_limits, ttl_s=settings.ttl_s, recorder=recorder
+                bulk, hot, index, settings.hot_limits, ttl_s=settings.ttl_s, recorder=recorder
             )
         self.link = LinkSpeed()
         """How fast puts and gets of the bulk store were lately."""
@@ -96,12 +96,21 @@ class ChunkCache:
     ) -> int | None:
         """The payload into ``buffer``; its length, or None. Unverified: the caller opens it.
 
-        ``hot``: whether the record promised a copy in the hot store, which is then asked first.
-        ``arrived`` begins from the front again if that store failed halfway.
+        ``hot``: whether the record promised a copy in the hot store, which is then asked first. Of
+        that copy ``arrived`` is told when all is there, and before that only that something comes:
+        if that store fails halfway bulk writes over it, and of what ``arrived`` was told of a lane
+        may still be copying.
         """
         path = key.path()
-        nbytes = self._from_hot(hot, lambda store: store.get_into(path, buffer, arrived))
-        return self._bulk.get_into(path, buffer, arrived) if nbytes is None else nbytes
+        nbytes = None
+        if hot:
+            told = _told_at_the_end(arrived)
+            nbytes = self._hot.get(path, lambda store: store.get_into(path, buffer, told))
+        if nbytes is None:
+            return self._bulk.get_into(path, buffer, arrived)
+        if arrived is not None:
+            arrived(nbytes)
+        return nbytes
 
     def get_range_into(
         self,
@@ -115,12 +124,17 @@ class ChunkCache:
         """Bytes ``[start, start + len(buffer))`` of the payload into ``buffer``, fewer where it
         ends before; how many, or None. Else as ``get_into``."""
         path = key.path()
-        nbytes = self._from_hot(
-            hot, lambda store: store.get_range_into(path, start, buffer, arrived)
-        )
-        if nbytes is not None:
-            return nbytes
-        return self._bulk.get_range_into(path, start, buffer, arrived)
+        nbytes = None
+        if hot:
+            told = _told_at_the_end(arrived)
+            nbytes = self._hot.get(
+                path, lambda store: store.get_range_into(path, start, buffer, told)
+            )
+        if nbytes is None:
+            return self._bulk.get_range_into(path, start, buffer, arrived)
+        if arrived is not None:
+            arrived(nbytes)
+        return nbytes
 
     def begin_save(self, key: ChunkKey) -> bool:
         """Whether to save ``key``: not if this process is about to, or has just done so. After
@@ -156,8 +170,8 @@ class ChunkCache:
         Raises ``StoreError`` if the bulk store did not take it; nothing is announced then.
         """
         path = claim.key.path()
-        outcome = SaveOutcome.SAVED
-        if self._is_suspect(path):
+        suspect = self._is_suspect(path)
+        if suspect:
             self._bulk.put(path, payload)
             self._trust(path)
         elif not self._put_if_absent(path, payload):
@@ -165,22 +179,23 @@ class ChunkCache:
             if existing is None:
                 self._bulk.put(path, payload)
             else:
-                header, outcome = existing, SaveOutcome.EXISTED
-        hot = outcome is SaveOutcome.SAVED and self._put_hot(path, payload)
-        self._publish(claim, header, hot=hot)
-        return outcome
+                self._publish(claim, existing, hot=self._hot.has(path, existing.nbytes))
+                return SaveOutcome.EXISTED
+        self._publish(claim, header, hot=self._hot.put(path, payload, suspect=suspect))
+        return SaveOutcome.SAVED
 
     def note_load(
         self, claim: Claim, header: Header, *, hot: bool, seconds: float | None = None
     ) -> None:
         """A payload was loaded, verified and is in its blocks. Never waits, never raises.
 
-        ``hot``: whether its record promised a hot copy; if not, it becomes hot when that happens
-        often. ``seconds``: how long bulk took for its bytes, where that is known.
+        ``hot``: whether its record promised a hot copy; if not, or if that copy is gone, it becomes
+        hot when that happens often. ``seconds``: how long bulk took for its bytes, where that is
+        known.
         """
-        if hot:
+        if hot and not self._hot.is_lost(claim.key.path()):
             return
-        if seconds is not None:
+        if seconds is not None and not hot:
             self.link.gets.observe(header.nbytes, seconds)
         if self._promoter is not None:
             self._promoter.loaded(claim, header.nbytes)
@@ -209,18 +224,6 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("forget_errors")
 
-    def _from_hot(self, hot: bool, get: Callable[[WriteStore], int | None]) -> int | None:
-        """What the hot store gives; None where bulk has to be asked."""
-        if not hot or self._hot is None:
-            return None
-        try:
-            nbytes = get(self._hot)
-        except StoreError:
-            self._recorder.count("hot_errors")
-            return None
-        self._recorder.count("hot_misses" if nbytes is None else "hot_hits")
-        return nbytes
-
     def _is_suspect(self, path: str) -> bool:
         with self._lock:
             return path in self._suspects
@@ -235,18 +238,6 @@ class ChunkCache:
         if written:  # else nothing, or not all of it, was sent
             self.link.puts.observe(len(payload), self._clock() - started)
         return written
-
-    def _put_hot(self, path: str, payload: Buffer) -> bool:
-        if self._hot is None:
-            return False
-        if not belongs_in_hot(len(payload), self._hot_limits):
-            return False
-        try:
-            self._hot.put(path, payload)
-        except StoreError:
-            self._recorder.count("hot_errors")
-            return False
-        return True
 
     def _existing_header(self, claim: Claim) -> Header | None:
         """The header of the payload that another writer left, or None if it is not usable."""
@@ -279,6 +270,10 @@ class ChunkCache:
         else:
             if not self._is_suspect(key.path()):  # found corrupt meanwhile: the next save mends it
                 self._repeats.keep(key.path())
+
+
+def _told_at_the_end(arrived: Arrived | None) -> Arrived | None:
+    return None if arrived is None else lambda _: arrived(0)
 
 
 def shard_record(header: Header) -> ShardRecord:

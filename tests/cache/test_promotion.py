@@ -39,9 +39,11 @@ class WatchedStore(MemoryStore):
         self.log = log
         self.go = Event()
         self.go.set()
+        self.asked = Event()
         self.broken = False
 
     def put(self, key: str, value: Buffer) -> None:
+        self.asked.set()
         assert self.go.wait(PATIENCE_S)
         if self.broken:
             raise StoreUnavailable("put: gone")
@@ -146,9 +148,53 @@ def test_a_copy_that_another_replica_made_is_not_made_again(make: Make) -> None:
     world = make()
     chunk = ChunkEntry(CLAIM.key.namespace, CLAIM.key.prefix_hash, CLAIM.parent_hash, 256, 512)
     world.index.publish(chunk, {CLAIM.key.field: replace(world.shard(), hot=True)}, ttl_s=60)
+    world.hot.put(PATH, PAYLOAD)
     world.log.clear()
     world.load(2)
     assert world.log == []
+
+
+def test_a_hot_copy_that_the_server_evicted_is_made_again(make: Make) -> None:
+    world = make()
+    world.load(2)
+    assert world.shard().hot
+    world.hot.delete(PATH)
+    world.log.clear()
+    again = ChunkCache(world.bulk, world.hot, world.index, SETTINGS, world.recorder)
+    world = replace(world, cache=again)
+    buffer = memoryview(bytearray(len(PAYLOAD)))
+    for _ in range(2):
+        assert world.cache.get_into(CLAIM.key, buffer, hot=True) == len(PAYLOAD)
+        world.cache.note_load(CLAIM, HEADER, hot=True, seconds=1.0)
+    world.load(0)
+    assert world.log == ["hot", "record"]
+    assert world.cache.link.gets.count == 0  # the time was not bulk's alone
+    assert world.cache.get_into(CLAIM.key, buffer, hot=True) == len(PAYLOAD)
+    assert world.recorder.value("hot_hits") == 1
+    world.load(10, hot=True)
+    assert world.log == ["hot", "record"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_record_that_changes_while_its_payload_is_copied_stays_as_it_is(
+    make: Make, replaced: bool
+) -> None:
+    world = make(hot_promote_loads=1)
+    newer = replace(world.shard(), header_checksum="0" * 32)
+    world.hot.go.clear()
+    world.cache.note_load(CLAIM, HEADER, hot=False)
+    assert world.hot.asked.wait(PATIENCE_S)
+    if replaced:
+        chunk = ChunkEntry(CLAIM.key.namespace, CLAIM.key.prefix_hash, CLAIM.parent_hash, 256, 512)
+        world.index.publish(chunk, {CLAIM.key.field: newer}, ttl_s=60)
+    else:
+        world.index.drop(CLAIM.key.namespace, CLAIM.key.prefix_hash)
+    world.hot.go.set()
+    world.load(0)
+    (record,) = world.index.lookup(CLAIM.key.namespace, [CLAIM.key.prefix_hash])
+    assert (None if record is None else record.shards[CLAIM.key.field]) == (
+        newer if replaced else None
+    )
 
 
 def test_a_record_that_was_withdrawn_is_not_brought_back(make: Make) -> None:

@@ -4,11 +4,14 @@ import pytest
 
 from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import read_header
+from objkv.errors import StoreUnavailable
+from objkv.index.base import ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.clock import ManualClock
+from objkv.testing.flaky import FlakyStore
 from tests.codec.payloads import CLAIM, sample
 
 PATH = CLAIM.key.path()
@@ -61,3 +64,47 @@ def test_a_load_tells_how_fast_bulk_is_but_not_when_it_came_from_hot() -> None:
     cache.note_load(CLAIM, HEADER, hot=False, seconds=1.0)
     assert cache.link.gets.bytes_per_s == pytest.approx(HEADER.nbytes)
     assert cache.close(0.0)
+
+
+def shard_of(index: MemoryIndex) -> ShardRecord:
+    (record,) = index.lookup(CLAIM.key.namespace, [CLAIM.key.prefix_hash])
+    assert record is not None
+    return record.shards[CLAIM.key.field]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_who_finds_the_payload_of_another_writer_promises_the_hot_copy_that_there_is(
+    evicted: bool,
+) -> None:
+    bulk, hot, index = MemoryStore(), MemoryStore(), MemoryIndex()
+    settings = CacheSettings("w", 60, 1000, 1 << 20)
+    theirs, mine = (ChunkCache(bulk, hot, index, settings, MemoryRecorder()) for _ in range(2))
+    assert theirs.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert shard_of(index).hot
+    if evicted:
+        hot.delete(PATH)
+    assert mine.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert shard_of(index).hot is not evicted
+
+
+def test_a_hot_copy_that_fails_to_tell_is_not_promised() -> None:
+    hot, recorder = FlakyStore(MemoryStore()), MemoryRecorder()
+    bulk, index = MemoryStore(), MemoryIndex()
+    bulk.put(PATH, PAYLOAD)
+    cache = ChunkCache(bulk, hot, index, CacheSettings("w", 60, 1000, 1 << 20), recorder)
+    hot.fail_until_mended(StoreUnavailable("gone"))
+    assert cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert not shard_of(index).hot
+    assert recorder.value("hot_errors") == 1
+
+
+def test_mending_a_corrupt_payload_mends_its_hot_copy_whatever_its_size() -> None:
+    bulk, hot, index = MemoryStore(), MemoryStore(), MemoryIndex()
+    settings = CacheSettings("w", 60, 1000, len(PAYLOAD), hot_save_bytes_max=0)
+    cache = ChunkCache(bulk, hot, index, settings, MemoryRecorder())
+    bulk.put(PATH, PAYLOAD)
+    hot.put(PATH, b"not " + PAYLOAD[4:])
+    cache.reject(CLAIM.key, {}, corrupt=True)
+    cache.save(CLAIM, PAYLOAD, HEADER)
+    assert hot.get(PATH) == PAYLOAD
+    assert shard_of(index).hot
