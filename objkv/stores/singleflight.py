@@ -21,9 +21,10 @@ _Call = tuple[str | int, ...]
 class SingleflightStore(WrappedStore):
     """Shares ``head`` and all ``get`` verbs among callers of the same moment.
 
-    A follower waits ``wait_s`` at most, then gets StoreUnavailable; when the leader fails, its
-    followers fail with it. Whoever reads after a put or delete returned sees its effect: it
-    never joins a call that began before.
+    A follower waits ``wait_s`` at most, then gets StoreUnavailable; when the store fails the
+    leader, its followers fail with it. What ends a leader otherwise, as its own ``arrived`` may,
+    is its own affair: one of its followers leads then. Whoever reads after a put or delete
+    returned sees its effect: it never joins a call that began before.
     """
 
     def __init__(self, inner: PruneStore, *, wait_s: float) -> None:
@@ -111,16 +112,21 @@ class SingleflightStore(WrappedStore):
         fetch: Callable[[], Any],
         buffer: memoryview | None = None,
     ) -> Any:
-        with self._lock:
-            flights = self._flights.setdefault(key, {})
-            flight = flights.get(call)
-            if flight is None:
-                seat = None
-                flight = flights[call] = _Flight()
-            else:
+        deadline_s = time.monotonic() + self._wait_s
+        while True:
+            with self._lock:
+                flights = self._flights.setdefault(key, {})
+                flight = flights.get(call)
+                if flight is None:
+                    flight = flights[call] = _Flight()
+                    break
                 seat = flight.board(buffer)
-        if seat is not None:
-            return flight.wait(seat, self._wait_s, key)
+            if not flight.wait(seat, deadline_s):
+                raise StoreUnavailable(f"{key}: no answer for {self._wait_s:g} s")
+            if seat.error is not None:
+                raise type(seat.error)(*seat.error.args) from seat.error
+            if not seat.again:
+                return seat.value
         try:
             value = fetch()
         except BaseException as exc:
@@ -169,6 +175,8 @@ class _Seat:
         self.done = False
         self.value: Any = None
         self.error: StoreError | None = None
+        self.again = False
+        """Whether the leader was cut short by what was not the store's fault."""
 
 
 class _Flight:
@@ -185,17 +193,15 @@ class _Flight:
             self._seats.append(seat)
         return seat
 
-    def wait(self, seat: _Seat, wait_s: float, key: str) -> Any:
-        """The leader's outcome; the seat's buffer is not touched after this returns or raises."""
-        deadline = time.monotonic() + wait_s
+    def wait(self, seat: _Seat, deadline_s: float) -> bool:
+        """Until the seat is told, or the deadline has passed: False. The seat's buffer is not
+        touched after this returns."""
         with self._changed:
             while not seat.done:
-                if not self._changed.wait(deadline - time.monotonic()) and not seat.done:
+                if not self._changed.wait(deadline_s - time.monotonic()) and not seat.done:
                     self._seats.remove(seat)
-                    raise StoreUnavailable(f"{key}: no answer for {wait_s:g} s")
-        if seat.error is not None:
-            raise type(seat.error)(*seat.error.args) from seat.error
-        return seat.value
+                    return False
+        return True
 
     def finish(self, value: Any, buffer: memoryview | None) -> None:
         """Give everybody the value, and the bytes if there are any."""
@@ -207,10 +213,11 @@ class _Flight:
             self._changed.notify_all()
 
     def fail(self, exc: BaseException) -> None:
-        """Give everybody the error; one that is not a StoreError (an interrupt of the leader's
-        thread, a bug) is the leader's own, and its followers may try again."""
-        shared = exc if isinstance(exc, StoreError) else StoreUnavailable("the call was cut short")
+        """Give everybody the store's error; any other (an interrupt of the leader's thread, what
+        its ``arrived`` raised) is the leader's own, and its followers try again."""
         with self._changed:
             for seat in self._seats:
-                seat.error, seat.done = shared, True
+                seat.error = exc if isinstance(exc, StoreError) else None
+                seat.again = seat.error is None
+                seat.done = True
             self._changed.notify_all()

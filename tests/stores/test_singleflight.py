@@ -125,13 +125,32 @@ def test_followers_fail_with_their_leader(scene: Scene) -> None:
     assert scene.store.get("k") == b"value"
 
 
-def test_an_interrupted_leader_leaves_its_followers_unavailable(scene: Scene) -> None:
+def test_followers_of_an_interrupted_leader_get_the_value_all_the_same(scene: Scene) -> None:
     scene.inner.fail_next(MemoryError())
     leader = scene.lead(lambda: scene.store.get("k"))
-    (follower,) = scene.follow(lambda: scene.store.get("k"))
+    followers = scene.follow(*[lambda: scene.store.get("k")] * 3)
     scene.gate.set()
     assert type(leader.exception()) is MemoryError
-    assert type(follower.exception()) is StoreUnavailable
+    assert [follower.result() for follower in followers] == [b"value"] * 3
+
+
+class NoLongerWantedError(Exception):
+    """What ends one caller's get."""
+
+
+def test_a_caller_that_ends_its_get_ends_nobody_elses(scene: Scene) -> None:
+    def refuse(_nbytes: int) -> None:
+        raise NoLongerWantedError
+
+    told: list[int] = []
+    mine, its = bytearray(8), bytearray(8)
+    leader = scene.lead(lambda: scene.store.get_into("k", memoryview(its), refuse))
+    (follower,) = scene.follow(lambda: scene.store.get_into("k", memoryview(mine), told.append))
+    scene.gate.set()
+    assert type(leader.exception()) is NoLongerWantedError
+    assert follower.result() == 5
+    assert mine[:5] == b"value"
+    assert told[-1] == 5
 
 
 def test_a_follower_that_gave_up_has_its_buffer_to_itself(pool: ThreadPoolExecutor) -> None:
