@@ -67,7 +67,10 @@ class Line:
         )
 
     def _is_quiet(self) -> bool:
-        """Whether nothing can be read from it that no command asked for, the end included."""
+        """Whether nothing was, or can be, read from it that no command asked for, the end
+        included."""
+        if self._rest:
+            return False
         if self.tls and self.sock.pending():  # type: ignore[attr-defined]  # an SSLSocket's
             return False
         return not self._poll.poll(0)
@@ -144,15 +147,17 @@ class Line:
         return data[:end]
 
     def read_bulk(self, head: bytes, buffer: memoryview, arrived: Arrived | None) -> None:
-        """Receive the value that line ``head`` announced into ``buffer``, which is as long."""
+        """Receive the value that line ``head`` announced into ``buffer``, which is as long.
+
+        ``arrived`` is told of all of it when nothing can fail any more: whoever was told of a whole
+        value may use the buffer, which another store would fill anew after an error.
+        """
         nbytes = len(buffer)
         got, end = 0, self._rest
         if end:
             got = min(len(end), nbytes)
             buffer[:got] = end[:got]
             self._rest, end = b"", end[got:]
-        if arrived is not None and got == nbytes:
-            arrived(got)
         receive_into = self.sock.recv_into
         while got < nbytes:
             try:
@@ -162,12 +167,14 @@ class Line:
             if not count:
                 raise exceptions.ConnectionError(_CLOSED)
             got += count
-            if arrived is not None:
+            if arrived is not None and got < nbytes:
                 arrived(got)
         while len(end) < 2:
             end += self.receive(2 - len(end))
         if end != _CRLF:
             raise exceptions.InvalidResponse(f"{head!r} announced another length")
+        if arrived is not None:
+            arrived(nbytes)
 
     def _block(self) -> None:
         whole, part = divmod(self._timeout_s or 0.0, 1)

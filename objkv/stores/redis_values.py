@@ -109,6 +109,8 @@ class RedisValues:
 def _received(line: Line, head: bytes, buffer: memoryview, arrived: Arrived | None) -> int:
     """Receive what ``head`` announces, unless it is too long. What is lost from here on is an
     error: of another value the beginning may differ, and ``arrived`` has been told of this one."""
+    if not head[1:].isdigit():
+        raise exceptions.InvalidResponse(f"{head[:20]!r} announces no value")
     nbytes = int(head[1:])
     if nbytes <= len(buffer):
         line.read_bulk(head, buffer[:nbytes], arrived)

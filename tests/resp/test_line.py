@@ -50,8 +50,10 @@ def test_a_value_is_read_however_it_is_cut(value: bytes, cuts: list[int], room: 
 def test_a_value_that_does_not_end_where_it_was_announced_is_no_value() -> None:
     line, theirs = wire()
     theirs.sendall(b"$3\r\nabcd\r\n")
+    told = list[int]()
     with pytest.raises(exceptions.InvalidResponse):
-        read_value(line, bytearray(3), [])
+        read_value(line, bytearray(3), told)
+    assert 3 not in told, "of a whole value nobody is told that is none"
 
 
 @pytest.mark.parametrize(
@@ -61,8 +63,10 @@ def test_a_connection_that_ends_early_is_lost(sent: bytes) -> None:
     line, theirs = wire()
     theirs.sendall(sent)
     theirs.close()
+    told = list[int]()
     with pytest.raises(exceptions.ConnectionError):
-        read_value(line, bytearray(5), [])
+        read_value(line, bytearray(5), told)
+    assert 5 not in told
 
 
 @pytest.mark.parametrize("sent", [b"", b"$5", b"$5\r\n", b"$5\r\nabc", b"$5\r\nabcde\r"])

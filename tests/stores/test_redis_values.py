@@ -227,6 +227,27 @@ def test_a_value_that_was_begun_is_not_begun_again(end: str) -> None:
         assert (len(gets), told) == (1, [8])
 
 
+@pytest.mark.parametrize("head", [b"$", b"$x", b"$-2", b"$1 "])
+def test_an_answer_that_announces_no_value_is_a_store_error(head: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                while data := connection.recv(65_536):
+                    is_get = b"GET" in data
+                    connection.sendall(head + b"\r\n" if is_get else b"+OK\r\n" * data.count(b"*"))
+
+        server = Thread(target=serve, daemon=True)
+        server.start()
+        port = listening.getsockname()[1]
+        client = redis.Redis(port=port, protocol=2, socket_timeout=120)
+        with pytest.raises(StoreError, match="announces no value"):
+            RedisStore(client, prefix="p:", ttl_s=TTL_S).get_into("k", room(100))
+        client.close()
+        server.join()
+
+
 def test_a_value_without_room_is_the_clients(store: RedisStore) -> None:
     store.put("k", b"")
     assert store._values.get_range_into("p:k", 0, room(0), None) == UNDONE
