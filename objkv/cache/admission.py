@@ -4,8 +4,9 @@ A load takes the latency of each store it touches, and its bytes at that store's
 takes a measured time per token. A match that would lose is refused, of one whose tail would lose
 the rest is loaded. As long as little was measured, everything is loaded, which is how it becomes
 measured; and now and then a load that should lose is let through, since stores and networks
-recover. Attention makes a later token dearer than an early one; that is left out, and favours
-computing by a little on very long prompts.
+recover. All estimates are medians of the last few: what is refused is hardly measured any more, so
+that one bad load must not be enough, and a few good ones must be. Attention makes a later token
+dearer than an early one; that is left out, and favours computing by a little on very long prompts.
 
 What one request computes, all that wait behind it wait for, while loads run beside the model: so
 the more requests wait, the more time a load saves (``docs/scaling.md`` shows what ignoring them
@@ -15,9 +16,9 @@ costs).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from objkv.cache.speed import Meter
+from objkv.cache.speed import Typical
 from objkv.telemetry import Recorder
 
 Tier = Literal["hot", "bulk"]
@@ -31,8 +32,7 @@ RETRY_S = 30.0
 """After so long without a load from a tier, the next one is let through."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSize:
+class ChunkSize(NamedTuple):
     """What one chunk of a match would bring."""
 
     nbytes: int
@@ -57,30 +57,26 @@ class _TierCost:
     """One store's latency and speed."""
 
     def __init__(self) -> None:
-        self.speed = Meter()
-        self.latency = Meter()
-        self.count = 0
+        self.moving = Typical()
+        """Of bytes after the first."""
+        self.latency = Typical()
         self.last_s = 0.0
         """When a load was last let through, on the clock of ``Admission``."""
 
     def observe(self, load: LoadTime) -> None:
-        self.count += 1
         self.latency.observe(1, max(load.first_s, 1e-9))
         # Of a small load the bytes after the first take no time that could be measured; all of
         # it is then the upper bound.
         moving_s = load.seconds - load.first_s
-        self.speed.observe(load.nbytes, moving_s if moving_s > 0 else load.seconds)
+        self.moving.observe(load.nbytes, moving_s if moving_s > 0 else load.seconds)
 
-    def seconds(self, nbytes: int) -> float | None:
-        """For ``nbytes``, without latency; None while too little is known."""
-        speed = self.speed.bytes_per_s
-        if speed is None or self.count < OBSERVATIONS_MIN:
-            return None
-        return nbytes / speed
+    @property
+    def is_known(self) -> bool:
+        return self.moving.count >= OBSERVATIONS_MIN
 
     @property
     def latency_s(self) -> float:
-        return self.latency.seconds_percentile(0.5) or 0.0
+        return self.latency.seconds_per_unit or 0.0
 
 
 class Admission:
@@ -93,18 +89,16 @@ class Admission:
         self._recorder = recorder
         self._clock = clock
         self._tiers: dict[Tier, _TierCost] = {"hot": _TierCost(), "bulk": _TierCost()}
-        self._prefill = Meter()
-        self._steps = 0
+        self._prefill = Typical()
 
     def loaded(self, tier: Tier, load: LoadTime) -> None:
-        """A load, all of which came from ``tier``, succeeded."""
-        if load.nbytes > 0 and 0 <= load.first_s <= load.seconds:
+        """A load, which came from ``tier``, succeeded."""
+        if load.nbytes > 0 and 0 <= load.first_s <= load.seconds > 0:
             self._tiers[tier].observe(load)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step computed ``tokens``."""
         if tokens >= STEP_TOKENS_MIN:
-            self._steps += 1
             self._prefill.observe(tokens, seconds)
 
     @property
@@ -130,10 +124,10 @@ class Admission:
         """What was measured so far: bytes and tokens per second, and seconds of latency."""
         out: dict[str, float] = {}
         for name, cost in self._tiers.items():
-            if (speed := cost.speed.bytes_per_s) is not None:
-                out |= {f"{name}_bytes_per_s": speed, f"{name}_latency_s": cost.latency_s}
-        if (tokens := self._prefill.bytes_per_s) is not None:
-            out["prefill_tokens_per_s"] = tokens
+            if (moving := cost.moving.seconds_per_unit) is not None:
+                out |= {f"{name}_bytes_per_s": 1 / moving, f"{name}_latency_s": cost.latency_s}
+        if (token_s := self._prefill.seconds_per_unit) is not None:
+            out["prefill_tokens_per_s"] = 1 / token_s
         return out
 
     def __repr__(self) -> str:
@@ -144,8 +138,8 @@ class Admission:
         """Whether a tier among those needed has to be measured, again or for the first time."""
         now = self._clock()
         tiers = [self._tiers[tier] for tier in {chunk.tier for chunk in chunks}]
-        due = self._steps < OBSERVATIONS_MIN or any(
-            tier.count < OBSERVATIONS_MIN or now - tier.last_s >= RETRY_S for tier in tiers
+        due = self._prefill.count < OBSERVATIONS_MIN or any(
+            not tier.is_known or now - tier.last_s >= RETRY_S for tier in tiers
         )
         if due:
             for tier in tiers:
@@ -153,18 +147,14 @@ class Admission:
         return due
 
     def _best(self, chunks: Sequence[ChunkSize], requests: int) -> int:
-        prefill = self._prefill.bytes_per_s
-        assert prefill is not None
+        token_s = requests * (self._prefill.seconds_per_unit or 0.0)
         saved_s, best_s, best = 0.0, 0.0, 0
-        touched: set[Tier] = set()
-        for number, chunk in enumerate(chunks, start=1):
-            cost = self._tiers[chunk.tier]
-            if chunk.tier not in touched:
-                touched.add(chunk.tier)
-                saved_s -= cost.latency_s
-            seconds = cost.seconds(chunk.nbytes)
-            assert seconds is not None
-            saved_s += requests * chunk.tokens / prefill - seconds
+        byte_s: dict[Tier, float] = {}
+        for number, (nbytes, tokens, tier) in enumerate(chunks, start=1):
+            if tier not in byte_s:
+                byte_s[tier] = self._tiers[tier].moving.seconds_per_unit or 0.0
+                saved_s -= self._tiers[tier].latency_s
+            saved_s += tokens * token_s - nbytes * byte_s[tier]
             if saved_s > best_s:
                 best_s, best = saved_s, number
         if best:

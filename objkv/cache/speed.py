@@ -11,6 +11,8 @@ _RECENT_MAX = 128
 """Durations kept for percentiles."""
 _GETS_MIN = 8
 """Gets before which puts say more."""
+_WEIGHT_MAX = 4
+"""What a large piece of work counts for at most, in pieces of the usual size."""
 
 
 class Meter:
@@ -63,6 +65,45 @@ class Meter:
         if speed is None or half is None:
             return "<Meter, nothing measured>"
         return f"<Meter {speed / 1e6:.0f} MB/s, p50 {1000 * half:.1f} ms>"
+
+
+class Typical:
+    """Seconds that one unit of work (a byte, a token) typically took lately: the median, by units,
+    of the last ``recent_max`` pieces of work.
+
+    For decisions after which there is little to measure: an average would remember one piece that
+    took a hundred times too long for as long as a hundred others take to come. One thread.
+    """
+
+    def __init__(self, recent_max: int = 9) -> None:
+        assert recent_max > 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=recent_max)
+        self.count = 0
+        """How many pieces of work there were."""
+        self.seconds_per_unit: float | None = None
+        """None before the first."""
+
+    def observe(self, units: int, seconds: float) -> None:
+        """``units`` took ``seconds``. What took no time, or had no units, says nothing."""
+        if units <= 0 or not seconds > 0:
+            return
+        self.count += 1
+        self._recent.append((seconds / units, units))
+        self.seconds_per_unit = self._median()
+
+    def _median(self) -> float:
+        usual = sorted(units for _, units in self._recent)[len(self._recent) // 2]
+        paces = [(pace, min(units, _WEIGHT_MAX * usual)) for pace, units in sorted(self._recent)]
+        half = sum(weight for _, weight in paces) / 2
+        for pace, weight in paces:
+            half -= weight
+            if half <= 0:
+                return pace
+        return paces[-1][0]  # never, but for rounding
+
+    def __repr__(self) -> str:
+        pace = self.seconds_per_unit
+        return f"<Typical {f'{1 / pace:.4g} units/s' if pace else 'nothing measured'}>"
 
 
 class LinkSpeed:

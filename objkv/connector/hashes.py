@@ -71,6 +71,10 @@ class RequestHashes:
         if done and count - done <= _AT_ONCE_CHUNKS and self._lock.acquire(blocking=False):
             try:
                 self.chain.extend(self._tokens, count * self._chunk_tokens)
+            except Exception:
+                # Of this request alone: raised, it would cost all others their saves, every step.
+                self.failed = True
+                return done
             finally:
                 self._lock.release()
             return count

@@ -1,22 +1,26 @@
 """What loading and computing take on this replica, told to ``Admission`` in its own words.
 
 Steps are timed on the scheduler, from plan to result: several may be under way at once, and each
-counts from the end of the one before. Loads are timed by the workers. Source of the call order:
+counts from the end of the one before. Only what says how long prompts take to compute is told:
+neither steps in which requests mostly generate, one token each, nor those whose forward pass waited
+for loads. Loads are timed by the workers. Source of the call order:
 vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every step's
 events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes results in order.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from time import monotonic
 
-from objkv.cache.admission import Admission, ChunkSize, Tier
+from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
 from objkv.connector.geometry import Geometry
 from objkv.connector.metadata import StepReport
 from objkv.index.base import Shards
 from objkv.transfer.plan import LoadPlan
 
 _LOADS_MAX = 4096
+_HOT: Tier = "hot"
+_BULK: Tier = "bulk"
 
 
 class Pace:
@@ -36,14 +40,21 @@ class Pace:
         # One more than can be: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
-        self._tiers: dict[str, Tier] = {}
+        self._tiers: dict[str, tuple[Tier, float]] = {}
+        # Ranks load at once, each its own shards, of which there may be fewer than ranks. Where
+        # groups differ, as if all were divided like the one that is least.
+        groups = range(len(geometry.groups))
+        self._shares = min(len(geometry.fields(group)) for group in groups)
 
-    def step_planned(self, tokens: int, loads: Iterable[LoadPlan]) -> None:
-        """A step of ``tokens`` was handed out, with these loads."""
-        self._steps.append((tokens, self._clock()))
+    def step_planned(self, scheduled: Collection[int], loads: Iterable[LoadPlan]) -> None:
+        """A step was handed out, of so many tokens for each request, with these loads."""
+        tokens = _prompt_tokens(scheduled)
         for plan in loads:
-            if (tier := _one_tier(plan)) is not None and len(self._tiers) < _LOADS_MAX:
-                self._tiers[plan.request_id] = tier
+            if plan.sync:
+                tokens = 0
+            if len(self._tiers) < _LOADS_MAX:
+                self._tiers[plan.request_id] = _tier_of(plan)
+        self._steps.append((tokens, self._clock()))
 
     def step_ended(self) -> None:
         """The oldest step under way has its result."""
@@ -59,8 +70,10 @@ class Pace:
         for request_id in report.failed:
             self._tiers.pop(request_id, None)
         for request_id, load in report.loaded.items():
-            if (tier := self._tiers.pop(request_id, None)) is not None:
-                self._admission.loaded(tier, load)
+            if (known := self._tiers.pop(request_id, None)) is not None:
+                tier, share = known
+                nbytes = int(load.nbytes * share)
+                self._admission.loaded(tier, LoadTime(nbytes, load.seconds, load.first_s))
 
     def request_ended(self, request_id: str) -> None:
         """Nothing more will be heard of its load."""
@@ -87,16 +100,28 @@ class Pace:
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
-        # Ranks load at once, each its own shards.
-        records = list(shards.values())
-        nbytes = sum(record.nbytes for record in records) // self._geometry.tp_size
-        tier: Tier = "hot" if all(record.hot for record in records) else "bulk"
-        return ChunkSize(nbytes, end - start, tier)
+        nbytes, tier = 0, _HOT
+        for record in shards.values():
+            nbytes += record.nbytes
+            if not record.hot:
+                tier = _BULK
+        return ChunkSize(nbytes // self._shares, end - start, tier)
 
 
-def _one_tier(plan: LoadPlan) -> Tier | None:
-    """The tier of all of a plan's payloads; of a mixed load nothing can be told."""
-    hot = {record.hot for load in plan.moves for _, record in load.records}
-    if len(hot) != 1:
-        return None
-    return "hot" if hot.pop() else "bulk"
+def _prompt_tokens(scheduled: Collection[int]) -> int:
+    """Of requests that compute many tokens at once; 0 where others take most of the step."""
+    tokens = sum(count for count in scheduled if count >= STEP_TOKENS_MIN)
+    return tokens if 2 * tokens >= sum(scheduled) else 0
+
+
+def _tier_of(plan: LoadPlan) -> tuple[Tier, float]:
+    """The tier that a plan's load tells of, and the share of its bytes that came from there. Of a
+    mixed load that is bulk: the load ends when its last byte is there, and prompts whose head is
+    hot may be all that there is."""
+    nbytes = {_HOT: 0, _BULK: 0}
+    for load in plan.moves:
+        for _, record in load.records:
+            nbytes[_HOT if record.hot else _BULK] += record.nbytes
+    if not nbytes[_BULK]:
+        return _HOT, 1.0
+    return _BULK, nbytes[_BULK] / (nbytes[_BULK] + nbytes[_HOT])

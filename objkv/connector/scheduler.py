@@ -167,7 +167,7 @@ class SchedulerSide:
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         loads = tuple(self._loads.values())
         self._confidence.planned(loads)
-        self._pace.step_planned(output.total_num_scheduled_tokens, loads)
+        self._pace.step_planned(output.num_scheduled_tokens.values(), loads)
         self._loads = {}
         for plan in loads:
             if plan.sync:
@@ -273,7 +273,7 @@ class SchedulerSide:
                 tracked.may_load = False
         for namespace, prefix_hash in report.rejected:
             self._index.invalidate(namespace, prefix_hash)
-            self._requests.reject(prefix_hash)
+        self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
 
     def _touch(self, plan: LoadPlan) -> None:
         hashes = list(dict.fromkeys(load.move.prefix_hash for load in plan.moves))

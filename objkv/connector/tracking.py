@@ -3,6 +3,7 @@
 Nothing here costs more for a longer prompt while its lookup is under way.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -132,14 +133,17 @@ class RequestTracker:
         if tracked := self._tracked.get(request_id):
             tracked.again.add(chunk)
 
-    def reject(self, prefix_hash: bytes) -> None:
-        """A chunk turned out not to be stored: whoever computes it is to save it."""
+    def reject(self, prefix_hashes: Iterable[bytes]) -> None:
+        """Chunks turned out not to be stored: whoever computes them is to save them."""
+        rejected = frozenset(prefix_hashes)
+        if not rejected:
+            return
         for tracked in self._tracked.values():
             if tracked.hashes is None or not tracked.hashes.done:
                 continue
-            chunk = tracked.hashes.chain.find(prefix_hash)
-            if chunk is not None and any(tracked.records[chunk : chunk + 1]):
-                tracked.again.add(chunk)
+            for chunk in tracked.hashes.chain.find(rejected):
+                if any(tracked.records[chunk : chunk + 1]):
+                    tracked.again.add(chunk)
 
     def records(self, tracked: Tracked) -> Records | None:
         """What was found of the request's chunks, or None while it is not known."""

@@ -5,7 +5,7 @@ compare-and-delete compares the written bytes. Specified in ``docs/index.md``.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 
 from objkv.index.base import Record, ShardRecord, Shards
 
@@ -69,6 +69,10 @@ class WrittenShards(Mapping[str, ShardRecord]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards())
+
+    def values(self) -> ValuesView[ShardRecord]:
+        """At once: the inherited view asks for one field after the other."""
+        return self._shards().values()
 
     def __len__(self) -> int:
         return len(self._values) - self._values.count(b"")

@@ -11,7 +11,7 @@ two distinct inputs encode alike. It depends on no block size, no version of vLL
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from sys import byteorder
 from typing import Literal
@@ -176,9 +176,12 @@ class PrefixChain:
         assert end <= len(self._hashes)
         return self._hashes[start:end]
 
-    def find(self, prefix_hash: bytes) -> int | None:
-        """The chunk of that hash, if ``extend`` has reached it."""
-        return self._hashes.index(prefix_hash) if prefix_hash in self._hashes else None
+    def find(self, wanted: Set[bytes]) -> list[int]:
+        """The chunks that ``extend`` has reached and whose hashes are among ``wanted``; looks at
+        each hash once, however many are wanted."""
+        if wanted.isdisjoint(self._hashes):
+            return []
+        return [chunk for chunk, one in enumerate(self._hashes) if one in wanted]
 
     def hash(self, chunk: int) -> bytes:
         """The hash of a chunk that ``extend`` has reached."""

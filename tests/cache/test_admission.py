@@ -120,6 +120,48 @@ def test_a_store_that_recovered_is_used_again() -> None:
     assert admission.admit(chunks(4)) == 4
 
 
+def test_one_load_that_took_very_long_changes_nothing() -> None:
+    admission = taught(ManualClock(1e6))
+    for _ in range(20):
+        admission.loaded("bulk", LoadTime(10 * MB, 0.1, 0.0))
+    admission.loaded("bulk", LoadTime(10 * MB, 120.0, 60.0))
+    assert admission.admit(chunks(8)) == 8
+
+
+def test_a_store_that_was_slow_for_long_is_used_again_after_a_few_good_loads() -> None:
+    """Of a store that is refused only one load in half a minute is measured."""
+    clock = ManualClock(1e6)
+    admission = taught(clock)
+    for _ in range(1_000):
+        admission.loaded("bulk", LoadTime(10 * MB, 120.0, 60.0))
+    assert admission.admit(chunks(8)) == 0
+    probes = 0
+    while admission.admit(chunks(8)) == 0:
+        clock.advance(RETRY_S)
+        assert admission.admit(chunks(8)) == 8
+        admission.loaded("bulk", LoadTime(10 * MB, 0.1, 0.0))
+        probes += 1
+        assert probes <= 5
+
+
+def test_one_step_that_took_very_long_changes_nothing() -> None:
+    admission = taught(ManualClock(1e6), bulk_mb_s=20)
+    for _ in range(20):
+        admission.computed(2_000, 0.2)
+    admission.computed(2_000, 60.0)
+    assert admission.admit(chunks(8)) == 0
+
+
+def test_loads_and_steps_that_took_no_time_are_not_counted() -> None:
+    admission = Admission("auto", NullRecorder(), clock=ManualClock(1e6))
+    for _ in range(OBSERVATIONS_MIN):
+        admission.computed(2_000, 0.0)
+        admission.loaded("bulk", LoadTime(MB, 0.0, 0.0))
+    assert admission.describe() == {}
+    assert admission.admit(chunks(8)) == 8
+    assert admission.admit(chunks(8)) == 8
+
+
 def test_small_steps_say_nothing_of_computing() -> None:
     admission = taught(ManualClock(1e6))
     for _ in range(1_000):

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from objkv.cache.speed import LinkSpeed, Meter
+from objkv.cache.speed import LinkSpeed, Meter, Typical
 
 
 def test_a_meter_knows_nothing_before_its_first_observation() -> None:
@@ -81,3 +81,33 @@ def test_a_link_is_as_fast_as_its_gets_once_a_few_were_seen() -> None:
     assert link.bytes_per_s == pytest.approx(100)
     link.gets.observe(300, 1.0)
     assert link.bytes_per_s == pytest.approx(300)
+
+
+def test_what_is_typical_is_a_median_of_the_last_few() -> None:
+    typical = Typical(recent_max=5)
+    assert typical.seconds_per_unit is None
+    assert repr(typical) == "<Typical nothing measured>"
+    for seconds in (9.0, 9.0, 1.0, 2.0, 300.0, 1.0, 2.0):
+        typical.observe(1, seconds)
+    assert typical.seconds_per_unit == 2.0
+    assert typical.count == 7
+    assert repr(typical) == "<Typical 0.5 units/s>"
+
+
+def test_larger_work_is_more_typical_but_one_piece_is_never_all_of_it() -> None:
+    typical = Typical()
+    for units, seconds in ((1, 1.0), (1, 1.0), (3, 6.0)):
+        typical.observe(units, seconds)
+    assert typical.seconds_per_unit == 2.0
+    for _ in range(5):
+        typical.observe(1, 1.0)
+    typical.observe(1_000_000, 1e9)
+    assert typical.seconds_per_unit == 1.0
+
+
+def test_what_took_no_time_or_had_no_units_is_not_typical() -> None:
+    typical = Typical()
+    typical.observe(0, 1.0)
+    typical.observe(1, 0.0)
+    typical.observe(1, float("nan"))
+    assert (typical.count, typical.seconds_per_unit) == (0, None)

@@ -75,6 +75,19 @@ def test_the_scheduler_is_told_of_what_others_computed_and_has_the_rest_computed
     assert hashes.chain.token_digest(1) == token_digest(TOKENS[CHUNK : 2 * CHUNK])
 
 
+def test_a_token_that_cannot_be_hashed_ends_the_request_s_hashes_and_raises_nothing() -> None:
+    """What one request raises on the scheduler's thread costs all others their saves."""
+    tokens = TOKENS[: 2 * CHUNK]
+    hashes, jobs = hashes_of(tokens), Jobs()
+    hashes.ready(2, jobs.submit)
+    jobs.run()
+    tokens += [-1] * CHUNK
+    assert hashes.ready(3, jobs.submit) == 2
+    assert hashes.failed
+    assert hashes.ready(3, jobs.submit) == 2
+    assert not jobs
+
+
 def test_when_there_is_no_room_for_the_job_it_is_tried_again() -> None:
     hashes, jobs = hashes_of(TOKENS), Jobs()
     jobs.full = True
@@ -212,9 +225,7 @@ def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
     tracked = tracker.add(request(TOKENS[: 3 * CHUNK]), NAMESPACE)
     wait_for(lambda: tracker.records(tracked))
     assert tracker.due(tracked, 3) == [2]
-    tracker.reject(WHOLE[1])
-    tracker.reject(WHOLE[2])
-    tracker.reject(b"?" * 20)
+    tracker.reject([WHOLE[1], WHOLE[2], b"?" * 20])
     assert tracker.due(tracked, 3) == [1]
 
 

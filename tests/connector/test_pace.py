@@ -46,19 +46,19 @@ def pace_of(notes: Notes, clock: ManualClock, *, tp_size: int = 1, in_flight: in
     return Pace(cast("Admission", notes), geometry, steps_in_flight=in_flight, clock=clock)
 
 
-def plan(request_id: str, *records: ShardRecord) -> LoadPlan:
+def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
     moves = tuple(SimpleNamespace(records=(("0.L0-1_H0-2", one),)) for one in records)
-    return cast("Any", SimpleNamespace(request_id=request_id, moves=moves))
+    return cast("Any", SimpleNamespace(request_id=request_id, moves=moves, sync=sync))
 
 
 def test_a_step_takes_from_its_plan_to_its_result() -> None:
     notes, clock = Notes(), ManualClock()
     pace = pace_of(notes, clock)
-    pace.step_planned(512, ())
+    pace.step_planned([512], ())
     clock.advance(0.5)
     pace.step_ended()
     clock.advance(60)  # idle: nobody's
-    pace.step_planned(100, ())
+    pace.step_planned([100], ())
     clock.advance(0.25)
     pace.step_ended()
     assert notes.steps == [(512, pytest.approx(0.5)), (100, pytest.approx(0.25))]
@@ -67,9 +67,9 @@ def test_a_step_takes_from_its_plan_to_its_result() -> None:
 def test_a_step_planned_while_another_ran_counts_from_that_ones_end() -> None:
     notes, clock = Notes(), ManualClock()
     pace = pace_of(notes, clock)
-    pace.step_planned(512, ())
+    pace.step_planned([512], ())
     clock.advance(0.1)
-    pace.step_planned(256, ())
+    pace.step_planned([256], ())
     clock.advance(0.4)
     pace.step_ended()
     clock.advance(0.2)
@@ -81,8 +81,8 @@ def test_a_result_without_a_plan_and_plans_without_results_do_no_lasting_harm() 
     notes, clock = Notes(), ManualClock()
     pace = pace_of(notes, clock, in_flight=1)
     pace.step_ended()
-    for tokens in range(100):
-        pace.step_planned(tokens, ())
+    for tokens in range(100, 200):
+        pace.step_planned([tokens], ())
     for _ in range(100):
         pace.step_ended()
     assert len(notes.steps) == 2
@@ -91,17 +91,50 @@ def test_a_result_without_a_plan_and_plans_without_results_do_no_lasting_harm() 
 def test_a_load_is_told_for_the_tier_that_all_of_it_came_from() -> None:
     notes = Notes()
     pace = pace_of(notes, ManualClock())
-    pace.step_planned(0, [plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD)])
+    pace.step_planned([0], [plan("hot", HOT, HOT), plan("cold", COLD)])
     load = LoadTime(100, 1.0, 0.5)
-    pace.reported(StepReport(loaded=dict.fromkeys(("hot", "cold", "both", "nobody"), load)))
+    pace.reported(StepReport(loaded=dict.fromkeys(("hot", "cold", "nobody"), load)))
     pace.reported(StepReport(loaded={"hot": load}))
     assert notes.loads == [("hot", load), ("bulk", load)]
+
+
+def test_a_load_from_both_tiers_tells_of_bulk_with_the_bytes_that_came_from_there() -> None:
+    """Where every prompt begins with the same hot chunks, nothing else ever would."""
+    notes = Notes()
+    pace = pace_of(notes, ManualClock())
+    pace.step_planned([0], [plan("both", HOT, COLD, HOT, HOT)])
+    pace.reported(StepReport(loaded={"both": LoadTime(400, 1.0, 0.5)}))
+    assert notes.loads == [("bulk", LoadTime(100, 1.0, 0.5))]
+
+
+def test_a_step_that_mostly_generates_says_nothing_of_prompts() -> None:
+    """Each of its tokens takes as long as a hundred of a prompt."""
+    notes, clock = Notes(), ManualClock()
+    pace = pace_of(notes, clock)
+    for scheduled in ([1] * 256, [1] * 256 + [100], [1] * 256 + [2_000]):
+        pace.step_planned(scheduled, ())
+        clock.advance(0.1)
+        pace.step_ended()
+    assert notes.steps == [(tokens, pytest.approx(0.1)) for tokens in (0, 0, 2_000)]
+
+
+def test_a_step_that_waited_for_loads_says_nothing_of_computing() -> None:
+    """A slow store would make computing look slow, and so keep itself in use."""
+    notes, clock = Notes(), ManualClock()
+    pace = pace_of(notes, clock)
+    pace.step_planned([512], [plan("within", COLD, sync=True)])
+    clock.advance(5)
+    pace.step_ended()
+    pace.step_planned([512], [plan("between", COLD)])
+    clock.advance(0.1)
+    pace.step_ended()
+    assert notes.steps == [(0, pytest.approx(5)), (512, pytest.approx(0.1))]
 
 
 def test_a_load_that_failed_or_whose_request_ended_teaches_nothing() -> None:
     notes = Notes()
     pace = pace_of(notes, ManualClock())
-    pace.step_planned(0, [plan("failed", COLD), plan("ended", COLD)])
+    pace.step_planned([0], [plan("failed", COLD), plan("ended", COLD)])
     pace.request_ended("ended")
     load = LoadTime(100, 1.0, 0.5)
     pace.reported(StepReport(failed={"failed"}, loaded={"failed": load, "ended": load}))
@@ -151,6 +184,19 @@ def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk() -> None:
     assert notes.asked == [ChunkSize(100, 64, "hot")]
     pace.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": COLD}], 0, 64)
     assert notes.asked == [ChunkSize(100, 64, "bulk")]
+
+
+@pytest.mark.parametrize(("heads", "tp_size", "expected"), [(1, 8, 800), (4, 8, 200), (8, 8, 100)])
+def test_what_several_ranks_hold_alike_each_of_them_loads(
+    heads: int, tp_size: int, expected: int
+) -> None:
+    group = GroupIdentity("full", None, ("a",), heads=heads, content=16, block_size=16)
+    geometry = Geometry((group,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
+    notes, fields = Notes(), sorted(geometry.all_fields())
+    pace = Pace(cast("Admission", notes), geometry, steps_in_flight=1)
+    shard = ShardRecord(800 // len(fields), 1, "none", False, "0" * 32, 1)
+    pace.admit([dict.fromkeys(fields, shard)], 0, 64)
+    assert notes.asked == [ChunkSize(expected, 64, "bulk")]
 
 
 def test_a_decided_admission_looks_at_no_record() -> None:

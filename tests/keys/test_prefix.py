@@ -199,3 +199,10 @@ def test_a_token_that_is_no_unsigned_32_bit_number_is_refused(tokens: Sequence[i
 def test_tokens_are_four_bytes_each_little_endian() -> None:
     assert encode_tokens([1, 0x01020304]) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
     assert token_digest([1]) == hashlib.sha256(bytes([1, 0, 0, 0])).hexdigest()
+
+
+def test_the_chunks_of_some_hashes_are_found_in_order() -> None:
+    chain = PrefixChain("0" * 32, 4, PromptExtras())
+    hashes = list(chain.extend(list(range(20)), 20))
+    assert chain.find({hashes[3], hashes[1], b"?" * 20}) == [1, 3]
+    assert chain.find({b"?" * 20}) == []
