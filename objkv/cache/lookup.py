@@ -148,7 +148,8 @@ class LookupService:
     def _start(self, request_id: str, namespace: str, hashes: Hashes, known: Records) -> _Memo:
         memo = _Memo(known, len(hashes), self.deadline())
         self._memos[request_id] = memo
-        if memo.count == len(known) or None in known:
+        # By identity: asking each record whether it equals None takes eight times as long.
+        if memo.count == len(known) or any(one is None for one in known):
             # A match ends at the first chunk that is not stored: what follows does not matter.
             self._tell(memo, memo.no_match)
             return memo

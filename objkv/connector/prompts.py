@@ -42,21 +42,25 @@ class Adapters:
             if digest is None:
                 raise UnknownAdapterError(lora_request.lora_path)
             return digest
-        if key not in self._asked and self._submit(lambda: self._read(key)):
+        digests = self._digests
+        if key not in self._asked and self._submit(lambda: _read(key, digests)):
             self._asked.add(key)
         return None
 
     def forget(self) -> None:
         """Adapters may have changed in place: read them again."""
-        self._digests.clear()
-        self._asked.clear()
+        # Others, not these emptied: what is being read now may be what was there before.
+        self._digests, self._asked = {}, set()
 
-    def _read(self, key: tuple[str, int]) -> None:
-        try:
-            folder = local_folder(key[0], None) or Path(key[0])
-            self._digests[key] = adapter_digest(folder)
-        except OSError:
-            self._digests[key] = None
+
+def _read(key: tuple[str, int], digests: dict[tuple[str, int], bytes | None]) -> None:
+    digest = None
+    try:
+        digest = adapter_digest(local_folder(key[0], None) or Path(key[0]))
+    except OSError:
+        pass
+    finally:  # whatever was raised: requests of an adapter without an answer wait, each of them
+        digests[key] = digest
 
 
 @dataclass(frozen=True, slots=True)

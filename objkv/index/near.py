@@ -119,14 +119,16 @@ class NearIndex(WrappedIndex):
         if book.namespace != namespace:
             return [None] * len(prefix_hashes), list(range(len(prefix_hashes)))
         get, missing = book.records.get, book.missing
+        ttl_s, miss_ttl_s = self._ttl_s, self._miss_ttl_s
         found: list[Shards | None] = []
         places = []
         for prefix_hash in prefix_hashes:
             kept = get(prefix_hash)
-            if kept is not None and kept.ends_s > now:
+            # Of what ends later than what is kept now, the clock has been set back meanwhile.
+            if kept is not None and now < kept.ends_s <= now + ttl_s:
                 kept.used = True
                 found.append(kept.shards)
-            elif missing and missing.get(prefix_hash, 0.0) > now:
+            elif missing and now < missing.get(prefix_hash, 0.0) <= now + miss_ttl_s:
                 break
             else:
                 places.append(len(found))

@@ -72,6 +72,8 @@ class Finder:
         by_pool: dict[Pool | None, list[bytes]] = defaultdict(list)
         for prefix_hash in prefix_hashes:
             by_pool[self._lines.pool_of(key + prefix_hash.hex())].append(prefix_hash)
+        # In one order for all threads: each holds connections while it waits for the next pool's.
+        by_pool = dict(sorted(by_pool.items(), key=lambda item: id(item[0])))
         found = self._ask(by_pool, key, fields)
         if found is None:
             return None

@@ -301,3 +301,13 @@ def test_repr_tells_how_full_it_is(place: Place) -> None:
         "<NearIndex 0/8 records for 0.5 s, of <MemoryIndex 3 records, 0 leases>>"
     )
     assert repr(place.near).startswith("<NearIndex 2/100 records for 30 s")
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_believed_for_longer(doubting: Place) -> None:
+    absent = prefix_hash(4)
+    assert doubting.found(FIRST, absent) == [True, False]
+    doubting.far.publish(chunk(4), {FIELD: shard()}, ttl_s=LONG_S)
+    doubting.far.drop(NAMESPACE, FIRST)
+    assert doubting.found(FIRST, absent) == [True, False]
+    doubting.clock.advance(-3600)
+    assert doubting.found(FIRST, absent) == [False, True]

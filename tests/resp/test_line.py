@@ -151,3 +151,14 @@ def test_a_command_is_packed_as_the_protocol_says() -> None:
     assert packed(b"SET", b"k", b"", b"EX", 60) == (
         b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$0\r\n\r\n$2\r\nEX\r\n$2\r\n60\r\n"
     )
+
+
+def test_a_connection_from_which_too_much_was_read_is_not_used_again() -> None:
+    """What came with an answer and belongs to none would be the next command's answer."""
+    line, theirs = wire()
+    theirs.sendall(b"$-1\r\n+OK\r\n")
+    assert line.read_line(10) == b"$-1"
+    assert not line.is_fresh()
+    line.end()
+    assert line._connection.disconnected
+    theirs.close()
