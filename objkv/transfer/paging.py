@@ -37,6 +37,8 @@ class GroupShape:
     rank_shard: RankShard
 
 
+_GATHER_CHUNKS_MAX = 16
+_GATHER_BYTES_MAX = 32 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integers of an element's size, as which pages travel: numpy has neither bf16 nor fp8, and torch
 copies fp8 by index on some devices only."""
@@ -67,6 +69,16 @@ class PagedGroup:
         """Bytes of one chunk of this group, uncompressed."""
         return sum(self.layer_bytes)
 
+    @property
+    def gather_chunks_max(self) -> int:
+        """For how many chunks to ask ``gather_many`` at once, at least one.
+
+        A layer of so many is one kernel; and the lane keeps it in the device's memory, beside what
+        vLLM took of that, so it has a bound in bytes as well.
+        """
+        fitting = _GATHER_BYTES_MAX // max(self.layer_bytes)
+        return max(1, min(_GATHER_CHUNKS_MAX, fitting))
+
     def scatter(
         self, lane: Lane, layer: int, pages: memoryview, first_block: int, placed: torch.Tensor
     ) -> None:
@@ -79,6 +91,7 @@ class PagedGroup:
         cache = self._caches[layer]
         tensor = torch.frombuffer(pages, dtype=cache.dtype).view(self.layers[layer].shape)
         if len(placed) != len(tensor):
+            assert first_block + len(placed) <= len(tensor)  # else one page would fill them all
             tensor = tensor[first_block : first_block + len(placed)]
         lane.scatter(tensor, cache, placed)
 

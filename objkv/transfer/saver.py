@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 1.0
 """At least so long ``close`` waits for threads that have nothing left to do."""
-_GATHER_CHUNKS_MAX = 16
-"""Chunks that a lane takes out at once: it keeps a layer of so many in the device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +131,10 @@ class Saver:
                     room -= 1
                 else:
                     dropped.add(self._drop(plan.request_id, save, key))
-        for chunks in taken.values():
-            for start in range(0, len(chunks), _GATHER_CHUNKS_MAX):
-                dropped |= self._gather(chunks[start : start + _GATHER_CHUNKS_MAX])
+        for number, chunks in taken.items():
+            at_once = self._groups[number].gather_chunks_max
+            for start in range(0, len(chunks), at_once):
+                dropped |= self._gather(chunks[start : start + at_once])
         return dropped
 
     def fence(self) -> None:

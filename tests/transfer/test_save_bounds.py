@@ -2,10 +2,12 @@
 
 import logging
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 
 import pytest
+import torch
 
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
@@ -16,6 +18,7 @@ from objkv.stores.base import Buffer, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.transfer import paging
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
@@ -89,6 +92,32 @@ def test_saving_takes_no_memory_but_the_slabs() -> None:
 
 def test_saving_into_a_directory_takes_no_memory_but_the_slabs(tmp_path: Path) -> None:
     saved(LocalStore(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "at_once"), [(None, [4]), (3, [3, 1]), (2, [2, 2]), (0, [1, 1, 1, 1])]
+)
+def test_a_step_stages_so_many_chunks_at_once_as_fit_the_devices_memory(
+    bytes_max: int | None, at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Replica(*stores(), seed=1)
+    asked = []
+
+    class Counting(HostLane):
+        def gather(
+            self, cache: torch.Tensor, placed: torch.Tensor, pages: Sequence[torch.Tensor]
+        ) -> None:
+            asked.append(len(pages))
+            super().gather(cache, placed, pages)
+
+    if bytes_max is not None:
+        layer_bytes = max(replica.paged.layer_bytes)
+        monkeypatch.setattr(paging, "_GATHER_BYTES_MAX", bytes_max * layer_bytes)
+    monkeypatch.setattr(replica.saver, "_lane", Counting())
+    assert replica.save(range(4)) == set()
+    assert asked == [n for n in at_once for _ in replica.paged.layers]
+    assert replica.recorder.value("saves") == 4
+    replica.close()
 
 
 def test_a_drop_is_counted_in_chunks_and_in_bytes() -> None:
