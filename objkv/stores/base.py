@@ -25,7 +25,8 @@ Buffer = bytes | bytearray | memoryview
 
 Arrived = Callable[[int], None]
 """Told how many leading bytes of a buffer hold what was asked for, while more may still arrive: at
-rising numbers, at least once, by the thread that called the store. What it raises ends the get and
+rising numbers, at least once, by the thread that called the store. Those bytes are not written
+again before the get is over: they may be on their way to somewhere. What it raises ends the get and
 reaches the caller unchanged."""
 
 KEY_BYTES_MAX = 900

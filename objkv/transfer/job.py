@@ -127,9 +127,10 @@ class LoadJob:
             self._changed.notify_all()
 
     def is_over(self) -> bool:
-        """Whether every move has succeeded or failed, or the deadline has passed."""
+        """Whether every move that is still wanted has succeeded or failed, or the deadline has
+        passed."""
         with self._changed:
-            return not self._unfinished or self._clock() >= self.deadline
+            return not any(self._wanted(self.plan.moves[i]) for i in self._unfinished)
 
     def wait_over(self) -> None:
         """Block until every move that is still wanted has succeeded or failed, or the deadline
@@ -186,13 +187,15 @@ class LoadJob:
         )
 
     def _wait_while(self, lacking: Callable[[int], bool]) -> None:
-        """Wait until no move that is wanted and under way is ``lacking``, or for the deadline."""
-        while not self._closed and any(
-            lacking(i) for i in self._unfinished if self._wanted(self.plan.moves[i])
-        ):
-            left = self.deadline - self._clock()
-            if left <= 0 or not self._changed.wait(left):
-                break
+        """Wait until no move that is wanted and under way is ``lacking``, or for the deadline.
+
+        One after the other: what a move no longer lacks, or is no longer wanted, stays so. Asking
+        all of them again whenever something was written would take the time of their square.
+        """
+        for i in sorted(self._unfinished):
+            while i in self._unfinished and self._wanted(self.plan.moves[i]) and lacking(i):
+                if not self._changed.wait(self.deadline - self._clock()):
+                    return
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
         in_group = self.plan.moves[index].move.group == group

@@ -74,7 +74,6 @@ class Landing:
         if self.header is not None or nbytes < _LENGTH_BYTES:
             return
         payload, room = self._strip.payload, self._span.nbytes
-        # Asked anew each time: when a store fails, another one begins from the front.
         header_bytes = header_bytes_needed(payload[:_LENGTH_BYTES])
         if header_bytes > room:
             raise PayloadError(f"a header of {header_bytes} bytes, at most {room} can be")

@@ -126,7 +126,9 @@ class CudaMark:
     """An event on a lane's stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        # Whoever waits sleeps: by default he would spin, on a core that the engine may need, for
+        # as long as the model's kernels take that come before.
+        self._event = torch.cuda.Event(blocking=True)
         self._event.record(stream)
 
     def done(self) -> bool:

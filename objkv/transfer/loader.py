@@ -81,9 +81,9 @@ class Loader:
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         job = LoadJob(plan, layers, self._clock() + limit_s, self._clock)
         assert plan.request_id not in self._jobs
-        self._jobs[plan.request_id] = job
         for lane in self._lanes:
             lane.follow_compute()  # what earlier kernels still do to these blocks comes first
+        self._jobs[plan.request_id] = job  # nothing fails from here on: its end is told once
         taken = self._queue.add(job)
         if taken < len(plan.moves):
             self._recorder.count("load_refused", len(plan.moves) - taken)

@@ -14,8 +14,17 @@ LANE = HostLane()
 
 
 def job_of_one_chunk(clock: ManualClock, *, sync: bool) -> LoadJob:
-    move = ChunkMove(0, 0, HASHES[0], root_hash(NAMESPACE), 0, CHUNK, 0, (3, 4))
-    plan = LoadPlan("r", NAMESPACE, (LoadMove(move, ()),), sync)
+    return job_of(1, clock, sync=sync)
+
+
+def job_of(chunks: int, clock: ManualClock, *, sync: bool) -> LoadJob:
+    moves = []
+    for c in range(chunks):
+        parent = HASHES[c - 1] if c else root_hash(NAMESPACE)
+        blocks = (3 + 2 * c, 4 + 2 * c)
+        at = c * CHUNK
+        moves.append(LoadMove(ChunkMove(c, 0, HASHES[c], parent, at, at + CHUNK, 0, blocks), ()))
+    plan = LoadPlan("r", NAMESPACE, tuple(moves), sync)
     return LoadJob(plan, {0: LAYERS}, clock() + 5.0, clock)
 
 
@@ -79,6 +88,37 @@ def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     assert not job.span_done(0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
+
+
+def test_a_load_is_over_when_what_is_left_of_it_is_of_no_use() -> None:
+    """Chunks behind one that failed may still wait for a thread."""
+    job = job_of(3, ManualClock(), sync=False)
+    job.fail(1, rejected=False)
+    assert not job.is_over(), "the first one is of use by itself"
+    assert job.enter(0)
+    write_all_layers(job)
+    assert job.is_over()
+    assert job.close().failed_blocks == {5, 6, 7, 8}
+
+
+def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> None:
+    job, came = job_of(4, ManualClock(), sync=True), []
+
+    def computing() -> None:
+        job.wait_layer(0, 0)
+        came.append(bin(job._written[0] & job._written[1] & job._written[2] & job._written[3]))
+
+    thread = Thread(target=computing)
+    thread.start()
+    for index in (2, 0, 3):
+        assert job.enter(index)
+        job.leave(index, [0], LANE, HostMark())
+        thread.join(0.01)
+        assert thread.is_alive()
+    assert job.enter(1)
+    job.leave(1, [0], LANE, HostMark())
+    thread.join()
+    assert came == ["0b1"]
 
 
 def test_what_a_lane_could_not_mark_was_not_written() -> None:

@@ -1,15 +1,22 @@
 """Lanes whose copies pass later than they are given, as on a GPU."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from threading import Event, Thread
 
+import pytest
 import torch
 
+from objkv.codec.payload import read_header
+from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Arrived
+from objkv.stores.memory import MemoryStore
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadOutcome
 from tests.transfer.arriving import PiecewiseStore
 from tests.transfer.paged_cache import same_blocks
-from tests.transfer.world import PATIENCE_S, Replica, wait_until
+from tests.transfer.world import IN_SPANS, PATIENCE_S, Replica, stores, wait_until
 
 MINE, THEIRS = [9, 10], [1, 2]
 
@@ -110,3 +117,75 @@ def test_block_ids_are_placed_once_for_all_layers_of_a_move() -> None:
     assert not replica.load(range(1), first_block=MINE[0]).failed
     assert lane.places == [2]
     replica.close()
+
+
+class LazyLane(HostLane):
+    """Reads the pages it is given as late as it may."""
+
+    def __init__(self) -> None:
+        self._given: list[Callable[[], None]] = []
+
+    def scatter(self, pages: torch.Tensor, cache: torch.Tensor, placed: torch.Tensor) -> None:
+        self._given.append(lambda: HostLane.scatter(self, pages, cache, placed))
+
+    def mark(self) -> "LazyMark":
+        return LazyMark(self._given)
+
+
+class LazyMark:
+    def __init__(self, given: list[Callable[[], None]]) -> None:
+        self._given = given
+        self._due = len(given)
+
+    def done(self) -> bool:
+        return not self._due
+
+    def wait(self) -> None:
+        while self._due:
+            self._due -= 1
+            self._given.pop(0)()
+
+    def hold_compute(self) -> None:
+        """The test reads when all is over."""
+
+
+class BreaksOff(MemoryStore):
+    """Has given all but the last bytes when it fails."""
+
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+        return self.get_range_into(key, 0, buffer, arrived)
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        part = (self.get(key) or b"")[start : start + len(buffer) - 1][:-1]
+        buffer[: len(part)] = part
+        assert arrived is not None
+        arrived(len(part))
+        raise StoreUnavailable("gone shortly before the end")
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_bulk_writes_over_a_hot_copy_that_broke_off_is_not_copied_unverified(
+    *, sync: bool
+) -> None:
+    """Verified layers of the hot copy may still be on their way from the slab to the blocks."""
+    (store, index), hot = stores(), BreaksOff()
+    replica = Replica(store, index, seed=1, hot=hot, lane=LazyLane, cuts=IN_SPANS)
+    replica.save(range(1))
+    path = replica.path(0)
+    payload = bytearray(store.get(path) or b"")
+    hot.put(path, payload)
+    payload[read_header(payload).frames[0].offset] ^= 1
+    store.put(path, payload)
+    before = replica.snapshot()
+    (load,) = (plan := replica.load_plan(range(1), MINE[0], sync=sync)).moves
+    records = tuple((field, replace(record, hot=True)) for field, record in load.records)
+    replica.loader.submit(replace(plan, moves=(replace(load, records=records),)))
+    (outcome,) = replica.loader.take_finished(sync=True) if sync else [replica.outcome()]
+    replica.close()
+    if not outcome.failed:
+        assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)
+    for now, then in zip(replica.caches, before, strict=True):
+        for mine, theirs in zip(MINE, THEIRS, strict=True):
+            assert torch.equal(now[mine], now[theirs]) or torch.equal(now[mine], then[mine])
