@@ -23,6 +23,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def _kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of the machine shall replace no connection."""
+    monkeypatch.setattr(line_module, "KEEP_S", 1e9)
+
+
 def connected(server: RedisServer, *, connections: int = 4, **options: object) -> redis.Redis:
     settings = {"protocol": 2, "socket_timeout": PATIENCE_S, "timeout": PATIENCE_S, **options}
     pool = redis.BlockingConnectionPool(port=server.port, max_connections=connections, **settings)
