@@ -105,8 +105,11 @@ class LookupService:
         return memo.answer
 
     def forget(self, request_id: str) -> None:
-        """Drop what is remembered of a request; a lookup under way ends by itself."""
-        self._memos.pop(request_id, None)
+        """Drop what is remembered of a request. A lookup that waits gives its place to others; one
+        under way ends by itself."""
+        memo = self._memos.pop(request_id, None)
+        if memo is not None and memo.future is not None:
+            memo.future.cancel()
 
     def deadline(self) -> float:
         """Until when, on this service's clock, what is asked now is worth waiting for."""

@@ -34,6 +34,11 @@ class Matching:
         self._requests = requests
         self._fields = [geometry.fields(g) for g in range(len(geometry.groups))]
         self._fields_count = len(geometry.all_fields())
+        self._waiting: int | None = None
+
+    def next_step(self) -> None:
+        """A step was scheduled: others wait now."""
+        self._waiting = None
 
     def usable(self, tracked: Tracked, records: Records, computed: int) -> Usable:
         """What can, and should, be loaded of a request that has ``computed`` tokens."""
@@ -43,24 +48,26 @@ class Matching:
             or known.records is not records
             or (known.num_tokens, known.computed) != (num_tokens, computed)
         ):
-            end, sync = self._usable_tokens(tracked, records, computed)
+            end, sync = self._usable_tokens(records, num_tokens, computed)
             known = tracked.usable = Usable(records, num_tokens, computed, end, sync)
         return known
 
     def _usable_tokens(
-        self, tracked: Tracked, records: Sequence[Shards | None], computed: int
+        self, records: Sequence[Shards | None], num_tokens: int, computed: int
     ) -> tuple[int, bool]:
         """The end of the match in tokens, and whether to load it within the step.
 
         A load between steps may cover the whole prompt: vLLM then computes the last token again.
         Within a step, and with sliding windows, at least one token must be left to compute.
         """
-        size, num_tokens = self._geometry.chunk_tokens, tracked.request.num_tokens
+        size = self._geometry.chunk_tokens
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
         tokens = self._matched(records)
-        waiting = self._requests.waiting(tracked)
-        admitted = self._pace.admit(records, computed, min(tokens, num_tokens), waiting=waiting)
+        if self._waiting is None:
+            self._waiting = self._requests.waiting()
+        behind = max(0, self._waiting - 1)  # the request itself has nothing computed either
+        admitted = self._pace.admit(records, computed, min(tokens, num_tokens), waiting=behind)
         if admitted < min(tokens, num_tokens):
             tokens = self._matched(records[: admitted // size])
         if self._geometry.windowed:

@@ -167,6 +167,7 @@ class SchedulerSide:
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         loads = tuple(self._loads.values())
         self._confidence.planned(loads)
+        self._matching.next_step()
         self._pace.step_planned(output.num_scheduled_tokens.values(), loads)
         self._loads = {}
         for plan in loads:
@@ -228,19 +229,24 @@ class SchedulerSide:
         plans = []
         state = output.kv_connector_block_state
         assert state is not None
+        size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
-            if tracked is None or not tracked.may_save or not self._admissions.trusts(tracked):
+            if tracked is None or not tracked.may_save:
                 continue
-            if not self._roles.loads and not tracked.records:
-                self._requests.records(tracked)
             request = tracked.request
             # Only tokens whose ids are known and that the model accepted: with asynchronous
             # scheduling and speculation more may be computed than that.
-            end = min(request.num_computed_tokens + scheduled, len(request.all_token_ids))
-            if not self._config.save_decode:
-                end = min(end, request.num_prompt_tokens)
-            chunks = self._requests.due(tracked, end // self._geometry.chunk_tokens)
+            known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
+            computed = min(request.num_computed_tokens + scheduled, known) // size
+            # First what holds in nearly every step, of hundreds of requests that generate.
+            if computed <= tracked.planned and not tracked.again:
+                continue
+            if not self._admissions.trusts(tracked):
+                continue
+            if not self._roles.loads and not tracked.records:
+                self._requests.records(tracked)
+            chunks = self._requests.due(tracked, computed)
             if not chunks:
                 continue
             blocks = state.get_block_ids(request_id)

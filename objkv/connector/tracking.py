@@ -23,7 +23,8 @@ _RETRIES_MAX = 16
 4 µs a chunk, each worker more (2 cores, 2026-11), and a queue that was full takes few at once."""
 
 _WAITING_MAX = 1024
-"""Requests looked at to see whether they wait: 50 µs of the scheduler's time, once a match."""
+"""Requests looked at to see whether they wait: 50 µs of the scheduler's time, once a
+step."""
 
 
 @dataclass(slots=True)
@@ -106,11 +107,10 @@ class RequestTracker:
         """All requests that have not ended."""
         return tuple(self._tracked)
 
-    def waiting(self, besides: Tracked) -> int:
-        """How many of the first ``_WAITING_MAX`` requests have nothing computed yet, ``besides``
-        not counted."""
+    def waiting(self) -> int:
+        """How many of the first ``_WAITING_MAX`` requests have nothing computed yet."""
         first = islice(self._tracked.values(), _WAITING_MAX)
-        return sum(one is not besides and not one.request.num_computed_tokens for one in first)
+        return sum(not one.request.num_computed_tokens for one in first)
 
     def get(self, request_id: str) -> Tracked | None:
         """What is known of a request that has not ended."""

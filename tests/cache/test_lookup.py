@@ -198,6 +198,24 @@ def test_a_forgotten_request_is_looked_up_anew(service: LookupService, index: Ga
     assert len(index.asked) == 2
 
 
+def test_a_forgotten_request_that_waits_gives_its_place_to_another(
+    index: GatedIndex, recorder: MemoryRecorder
+) -> None:
+    """Else those whose clients have gone keep the others from being looked up."""
+    service = LookupService(index, [FIELD], recorder, LookupLimits(PATIENCE_S, queue_max=5))
+    for name in "abcd":
+        service.ask(name, NS, HASHES)
+    answer(lambda: len(index.asked) == 4 or None)
+    assert service.ask("waits", NS, HASHES) is None
+    service.forget("waits")
+    assert service.ask("next", NS, HASHES) is None
+    assert recorder.value("lookup_refused") == 0
+    index.gate.set()
+    assert answer(lambda: service.ask("next", NS, HASHES)) == ({FIELD: SHARD}, None, None)
+    assert len(index.asked) == 5
+    service.close()
+
+
 def test_a_closed_service_answers_no_match(service: LookupService) -> None:
     service.close()
     assert service.ask("r", NS, HASHES) == (None, None, None)
