@@ -54,12 +54,9 @@ class Promoter:
         if not self._often.note(path, nbytes):
             return
         with self._changed:
-            taken = not self._closed and len(self._queue) < _QUEUE_MAX
+            taken = not self._closed and len(self._queue) < _QUEUE_MAX and self._has_thread()
             if taken:
                 self._queue.append(claim)
-                if self._thread is None:
-                    self._thread = Thread(target=self._work, name="objkv-promote", daemon=True)
-                    self._thread.start()
                 self._changed.notify_all()
         if not taken:
             self._often.forget(path)
@@ -80,6 +77,17 @@ class Promoter:
             return True
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
+
+    def _has_thread(self) -> bool:
+        """Whether there is a thread, which the first one who needs it starts."""
+        if self._thread is None:
+            thread = Thread(target=self._work, name="objkv-promote", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the process may have no more threads, or is about to end
+                return False
+            self._thread = thread
+        return True
 
     def _work(self) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -252,6 +252,21 @@ def test_a_load_does_not_wait_for_the_copy_and_what_does_not_fit_the_queue_is_dr
     assert world.recorder.value("hot_promote_drops") >= 100 - 64 - 1
     world.hot.go.set()
     world.load(0)
+
+
+def test_without_another_thread_nothing_is_copied_and_nothing_raised(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    world = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(Thread, "start", refuse)
+        world.load(2)
+    assert world.recorder.value("hot_promote_drops") == 1
+    assert world.cache.close(0.0)
+    assert world.log == []
 
 
 def test_closing_ends_the_thread_and_later_loads_change_nothing(make: Make) -> None:
