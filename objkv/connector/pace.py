@@ -10,6 +10,7 @@ events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes resu
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
@@ -21,6 +22,16 @@ from objkv.transfer.plan import LoadPlan
 _LOADS_MAX = 4096
 _HOT: Tier = "hot"
 _BULK: Tier = "bulk"
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way, and what is known of how long it took."""
+
+    tier: Tier
+    share: float
+    sync: bool
+    slowest: LoadTime | None = None
 
 
 class Pace:
@@ -40,7 +51,7 @@ class Pace:
         # One more than can be: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
-        self._tiers: dict[str, tuple[Tier, float]] = {}
+        self._loads: dict[str, _Load] = {}
         # Ranks load at once, each its own shards, of which there may be fewer than ranks. Where
         # groups differ, as if all were divided like the one that is least.
         groups = range(len(geometry.groups))
@@ -52,8 +63,8 @@ class Pace:
         for plan in loads:
             if plan.sync:
                 tokens = 0
-            if len(self._tiers) < _LOADS_MAX:
-                self._tiers[plan.request_id] = _tier_of(plan)
+            if len(self._loads) < _LOADS_MAX:
+                self._loads[plan.request_id] = _Load(*_tier_of(plan), plan.sync)
         self._steps.append((tokens, self._clock()))
 
     def step_ended(self) -> None:
@@ -68,16 +79,23 @@ class Pace:
     def reported(self, report: StepReport) -> None:
         """Workers told how their loads went."""
         for request_id in report.failed:
-            self._tiers.pop(request_id, None)
-        for request_id, load in report.loaded.items():
-            if (known := self._tiers.pop(request_id, None)) is not None:
-                tier, share = known
-                nbytes = int(load.nbytes * share)
-                self._admission.loaded(tier, LoadTime(nbytes, load.seconds, load.first_s))
+            self._loads.pop(request_id, None)
+        for request_id, time in report.loaded.items():
+            if (load := self._loads.get(request_id)) is not None:
+                load.slowest = max(load.slowest or time, time, key=lambda one: one.seconds)
+                if load.sync:
+                    self.received(request_id)
+
+    def received(self, request_id: str) -> None:
+        """A load is over on all workers; those between steps end in different ones."""
+        load = self._loads.pop(request_id, None)
+        if load is not None and (time := load.slowest) is not None:
+            nbytes = int(time.nbytes * load.share)
+            self._admission.loaded(load.tier, LoadTime(nbytes, time.seconds, time.first_s))
 
     def request_ended(self, request_id: str) -> None:
         """Nothing more will be heard of its load."""
-        self._tiers.pop(request_id, None)
+        self._loads.pop(request_id, None)
 
     def admit(
         self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0

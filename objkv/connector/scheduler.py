@@ -192,6 +192,7 @@ class SchedulerSide:
             self._read_report(report)
         for request_id in output.finished_recving or ():
             self._confidence.received(request_id)
+            self._pace.received(request_id)
             if plan := self._loading.pop(request_id, None):
                 self._touch(plan)
 

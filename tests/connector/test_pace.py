@@ -51,6 +51,12 @@ def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan
     return cast("Any", SimpleNamespace(request_id=request_id, moves=moves, sync=sync))
 
 
+def told(pace: Pace, loaded: dict[str, LoadTime]) -> None:
+    pace.reported(StepReport(loaded=loaded))
+    for request_id in loaded:
+        pace.received(request_id)
+
+
 def test_a_step_takes_from_its_plan_to_its_result() -> None:
     notes, clock = Notes(), ManualClock()
     pace = pace_of(notes, clock)
@@ -93,8 +99,8 @@ def test_a_load_is_told_for_the_tier_that_all_of_it_came_from() -> None:
     pace = pace_of(notes, ManualClock())
     pace.step_planned([0], [plan("hot", HOT, HOT), plan("cold", COLD)])
     load = LoadTime(100, 1.0, 0.5)
-    pace.reported(StepReport(loaded=dict.fromkeys(("hot", "cold", "nobody"), load)))
-    pace.reported(StepReport(loaded={"hot": load}))
+    told(pace, dict.fromkeys(("hot", "cold", "nobody"), load))
+    told(pace, {"hot": load})
     assert notes.loads == [("hot", load), ("bulk", load)]
 
 
@@ -103,7 +109,7 @@ def test_a_load_from_both_tiers_tells_of_bulk_with_the_bytes_that_came_from_ther
     notes = Notes()
     pace = pace_of(notes, ManualClock())
     pace.step_planned([0], [plan("both", HOT, COLD, HOT, HOT)])
-    pace.reported(StepReport(loaded={"both": LoadTime(400, 1.0, 0.5)}))
+    told(pace, {"both": LoadTime(400, 1.0, 0.5)})
     assert notes.loads == [("bulk", LoadTime(100, 1.0, 0.5))]
 
 
@@ -137,7 +143,8 @@ def test_a_load_that_failed_or_whose_request_ended_teaches_nothing() -> None:
     pace.step_planned([0], [plan("failed", COLD), plan("ended", COLD)])
     pace.request_ended("ended")
     load = LoadTime(100, 1.0, 0.5)
-    pace.reported(StepReport(failed={"failed"}, loaded={"failed": load, "ended": load}))
+    pace.reported(StepReport(failed={"failed"}))
+    told(pace, {"failed": load, "ended": load})
     assert notes.loads == []
 
 
@@ -147,6 +154,29 @@ def test_of_several_workers_the_slowest_is_told() -> None:
     both = one.aggregate(StepReport(loaded={"b": slow, "c": slow}))
     assert both.loaded == {"a": quick, "b": slow, "c": slow}
     assert not both.is_empty()
+
+
+def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_slower_ones() -> (
+    None
+):
+    notes = Notes()
+    pace = pace_of(notes, ManualClock(), tp_size=2)
+    pace.step_planned([0], [plan("r", COLD)])
+    quick, slow = LoadTime(100, 1.0, 0.5), LoadTime(90, 2.0, 0.1)
+    for time in (quick, slow, quick):
+        pace.reported(StepReport(loaded={"r": time}))
+    assert notes.loads == []
+    pace.received("r")
+    pace.received("r")
+    assert notes.loads == [("bulk", slow)]
+
+
+def test_a_load_within_the_step_is_over_when_it_is_reported() -> None:
+    notes = Notes()
+    pace = pace_of(notes, ManualClock())
+    pace.step_planned([512], [plan("r", COLD, sync=True)])
+    pace.reported(StepReport(loaded={"r": LoadTime(100, 1.0, 0.5)}))
+    assert notes.loads == [("bulk", LoadTime(100, 1.0, 0.5))]
 
 
 @pytest.mark.parametrize(
