@@ -28,24 +28,34 @@ class LateMark:
     def __init__(self, lane: "LateGathers", number: int) -> None:
         self._lane = lane
         self._number = number
+        self._asked = False
 
     def done(self) -> bool:
-        return self._lane.copied >= self._number
+        if self._asked:  # when it was given, none is done
+            self._lane.allow(self._number)
+        self._asked = True
+        return self._is_done()
 
     def wait(self) -> None:
         with self._lane.changed:
-            assert self._lane.changed.wait_for(self.done, PATIENCE_S)
+            assert self._lane.changed.wait_for(self._is_done, PATIENCE_S)
 
     def hold_compute(self) -> None:
+        self._lane.allow(self._number)
         self.wait()
+
+    def _is_done(self) -> bool:
+        return self._lane.copied >= self._number
 
 
 class LateGathers(HostLane):
-    """A thread makes the copies, in their order."""
+    """A thread makes the copies, in their order, when the forward thread asks for them: no sooner
+    than it must, so that whoever does not ask lets them come too late."""
 
     def __init__(self) -> None:
         self.changed = Condition()
         self.given = self.copied = 0
+        self._allowed = 0
         self._left = deque[tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]] | None]()
         self._thread = Thread(target=self._copy, daemon=True)
         self._thread.start()
@@ -61,8 +71,14 @@ class LateGathers(HostLane):
     def mark(self) -> LateMark:
         return LateMark(self, self.given)
 
+    def allow(self, number: int) -> None:
+        with self.changed:
+            self._allowed = max(self._allowed, number)
+            self.changed.notify_all()
+
     def close(self) -> None:
         with self.changed:
+            self._allowed += 1
             self._left.append(None)
             self.changed.notify_all()
         self._thread.join()
@@ -70,7 +86,7 @@ class LateGathers(HostLane):
     def _copy(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._left)
+                self.changed.wait_for(lambda: self._left and self.copied < self._allowed)
                 work = self._left.popleft()
             if work is None:
                 return
