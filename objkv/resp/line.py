@@ -118,7 +118,10 @@ class Line:
         """After an offer of which nothing was taken: wait until there is something to receive, or
         room to send; whether it is the former."""
         poll = select.poll()
-        poll.register(self.sock, select.POLLIN | select.POLLOUT)
+        try:
+            poll.register(self.sock, select.POLLIN | select.POLLOUT)
+        except ValueError as exc:  # closed with its client, by another thread
+            raise exceptions.ConnectionError(_CLOSED) from exc
         timeout_s = self._timeout_s
         ready = poll.poll(None if timeout_s is None else 1000 * timeout_s)
         if not ready:

@@ -162,3 +162,17 @@ def test_a_connection_from_which_too_much_was_read_is_not_used_again() -> None:
     line.end()
     assert line._connection.disconnected
     theirs.close()
+
+
+def test_a_connection_that_another_thread_closes_is_lost() -> None:
+    """As when a client is closed with a call under way."""
+    line, theirs = wire()
+    line._connection.disconnect()
+    with pytest.raises(exceptions.ConnectionError):
+        line.wait_to_receive()
+    with pytest.raises(exceptions.ConnectionError):
+        line.receive()
+    with pytest.raises(exceptions.ConnectionError):
+        line.offer(memoryview(b"x"))
+    line.end()
+    theirs.close()
