@@ -10,6 +10,7 @@ stage sets the pace, and the other one shows for a single layer::
 loads at once have several of both. A codec must win by 10 %, or nothing is compressed.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ import numpy as np
 
 from objkv.codec.compress import GAIN_MIN, compress, decompress_into
 from objkv.codec.payload import LayerSpec
+
+logger = logging.getLogger(__name__)
 
 CANDIDATES: Final = ("blosc", "blosclz4")
 SAMPLE_EVERY: Final = 32
@@ -105,7 +108,11 @@ class CodecChooser:
             return
         try:
             started = self._clock()
-            sample = self._measure(codec, *piece)
+            try:
+                sample = self._measure(codec, *piece)
+            except Exception:  # e.g. a library that does not load here: saved without it
+                logger.exception("codec cannot be used here codec=%s", codec)
+                sample = _Sample(1.0, 0.0)
             with self._lock:
                 self._sampling_s += self._clock() - started
                 kept = self._samples.setdefault((group, codec), deque(maxlen=_SAMPLES))

@@ -184,3 +184,20 @@ def test_real_codecs_are_measured_and_chosen_for_a_slow_link() -> None:
     numbers = bytes(i // 64 % 256 for i in range(PAGES.nbytes))
     chooser = CodecChooser(lambda: 1e4)
     assert chooser.choose(0, LAYERS, memoryview(numbers)) in {"blosc", "blosclz4"}
+
+
+def test_a_codec_that_does_not_work_here_is_not_used_and_does_not_end_the_save(
+    codecs: Codecs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, memoryview]:
+        if codec == "blosc":
+            tried.append(codec)
+            raise ImportError("no such library")
+        return codecs.compress(codec, pages, item_bytes)
+
+    monkeypatch.setattr(choose, "compress", compress)
+    chooser = CodecChooser(lambda: 10e6, clock=codecs.clock)
+    assert [chooser.choose(0, LAYERS, PAGES) for _ in range(5)] == ["blosclz4"] * 5
+    assert len(tried) == 1
