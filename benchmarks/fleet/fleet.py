@@ -7,8 +7,8 @@ from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.trace import BLOCK_TOKENS
 
 Routing = Literal["random", "affine"]
-Admission = Literal["auto", "always", "never", "queue"]
-"""``queue`` is not objkv's: ``auto`` that also knows how long the GPU's queue is."""
+Admission = Literal["auto", "always", "never", "alone"]
+"""``alone`` is not objkv's: ``auto`` that ignores who waits behind a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Settings:
     """objkv's settings with objkv's defaults, then two limits that are set elsewhere."""
 
     chunk_tokens: int = 256
-    ttl_s: float = 7 * 86_400
+    ttl_s: float = 86_400
     near_records_max: int = 65_536
     near_ttl_ms: int = 30_000
     near_miss_ttl_ms: int = 500
@@ -25,9 +25,9 @@ class Settings:
     hot_promote_loads: int = 3
     hot_promote_bytes_max: int = 256 << 20
     load_threads: int = 8
-    save_threads: int = 4
+    save_threads: int = 16
     s3_range_bytes: int = 8 << 20
-    s3_ranges_max: int = 16
+    s3_ranges_max: int = 56
     s3_multipart_bytes: int = 64 << 20
     save_queue_max: int = 64
     lookup_deadline_ms: int = 500
@@ -36,7 +36,7 @@ class Settings:
     breaker_reset_ms: int = 5_000
     admission: Admission = "auto"
     quota_bytes: float = float("inf")
-    """Of the bulk store; not a setting of the replica: what ``objkv sweep`` keeps the bucket to."""
+    """Of the bulk store; not a setting of the replica: what somebody keeps the bucket to."""
     hot_bytes: float = 50e9
     """Memory of Redis for payloads; not a setting of the replica: its ``maxmemory``."""
 

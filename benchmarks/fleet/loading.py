@@ -57,7 +57,10 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
 
 
 def load(world: World, job: Job, now: float, stored: int) -> float:
-    """Load what pays; returns when the request can be computed, and sets what it need not."""
+    """Load what pays; returns when the request can be computed, and sets what it need not.
+
+    Decided when the request is at the head of its replica's queue, as in vLLM.
+    """
     tokens = job.arrival.tokens
     job.reused = start = min(job.replica.cache.match(job.private), tokens - 1)
     world.counts.gpu += start
@@ -66,7 +69,7 @@ def load(world: World, job: Job, now: float, stored: int) -> float:
         return now
     what = _plan(world, job, start, end)
     took_s = _seconds(world, job, now, what)
-    if not _pays(world, job, now, what, took_s):
+    if not _pays(world, job, what, took_s):
         world.counts.refused += 1
         return now
     return _carry_out(world, job, now, what, took_s)
@@ -151,13 +154,12 @@ def _each_s(world: World) -> float:
     return world.bulk.first_byte_s + size / world.bulk.connection_bytes_s
 
 
-def _pays(world: World, job: Job, now: float, what: Load, took_s: float) -> bool:
+def _pays(world: World, job: Job, what: Load, took_s: float) -> bool:
     saved_s = world.model.prefill_s(what.start, what.end)
     if world.settings.admission == "auto":
+        return took_s < saved_s * (1 + len(job.replica.waiting))
+    if world.settings.admission == "alone":
         return took_s < saved_s
-    if world.settings.admission == "queue":
-        queued_s = job.replica.prefill.start_s(now) - now
-        return max(took_s, queued_s) < queued_s + saved_s
     return world.settings.admission == "always"
 
 
@@ -209,8 +211,8 @@ def _promote(world: World, job: Job, unit: Unit, now: float) -> None:
     """Copy what this replica loaded often to Redis, within its budget (of an hour: the trace)."""
     replica, settings, nbytes = job.replica, world.settings, unit.chunks * world.chunk_bytes
     key = job.private[unit.place]
-    replica.loaded[key] = replica.loaded.get(key, 0) + 1
+    replica.load_counts[key] = replica.load_counts.get(key, 0) + 1
     room = settings.hot_promote_bytes_max * world.model.shards - replica.promoted_bytes
-    if replica.loaded[key] >= settings.hot_promote_loads and nbytes <= room:
+    if replica.load_counts[key] >= settings.hot_promote_loads and nbytes <= room:
         replica.promoted_bytes += nbytes
         world.keep_hot(unit, now)

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.fleet.fleet import Admission, Fleet
 from benchmarks.fleet.report import Summary
-from benchmarks.fleet.sweep import Case, Runs, scale_cases, tuned
+from benchmarks.fleet.sweep import Case, Runs, changed, scale_cases
 
 _STYLE = {
     "axes.grid": True,
@@ -53,18 +53,19 @@ def ttft(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     affine = replace(fleet, routing="affine")
     lines = {
         "no objkv": replace(fleet, shared=False),
-        "objkv, S3 Standard, default settings": fleet,
-        "objkv, S3 Standard, 64 connections": tuned(fleet),
-        "objkv, LAN store": tuned(replace(fleet, bulk="lan")),
+        "objkv, S3 Standard": fleet,
+        "objkv, S3 Standard, 24 connections": changed(fleet, s3_ranges_max=16),
+        "objkv, LAN store": replace(fleet, bulk="lan"),
         "no objkv, prefix-affine routing": replace(affine, shared=False),
-        "objkv, 64 connections, prefix-affine routing": tuned(affine),
+        "objkv, S3 Standard, prefix-affine routing": affine,
     }
     figure, axes = plt.subplots(figsize=(7.5, 4.2))
-    for (name, case), dashes in zip(lines.items(), ["-", ":", "-", "-", "--", "--"], strict=True):
+    for (name, case), dashes in zip(lines.items(), ["-", "-", ":", "-", "--", "--"], strict=True):
         times = sorted(runs.run(case).world.counts.ttft_s)
         shares = [(i + 0.5) / _POINTS for i in range(_POINTS)]
         axes.plot([times[int(share * len(times))] for share in shares], shares, dashes, label=name)
     axes.set(xscale="log", xlabel="time to first token, s", ylabel="share of requests")
+    axes.set_xlim(left=0.02)
     axes.set_title(f"{fleet.replicas} replicas of {fleet.model} (simulated)")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2)
     return figure
@@ -78,7 +79,7 @@ def connections(plt: Any, runs: Runs, fleet: Fleet) -> Any:
         found = []
         for count in counts:
             ranges = count - fleet.settings.load_threads
-            case = tuned(replace(fleet, bulk=bulk), s3_ranges_max=ranges)
+            case = changed(replace(fleet, bulk=bulk), s3_ranges_max=ranges)
             found.append(runs.summary(Case("", "", case)))
         bare = runs.summary(Case("", "", replace(fleet, shared=False))).ttft_mean_s
         left.plot(counts, [100 * summary.bulk for summary in found], "o-", label=bulk)
@@ -99,7 +100,7 @@ def models(plt: Any, runs: Runs, fleet: Fleet) -> Any:
         for model in runs.costs.models:
             case = replace(fleet, model=model, bulk=bulk)
             bare = runs.summary(Case("", "", replace(case, shared=False))).ttft_mean_s
-            heights.append(runs.summary(Case("", "", tuned(case))).ttft_mean_s / bare)
+            heights.append(runs.summary(Case("", "", case)).ttft_mean_s / bare)
         places = [place + i * width for place in range(len(heights))]
         axes.bar(places, heights, width, label=bulk)
     axes.axhline(1, color="black", linewidth=1)
@@ -112,7 +113,7 @@ def models(plt: Any, runs: Runs, fleet: Fleet) -> Any:
 def admission(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     """What each admission is worth as the GPUs fill."""
     loads = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-    rules: tuple[Admission, ...] = ("auto", "always", "queue")
+    rules: tuple[Admission, ...] = ("auto", "always", "alone")
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for axes, model in zip(panels, ("llama-3.1-8b", "llama-3.1-70b"), strict=True):
         for rule in rules:
@@ -120,9 +121,9 @@ def admission(plt: Any, runs: Runs, fleet: Fleet) -> Any:
             for load in loads:
                 case = replace(fleet, load=load, model=model)
                 bare = runs.summary(Case("", "", replace(case, shared=False))).ttft_mean_s
-                summary = runs.summary(Case("", "", tuned(case, admission=rule)))
+                summary = runs.summary(Case("", "", changed(case, admission=rule)))
                 ratios.append(summary.ttft_mean_s / bare)
-            name = f"{rule} (what if)" if rule == "queue" else rule
+            name = f"{rule} (what if)" if rule == "alone" else rule
             axes.plot([100 * load for load in loads], ratios, "o-", label=name)
         axes.axhline(1, color="black", linewidth=1)
         axes.set(xlabel="GPUs busy with prompts if nothing is reused, %", title=model)
@@ -135,11 +136,11 @@ def ttl(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     """What a shorter life or a smaller bucket costs in hits."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     lives = (30, 60, 120, 300, 600, 900, 1800, 3600)
-    by_ttl = [runs.summary(Case("", "", tuned(fleet, ttl_s=life))) for life in lives]
+    by_ttl = [runs.summary(Case("", "", changed(fleet, ttl_s=life))) for life in lives]
     left.plot([life / 60 for life in lives], [100 * s.bulk for s in by_ttl], "o-")
     left.set(xscale="log", xlabel="ttl_s, in minutes", ylabel="prompt tokens loaded, %")
     sizes = (0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0)
-    quotas = [tuned(fleet, quota_bytes=size * 1e12 * fleet.replicas) for size in sizes]
+    quotas = [changed(fleet, quota_bytes=size * 1e12 * fleet.replicas) for size in sizes]
     right.plot(sizes, [100 * runs.summary(Case("", "", q)).bulk for q in quotas], "o-")
     right.set(xscale="log", xlabel="bytes kept per replica, TB (least used go first)")
     left.set_ylim(bottom=0)
@@ -149,7 +150,7 @@ def ttl(plt: Any, runs: Runs, fleet: Fleet) -> Any:
 def money(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     """Dollars to the store against dollars of GPU time, by chunk size."""
     chunks = (128, 256, 512, 1024, 2048)
-    cases = [tuned(fleet, chunk_tokens=chunk, ttl_s=_HOUR_S) for chunk in chunks]
+    cases = [changed(fleet, chunk_tokens=chunk) for chunk in chunks]
     found = [runs.summary(Case("", "", case)) for case in cases]
     bulk = runs.costs.bulk[fleet.bulk]
     figure, axes = plt.subplots(figsize=(7.5, 3.6))
@@ -157,7 +158,7 @@ def money(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     parts: dict[str, Callable[[Summary], float]] = {
         "PUT": lambda s: 3600 * s.puts_s * bulk.put_usd,
         "GET": lambda s: 3600 * s.gets_s * bulk.get_usd,
-        "storage, ttl_s 3600": lambda s: s.storage_usd,
+        "storage, ttl_s 1 day": lambda s: s.storage_usd,
     }
     for name, price in parts.items():
         heights = [price(summary) / summary.replicas for summary in found]
@@ -180,7 +181,7 @@ def redis(plt: Any, runs: Runs, fleet: Fleet) -> Any:
         "chunk\n1,024": {"chunk_tokens": 1024},
         "chunk\n2,048": {"chunk_tokens": 2048},
     }
-    found = [runs.summary(Case("", "", tuned(fleet, **change))) for change in changes.values()]
+    found = [runs.summary(Case("", "", changed(fleet, **change))) for change in changes.values()]
     figure, axes = plt.subplots(figsize=(7.5, 3.6))
     bottom = [0.0] * len(found)
     parts: dict[str, Callable[[Summary], float]] = {
@@ -205,7 +206,7 @@ def limits(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     hourly = [s.redis_bytes * _HOUR_S / fleet.settings.ttl_s for s in found]
     lines = {
         "S3 rate, one partition of the bucket": [s.prefixes for s in found],
-        "Redis index, ttl_s 7 days, 64 GB": [s.redis_bytes / _REDIS_NODE_BYTES for s in found],
+        "Redis index, ttl_s 1 day, 64 GB": [s.redis_bytes / _REDIS_NODE_BYTES for s in found],
         "Redis index, ttl_s 1 hour, 64 GB": [nbytes / _REDIS_NODE_BYTES for nbytes in hourly],
         "Redis time, one primary": [s.redis_busy for s in found],
         "network card of a host": [max(s.nic_receive, s.nic_send) for s in found],
@@ -216,6 +217,6 @@ def limits(plt: Any, runs: Runs, fleet: Fleet) -> Any:
     axes.axhline(1, color="black", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel=f"replicas of {fleet.model}")
     axes.set(ylabel="demand, of the limit")
-    axes.set_title("base settings, chunk_tokens 256 (simulated)", fontsize=10)
+    axes.set_title("default settings (simulated)", fontsize=10)
     axes.legend(fontsize=8)
     return figure

@@ -1,24 +1,36 @@
 """The simulation: requests arrive, are looked up, loaded, computed and saved, event by event.
 
-A replica computes one prompt after the other, in the order in which their loads end; loads and
-saves go on beside. Decoding, steps and failures are left out: see ``docs/scaling.md``.
+A replica works in steps, as vLLM does: a step goes on with the prompt that was begun, then takes
+those that were loaded, then those that wait, until it has ``STEP_TOKENS``. Whether a request loads
+is decided when it is taken; its load goes on beside, and the step takes the next. Decoding and
+failures are left out: see ``docs/scaling.md``.
 """
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.fleet import Fleet
 from benchmarks.fleet.loading import load, lookup
 from benchmarks.fleet.saving import save
-from benchmarks.fleet.trace import BLOCK_TOKENS, Population, Request, arrivals, kept, span_s
-from benchmarks.fleet.world import Job, World
+from benchmarks.fleet.trace import (
+    BLOCK_TOKENS,
+    Arrival,
+    Population,
+    Request,
+    arrivals,
+    kept,
+    span_s,
+)
+from benchmarks.fleet.world import Job, Replica, World
 
 _CONVERSATIONS_MIN = 50
 """Fewer would be no population: then time is stretched instead."""
-_ARRIVES, _LOOKED_UP, _READY, _COMPUTED = range(4)
+STEP_TOKENS = 8192
+"""vLLM's default ``max_num_batched_tokens`` on an H100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +66,110 @@ def population(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> Popul
 def simulate(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> Run:
     """Run the fleet over the trace, from empty caches on."""
     world, laid = World(fleet, costs), population(requests, fleet, costs)
-    events: list[tuple[float, int, int, Job]] = []
-    serial = 0
-    end_s = 0.0
-    coming = iter(arrivals(requests, laid))
-    arrival = next(coming, None)
-    while arrival is not None or events:
-        if arrival is not None and (not events or arrival.at_s <= events[0][0]):
-            now, kind = arrival.at_s, _ARRIVES
-            job = world.place(arrival, now)
-            arrival = next(coming, None)
-        else:
-            now, _, kind, job = heapq.heappop(events)
-        following = _advance(world, job, now, kind)
-        if following is not None:
-            serial += 1
-            heapq.heappush(events, (following[0], serial, following[1], job))
-        end_s = max(end_s, now)
+    end_s = Replay(world).run(arrivals(requests, laid))
     return Run(world, span_s(requests) * laid.stretch, end_s)
 
 
-def _advance(world: World, job: Job, now: float, kind: int) -> tuple[float, int] | None:
-    """Let happen what happens now; returns when what comes next for this request."""
-    if kind == _ARRIVES:
+class Replay:
+    """What happens to the arrivals, in the order of its time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._serial = 0
+
+    def run(self, coming: Sequence[Arrival]) -> float:
+        """Let everything happen; returns when the last thing did."""
+        now = 0.0
+        for arrival in coming:
+            now = max(now, self._happen(arrival.at_s))
+            self._arrive(arrival)
+        return max(now, self._happen(math.inf))
+
+    def _happen(self, until_s: float) -> float:
+        now = 0.0
+        while self._events and self._events[0][0] < until_s:
+            now, _, event = heapq.heappop(self._events)
+            event(now)
+        return now
+
+    def _at(self, at_s: float, event: Callable[[float], None]) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (at_s, self._serial, event))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        world, now = self._world, arrival.at_s
         world.counts.requests += 1
-        world.counts.prompt += job.arrival.tokens
+        world.counts.prompt += arrival.tokens
+        job = world.place(arrival)
         if not world.fleet.shared:
-            return load(world, job, now, 0), _READY
+            self._wait(job, now)
+            return
         job.stored, took_s = lookup(world, job, now)
-        return now + took_s, _LOOKED_UP
-    if kind == _LOOKED_UP:
-        return load(world, job, now, job.stored), _READY
-    tokens = job.arrival.tokens
-    if kind == _READY:
-        work_s = world.model.prefill_s(job.reused, tokens)
-        world.counts.computed += tokens - job.reused
-        world.counts.compute_s += work_s
-        job.start_s = job.replica.prefill.start_s(now)
-        return job.replica.prefill.take(now, work_s), _COMPUTED
-    world.counts.ttft_s.append(now - job.arrival.at_s)
-    sizes = [BLOCK_TOKENS] * len(job.private)
-    sizes[-1] = tokens - BLOCK_TOKENS * (len(sizes) - 1)
-    job.replica.cache.add(job.private, sizes)
-    if world.fleet.shared:
-        save(world, job, job.start_s, now)
-    return None
+        self._at(now + took_s, partial(self._wait, job))
+
+    def _wait(self, job: Job, now: float) -> None:
+        job.computed = min(job.replica.cache.match(job.private), job.arrival.tokens - 1)
+        job.replica.waiting.append(job)
+        self._wake(job.replica, now)
+
+    def _loaded(self, job: Job, now: float) -> None:
+        job.replica.loaded.append(job)
+        self._wake(job.replica, now)
+
+    def _wake(self, replica: Replica, now: float) -> None:
+        if not replica.is_stepping:
+            self._step(replica, now)
+
+    def _step(self, replica: Replica, now: float) -> None:
+        """Plan a step and let it end when its tokens are computed."""
+        batch, end_s = list[Job](), now
+        room = STEP_TOKENS
+        while room and (job := self._take(replica, now)):
+            tokens = min(room, job.arrival.tokens - job.computed)
+            if job.computed == job.reused:
+                job.start_s = end_s
+            end_s += self._world.model.prefill_s(job.computed, job.computed + tokens)
+            job.computed += tokens
+            room -= tokens
+            batch.append(job)
+        replica.is_stepping = bool(batch)
+        if batch:
+            self._at(end_s, partial(self._step_ended, replica, batch))
+
+    def _take(self, replica: Replica, now: float) -> Job | None:
+        """The next request to compute; loads of those before it are begun."""
+        if replica.running:
+            job, replica.running = replica.running, None
+            return job
+        if replica.loaded:
+            return replica.loaded.popleft()
+        world = self._world
+        while replica.waiting:
+            job = replica.waiting.popleft()
+            ready_s = load(world, job, now, job.stored)
+            job.computed = job.reused
+            work_s = world.model.prefill_s(job.reused, job.arrival.tokens)
+            world.counts.computed += job.arrival.tokens - job.reused
+            world.counts.compute_s += work_s
+            if ready_s <= now:
+                return job
+            self._at(ready_s, partial(self._loaded, job))
+        return None
+
+    def _step_ended(self, replica: Replica, batch: list[Job], now: float) -> None:
+        for job in batch:
+            if job.computed < job.arrival.tokens:
+                replica.running = job
+            else:
+                self._computed(job, now)
+        self._step(replica, now)
+
+    def _computed(self, job: Job, now: float) -> None:
+        world, tokens = self._world, job.arrival.tokens
+        world.counts.ttft_s.append(now - job.arrival.at_s)
+        sizes = [BLOCK_TOKENS] * len(job.private)
+        sizes[-1] = tokens - BLOCK_TOKENS * (len(sizes) - 1)
+        job.replica.cache.add(job.private, sizes)
+        if world.fleet.shared:
+            save(world, job, job.start_s, now)

@@ -10,10 +10,6 @@ from benchmarks.fleet.report import Summary, summarise
 from benchmarks.fleet.simulate import Run, simulate
 from benchmarks.fleet.trace import Request
 
-TUNED = {"s3_ranges_max": 56, "save_threads": 16}
-"""What the base of every comparison sets: with objkv's defaults S3 Standard is too slow for most
-loads to pay, and then little else matters."""
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -24,45 +20,44 @@ class Case:
     fleet: Fleet
 
 
-def tuned(fleet: Fleet, **settings: Any) -> Fleet:
-    """The fleet with the base's settings and these."""
-    return replace(fleet, settings=replace(fleet.settings, **(TUNED | settings)))
+def changed(fleet: Fleet, **settings: Any) -> Fleet:
+    """The fleet with these settings changed."""
+    return replace(fleet, settings=replace(fleet.settings, **settings))
 
 
 def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     """The default comparison: what ``run.py`` prints."""
     yield Case("objkv", "none", replace(fleet, shared=False))
     yield Case("objkv", "default settings", fleet)
-    yield Case("objkv", "base: ranges 56, save 16", tuned(fleet))
-    for ranges, savers in ((0, 16), (16, 16), (120, 16), (56, 4), (56, 8)):
-        case = tuned(fleet, s3_ranges_max=ranges, save_threads=savers)
+    for ranges, savers in ((16, 4), (0, 16), (16, 16), (120, 16), (56, 4), (56, 8)):
+        case = changed(fleet, s3_ranges_max=ranges, save_threads=savers)
         yield Case("connections", f"ranges {ranges}, save {savers}", case)
     for store in costs.bulk:
         if store != fleet.bulk:
-            yield Case("bulk", store, tuned(replace(fleet, bulk=store)))
-    for admission in ("never", "always", "queue"):
-        yield Case("admission", admission, tuned(fleet, admission=admission))
+            yield Case("bulk", store, replace(fleet, bulk=store))
+    for admission in ("never", "always", "alone"):
+        yield Case("admission", admission, changed(fleet, admission=admission))
     for chunk in (128, 512, 1024, 2048):
-        yield Case("chunk_tokens", str(chunk), tuned(fleet, chunk_tokens=chunk))
-    for ttl_s in (60, 300, 900, 3600):
-        yield Case("ttl_s", str(ttl_s), tuned(fleet, ttl_s=ttl_s))
+        yield Case("chunk_tokens", str(chunk), changed(fleet, chunk_tokens=chunk))
+    for ttl_s in (60, 300, 900, 3600, 7 * 86_400):
+        yield Case("ttl_s", str(ttl_s), changed(fleet, ttl_s=ttl_s))
     for quota in (0.1, 0.3, 1.0):
         bytes_max = quota * 1e12 * fleet.replicas
-        yield Case("quota", f"{quota} TB a replica", tuned(fleet, quota_bytes=bytes_max))
-    yield Case("near-cache", "none", tuned(fleet, near_records_max=0))
-    yield Case("near-cache", "near_ttl_ms 300000", tuned(fleet, near_ttl_ms=300_000))
-    yield Case("near-cache", "near_miss_ttl_ms 30000", tuned(fleet, near_miss_ttl_ms=30_000))
+        yield Case("quota", f"{quota} TB a replica", changed(fleet, quota_bytes=bytes_max))
+    yield Case("near-cache", "none", changed(fleet, near_records_max=0))
+    yield Case("near-cache", "near_ttl_ms 300000", changed(fleet, near_ttl_ms=300_000))
+    yield Case("near-cache", "near_miss_ttl_ms 30000", changed(fleet, near_miss_ttl_ms=30_000))
     yield Case("routing", "affine, no objkv", replace(fleet, routing="affine", shared=False))
-    yield Case("routing", "affine", tuned(replace(fleet, routing="affine")))
+    yield Case("routing", "affine", replace(fleet, routing="affine"))
     everything = {"hot_payload_bytes_max": 1 << 30, "hot_save_bytes_max": 1 << 30}
-    yield Case("hot", "1 TB of Redis", tuned(fleet, **everything, hot_bytes=1e12))
+    yield Case("hot", "1 TB of Redis", changed(fleet, **everything, hot_bytes=1e12))
     yield from scale_cases(fleet)
 
 
 def scale_cases(fleet: Fleet, times: Sequence[int] = (10, 100, 512)) -> Iterator[Case]:
     """The base, larger: with primaries enough, and the largest with one only."""
     for factor in times:
-        larger = replace(tuned(fleet), replicas=fleet.replicas * factor)
+        larger = replace(fleet, replicas=fleet.replicas * factor)
         enough = replace(larger, redis_primaries=10 * factor)
         yield Case("replicas", f"{larger.replicas}, enough primaries", enough)
     yield Case("replicas", f"{larger.replicas}, one primary", larger)

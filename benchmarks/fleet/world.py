@@ -6,10 +6,10 @@ replica's own caches only what that very replica of the whole fleet would hold: 
 """
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from benchmarks.fleet.costs import Costs
+from benchmarks.fleet.costs import Costs, Model
 from benchmarks.fleet.fleet import Fleet
 from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NearCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
@@ -69,16 +69,28 @@ class Replica:
         self.cache = BlockCache(int(model.gpu_cache_bytes / model.token_bytes))
         near_ttl_s, miss_ttl_s = settings.near_ttl_ms / 1000, settings.near_miss_ttl_ms / 1000
         self.near = NearCache(settings.near_records_max, near_ttl_s, miss_ttl_s)
-        self.prefill = Lane()
+        self.waiting = deque[Job]()
+        """Nothing is computed of these, and nothing decided."""
+        self.loaded = deque[Job]()
+        """Ready to be computed, before those that wait."""
+        self.running: Job | None = None
+        """Begun, but too long for one step."""
+        self.is_stepping = False
         self.loads = Lane()
         self.saves = Lane()
-        self.loaded: dict[int, int] = {}
+        self.load_counts: dict[int, int] = {}
         """How often each unit was loaded, where that may make it hot."""
         self.promoted_bytes = 0
         self.failures = 0
         """Late answers of Redis in a row."""
         self.closed_until_s = 0.0
         """Until when the breaker leaves Redis alone."""
+
+    def backlog_s(self, model: Model) -> float:
+        """Time to compute everything that is here, as far as can be told."""
+        begun = [self.running] if self.running else []
+        jobs = (*begun, *self.loaded, *self.waiting)
+        return sum(model.prefill_s(job.computed, job.arrival.tokens) for job in jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,8 @@ class Job:
     """Leading units that the index had."""
     reused: int = 0
     """Tokens that it need not compute."""
+    computed: int = 0
+    """Tokens whose KV is there."""
     start_s: float = 0.0
     """When its prompt began to be computed."""
 
@@ -131,7 +145,7 @@ class World:
         self.counts = Counts()
         self.rng = random.Random(fleet.seed + 1)
 
-    def place(self, arrival: Arrival, now: float) -> Job:
+    def place(self, arrival: Arrival) -> Job:
         """Choose the replica of a request, among all of the fleet.
 
         Those whose numbers are equal modulo the simulated ones are one simulated replica. Its
@@ -141,7 +155,7 @@ class World:
         chosen = self.rng.randrange(self.fleet.replicas)
         if self.fleet.routing == "affine":
             home = (arrival.conversation * _SPREAD % 2**64 >> 20) % self.fleet.replicas
-            waiting = self.replicas[home % simulated].prefill.start_s(now) - now
+            waiting = self.replicas[home % simulated].backlog_s(self.model)
             chosen = home if waiting <= self.fleet.spill_s else chosen
         tag = chosen // simulated * _TAG
         blocks, common = arrival.blocks, arrival.common
@@ -154,7 +168,7 @@ class World:
         self.hot.clear()
         for replica in self.replicas:
             replica.cache, replica.near = BlockCache(0), NearCache(0, 0.0, 0.0)
-            replica.loaded.clear()
+            replica.load_counts.clear()
 
     def ask_redis(self, replica: Replica, now: float, work_s: float) -> float | None:
         """Let the server do ``work_s`` of work; seconds that it takes, or None: too late."""

@@ -20,9 +20,9 @@ variable "prefix" {
 }
 
 variable "expire_days" {
-  description = "Age at which payloads are deleted. More than the setting ttl_s, or index records outlive payloads and each costs a failed get."
+  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. At least the setting ttl_s (a day), or index records outlive payloads and each costs a failed get. Each day is paid for: see docs/scaling.md."
   type        = number
-  default     = 14
+  default     = 1
 
   validation {
     condition     = var.expire_days >= 1

@@ -35,7 +35,7 @@ FLEETS = st.builds(
         near_ttl_ms=st.sampled_from([0, 30_000, 10**7]),
         near_miss_ttl_ms=st.sampled_from([0, 500, 10**6]),
         hot_save_bytes_max=st.sampled_from([0, 1 << 40]),
-        admission=st.sampled_from(["auto", "always", "never", "queue"]),
+        admission=st.sampled_from(["auto", "always", "never", "alone"]),
         save_threads=st.sampled_from([1, 16]),
         s3_ranges_max=st.sampled_from([0, 64]),
         quota_bytes=st.sampled_from([0, 1e11, float("inf")]),
@@ -132,7 +132,7 @@ def test_a_near_cache_that_keeps_more_asks_redis_less() -> None:
 
 def test_absence_is_believed_for_its_time_and_not_longer_however_often_it_is_asked_for() -> None:
     world = World(with_settings(replace(SMALL, replicas=1), near_miss_ttl_ms=1000), COSTS)
-    job = world.place(Arrival(0.0, 1024, (1, 2), 1, 0), 0.0)
+    job = world.place(Arrival(0.0, 1024, (1, 2), 1, 0))
     assert lookup(world, job, 0.0)[0] == 0
     assert world.counts.lookup_commands == 4
     world.store.add(1, 2, 0.1)
@@ -147,9 +147,9 @@ def test_what_another_replica_is_saving_is_left_to_it() -> None:
     world = World(replace(SMALL, replicas=2), COSTS)
     arrival = Arrival(0.0, 1024, (1, 2), 1, 0)
     for end_s in (1.0, 1.0):
-        save(world, world.place(arrival, 0.0), 0.0, end_s)
+        save(world, world.place(arrival), 0.0, end_s)
     assert world.counts.saved == world.counts.leased == 4
-    save(world, world.place(arrival, 0.0), 100.0, 101.0)
+    save(world, world.place(arrival), 100.0, 101.0)
     assert world.counts.saved == world.counts.leased == 4, "stored by now: nothing to do"
 
 
