@@ -51,6 +51,8 @@ class Roles:
     copies_are_synchronous: bool
     steps_in_flight: int
     """How many steps may be scheduled before the first of them is over."""
+    media_named: bool = True
+    """Whether an image's identifier says what it shows, here and everywhere."""
 
 
 class SchedulerSide:
@@ -117,7 +119,8 @@ class SchedulerSide:
 
     def track(self, request: "Request") -> None:
         """A request arrived: start asking what is stored of it."""
-        self._requests.add(request, self._home.namespace, trusted=self._home.open)
+        trusted = self._home.open and (self._roles.media_named or not request.mm_features)
+        self._requests.add(request, self._home.namespace, trusted=trusted)
         self._home.announce()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:

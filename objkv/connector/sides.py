@@ -13,6 +13,7 @@ from objkv.connector.geometry import Geometry
 from objkv.connector.scheduler import Roles, SchedulerSide
 from objkv.connector.translate import (
     copies_are_synchronous,
+    names_media,
     read_identity,
     safe_load_mode,
     tell_of_sudden_end,
@@ -61,6 +62,7 @@ def open_scheduler_side(
             saves=transfer.is_kv_producer,
             copies_are_synchronous=copies_are_synchronous(),
             steps_in_flight=max(1, vllm_config.max_concurrent_batches),
+            media_named=names_media(vllm_config),
         ),
         geometry,
         identity,

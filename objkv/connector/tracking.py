@@ -92,7 +92,7 @@ class RequestTracker:
     def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> Tracked:
         """Start to follow a request, and to look its prompt up.
 
-        ``trusted``: whether it is known which weights its KV will be of.
+        ``trusted``: whether it is known which weights, and which images, its KV will be of.
         """
         tracked = Tracked(request, namespace, self._lookups.deadline())
         self._tracked[request.request_id] = tracked

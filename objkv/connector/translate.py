@@ -134,6 +134,25 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
     return config.model_copy(update={"load_mode": "async"})
 
 
+def names_media(vllm_config: "VllmConfig") -> bool:
+    """Whether images, sounds and videos are named by what they hold. With both of its caches off
+    vLLM numbers them as they come, so that a name is another image's in another process. Source:
+    vLLM 0.32, ``_process_mm_uuids`` in ``renderers/base.py``.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if (
+        multimodal is None
+        or vllm_config.cache_config.enable_prefix_caching
+        or getattr(multimodal, "mm_processor_cache_gb", 0)
+    ):
+        return True
+    logger.warning(
+        "prompts with images are neither loaded nor saved: vLLM only numbers them, run it with "
+        "prefix caching or --mm-processor-cache-gb above 0"
+    )
+    return False
+
+
 def copies_are_synchronous() -> bool:
     """Whether saves have left the blocks when the step that issued them ends (host lanes)."""
     return bool(current_platform.is_cpu())
