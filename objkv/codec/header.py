@@ -8,6 +8,7 @@ our checksum. Specified in ``docs/format.md``.
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import xxhash
@@ -39,6 +40,8 @@ _OPENING = f'{{"{METADATA_NAME}":{{"checksum":"'.encode()
 _CHECKSUM_AT = _LENGTH_BYTES + len(_OPENING)
 _DATA_AT = _CHECKSUM_AT + 32
 _BLANK = b"0" * 32
+_TENSOR = frozenset(("dtype", "shape", "data_offsets"))
+_ONLY_INT = frozenset((int,))
 _FIXED_BYTES_MAX = 4096
 """Of JSON besides layers, writer and tokens."""
 _FRAME_BYTES_MAX = 640
@@ -145,7 +148,7 @@ def parse(payload: memoryview) -> Header:
         frames=frames,
         data_start=total,
         nbytes=frames[-1].offset + frames[-1].nbytes,
-        raw_bytes=sum(frame.layer.nbytes for frame in frames),
+        raw_bytes=sum(f.nbytes if f.codec == "none" else f.layer.nbytes for f in frames),
         checksum=checksum.decode(),
         provenance=_provenance(metadata),
     )
@@ -244,12 +247,12 @@ def _frames(
 def _span(name: str, tensor: Any) -> tuple[int, int]:
     if not 0 < len(name) <= NAME_CHARS_MAX:
         raise PayloadError(f"a layer's name of {len(name)} characters")
-    if not isinstance(tensor, dict) or tensor.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(tensor, dict) or tensor.keys() != _TENSOR:
         raise PayloadError(f"layer {name!r}: not a tensor")
-    span = tensor["data_offsets"]
+    span, shape = tensor["data_offsets"], tensor["shape"]
     # ``type`` and not ``isinstance``: True is an int to Python, and 1 == 1.0 == True.
-    numbers = [span, tensor["shape"]]
-    if not all(isinstance(n, list) and all(type(i) is int for i in n) for n in numbers):
+    are_lists = isinstance(span, list) and isinstance(shape, list)
+    if not are_lists or not {*map(type, span), *map(type, shape)} <= _ONLY_INT:
         raise PayloadError(f"layer {name!r}: shape and offsets must be lists of integers")
     if len(span) != 2:
         raise PayloadError(f"layer {name!r}: {len(span)} offsets")
@@ -265,9 +268,16 @@ def _frame(name: str, text: str, offset: int, nbytes: int) -> Frame:
         raise PayloadError(f"layer {name!r}: unknown codec {codec!r} or dtype {dtype!r}")
     if (match["raw"] is None) != (codec == "none"):
         raise PayloadError(f"layer {name!r}: malformed frame")
-    layer = LayerSpec(name, dtype, tuple(map(int, match["shape"].split("x"))))
-    if layer.nbytes > LAYER_BYTES_MAX:
-        raise PayloadError(f"layer {name!r}: {layer.nbytes} bytes")
-    if nbytes != layer.nbytes if codec == "none" else nbytes >= layer.nbytes:
-        raise PayloadError(f"layer {name!r}: {nbytes} bytes stored for {layer.nbytes}")
+    layer, layer_bytes = _layer(name, dtype, match["shape"])
+    if layer_bytes > LAYER_BYTES_MAX:
+        raise PayloadError(f"layer {name!r}: {layer_bytes} bytes")
+    if nbytes != layer_bytes if codec == "none" else nbytes >= layer_bytes:
+        raise PayloadError(f"layer {name!r}: {nbytes} bytes stored for {layer_bytes}")
     return Frame(layer, codec, offset, nbytes, checksum, match["raw"] or checksum)
+
+
+@lru_cache(maxsize=4096)
+def _layer(name: str, dtype: str, shape: str) -> tuple[LayerSpec, int]:
+    """A layer and its bytes: the payloads of one model have the same ones over and over."""
+    layer = LayerSpec(name, dtype, tuple(map(int, shape.split("x"))))
+    return layer, layer.nbytes

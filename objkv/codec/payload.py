@@ -192,7 +192,7 @@ def frame_pages(
     ``PayloadError``; what ``scratch`` holds then is undefined.
     """
     frame = header.frames[index]
-    name, nbytes = frame.layer.name, frame.layer.nbytes
+    name = frame.layer.name
     stored = _view(payload)[frame.offset : frame.offset + frame.nbytes]
     if len(stored) != frame.nbytes:
         raise PayloadError(f"cut short in layer {name!r}")
@@ -200,6 +200,7 @@ def frame_pages(
         raise PayloadError(f"the checksum of layer {name!r} does not match")
     if frame.codec == "none":
         return stored
+    nbytes = frame.layer.nbytes
     if scratch is None or scratch.nbytes < nbytes:
         raise PayloadError(f"layer {name!r} needs a buffer of {nbytes} bytes to decode into")
     pages = _view(scratch)[:nbytes]

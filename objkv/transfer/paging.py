@@ -8,6 +8,7 @@ block are the attention kernel's own.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from objkv.codec.payload import LayerSpec
@@ -42,6 +43,7 @@ _GATHER_BYTES_MAX = 32 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integers of an element's size, as which pages travel: numpy has neither bf16 nor fp8, and torch
 copies fp8 by index on some devices only."""
+_ARRAY_WORDS = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
 
 
 class PagedGroup:
@@ -88,12 +90,13 @@ class PagedGroup:
             pages: the frame's raw bytes, verified; alive until the lane's next mark is done.
             placed: ``n`` block ids, from ``lane.place``.
         """
-        cache = self._caches[layer]
-        tensor = torch.frombuffer(pages, dtype=cache.dtype).view(self.layers[layer].shape)
-        if len(placed) != len(tensor):
-            assert first_block + len(placed) <= len(tensor)  # else one page would fill them all
-            tensor = tensor[first_block : first_block + len(placed)]
-        lane.scatter(tensor, cache, placed)
+        cache, shape = self._caches[layer], self.layers[layer].shape
+        array = np.frombuffer(pages, _ARRAY_WORDS[cache.dtype]).reshape(shape)
+        count = placed.shape[0]
+        if count != shape[0]:
+            assert first_block + count <= shape[0]  # else one page would fill them all
+            array = array[first_block : first_block + count]
+        lane.scatter(array, cache, placed)
 
     def gather(self, lane: Lane, block_ids: torch.Tensor, pages: torch.Tensor) -> list[memoryview]:
         """``gather_many`` for one chunk."""

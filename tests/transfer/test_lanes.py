@@ -116,7 +116,7 @@ def test_caches_may_lie_in_memory_in_any_order(lane: Lane) -> None:
     cache = memory.permute(1, 2, 0, 3)  # [8 blocks, 2 heads, 32 tokens, 16], as attention wants it
     pages = torch.randn(2, 2, 32, 16)
     placed = lane.place(torch.tensor([6, 3]))
-    lane.scatter(pages, cache, placed)
+    lane.scatter(pages.numpy(), cache, placed)
     assert torch.equal(cache[[6, 3]], pages)
     out = [torch.empty(1, 2, 32, 16), torch.empty(1, 2, 32, 16)]
     lane.gather(cache, placed, out)
@@ -157,9 +157,9 @@ def test_block_ids_are_uploaded_once_for_all_layers_and_chunks(
 def test_staging_is_used_again_and_grows_when_it_must(cuda: Cuda) -> None:
     lane, cache = cuda_lane(), torch.zeros(8, 2, 32, 16)
     placed = lane.place(torch.tensor([6, 3]))
-    lane.scatter(torch.ones(2, 2, 32, 16), cache, placed)
+    lane.scatter(torch.ones(2, 2, 32, 16).numpy(), cache, placed)
     first = lane._staging
-    lane.scatter(torch.ones(1, 2, 32, 16), cache, lane.place(torch.tensor([1])))
+    lane.scatter(torch.ones(1, 2, 32, 16).numpy(), cache, lane.place(torch.tensor([1])))
     assert lane._staging is first
     lane.gather(cache, lane.place(torch.arange(8)), [torch.empty(8, 2, 32, 16)])
     assert lane._staging is not first

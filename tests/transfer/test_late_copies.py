@@ -12,7 +12,7 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.lanes import HostLane, Pages
 from objkv.transfer.plan import LoadOutcome
 from tests.transfer.arriving import PiecewiseStore
 from tests.transfer.paged_cache import same_blocks
@@ -125,7 +125,7 @@ class LazyLane(HostLane):
     def __init__(self) -> None:
         self._given: list[Callable[[], None]] = []
 
-    def scatter(self, pages: torch.Tensor, cache: torch.Tensor, placed: torch.Tensor) -> None:
+    def scatter(self, pages: Pages, cache: torch.Tensor, placed: torch.Tensor) -> None:
         self._given.append(lambda: HostLane.scatter(self, pages, cache, placed))
 
     def mark(self) -> "LazyMark":
