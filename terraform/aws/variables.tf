@@ -20,9 +20,9 @@ variable "prefix" {
 }
 
 variable "expire_days" {
-  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. At least the setting ttl_s (a day), or index records outlive payloads and each costs a failed get. Each day is paid for: see docs/scaling.md."
+  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. More than the setting ttl_s (a day): a record that outlives its payload costs a failed get, and the chunk is saved again. Each day is paid for: see docs/scaling.md."
   type        = number
-  default     = 1
+  default     = 2
 
   validation {
     condition     = var.expire_days >= 1
