@@ -7,7 +7,7 @@ parts. What is not ordinary in either is left to the client.
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
@@ -21,7 +21,8 @@ from objkv.stores.base import (
     copy_range_into,
     is_key,
 )
-from objkv.stores.s3_client import error_code, is_missing, translated
+from objkv.stores.s3_body import read_all
+from objkv.stores.s3_client import attempt_s, begun_by, error_code, is_missing, translated
 from objkv.stores.s3_crew import Crew
 from objkv.stores.s3_hedge import Hedge
 from objkv.stores.s3_line import NoAnswer
@@ -49,8 +50,9 @@ class S3Store:
     ``ranges_max`` threads of the store. ``hedge_percent_max``: see ``Hedge``. ``is_direct``: False
     leaves every request to the client.
 
-    ``deadline_s`` bounds the reading of one body. Reads need the permission to list: without it
-    S3 answers 403 instead of 404 for what is not there.
+    ``deadline_s`` bounds each call: no attempt is begun that may take longer, and no body is read
+    on. Reads need the permission to list: without it S3 answers 403 instead of 404 for what is not
+    there.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class S3Store:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._deadline_s = deadline_s
+        self._attempt_s = attempt_s(client, deadline_s)
         self._crew = Crew(ranges_max)
         wire = Wire(
             client,
@@ -84,14 +87,15 @@ class S3Store:
             recorder=recorder,
         )
         self._ranges = Ranges(
-            client, wire, self._crew, range_bytes=range_bytes, patience_s=deadline_s / 2
+            client, wire, self._crew, range_bytes=range_bytes, attempt_s=self._attempt_s
         )
         self._writer = Writer(
             client,
-            Uploads(client, wire, self._crew),
-            exists=lambda key: self.head(key) is not None,
+            Uploads(client, wire, self._crew, attempt_s=self._attempt_s),
+            exists=lambda key: self._head(key) is not None,
             multipart_bytes=multipart_bytes,
             deadline_s=deadline_s,
+            attempt_s=self._attempt_s,
             recorder=recorder,
         )
 
@@ -106,39 +110,41 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         """The whole object, or None."""
         with translated("get", key):
-            answer = self._get(key)
-            if answer is None:
-                return None
-            value: bytes = answer["Body"].read()
-            return value
+            found = self._get(key, self._until())
+            return None if found is None else found[0]
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Bytes ``[start, end)`` by one ranged request, or None."""
         if end <= start:
             return None if self.head(key) is None else b""
         with translated("get_range", key):
-            try:
-                answer = self._get(key, Range=f"bytes={start}-{end - 1}")
-            except ClientError as exc:
-                if error_code(exc)[0] == 416:  # beyond the end, so there is a value
-                    return b""
-                raise
-            if answer is None:
-                return None
-            value: bytes = answer["Body"].read()
-            ranged = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
-            return value if ranged else value[start:end]
+            return self._get_range(key, start, end, self._until())
+
+    def _get_range(self, key: str, start: int, end: int, deadline_s: float) -> bytes | None:
+        try:
+            found = self._get(key, deadline_s, Range=f"bytes={start}-{end - 1}")
+        except ClientError as exc:
+            if error_code(exc)[0] == 416:  # beyond the end, so there is a value
+                return b""
+            raise
+        if found is None:
+            return None
+        value, status = found
+        return value if status == 206 else value[start:end]
 
     def get_range_into(
         self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
     ) -> int | None:
         """As ``get_into``, by requests for ranges."""
         check_key(key)
-        if len(buffer):
+        if not len(buffer):
+            value = self.get_range(key, start, start)
+        else:
             wanted = self._wanted(key, start, buffer, arrived, is_whole=False)
-            with translated("get_range_into", key), suppress(NoAnswer):
-                return self._ranges.read(wanted)
-        value = self.get_range(key, start, start + len(buffer))
+            with translated("get_range_into", key):
+                with suppress(NoAnswer):
+                    return self._ranges.read(wanted)
+                value = self._get_range(key, start, start + len(buffer), wanted.deadline_s)
         return None if value is None else copy_range_into(value, 0, buffer, arrived)
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
@@ -154,12 +160,15 @@ class S3Store:
     def _wanted(
         self, key: str, start: int, buffer: memoryview, arrived: Arrived | None, *, is_whole: bool
     ) -> Wanted:
-        deadline_s = time.monotonic() + self._deadline_s
-        return Wanted(self._place(key), key, start, buffer, arrived, is_whole, deadline_s)
+        return Wanted(self._place(key), key, start, buffer, arrived, is_whole, self._until())
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the object, or None. A missing bucket is None as well: the answer to a
         HEAD does not tell one from the other."""
+        with self._begun_in_time():
+            return self._head(key)
+
+    def _head(self, key: str) -> Entry | None:
         check_key(key)
         with translated("head", key):
             try:
@@ -176,7 +185,7 @@ class S3Store:
         lister = self._client.get_paginator("list_objects_v2")
         pages = iter(lister.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix))
         while True:
-            with translated("scan", self._prefix + prefix or self._bucket):
+            with self._begun_in_time(), translated("scan", self._prefix + prefix or self._bucket):
                 page = next(pages, None)
             if page is None:
                 return
@@ -200,13 +209,14 @@ class S3Store:
     def delete(self, key: str) -> bool:
         """Remove the object. S3 does not tell whether there was one: always True."""
         check_key(key)
-        with translated("delete", key):
+        with self._begun_in_time(), translated("delete", key):
             self._client.delete_object(**self._place(key))
         return True
 
     def check(self) -> None:
         """List one object: the answer to a listing names what is wrong, that to a HEAD does not."""
-        with translated("check", f"s3://{self._bucket} at {self._client.meta.endpoint_url}"):
+        where = f"s3://{self._bucket} at {self._client.meta.endpoint_url}"
+        with self._begun_in_time(), translated("check", where):
             self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
 
     def close(self) -> None:
@@ -217,11 +227,20 @@ class S3Store:
     def _place(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
-    def _get(self, key: str, **options: Any) -> dict[str, Any] | None:
+    def _until(self) -> float:
+        return time.monotonic() + self._deadline_s
+
+    def _begun_in_time(self) -> AbstractContextManager[None]:
+        return begun_by(self._until() - self._attempt_s)
+
+    def _get(self, key: str, deadline_s: float, **options: Any) -> tuple[bytes, int] | None:
+        """The body of an answer and its status."""
         check_key(key)
         try:
-            return dict(self._client.get_object(**self._place(key), **options))
+            with begun_by(deadline_s - self._attempt_s):
+                answer: Any = self._client.get_object(**self._place(key), **options)
         except ClientError as exc:
             if is_missing(exc):
                 return None
             raise
+        return read_all(answer, deadline_s), answer["ResponseMetadata"]["HTTPStatusCode"]

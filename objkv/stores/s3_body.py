@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from objkv.errors import StoreUnavailable
+from objkv.stores.base import copy_bytes
 
-# Between slices the deadline is looked at; a slice itself ends by the client's read time-out.
 SLICE_BYTES = 4 << 20
+"""Between slices the deadline is looked at."""
+
+
+class BodyLost(StoreUnavailable):
+    """A body ended early, or not in time. Says not whose; see ``translated``."""
 
 
 class BufferReader(io.IOBase):
@@ -60,7 +65,7 @@ def read_exactly(
 ) -> None:
     """Fill ``into`` with ``body``, botocore's StreamingBody.
 
-    ``deadline_s`` is a time of ``clock``. Raises ``StoreUnavailable`` if the body ends early or the
+    ``deadline_s`` is a time of ``clock``. Raises ``BodyLost`` if the body ends early or the
     deadline passes, and what the client raises; the caller then closes ``body``.
 
     Goes through urllib3, which copies each slice once more. Reading below it instead (from the
@@ -69,11 +74,48 @@ def read_exactly(
     """
     if not into:
         body.read()  # sees the end, so that the connection can be used again
+    receive = _receiver(body)
     at = 0
     while at < len(into):
-        got = body.readinto(into[at : at + SLICE_BYTES])
+        got = receive(into[at : at + SLICE_BYTES])
         if not got:
-            raise StoreUnavailable(f"the body ended after {at} of {len(into)} bytes")
+            raise BodyLost(f"the body ended after {at} of {len(into)} bytes")
         at += got
         if at < len(into) and clock() > deadline_s:
-            raise StoreUnavailable(f"the deadline passed after {at} of {len(into)} bytes")
+            raise BodyLost(f"the deadline passed after {at} of {len(into)} bytes")
+
+
+def read_all(answer: Any, deadline_s: float) -> bytes:
+    """The body of the client's ``answer``, also one whose length is not announced. Raises as
+    ``read_exactly``; the connection is closed then."""
+    body, nbytes = answer["Body"], answer.get("ContentLength")
+    try:
+        if nbytes is not None:
+            value = bytearray(int(nbytes))
+            read_exactly(body, memoryview(value), deadline_s)
+            return bytes(value)
+        parts: list[bytes] = []
+        while part := body.read(SLICE_BYTES):
+            parts.append(part)
+            if time.monotonic() > deadline_s:
+                raise BodyLost("the deadline passed in a body of unknown length")
+        return b"".join(parts)
+    except BaseException:
+        body.close()  # the connection still carries the rest: it cannot be used again
+        raise
+
+
+def _receiver(body: Any) -> Callable[[memoryview], int]:
+    """Reads what has arrived, where the client shows its stream: filling a slice may take as long
+    as a server likes that sends a byte now and then."""
+    read1 = getattr(getattr(body, "_raw_stream", None), "read1", None)
+    if read1 is None:
+        readinto: Callable[[memoryview], int] = body.readinto
+        return readinto
+
+    def receive(into: memoryview) -> int:
+        part = read1(len(into))
+        copy_bytes(into, part, len(part))
+        return len(part)
+
+    return receive

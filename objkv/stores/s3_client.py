@@ -4,10 +4,13 @@ The client keeps credentials, signing, TLS, retries and the connection pool; not
 and ``s3.py`` knows its exceptions.
 """
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.client import Config as ClientConfig
@@ -29,6 +32,7 @@ from urllib3.exceptions import HTTPError
 
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.stores.s3_body import BodyLost
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -63,6 +67,8 @@ _FIX = {
 }
 _LATER = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "NoSuchUpload"}
 
+_LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
+
 
 def open_s3_client(config: Config) -> "S3Client":
     """A thread-safe client for the settings; nothing is sent yet.
@@ -85,7 +91,46 @@ def open_s3_client(config: Config) -> "S3Client":
         )
     except (BotoCoreError, ValueError) as exc:
         raise ConfigError(f"S3 client: {exc}") from exc
+    client.meta.events.register("before-send.s3", _begin_in_time)
+    client.meta.events.register_first("needs-retry.s3", _repeat_in_time)
     return client
+
+
+@contextmanager
+def begun_by(last_s: float) -> Iterator[None]:
+    """No attempt of a client of ``open_s3_client`` begins after ``last_s``, a time of
+    ``time.monotonic``: ``StoreUnavailable``, or the error that would be tried again."""
+    token = _LAST_S.set(last_s)
+    try:
+        yield
+    finally:
+        _LAST_S.reset(token)
+
+
+def attempt_s(client: "S3Client", deadline_s: float) -> float:
+    """How long one attempt of ``client`` takes at most, as part of a call of ``deadline_s``."""
+    settings: Any = client.meta.config
+    return min(float(settings.connect_timeout + settings.read_timeout), deadline_s / 4)
+
+
+def _begin_in_time(**_: object) -> None:
+    if time.monotonic() > _LAST_S.get():
+        raise StoreUnavailable("the deadline is too near to ask")
+
+
+def _repeat_in_time(
+    response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: object
+) -> None:
+    """Raise what went wrong if the client, which knows no deadline, might wait past it."""
+    wait_s = 2 ** (attempts - 1)  # the client's longest, after being told to slow down
+    if time.monotonic() + wait_s <= _LAST_S.get():
+        return
+    if caught_exception is not None:
+        raise caught_exception
+    status, parsed = response[0].status_code, response[1]
+    code = parsed.get("Error", {}).get("Code", "")
+    if status == 429 or status >= 500 or code in _LATER:
+        raise ClientError(parsed, operation.name)
 
 
 def _client_config(config: Config) -> ClientConfig:
@@ -124,6 +169,8 @@ def translated(verb: str, place: str) -> Iterator[None]:
         yield
     except ClientError as exc:
         raise _answered(f"{verb} {place}", exc) from exc
+    except BodyLost as exc:
+        raise StoreUnavailable(f"{verb} {place}: {exc}") from exc
     except (NoCredentialsError, PartialCredentialsError, NoAuthTokenError) as exc:
         raise StoreDenied(
             f"{verb} {place}: {exc}: set s3_access_key_id and s3_secret_access_key, or give this "

@@ -32,13 +32,16 @@ class Crew:
         with self._changed:
             if self._is_closed or self._taken >= self.threads_max:
                 return False
-            self._taken += 1
-            self._jobs.append(job)
-            if len(self._threads) < self._taken:
+            if len(self._threads) <= self._taken:
                 name = f"objkv-range-{len(self._threads)}"
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the machine has no more
+                    return False
                 self._threads.append(thread)
-                thread.start()
+            self._taken += 1
+            self._jobs.append(job)
             self._changed.notify()
             return True
 

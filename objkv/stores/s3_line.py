@@ -22,6 +22,12 @@ class NoAnswer(Exception):
     follows and explains."""
 
 
+def strong_tag(etag: str) -> str:
+    """Which version of a value an answer has; empty where the server does not say, or names what
+    several versions may share (``W/``)."""
+    return "" if etag.startswith("W/") else etag.strip('"')
+
+
 def check_time(deadline_s: float, what: str) -> None:
     """Raise ``StoreUnavailable`` if the deadline has passed: then nobody waits for the client."""
     if time.monotonic() >= deadline_s:
@@ -46,8 +52,11 @@ class Line:
         self.on_release: Callable[[], None] | None = None
         """Called once, before the connection is anybody else's."""
 
-    def connect(self) -> None:
+    def connect(self, timeout_s: float) -> None:
         """Connect, unless it is. Raises ``NoAnswer``."""
+        if self.is_used:
+            return
+        self._connection.timeout = timeout_s  # as the client sets it before each of its requests
         try:
             self._pool._validate_conn(self._connection)  # connects where TLS is spoken
             if self._connection.sock is None:
@@ -112,8 +121,8 @@ class Line:
                 if not more or len(raw) > HEAD_BYTES_MAX:
                     raise ConnectionError("the head of the answer is cut short")
                 raw += more
-                if raw.startswith(b"HTTP/1.1 100"):
-                    raw = raw.partition(b"\r\n\r\n")[2]
+                while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
+                    raw = raw.partition(b"\r\n\r\n")[2]  # not yet the answer
             return Answer(self, raw)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
@@ -149,13 +158,17 @@ class Line:
         told, self.on_release = self.on_release, None
         if told is not None:
             told()
-        if self.is_clean and not self.early:
+        if self.is_clean and not self.early and not self._has_more():
             if self._waits_s != self._timeout_s:  # the client sets none before it sends
                 self.socket.settimeout(self._timeout_s)
             self._pool._put_conn(self._connection)
         else:
             self._connection.close()
             self._pool._put_conn(None)
+
+    def _has_more(self) -> bool:
+        """Whether TLS holds bytes that nobody asked for; the pool looks for those of the socket."""
+        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
 
 
 class Unanswered(NoAnswer):
@@ -194,8 +207,8 @@ class Answer:
 
     @property
     def etag(self) -> str:
-        """Which version of the value this is; empty where the server does not say."""
-        return self.headers.get("etag", "").strip('"')
+        """See ``strong_tag``."""
+        return strong_tag(self.headers.get("etag", ""))
 
     @property
     def total(self) -> int:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ from botocore.exceptions import ClientError
 
 from objkv.errors import StoreUnavailable
 from objkv.stores.s3_body import BufferReader
-from objkv.stores.s3_client import error_code
-from objkv.stores.s3_line import NoAnswer, check_time
+from objkv.stores.s3_client import begun_by, error_code
+from objkv.stores.s3_line import NoAnswer
 from objkv.stores.s3_upload import Parts, Uploads
 from objkv.telemetry import Recorder
 
@@ -23,6 +24,17 @@ CONFLICT_TRIES = 5
 _EXISTS = 412
 _CONFLICT = 409
 _REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What one put sends, and where to."""
+
+    place: dict[str, Any]
+    """Bucket and key as the client wants them."""
+    key: str
+    view: memoryview
+    deadline_s: float
 
 
 class Writer:
@@ -37,6 +49,7 @@ class Writer:
         exists: Callable[[str], bool],
         multipart_bytes: int,
         deadline_s: float,
+        attempt_s: float,
         recorder: Recorder,
     ) -> None:
         self._client = client
@@ -44,96 +57,89 @@ class Writer:
         self._exists = exists
         self._multipart_bytes = multipart_bytes
         self._deadline_s = deadline_s
+        self._attempt_s = attempt_s
         self._recorder = recorder
         self.conditional: bool | None = None
         """Whether the server honours ``If-None-Match``; None until the first put found out."""
 
     def put_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
         """``place``: bucket and key as the client wants them."""
+        value = Value(place, key, view, time.monotonic() + self._deadline_s)
         attempt = self._upload_if_absent if self._is_large(view) else self._send_if_absent
-        for _ in range(CONFLICT_TRIES):
-            try:
-                return attempt(place, key, view)
-            except ClientError as exc:
-                status, _code = error_code(exc)
-                if status == _EXISTS:
+        with begun_by(value.deadline_s - self._attempt_s):
+            for _ in range(CONFLICT_TRIES):
+                try:
+                    return attempt(value)
+                except ClientError as exc:
+                    status, _code = error_code(exc)
+                    if status == _EXISTS:
+                        return False
+                    if status != _CONFLICT:
+                        raise
+                if self._exists(key):
                     return False
-                if status != _CONFLICT:
-                    raise
-            if self._exists(key):
-                return False
         raise StoreUnavailable(
             f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers"
         )
 
     def put(self, place: dict[str, Any], key: str, view: memoryview) -> None:
         """Replace what is there."""
-        if self._is_large(view):
-            self._upload(place, key, view, self._complete)
-            return
-        deadline_s = self._until()
-        with suppress(NoAnswer):
-            self._uploads.put(key, view, deadline_s, if_absent=False)
-            return
-        check_time(deadline_s, f"put {key}")
-        self._send(place, view)
+        value = Value(place, key, view, time.monotonic() + self._deadline_s)
+        with begun_by(value.deadline_s - self._attempt_s):
+            if self._is_large(view):
+                self._upload(value, self._complete)
+                return
+            with suppress(NoAnswer):
+                self._uploads.put(key, view, value.deadline_s, if_absent=False)
+                return
+            self._send(value)
 
     def _is_large(self, view: memoryview) -> bool:
         return len(view) > self._multipart_bytes
 
-    def _until(self) -> float:
-        return time.monotonic() + self._deadline_s
+    def _send(self, value: Value, **options: Any) -> None:
+        body: Any = BufferReader(value.view)  # has what the client asks for; its types say more
+        size = len(value.view)
+        self._client.put_object(**value.place, Body=body, ContentLength=size, **options)
 
-    def _send(self, place: dict[str, Any], view: memoryview, **options: Any) -> None:
-        body: Any = BufferReader(view)  # has what the client asks for; its types say more
-        self._client.put_object(**place, Body=body, ContentLength=len(view), **options)
-
-    def _send_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
+    def _send_if_absent(self, value: Value) -> bool:
         if self.conditional:
-            deadline_s = self._until()
             with suppress(NoAnswer):
-                return self._uploads.put(key, view, deadline_s, if_absent=True)
-            check_time(deadline_s, f"put_if_absent {key}")
+                return self._uploads.put(value.key, value.view, value.deadline_s, if_absent=True)
         if self.conditional is not False:
             try:
-                self._send(place, view, IfNoneMatch="*")
+                self._send(value, IfNoneMatch="*")
             except ClientError as exc:
                 if not _is_refused(exc):
                     raise
             else:
                 if self.conditional is None:
-                    self.conditional = self._refuses_a_second(place, view)
+                    self.conditional = self._refuses_a_second(value)
                 return True
         self._recorder.count("s3_unconditional_puts")
-        if self._exists(key):
+        if self._exists(value.key):
             return False
-        self._send(place, view)
+        self._send(value)
         self.conditional = False
         return True
 
-    def _refuses_a_second(self, place: dict[str, Any], view: memoryview) -> bool:
+    def _refuses_a_second(self, value: Value) -> bool:
         """Whether the condition is honoured. The same bytes once more do no harm where it is not;
         asked once per process, since HEAD before every PUT would cost a round trip each."""
         try:
-            self._send(place, view, IfNoneMatch="*")
+            self._send(value, IfNoneMatch="*")
         except ClientError as exc:
             return error_code(exc)[0] in (_EXISTS, _CONFLICT)
         return False
 
-    def _upload_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
-        if self._exists(key):  # spares the upload; completing it decides
+    def _upload_if_absent(self, value: Value) -> bool:
+        if self._exists(value.key):  # spares the upload; completing it decides
             return False
-        return self._upload(place, key, view, partial(self._complete_if_absent, key))
+        return self._upload(value, partial(self._complete_if_absent, value.key))
 
-    def _upload(
-        self,
-        place: dict[str, Any],
-        key: str,
-        view: memoryview,
-        complete: Callable[[dict[str, Any]], bool],
-    ) -> bool:
-        parts = Parts(key, view, self._multipart_bytes, self._until())
-        return self._uploads.put_in_parts(place, parts, complete)
+    def _upload(self, value: Value, complete: Callable[[dict[str, Any]], bool]) -> bool:
+        parts = Parts(value.key, value.view, self._multipart_bytes, value.deadline_s)
+        return self._uploads.put_in_parts(value.place, parts, complete)
 
     def _complete(self, upload: dict[str, Any]) -> bool:
         self._client.complete_multipart_upload(**upload)

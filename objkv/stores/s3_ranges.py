@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from objkv.errors import StoreUnavailable
-from objkv.stores.base import Arrived, check_fits
-from objkv.stores.s3_body import read_exactly
-from objkv.stores.s3_client import is_missing
+from objkv.stores.base import Arrived, check_fits, copy_into
+from objkv.stores.s3_body import read_all, read_exactly
+from objkv.stores.s3_client import begun_by, is_missing
 from objkv.stores.s3_crew import Crew, Helper, Piece, Team
-from objkv.stores.s3_line import Answer, NoAnswer, check_time
+from objkv.stores.s3_line import Answer, NoAnswer, strong_tag
 from objkv.stores.s3_wire import Wire
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ class Wanted:
 
 class Ranges:
     """Reads on a ``Wire``. ``NoAnswer`` before the first byte leaves the get to the client; after
-    it, what is missing is asked for again, of the same version of the value: by the client where
-    ``patience_s`` are left, which its attempts may take."""
+    it, what is missing is asked for again, of the same version of the value; by the client where
+    ``attempt_s`` are left, which one attempt of it may take."""
 
     def __init__(
-        self, client: "S3Client", wire: Wire, crew: Crew, *, range_bytes: int, patience_s: float
+        self, client: "S3Client", wire: Wire, crew: Crew, *, range_bytes: int, attempt_s: float
     ) -> None:
         self._client = client
-        self._patience_s = patience_s
+        self._attempt_s = attempt_s
         self._wire = wire
         self._crew = crew
         self._range_bytes = range_bytes
@@ -69,6 +69,10 @@ class Ranges:
             if answer.status == 206 and not (answer.left <= size and answer.starts_at(start)):
                 raise NoAnswer("another range than was asked for")
             nbytes = answer.total - start
+            if answer.left > nbytes:
+                raise NoAnswer("a range that goes beyond the end")
+            if answer.left < min(nbytes, len(wanted.buffer)) and not answer.etag:
+                raise NoAnswer("ranges of nobody knows which version")
             if wanted.is_whole:
                 check_fits(wanted.key, nbytes, wanted.buffer)
             elif answer.status == 200 and answer.left > len(wanted.buffer):
@@ -82,13 +86,16 @@ class Ranges:
     def read_by_client(self, wanted: Wanted) -> int | None:
         """Read a whole value as the client does it, which tries again, follows redirects and says
         what is wrong; raises what the client raises. ``arrived`` is told at the end."""
-        check_time(wanted.deadline_s, f"get_into {wanted.key}")
         try:
-            answer: Any = self._client.get_object(**wanted.place)
+            with begun_by(wanted.deadline_s - self._attempt_s):
+                answer: Any = self._client.get_object(**wanted.place)
         except ClientError as exc:
             if is_missing(exc):
                 return None
             raise
+        if answer.get("ContentLength") is None:  # sent in chunks
+            value = read_all(answer, wanted.deadline_s)
+            return copy_into(wanted.key, value, wanted.buffer, wanted.arrived)
         body, nbytes = answer["Body"], int(answer["ContentLength"])
         try:
             check_fits(wanted.key, nbytes, wanted.buffer)
@@ -195,19 +202,21 @@ class _Fetch:
             self._read(piece, None)
             return
         wanted, ranges = self._wanted, self._ranges
-        if wanted.deadline_s - time.monotonic() < ranges._patience_s:
+        last_s = wanted.deadline_s - ranges._attempt_s
+        if time.monotonic() > last_s:
             raise StoreUnavailable(
                 f"get_into {wanted.key}: broke off after {piece.at} of {self._nbytes} bytes, "
                 "too late to be mended before the deadline passed"
             )
-        answer: Any = ranges._client.get_object(
-            **wanted.place,
-            Range=f"bytes={wanted.start + piece.at}-{wanted.start + piece.end - 1}",
-        )
+        with begun_by(last_s):
+            answer: Any = ranges._client.get_object(
+                **wanted.place,
+                Range=f"bytes={wanted.start + piece.at}-{wanted.start + piece.end - 1}",
+            )
         body = answer["Body"]
         try:
-            self._check_version(answer.get("ETag", "").strip('"'))
-            if int(answer["ContentLength"]) != piece.end - piece.at:
+            self._check_version(strong_tag(answer.get("ETag", "")))
+            if answer.get("ContentLength") != piece.end - piece.at:
                 raise StoreUnavailable(f"get_into {wanted.key}: broke off, and no range was served")
             read_exactly(body, wanted.buffer[piece.at : piece.end], wanted.deadline_s)
         except BaseException:
@@ -218,8 +227,9 @@ class _Fetch:
     def _check_version(self, etag: str) -> None:
         """Compared here rather than asked for by ``If-Match``, which servers read differently
         (Ceph 16 wants no quotes)."""
-        if etag != self._etag:
-            raise StoreUnavailable(f"get_into {self._wanted.key}: replaced while it was read")
+        if not etag or etag != self._etag:
+            how = "replaced while it was read" if etag else "broke off, and no version was named"
+            raise StoreUnavailable(f"get_into {self._wanted.key}: {how}")
 
 
 def _range(start: int, end: int) -> dict[str, str]:

@@ -1,17 +1,19 @@
 """Where a bucket's values are and how requests for them are signed, learnt from the client.
 
-The client resolves the endpoint, finds credentials and renews them, and its signer signs; what is
-spared here is building each request from its models, 0.5 ms of CPU (2 cores, 2026-11).
+The client resolves the endpoint, finds credentials and renews them, and says what signs; what is
+spared here is building each request from its models, 0.5 ms of CPU (2 cores, 2026-11), and deriving
+the day's key for each signature.
 """
 
+import hmac
 import threading
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from types import SimpleNamespace
+from functools import lru_cache
+from hashlib import sha256
+from time import gmtime, strftime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSResponse
 from botocore.compat import HTTPHeaders
 from botocore.exceptions import ClientError
@@ -46,38 +48,60 @@ class Place:
         by name in lower case; all of them are signed.
         """
         signer: Any = client
-        auth = signer._request_signer.get_auth_instance(self.service, self.region, "s3v4")
-        now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        credentials = signer._request_signer.get_auth_instance(
+            self.service, self.region, "s3v4"
+        ).credentials
+        now = strftime("%Y%m%dT%H%M%SZ", gmtime())
         headers = {
             "host": self.host,
             "x-amz-content-sha256": UNSIGNED,
             "x-amz-date": now,
             **extra,
         }
-        if auth.credentials.token:
-            headers["x-amz-security-token"] = auth.credentials.token
+        if credentials.token:
+            headers["x-amz-security-token"] = credentials.token
         target = self.path + key
-        authorization = _authorization(auth, method, target, dict(sorted(headers.items())), now)
+        scope = f"{now[:8]}/{self.region}/{self.service}/aws4_request"
+        names, canonical = _canonical(method, target, headers)
+        signature = hmac.digest(
+            _signing_key(credentials.secret_key, scope),
+            f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{sha256(canonical.encode()).hexdigest()}".encode(),
+            "sha256",
+        ).hex()
+        authorization = (
+            f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, "
+            f"SignedHeaders={names}, Signature={signature}"
+        )
         lines = [f"{name}: {value}" for name, value in headers.items()]
         lines += [f"authorization: {authorization}", f"user-agent: {self.agent}"]
         head = f"{method} {target} HTTP/1.1\r\n" + "\r\n".join(lines) + "\r\n\r\n"
         return head.encode("latin-1")
 
+    def can_sign(self, client: "S3Client") -> bool:
+        """Whether this version of the client shows its credentials."""
+        try:
+            self.signed(client, "GET", _SOUGHT, {})
+        except (AttributeError, TypeError):
+            return False
+        return True
 
-def _authorization(
-    auth: S3SigV4Auth, method: str, target: str, headers: dict[str, str], now: str
-) -> str:
-    """What the client's signer writes for a request of this form."""
+
+@lru_cache(maxsize=4)
+def _signing_key(secret: str, scope: str) -> bytes:
+    """Good for a day; ``scope`` is date, region, service and the signature's name."""
+    key = b"AWS4" + secret.encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key
+
+
+def _canonical(method: str, target: str, headers: dict[str, str]) -> tuple[str, str]:
+    """Names of the signed headers, and the request as it is signed."""
     path, _, query = target.partition("?")
-    names = ";".join(headers)
-    lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
-    canonical = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{UNSIGNED}"
-    request: Any = SimpleNamespace(context={"timestamp": now})
-    signature = auth.signature(auth.string_to_sign(request, canonical), request)
-    return (
-        f"AWS4-HMAC-SHA256 Credential={auth.scope(request)}, "
-        f"SignedHeaders={names}, Signature={signature}"
-    )
+    ranked = sorted(headers.items())
+    names = ";".join([name for name, _ in ranked])
+    lines = "".join([f"{name}:{value}\n" for name, value in ranked])
+    return names, f"{method}\n{path}\n{query}\n{lines}\n{names}\n{UNSIGNED}"
 
 
 def find_place(client: "S3Client", bucket: str, prefix: str) -> Place | None:

@@ -3,6 +3,7 @@
 Only what is under way is in the sockets' buffers: no part is copied.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from urllib.parse import quote
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from objkv.errors import StoreError
 from objkv.stores.s3_body import BufferReader
+from objkv.stores.s3_client import begun_by
 from objkv.stores.s3_crew import Crew, Helper, Piece, Team
 from objkv.stores.s3_line import NoAnswer, check_time
 from objkv.stores.s3_wire import Wire
@@ -31,7 +34,7 @@ class Parts:
     view: memoryview
     part_bytes: int
     deadline_s: float
-    """For what goes over the wire; a part that is left to the client has the client's own."""
+    """Of ``time.monotonic``. What the client sends itself may take longer; see ``begun_by``."""
 
     def pieces(self) -> list[Piece]:
         """All parts, in order."""
@@ -45,8 +48,9 @@ class Parts:
 class Uploads:
     """Puts over a ``Wire``; parts beside each other by the caller and ``crew``."""
 
-    def __init__(self, client: "S3Client", wire: Wire, crew: Crew) -> None:
+    def __init__(self, client: "S3Client", wire: Wire, crew: Crew, *, attempt_s: float) -> None:
         self._client = client
+        self._attempt_s = attempt_s
         self._wire = wire
         self._crew = crew
 
@@ -79,7 +83,8 @@ class Uploads:
         finally:
             if not done:
                 # What went wrong before is the news; a bucket rule should expire lost uploads.
-                with suppress(ClientError, BotoCoreError):
+                last_s = time.monotonic() + self._attempt_s
+                with begun_by(last_s), suppress(ClientError, BotoCoreError, StoreError):
                     self._client.abort_multipart_upload(**upload)
 
     def _send_all(self, upload: dict[str, Any], parts: Parts) -> dict[int, str]:

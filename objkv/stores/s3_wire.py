@@ -56,6 +56,7 @@ class Wire:
         self._recorder = recorder
         settings: Any = client.meta.config
         self._timeout_s = float(settings.read_timeout)
+        self._connect_s = float(settings.connect_timeout)
         self._lock = threading.Lock()
         self._found: tuple[Place, Any] | None = None
         self._is_missing = not is_direct
@@ -87,7 +88,7 @@ class Wire:
         head = place.signed(self._client, method, key, extra)
         request = _Request(head, body, deadline_s)
         for is_fresh in (False, True):
-            line = self._borrow(pool, is_fresh=is_fresh, watcher=watcher)
+            line = self._borrow(pool, deadline_s, is_fresh=is_fresh, watcher=watcher)
             try:
                 answer = self._exchange(line, pool, request)
             except Unanswered:
@@ -109,13 +110,18 @@ class Wire:
             if self._found is None and not self._is_missing:
                 place = find_place(self._client, self._bucket, self._prefix)
                 pool = None if place is None else _pool_of(self._client, place.url)
-                if place is None or pool is None:
+                if place is None or pool is None or not place.can_sign(self._client):
                     self._is_missing = True
                 else:
                     self._found = place, pool
             return self._found
 
-    def _borrow(self, pool: Any, *, is_fresh: bool = False, watcher: Watcher | None) -> Line:
+    def _borrow(
+        self, pool: Any, deadline_s: float, *, is_fresh: bool = False, watcher: Watcher | None
+    ) -> Line:
+        connect_s = min(self._connect_s, deadline_s - time.monotonic())
+        if connect_s <= 0:
+            raise NoAnswer("the deadline passed")
         try:
             connection = pool._get_conn()
         except HTTPError as exc:
@@ -125,7 +131,7 @@ class Wire:
             connection.close()  # it connects again
         line = Line(pool, connection, timeout_s=self._timeout_s)
         try:
-            line.connect()
+            line.connect(connect_s)
             if watcher is not None:
                 watcher.attach(line)
         except BaseException:
@@ -152,10 +158,13 @@ class Wire:
     def _first_of_two(self, line: Line, pool: Any, request: "_Request") -> Line:
         """The line whose answer begins first; a second one only if the first is late."""
         late_s = self._hedge.late_s()
-        if late_s is None or _first_readable([line], late_s) or not self._hedge.take():
+        if late_s is None:
+            return line
+        late_s = min(late_s, request.deadline_s - time.monotonic())
+        if _first_readable([line], late_s) or not self._hedge.take():
             return line
         try:
-            second = self._borrow(pool, watcher=None)
+            second = self._borrow(pool, request.deadline_s, watcher=None)
         except NoAnswer:
             return line
         self._recorder.count("s3_hedges")
@@ -221,6 +230,6 @@ def _pool_of(client: Any, url: str) -> Any:
         session._setup_ssl_cert(pool, url, session._verify)
         for name in ("_get_conn", "_put_conn", "_validate_conn"):
             getattr(pool, name)
-    except AttributeError:
+    except (AttributeError, TypeError):
         return None
     return pool

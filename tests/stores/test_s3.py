@@ -25,6 +25,7 @@ from objkv.stores import s3_body
 from objkv.stores.s3 import S3Store
 from objkv.stores.s3_client import open_s3_client, translated
 from objkv.telemetry import MemoryRecorder
+from objkv.testing.servers.listener import Listener
 from objkv.testing.store_contract import StoreContract
 
 BUCKET = "kv-cache"
@@ -323,26 +324,26 @@ def test_a_body_that_ends_early_is_unavailable() -> None:
         s3_body.read_exactly(Body(b"abc", b""), memoryview(bytearray(5)), 1, clock=lambda: 0)
 
 
+class Dying(Listener):
+    """Answers with half a body, as often as it is asked."""
+
+    def serve(self, connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+
+
 def test_a_server_that_dies_in_a_body_is_unavailable_every_way() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-        def serve() -> None:
-            for _ in range(4):  # what broke off is asked for twice more
-                connection, _address = listener.accept()
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
-                connection.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
+    with Dying() as server:
+        url = f"http://127.0.0.1:{server.address[1]}"
         client = open_s3_client(Config(s3_endpoint_url=url, **PATIENT))
-        store = S3Store(client, bucket=BUCKET, prefix="", multipart_bytes=PART)
-        with pytest.raises(StoreUnavailable, match="get k"):
-            store.get("k")
-        with pytest.raises(StoreUnavailable, match="get_into k"):
-            store.get_into("k", memoryview(bytearray(100)))
-        thread.join()
+        for is_direct in (True, False):
+            store = S3Store(
+                client, bucket=BUCKET, prefix="", multipart_bytes=PART, is_direct=is_direct
+            )
+            with pytest.raises(StoreUnavailable, match="get k"):
+                store.get("k")
+            with pytest.raises(StoreUnavailable, match="get_into k"):
+                store.get_into("k", memoryview(bytearray(100)))
         store.close()
 
 

@@ -1,0 +1,198 @@
+"""Calls of ``S3Store`` and of its client end within their deadline, answered or not."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+from botocore.exceptions import ClientError
+
+from objkv.errors import StoreError, StoreUnavailable
+from objkv.stores import s3_crew
+from objkv.stores.s3 import S3Store
+from objkv.stores.s3_body import read_exactly
+from objkv.stores.s3_client import begun_by
+from objkv.stores.s3_crew import Crew
+from objkv.stores.s3_line import NoAnswer
+from objkv.testing.servers.listener import Listener
+from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, failure
+from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
+
+FAR_S = 3600.0
+
+
+class Silent(Listener):
+    """Takes requests and never answers."""
+
+    def serve(self, connection: socket.socket) -> None:
+        """Until the client is gone."""
+        while connection.recv(1 << 20):
+            pass
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    with Silent() as server:
+        yield server
+
+
+CALLS: dict[str, Callable[[S3Store], object]] = {
+    "get": lambda store: store.get("k"),
+    "get_range": lambda store: store.get_range("k", 1, 2),
+    "get_into": lambda store: store.get_into("k", memoryview(bytearray(9))),
+    "get_range_into": lambda store: store.get_range_into("k", 1, memoryview(bytearray(9))),
+    "in ranges": lambda store: store.get_into("k", memoryview(bytearray(4 * MIB))),
+    "head": lambda store: store.head("k"),
+    "scan": lambda store: list(store.scan("")),
+    "put": lambda store: store.put("k", b"value"),
+    "put_if_absent": lambda store: store.put_if_absent("k", b"value"),
+    "in parts": lambda store: store.put("k", bytes(4 * MIB)),
+    "in parts if absent": lambda store: store.put_if_absent("k", bytes(4 * MIB)),
+    "delete": lambda store: store.delete("k"),
+    "check": lambda store: store.check(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_a_server_does_not_answer_is_asked_twice_at_most(
+    silent: Silent, call: Callable[[S3Store], object]
+) -> None:
+    """Each time takes up to a quarter of the deadline. The client alone asks three times, and
+    waits for up to three seconds in between."""
+    options = {"deadline_s": 0.8, "client": {"load_deadline_ms": 800}, "multipart_bytes": MIB}
+    url = f"http://127.0.0.1:{silent.address[1]}"
+    with s3_store(url, **options, range_bytes=MIB, ranges_max=2) as store:
+        store._writer.conditional = True
+        with pytest.raises(StoreUnavailable):
+            call(store)
+    assert 1 <= silent.connections <= 2
+
+
+def test_the_client_begins_nothing_when_it_is_too_late(silent: Silent) -> None:
+    client = s3_client(f"http://127.0.0.1:{silent.address[1]}")
+    with begun_by(time.monotonic()), pytest.raises(StoreUnavailable, match="too near"):
+        client.get_object(Bucket=BUCKET, Key="k")
+    assert silent.connections == 0
+
+
+@pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 1), (FAR_S, 3)])
+@pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
+def test_the_client_tries_again_only_if_its_wait_is_over_in_time(
+    left_s: float, attempts: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
+
+    def refuse(request: Request) -> Answer:
+        asked.append(request.method)
+        return failure(503, code)
+
+    with QuickS3(intercept=refuse) as server:
+        client = s3_client(server.url)
+        until_s = time.monotonic() + left_s
+        with begun_by(until_s), pytest.raises(ClientError, match=code):
+            client.get_object(Bucket=BUCKET, Key="k")
+    assert len(asked) == attempts
+
+
+def test_what_is_not_tried_again_has_its_outcome_however_late() -> None:
+    with QuickS3() as server:
+        client = s3_client(server.url)
+        with begun_by(time.monotonic() + 0.9), pytest.raises(ClientError, match="NoSuchKey"):
+            client.get_object(Bucket=BUCKET, Key="k")
+
+
+def test_after_the_deadline_nobody_connects() -> None:
+    with QuickS3() as server, s3_store(server.url) as store:
+        assert store._ranges._wire.is_found
+        with pytest.raises(NoAnswer, match="deadline"):
+            store._ranges._wire.ask("GET", "k", {}, time.monotonic())
+        assert server.connections == 0
+
+
+def test_conflicts_share_one_deadline() -> None:
+    """Another writer is at work whenever this one asks, and each answer takes its time."""
+    now_s = 0.0
+    asked: list[str] = []
+
+    def conflict(request: Request) -> Answer | None:
+        nonlocal now_s
+        if request.method != "PUT":
+            return None
+        asked.append(request.method)
+        now_s += 4
+        return failure(409, "ConditionalRequestConflict")
+
+    with QuickS3(intercept=conflict) as server, s3_store(server.url, deadline_s=10) as store:
+        assert store._ranges._wire.is_found
+        store._writer.conditional = True
+        real = time.monotonic
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: real() + now_s)
+            with pytest.raises(StoreUnavailable):
+                store.put_if_absent("k", b"value")
+    assert len(asked) <= 3
+
+
+class Drops:
+    """A stream of the client that has a byte more every second."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._raw_stream = self
+
+    def read1(self, _size: int) -> bytes:
+        self.now_s += 1
+        return b"x"
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+def test_a_body_of_the_client_that_trickles_is_left_in_time() -> None:
+    drops = Drops()
+    with pytest.raises(StoreUnavailable, match="deadline passed after 6 of 100"):
+        read_exactly(drops, memoryview(bytearray(100)), 5, clock=drops.clock)
+
+
+def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if "objkv-range" in self.name:
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(s3_crew.threading, "Thread", Thread)
+    value, buffer = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
+    with QuickS3() as server, s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
+        store.put("k", value)
+        assert store.get_into("k", buffer) == len(value)
+        assert buffer == value
+        assert repr(store._crew) == "<Crew 0/3 busy>"
+    crew = Crew(1)
+    assert not crew.offer(lambda: None)
+    crew.close()
+
+
+def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
+    now_s = 0.0
+
+    def late(request: Request) -> Answer | None:
+        nonlocal now_s
+        if request.method == "PUT":
+            now_s = 100
+            return failure(503, "SlowDown")
+        return None
+
+    with (
+        QuickS3(intercept=late) as server,
+        s3_store(server.url, multipart_bytes=MIB, is_direct=False) as store,
+    ):
+        real = time.monotonic
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: real() + now_s)
+            with pytest.raises(StoreError):
+                store.put("k", bytes(2 * MIB))
+        assert "Uploads" not in store._client.list_multipart_uploads(Bucket=BUCKET)
