@@ -174,11 +174,14 @@ class WorkerSide:
         lost, self._lost = self._lost, []
         for outcome in [*lost, *self._loader.take_finished(sync=False)]:
             received.add(outcome.request_id)
-            self._note(outcome)
             if outcome.failed and len(self._groups) > 1:
                 failed.add(outcome.request_id)
             else:
                 self._failed_blocks |= outcome.failed_blocks
+            try:
+                self._note(outcome)
+            except Exception:  # what vLLM never hears has ended, its request waits for, for ever
+                logger.exception("load not reported request=%s", outcome.request_id)
         self._sent &= plan.held
         sent = {r for r in plan.held - self._sent if self._saver.left_device(r)}
         self._sent |= sent

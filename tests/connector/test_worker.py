@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from objkv.connector.geometry import Geometry
 from objkv.connector.metadata import StepPlan
 from objkv.connector.worker import Rank, WorkerSide
 from objkv.telemetry import MemoryRecorder
+from objkv.testing.servers.redis import wait_until
 from objkv.transfer.plan import LoadPlan
 from tests.transfer.paged_cache import paged_group
 from tests.transfer.world import BLOCKS, CHUNK, GROUP, Replica, stores
@@ -60,6 +62,22 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
     if speculating:
         worker.end_forward(plan)
     assert worker.take_failed_blocks() == set()
+
+
+def test_a_load_is_told_to_have_ended_whatever_happens_to_its_report(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, load = spoilt
+    plan = StepPlan(loads=(replace(load, sync=False),))
+    monkeypatch.setattr(worker, "_note", lambda _: 1 / 0)
+    worker.start_loads(plan)
+    received: set[str] = set()
+    wait_until(
+        lambda: bool(received.update(worker.results(plan, set()).received) or received),
+        "the load to end",
+    )
+    assert received == {load.request_id}
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
 
 
 def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
