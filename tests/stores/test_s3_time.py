@@ -10,6 +10,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from objkv.errors import StoreError, StoreUnavailable
+from objkv.stores import s3_client as s3_client_module
 from objkv.stores import s3_crew
 from objkv.stores.s3 import S3Store
 from objkv.stores.s3_body import read_exactly
@@ -67,7 +68,7 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(
         store._writer.conditional = True
         with pytest.raises(StoreUnavailable):
             call(store)
-    assert 1 <= silent.connections <= 2
+    assert silent.connections <= 2
 
 
 def test_the_client_begins_nothing_when_it_is_too_late(silent: Silent) -> None:
@@ -77,13 +78,20 @@ def test_the_client_begins_nothing_when_it_is_too_late(silent: Silent) -> None:
     assert silent.connections == 0
 
 
-@pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 1), (FAR_S, 3)])
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the client it is always 0, and its waits take no time."""
+    monkeypatch.setattr(s3_client_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 1), (1, 2), (2, 3), (FAR_S, 3)])
 @pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
 def test_the_client_tries_again_only_if_its_wait_is_over_in_time(
-    left_s: float, attempts: int, code: str, monkeypatch: pytest.MonkeyPatch
+    left_s: float, attempts: int, code: str
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
 
     def refuse(request: Request) -> Answer:
         asked.append(request.method)
@@ -91,16 +99,16 @@ def test_the_client_tries_again_only_if_its_wait_is_over_in_time(
 
     with QuickS3(intercept=refuse) as server:
         client = s3_client(server.url)
-        until_s = time.monotonic() + left_s
-        with begun_by(until_s), pytest.raises(ClientError, match=code):
+        with begun_by(left_s), pytest.raises(ClientError, match=code):
             client.get_object(Bucket=BUCKET, Key="k")
     assert len(asked) == attempts
 
 
+@pytest.mark.usefixtures("stopped")
 def test_what_is_not_tried_again_has_its_outcome_however_late() -> None:
     with QuickS3() as server:
         client = s3_client(server.url)
-        with begun_by(time.monotonic() + 0.9), pytest.raises(ClientError, match="NoSuchKey"):
+        with begun_by(0), pytest.raises(ClientError, match="NoSuchKey"):
             client.get_object(Bucket=BUCKET, Key="k")
 
 
