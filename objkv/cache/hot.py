@@ -12,7 +12,7 @@ from objkv.errors import StoreError
 from objkv.stores.base import Buffer, WriteStore
 from objkv.telemetry import Recorder
 
-_LOST_MAX = 65_536
+_PATHS_MAX = 65_536
 
 
 class HotCopies:
@@ -24,10 +24,11 @@ class HotCopies:
         self._recorder = recorder
         self._lock = Lock()
         self._lost: OrderedDict[str, None] = OrderedDict()
+        self._distrusted: OrderedDict[str, None] = OrderedDict()
 
     def get(self, path: str, get: Callable[[WriteStore], int | None]) -> int | None:
         """What ``get`` finds of a promised copy; None where bulk has to be asked."""
-        if self._store is None:
+        if self._store is None or self._is_distrusted(path):
             return None
         try:
             nbytes = get(self._store)
@@ -38,10 +39,15 @@ class HotCopies:
         with self._lock:
             self._lost.pop(path, None)
             if nbytes is None:  # evicted, or its time was over before the record's
-                self._lost[path] = None
-                while len(self._lost) > _LOST_MAX:
-                    self._lost.popitem(last=False)
+                _remember(self._lost, path)
         return nbytes
+
+    def distrust(self, path: str) -> None:
+        """A payload that was promised to be hot was corrupt: its copy is not asked for any more
+        until this process has made another, whoever promises it. It may not be this one's to make,
+        and bulk may be fine."""
+        with self._lock:
+            _remember(self._distrusted, path)
 
     def is_lost(self, path: str) -> bool:
         """Whether a copy that was promised was not there when it was last asked for."""
@@ -51,6 +57,8 @@ class HotCopies:
     def has(self, path: str, nbytes: int) -> bool:
         """Whether there is a copy of this size, which costs a round trip."""
         if self._store is None or nbytes > self._limits.payload_bytes_max:
+            return False
+        if self._is_distrusted(path):
             return False
         try:
             entry = self._store.head(path)
@@ -73,4 +81,16 @@ class HotCopies:
         except StoreError:
             self._recorder.count("hot_errors")
             return False
+        with self._lock:
+            self._distrusted.pop(path, None)
         return True
+
+    def _is_distrusted(self, path: str) -> bool:
+        with self._lock:
+            return path in self._distrusted
+
+
+def _remember(paths: "OrderedDict[str, None]", path: str) -> None:
+    paths[path] = None
+    while len(paths) > _PATHS_MAX:
+        paths.popitem(last=False)

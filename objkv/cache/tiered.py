@@ -219,6 +219,8 @@ class ChunkCache:
                     self._suspects.popitem(last=False)
         if expected is None:
             return
+        if corrupt and expected.hot:
+            self._hot.distrust(path)
         try:
             self._index.forget(key.namespace, key.prefix_hash, key.field, expected)
         except StoreError:

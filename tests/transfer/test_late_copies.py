@@ -1,6 +1,5 @@
 """Lanes whose copies pass later than they are given, as on a GPU."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -12,9 +11,10 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.lanes import HostLane, Pages
+from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadOutcome
 from tests.transfer.arriving import PiecewiseStore
+from tests.transfer.lazy import LazyLane
 from tests.transfer.paged_cache import same_blocks
 from tests.transfer.world import IN_SPANS, PATIENCE_S, Replica, stores, wait_until
 
@@ -117,36 +117,6 @@ def test_block_ids_are_placed_once_for_all_layers_of_a_move() -> None:
     assert not replica.load(range(1), first_block=MINE[0]).failed
     assert lane.places == [2]
     replica.close()
-
-
-class LazyLane(HostLane):
-    """Reads the pages it is given as late as it may."""
-
-    def __init__(self) -> None:
-        self._given: list[Callable[[], None]] = []
-
-    def scatter(self, pages: Pages, cache: torch.Tensor, placed: torch.Tensor) -> None:
-        self._given.append(lambda: HostLane.scatter(self, pages, cache, placed))
-
-    def mark(self) -> "LazyMark":
-        return LazyMark(self._given)
-
-
-class LazyMark:
-    def __init__(self, given: list[Callable[[], None]]) -> None:
-        self._given = given
-        self._due = len(given)
-
-    def done(self) -> bool:
-        return not self._due
-
-    def wait(self) -> None:
-        while self._due:
-            self._due -= 1
-            self._given.pop(0)()
-
-    def hold_compute(self) -> None:
-        """The test reads when all is over."""
 
 
 class BreaksOff(MemoryStore):
