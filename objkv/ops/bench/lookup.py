@@ -70,12 +70,12 @@ def _in_redis(setting: Setting, url: str) -> Iterator[Row]:
         )
         name = f"lookup of {chunks:,} chunks"
         first = Compared(timings, "first", "ping", _PING)
-        target, detail = FRESH_TARGETS[chunks], "connection open, all cold"
+        target, detail = FRESH_TARGETS[chunks], "the first after check()"
         yield first.duration(f"{name}, fresh process", "µs", target, detail)
         yield Compared(timings, "again", "ping", _PING).duration(f"{name}, again", "µs")
         if chunks == min(FRESH_TARGETS):
             check = Compared(timings, "check", "ping", _PING)
-            yield check.duration("round trip by the index's client", "µs", detail="check()")
+            yield check.duration("check() of the index", "µs")
 
 
 def _fresh(setting: Setting, url: str, chunks: int, number: int) -> FreshAnswer:

@@ -1,5 +1,6 @@
 """What a fresh process asks the index once, told as one JSON line: driven by ``bench lookup``."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ class FreshAnswer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     first_s: float
-    """The first lookup: the connection is open, and nothing else is warm."""
+    """The first lookup: of a replica that has checked its index at its start, and asked nothing."""
     again_s: float
     """The median of those after it."""
     ping_s: float
@@ -35,6 +36,7 @@ def ask_fresh(index: ReadIndex, redis_url: str, chunks: int) -> FreshAnswer:
     """Ask for ``chunks`` chunks, all stored. Raises ``StoreError`` if the answer is not that."""
     hashes = chunk_hashes(chunks)
     index.check()
+    gc.freeze()  # as vLLM does after its start: what was imported is collected in no request
     with PlainRedis(redis_url) as plain:
         ping_s = _median(plain.ping)
     started = time.perf_counter()
