@@ -26,6 +26,7 @@ from objkv.codec.values import (
     Header,
     LayerSpec,
     Provenance,
+    VerifiedText,
 )
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
@@ -35,9 +36,9 @@ ALIGNMENT: Final = 4096
 """Data starts at a multiple of this, so that pages can be mapped and read directly."""
 HEADER_BYTES_MAX: Final = 4 << 20
 
-_LENGTH_BYTES = 8
-_OPENING = f'{{"{METADATA_NAME}":{{"checksum":"'.encode()
-_CHECKSUM_AT = _LENGTH_BYTES + len(_OPENING)
+LENGTH_BYTES: Final = 8
+OPENING: Final = f'{{"{METADATA_NAME}":{{"checksum":"'.encode()
+_CHECKSUM_AT = LENGTH_BYTES + len(OPENING)
 _DATA_AT = _CHECKSUM_AT + 32
 _BLANK = b"0" * 32
 _TENSOR = frozenset(("dtype", "shape", "data_offsets"))
@@ -92,11 +93,11 @@ def render(claim: Claim, frames: Sequence[Frame], provenance: Provenance) -> byt
             "data_offsets": [frame.offset, frame.offset + frame.nbytes],
         }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-    total = -(-(_LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
+    total = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     if total > HEADER_BYTES_MAX:
         raise PayloadError(f"a header of {total} bytes; at most {HEADER_BYTES_MAX} are allowed")
-    header = bytearray((total - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little"))
-    header += text.ljust(total - _LENGTH_BYTES)
+    header = bytearray((total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little"))
+    header += text.ljust(total - LENGTH_BYTES)
     header[_CHECKSUM_AT:_DATA_AT] = digest(header).encode()
     return bytes(header)
 
@@ -115,9 +116,9 @@ def bytes_max(layers: Sequence[LayerSpec], tokens: int) -> int:
 
 def bytes_needed(prefix: Buffer) -> int:
     """How long the header is, from its first 8 bytes. Raises ``PayloadError`` if absurd."""
-    if len(prefix) < _LENGTH_BYTES:
+    if len(prefix) < LENGTH_BYTES:
         raise PayloadError(f"{len(prefix)} bytes are no payload")
-    total = int.from_bytes(prefix[:_LENGTH_BYTES], "little") + _LENGTH_BYTES
+    total = int.from_bytes(prefix[:LENGTH_BYTES], "little") + LENGTH_BYTES
     if total % ALIGNMENT or not 0 < total <= HEADER_BYTES_MAX:
         raise PayloadError(f"a header of {total} bytes")
     return total
@@ -128,28 +129,38 @@ def parse(payload: memoryview) -> Header:
 
     Raises ``PayloadError`` for anything but a header that ``render`` could have written.
     """
+    return parse_verified(verified_text(payload))
+
+
+def verified_text(payload: memoryview) -> VerifiedText:
+    """A copy of the header's text. Raises ``PayloadError`` unless its checksum matches."""
     total = bytes_needed(payload)
     if len(payload) < total:
         raise PayloadError(f"cut short: {len(payload)} bytes of a header of {total}")
     raw = bytearray(payload[:total])
-    if raw[_LENGTH_BYTES:_CHECKSUM_AT] != _OPENING:
+    if raw[LENGTH_BYTES:_CHECKSUM_AT] != OPENING:
         raise PayloadError("not a payload of objkv")
     checksum = bytes(raw[_CHECKSUM_AT:_DATA_AT])
     raw[_CHECKSUM_AT:_DATA_AT] = _BLANK
     if checksum != digest(raw).encode():
         raise PayloadError("the header's checksum does not match")
-    document = _load(raw[_LENGTH_BYTES:])
+    return VerifiedText(raw, checksum.decode())
+
+
+def parse_verified(text: VerifiedText) -> Header:
+    """``parse`` for a text whose checksum was verified."""
+    document = _load(text.raw[LENGTH_BYTES:])
     metadata = _metadata(document.pop(METADATA_NAME, None))
     if metadata.pop("format", "") != FORMAT_NAME:
         raise PayloadError("not payload format 1")
-    frames = _frames(document, metadata, total)
+    frames = _frames(document, metadata, len(text.raw))
     return Header(
         claim=_claim(metadata),
         frames=frames,
-        data_start=total,
+        data_start=len(text.raw),
         nbytes=frames[-1].offset + frames[-1].nbytes,
         raw_bytes=sum(f.nbytes if f.codec == "none" else f.layer.nbytes for f in frames),
-        checksum=checksum.decode(),
+        checksum=text.checksum,
         provenance=_provenance(metadata),
     )
 

@@ -79,8 +79,9 @@ class Landing:
             raise PayloadError(f"a header of {header_bytes} bytes, at most {room} can be")
         if nbytes < header_bytes:
             return
-        header = read_header(payload[:header_bytes])
-        check_header(header, claim, self._strip.group.layers)
+        layers = self._strip.group.layers
+        header = read_header(payload[:header_bytes], layers)
+        check_header(header, claim, layers)
         if header.nbytes > len(payload):
             raise PayloadError(f"{header.nbytes} bytes, at most {len(payload)} can be")
         self.header = header
