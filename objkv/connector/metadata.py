@@ -19,6 +19,8 @@ class StepPlan(KVConnectorMetadata):
     saves: tuple[SavePlan, ...] = ()
     held: frozenset[str] = frozenset()
     """Finished requests whose blocks are kept until their saves have left the device."""
+    idle: bool = False
+    """Whether there is nothing to compute, and loads to wait for."""
 
 
 @dataclass

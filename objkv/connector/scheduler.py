@@ -179,10 +179,11 @@ class SchedulerSide:
             else:
                 self._loading[plan.request_id] = plan
         saves = self._saves(output) if self._roles.saves else ()
-        if not output.total_num_scheduled_tokens and (self._loading or self._lookups.pending):
+        empty = not output.total_num_scheduled_tokens
+        if empty and not self._loading and self._lookups.pending:
             # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
             sleep(_EMPTY_STEP_S)
-        return StepPlan(loads, saves, frozenset(self._held))
+        return StepPlan(loads, saves, frozenset(self._held), idle=empty and bool(self._loading))
 
     def end_step(self) -> None:
         """The oldest step under way has its result."""

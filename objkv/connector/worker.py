@@ -29,6 +29,9 @@ from objkv.transfer.slabs import SlabPool
 
 logger = logging.getLogger(__name__)
 
+_IDLE_WAIT_S = 1e-3
+"""How long a step with nothing to compute waits for a load."""
+
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _BACKGROUND_S = 1.0
 """How long a shutdown waits for what nobody needs: a copy to the hot store."""
@@ -169,6 +172,9 @@ class WorkerSide:
             self._loader.cancel(request_id)
             if request_id not in plan.held:
                 self._saver.forget(request_id)
+        if plan.idle and not self._lost:
+            # vLLM spins on empty steps: each would take the processor, and the GIL, from the load.
+            self._loader.wait_over(_IDLE_WAIT_S)
         received: set[str] = set()
         failed: set[str] = set()
         lost, self._lost = self._lost, []

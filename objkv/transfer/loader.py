@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic
 
 from objkv.cache.tiered import ChunkCache
@@ -65,6 +65,7 @@ class Loader:
         self._clock = clock
         self._trouble = Trouble(logger, "loads")
         self._jobs: dict[str, LoadJob] = {}
+        self._over = Event()
         self._fetcher = Fetcher(cache, groups, limits.cuts, recorder)
         self._queue = TaskQueue(limits.queue_max)
         self._lanes = [lane_for_thread() for _ in range(limits.threads)]
@@ -102,6 +103,13 @@ class Loader:
         """The request was aborted: stop fetching for it; its outcome is still told."""
         if job := self._jobs.get(request_id):
             job.cancel()
+
+    def wait_over(self, seconds: float) -> None:
+        """Block until a load between steps is over, at most so long. For a thread that has nothing
+        better to do."""
+        self._over.clear()
+        if not any(job.is_over() for job in self._jobs.values() if not job.plan.sync):
+            self._over.wait(seconds)
 
     def take_finished(self, *, sync: bool) -> list[LoadOutcome]:
         """Outcomes of the plans of one kind that are over since the last call; each is told once.
@@ -172,6 +180,8 @@ class Loader:
             logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
         if not done:
             job.fail(index, rejected=False)
+        if job.is_over():
+            self._over.set()
 
     def _load(self, lane: Lane, task: Task) -> bool:
         """Fetch, verify and write one span; True if all of it is in its blocks."""

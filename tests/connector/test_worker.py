@@ -80,6 +80,27 @@ def test_a_load_is_told_to_have_ended_whatever_happens_to_its_report(
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
 
 
+def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = spoilt
+    waited: list[float] = []
+    monkeypatch.setattr(worker._loader, "wait_over", waited.append)
+    worker.results(StepPlan(), set())
+    assert waited == []
+    worker.results(StepPlan(idle=True), set())
+    assert waited == [worker_module._IDLE_WAIT_S]
+
+
+def test_waiting_for_loads_ends_with_the_first_that_is_over(
+    spoilt: tuple[WorkerSide, LoadPlan],
+) -> None:
+    worker, load = spoilt
+    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
+    worker._loader.wait_over(300)
+    assert worker.results(StepPlan(), set()).received == {load.request_id}
+
+
 def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
     spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Payloads to measure with: real ones, whose pages compress about as K and V of a real model do."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ from objkv.codec.payload import (
     Header,
     LayerSpec,
     Provenance,
+    check_header,
     encode,
     frame_pages,
     header_bytes_needed,
@@ -66,13 +66,13 @@ class Sample:
 
     key: str
     claim: Claim
-    layers: Sequence[LayerSpec]
+    layers: tuple[LayerSpec, ...]
     payload: memoryview
 
 
 def make_samples(shape: Shape, count: int, folder: str = FOLDER) -> list[Sample]:
     """``count`` different payloads in codec ``none``; keys lie below ``folder``."""
-    specs = shape.specs()
+    specs = tuple(shape.specs())
     page = np.frombuffer(kv_like(shape.layer_bytes), np.uint8)
     samples = []
     for number in range(count):
@@ -140,8 +140,6 @@ class Verifier:
         return self._frames
 
     def _open(self, payload: memoryview) -> Header:
-        header = read_header(payload)
-        layers = [frame.layer for frame in header.frames]
-        if header.claim != self._sample.claim or layers != list(self._sample.layers):
-            raise PayloadError(f"{self._sample.key} is another payload")
+        header = read_header(payload, self._sample.layers)
+        check_header(header, self._sample.claim, self._sample.layers)
         return header
