@@ -79,7 +79,7 @@ class S3Store:
         self._deadline_s = deadline_s
         self._attempt_s = attempt_s(client, deadline_s)
         self._crew = Crew(ranges_max)
-        wire = Wire(
+        self._wire = Wire(
             client,
             place=(bucket, self._prefix),
             hedge=Hedge(hedge_percent_max),
@@ -87,11 +87,11 @@ class S3Store:
             recorder=recorder,
         )
         self._ranges = Ranges(
-            client, wire, self._crew, range_bytes=range_bytes, attempt_s=self._attempt_s
+            client, self._wire, self._crew, range_bytes=range_bytes, attempt_s=self._attempt_s
         )
         self._writer = Writer(
             client,
-            Uploads(client, wire, self._crew, attempt_s=self._attempt_s),
+            Uploads(client, self._wire, self._crew, attempt_s=self._attempt_s),
             exists=lambda key: self._head(key) is not None,
             multipart_bytes=multipart_bytes,
             deadline_s=deadline_s,
@@ -222,6 +222,7 @@ class S3Store:
     def close(self) -> None:
         """End the threads; close the client and its connections."""
         self._crew.close()
+        self._wire.close()
         self._client.close()
 
     def _place(self, key: str) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from objkv.errors import StoreUnavailable
 from objkv.stores.s3_line import Line, NoAnswer
 
+_CLOSE_S = 5.0
+"""Whatever a thread still does then ends with its call's deadline, and goes nowhere."""
+
 
 class Crew:
     """At most ``threads_max`` threads, started when first needed and joined by ``close``."""
@@ -46,13 +49,14 @@ class Crew:
             return True
 
     def close(self) -> None:
-        """Wait for what is being done, and end the threads. Idempotent."""
+        """Wait for what is being done, at most ``_CLOSE_S``, and end the threads. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
             threads = list(self._threads)
+        end_s = time.monotonic() + _CLOSE_S
         for thread in threads:
-            thread.join()
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     def _run(self) -> None:
         while True:

@@ -66,6 +66,14 @@ class Wire:
         """Whether requests go this way; nothing is sent to find out."""
         return self._find() is not None
 
+    def close(self) -> None:
+        """Close the connections; requests go the client's way from now on. Idempotent."""
+        with self._lock:
+            found, self._found = self._found, None
+            self._is_missing = True
+        if found is not None:  # closing the client only forgets them
+            found[1].close()
+
     def ask(
         self,
         method: str,

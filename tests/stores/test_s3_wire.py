@@ -1,6 +1,7 @@
 """The short way between a server and the caller's buffer."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -53,6 +54,25 @@ class TestS3StoreInRanges(StoreContract):
             yield store
 
     test_scan_passes_page_boundaries = None  # slow, and no other than without ranges
+
+
+def open_sockets() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own is closed by now
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return count
+
+
+def test_closing_leaves_no_connection_open() -> None:
+    with quick_s3_process() as server:
+        before = open_sockets()
+        with s3_store(server.url) as store:
+            store.put("k", pattern(MIB))
+            assert store.get_into("k", memoryview(bytearray(MIB))) == MIB
+            assert open_sockets() > before
+            store.close()
+            assert open_sockets() == before  # the store itself is still there
 
 
 def of_the_client(store: S3Store) -> list[str]:
