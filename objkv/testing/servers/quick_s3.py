@@ -147,7 +147,11 @@ def quick_s3_process() -> Iterator[QuickS3Process]:
     """Both servers in one new process, killed at the end."""
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,
+        start_new_session=True,  # Ctrl-C is its maker's, who still needs it to clean up
     ) as process:
         assert process.stdout is not None
         try:
