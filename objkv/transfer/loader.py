@@ -44,7 +44,8 @@ class LoadLimits:
 
 class Loader:
     """Executes load plans. ``submit``, ``take_finished`` and ``wait_layer`` are called by the
-    forward thread, which never waits for the network but for a layer it needs now."""
+    forward thread, which never waits for the network but for a layer it needs now; ``wait_over`` is
+    for steps in which it has nothing to compute."""
 
     def __init__(
         self,
