@@ -13,7 +13,7 @@ arguments, JSON values too, make different scenarios. It must depend on nothing 
 its own file, the harness and objkv, and its tests must look only at what it returned: in an
 unchanged checkout on an unchanged machine its result is then read from ``.cache/engine``, as
 ``pytest`` announces. ``pytest --fresh`` replays nothing. A scenario that raised is never kept, nor
-one of a file in which a test failed.
+one of a file in which a test failed: what its replicas left in its folder stays, or their logs.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from importlib.metadata import distributions
@@ -50,6 +51,8 @@ class Ledger:
     known: dict[str, Values | Exception] = field(default_factory=dict)
     files: dict[str, set[Path]] = field(default_factory=dict)
     """The kept results of the scenarios of each test file."""
+    folders: dict[str, set[Path]] = field(default_factory=dict)
+    """Where the logs of this run's scenarios are, by test file."""
     distrusted: set[str] = field(default_factory=set)
     """Test files of which nothing is kept any more."""
 
@@ -58,6 +61,13 @@ class Ledger:
         self.distrusted.add(str(test_file))
         for kept in self.files.pop(str(test_file), ()):
             kept.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove the logs of the scenarios that all tests liked."""
+        for source, folders in self.folders.items():
+            if source not in self.distrusted:
+                for folder in folders:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 LEDGER = Ledger()
@@ -114,13 +124,24 @@ def _run(function: Any, kept: Kept, args: Any, kwargs: Any) -> Values | Exceptio
     except Exception as exc:  # Whatever it is, each test that needs the scenario fails with it.
         exc.add_note(f"what the replicas left is in {folder}")
         return exc
-    shutil.rmtree(folder, ignore_errors=True)  # a process that was killed may still be dying
+    _keep_logs(folder)
+    LEDGER.folders.setdefault(kept.source, set()).add(folder)
     if kept.source in LEDGER.distrusted:
         return values
     partial = kept.file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps({"digest": kept.digest, "values": values}, default=_plain))
     partial.rename(kept.file)
     return values
+
+
+def _keep_logs(folder: Path) -> None:
+    """All but the logs is large. A process that was killed may still be dying in there."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # what a folder holds before the folder
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            elif path.suffix != ".log":
+                path.unlink()
 
 
 def _plain(value: Any) -> Any:

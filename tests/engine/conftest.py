@@ -34,3 +34,8 @@ def pytest_runtest_makereport(
     if report.failed:
         LEDGER.forget(item.path)
     return report
+
+
+def pytest_sessionfinish() -> None:
+    """Of what tests did not like, the logs stay."""
+    LEDGER.sweep()

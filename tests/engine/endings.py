@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import weakref
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ from tests.engine.job import Call
 END_S = 300.0
 AGAIN_S = 5.0
 """How long an engine that was told to end may take to hear it before it is told again."""
+CTRL_C_S = 60.0
+"""How long an engine that a terminal told to end may take before its parent tells it too."""
 STOPPED = "tests.engine.endings:objkv_threads_after_shutdown"
 SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"seconds": 0.5})
 EXIT = "tests.engine.endings:end_of_script"
-TIME_TO_END = Call(function="tests.engine.endings:give_time_to_end")
-"""For a replica whose engine is in processes of its own."""
+
+
+def time_to_end(*, told: bool) -> Call:
+    """For a replica whose engine is in processes of its own, which a terminal tells to end or only
+    their parent."""
+    return Call(function="tests.engine.endings:give_time_to_end", arguments={"told": told})
 
 
 def objkv_threads_after_shutdown(llm: Any, seconds_max: float = 120.0) -> dict[str, list[str]]:
@@ -47,18 +54,28 @@ def slow_saves(_llm: Any, seconds: float) -> None:
     LocalStore.put_if_absent = slow  # type: ignore[method-assign]
 
 
-def give_time_to_end(llm: Any) -> None:
+def give_time_to_end(llm: Any, *, told: bool) -> None:
     """Wait for the engine's processes when this one ends, until they have ended.
 
     vLLM kills them after 5 s, which on a busy machine says nothing of what they still had to save;
-    its setting does not reach the first finalizer to run. Source: vLLM 0.32,
-    ``CoreEngineProcManager`` in ``v1/engine/utils.py``.
+    its setting does not reach the first finalizer to run. And it tells them to end although a
+    terminal may have ``told`` them: a SIGTERM that comes while SIGINT is taken note of makes an
+    engine wait for itself for ever. Source: vLLM 0.32, ``CoreEngineProcManager`` and
+    ``SignalCallback`` in ``v1/engine/utils.py``.
     """
-    from vllm.v1.utils import shutdown
-
     manager = llm.llm_engine.engine_core.resources.engine_manager
     manager._finalizer.detach()
-    manager._finalizer = weakref.finalize(manager, shutdown, manager.processes, END_S)
+    wait_s = CTRL_C_S if told else 0.0
+    manager._finalizer = weakref.finalize(manager, _wait_and_tell, manager.processes, wait_s)
+
+
+def _wait_and_tell(processes: list[BaseProcess], wait_s: float) -> None:
+    from vllm.v1.utils import shutdown
+
+    until = time.monotonic() + wait_s
+    for process in processes:
+        process.join(max(until - time.monotonic(), 0))
+    shutdown(processes, END_S)
 
 
 def end_of_script(_llm: Any) -> None:

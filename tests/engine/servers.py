@@ -21,7 +21,13 @@ from typing import Any, Self
 
 from objkv.testing.servers.redis import free_port, wait_until
 from tests.engine import model
-from tests.engine.endings import EngineTold, dump_stacks, kill_session, session_processes
+from tests.engine.endings import (
+    EngineTold,
+    dump_stacks,
+    kill_session,
+    session_processes,
+    wait_for_end,
+)
 from tests.engine.harness import ROOT
 from tests.engine.job import Prompt
 
@@ -154,9 +160,11 @@ class Server:
 
     def wait_for_end(self) -> int:
         """Wait until it has ended; its exit status. If it does not end, raises RuntimeError with
-        what it logged last, and the stacks of all its threads are in the log file."""
+        what it logged last, and the stacks of all its threads are in the log file. Raises
+        TimeoutError if processes of its session are left: Python's own that cleans up after the
+        others ends a moment later than they."""
         try:
-            return self._process.wait(END_S)
+            status = self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             said = self.log[-4000:]
             for pid in sorted(self.processes(), reverse=True):  # children first, or they die unread
@@ -164,6 +172,8 @@ class Server:
             raise RuntimeError(
                 f"the server did not end, its stacks are in {self.log_file}: {said}"
             ) from None
+        wait_for_end(self._process.pid)
+        return status
 
     def processes(self) -> list[int]:
         """Processes of its session that still run: it, its engine, its workers."""

@@ -15,10 +15,10 @@ from tests.engine.endings import (
     EXIT,
     SLOW_SAVES,
     STOPPED,
-    TIME_TO_END,
     EngineTold,
     kill_session,
     session_processes,
+    time_to_end,
     wait_for_end,
 )
 from tests.engine.fleet import SharedStore
@@ -46,7 +46,7 @@ def all_ways_to_end(folder: Path) -> Values:
     for number, (way, (call, processes)) in enumerate(WAYS.items()):
         answered = folder / f"answered-{number}"
         last = Call(function=call) if call else WaitFor(path=folder / "never", seconds_max=1_200)
-        before = TIME_TO_END if processes else SLOW_SAVES
+        before = time_to_end(told=call is None) if processes else SLOW_SAVES
         generate = Generate(prompts=(PROMPTS[way],))
         job = store.job(before, generate, Touch(path=answered), last)
         job = job.model_copy(update={"processes": processes})
