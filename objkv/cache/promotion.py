@@ -12,7 +12,7 @@ from time import monotonic
 
 from objkv.cache.placement import HotLimits, OftenLoaded
 from objkv.codec.payload import Claim, check_frames, read_header
-from objkv.errors import ObjkvError
+from objkv.errors import ObjkvError, PayloadError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import WriteStore
@@ -124,6 +124,8 @@ class Promoter:
         header = read_header(payload)
         if header.claim != claim or header.checksum != shard.header_checksum:
             return
+        if header.nbytes != len(payload):
+            raise PayloadError(f"{len(payload)} bytes where the header says {header.nbytes}")
         check_frames(header, payload)
         self._hot.put(key.path(), payload)
         if self._record(key) != shard:

@@ -1,15 +1,15 @@
-"""The header of a payload whose layers the reader knows already: the common one, without JSON.
+"""The header of a payload whose claim and layers the reader knows already: without JSON.
 
-A loader knows the layers before the header comes, and nearly every header it meets differs from
-the others only in its claim, its provenance and its checksums. One that is byte for byte what
-``render`` writes for these layers, uncompressed and without token ids, is taken apart in its fixed
-places. Whatever differs in one byte goes to ``header.parse_verified``, which alone says what is
-valid; both begin with the header's own checksum.
+A loader knows both before the header comes, and nearly every header it meets is of them, and new
+only in its provenance and its checksums. One that is byte for byte what ``render`` writes,
+uncompressed and without token ids, is taken apart in its fixed places. Whatever differs in one byte
+goes to ``header.parse_verified``, which alone says what is valid; both begin with the header's own
+checksum.
 """
 
 import re
 import struct
-from itertools import repeat
+from itertools import accumulate
 from threading import Lock
 from typing import Final
 
@@ -25,6 +25,7 @@ from objkv.codec.values import (
     WRITER_CHARS_MAX,
     Claim,
     Frame,
+    Frames,
     Header,
     LayerSpec,
     Provenance,
@@ -37,21 +38,19 @@ from objkv.keys.topology import Shard
 FORMS_MAX: Final = 16
 """Tuples of layers whose form is kept; a process reads those of its own groups, which are few."""
 
-_INT = rb"(0|[1-9][0-9]{0,18})"
-_PLAIN = rb"[ !#-\[\]-~]"
-"""Printable ASCII that JSON writes as it is."""
-_HEAD = re.compile(
-    re.escape(OPENING) + rb'0{32}","format":"' + re.escape(FORMAT_NAME.encode()) + rb'",'
-    rb'"key":"(' + _PLAIN + rb'{1,900})","parent":"([0-9a-f]{40})",'
-    rb'"token_start":"' + _INT + rb'","token_end":"' + _INT + rb'",'
-    rb'"token_digest":"([0-9a-f]{64})",'
-    rb'"writer":"(' + _PLAIN + rb"{0,%d}" % WRITER_CHARS_MAX + rb')","created_s":"' + _INT + rb'"'
-)  # fmt: skip
-_CHECKSUMS = re.compile(r"[0-9a-f]*")
+_OPENING = (
+    OPENING.decode() + "0" * 32 + f'","format":"{FORMAT_NAME}","key":"%s","parent":"%s",'
+    '"token_start":"%d","token_end":"%d","token_digest":"'
+)
+_PROVENANCE = re.compile(
+    # A writer is printable ASCII that JSON writes as it is.
+    rb'([0-9a-f]{64})","writer":"([ !#-\[\]-~]{0,%d})","created_s":"(0|[1-9][0-9]{0,18})"'
+    % WRITER_CHARS_MAX
+)
+_HEX = b"0123456789abcdef"
 _ANY = "f" * 32
 """Stands for a frame's checksum in a form; nothing else before the tensors looks like it."""
-_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0, Shard(0, 1, 0, 1)), bytes(20), 0, 1)
-_PROVENANCE = Provenance("0" * 64, "", 0)
+_SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0, Shard(0, 1, 0, 1)), bytes(20), 0, 1)
 
 
 class _Form:
@@ -61,62 +60,73 @@ class _Form:
         """Raises ``PayloadError`` for layers that no header, or only another one, can describe."""
         self.layers = layers
         sizes = [layer.nbytes for layer in layers]
-        self._sizes = sizes
-        self._ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-        starts = [end - size for end, size in zip(self._ends, sizes, strict=True)]
-        self._starts = starts
+        ends = [0, *accumulate(sizes)]
         frames = [
             Frame(layer, "none", start, size, _ANY, _ANY)
-            for layer, start, size in zip(layers, starts, sizes, strict=True)
+            for layer, start, size in zip(layers, ends, sizes, strict=False)
         ]
-        rendered = render(_CLAIM, frames, _PROVENANCE)
+        rendered = render(_SOME_CLAIM, frames, Provenance("0" * 64, "", 0))
         text = verified_text(memoryview(rendered))
-        told = parse_verified(text)
         # Names that JSON or a dict does not keep apart, and layers beyond the format's bounds.
-        if tuple(frame.layer for frame in told.frames) != layers:
+        if parse_verified(text).frames.layers != layers:
             raise PayloadError("layers that a header does not tell apart")
-        head = _HEAD.match(text.raw, LENGTH_BYTES)
-        assert head is not None
-        tail = rendered[head.end() :].rstrip(b" ")
+        opening = _opening(_SOME_CLAIM)
+        provenance = _PROVENANCE.match(text.raw, LENGTH_BYTES + len(opening))
+        assert text.raw.startswith(opening, LENGTH_BYTES)
+        assert provenance is not None
+        tail = rendered[provenance.end() :].rstrip(b" ")
         # The first ones are the checksums: names, which may hold anything, come after all frames.
         self._fixed = tuple(tail.split(_ANY.encode(), len(layers)))
         places = "32s".join(f"{len(piece)}s" for piece in self._fixed)
         self._tail = struct.Struct(f"={places}")
+        self._codecs = ("none",) * len(layers)
+        self._checksums = [slice(at, at + 32) for at in range(0, 32 * len(layers), 32)]
+        self._ends = ends
+        self._placed = self._place(len(rendered))
 
-    def read(self, text: VerifiedText) -> Header | None:
-        """The header ``text`` is, or None if it is not exactly of this form."""
-        raw, total = text.raw, len(text.raw)
-        head = _HEAD.match(raw, LENGTH_BYTES)
-        if head is None or head.end() + self._tail.size > total:
+    def read(self, text: VerifiedText, claim: Claim) -> Header | None:
+        """The header ``text`` is, or None if it is not exactly of this form, or of another
+        claim."""
+        raw, total, opening = text.raw, len(text.raw), _opening(claim)
+        if not raw.startswith(opening, LENGTH_BYTES):
             return None
-        parts = self._tail.unpack_from(raw, head.end())
-        if parts[::2] != self._fixed or raw[head.end() + self._tail.size :].strip(b" "):
+        told = _PROVENANCE.match(raw, LENGTH_BYTES + len(opening))
+        if told is None:
             return None
-        joined = b"".join(parts[1::2]).decode("latin-1")
-        if _CHECKSUMS.fullmatch(joined) is None:
+        end = told.end() + self._tail.size
+        if end > total or raw.count(b" ", end) != total - end:
             return None
-        key, parent, start, end, token_digest, writer, created_s = head.groups()
-        token_start, token_end = int(start), int(end)
-        if token_start >= token_end:
+        parts = self._tail.unpack_from(raw, told.end())
+        joined = b"".join(parts[1::2])
+        if parts[::2] != self._fixed or joined.translate(None, _HEX):
             return None
-        try:
-            chunk = ChunkKey.parse(key.decode("ascii"))
-        except ValueError:
-            return None
-        checksums = [joined[at : at + 32] for at in range(0, len(joined), 32)]
-        offsets = [total + at for at in self._starts]
-        places = (offsets, self._sizes, checksums, checksums)
+        if self._placed[0] != total:
+            self._placed = self._place(total)
+        _, starts, ends = self._placed
+        checksums = tuple(map(joined.decode("ascii").__getitem__, self._checksums))
+        token_digest, writer, created_s = told.groups()
         return Header(
-            claim=Claim(chunk, bytes.fromhex(parent.decode("ascii")), token_start, token_end),
-            frames=tuple(map(Frame, self.layers, repeat("none"), *places)),
+            claim=claim,
+            frames=Frames(self.layers, self._codecs, starts, ends, checksums, checksums),
             data_start=total,
-            nbytes=total + self._ends[-1],
+            nbytes=ends[-1],
             raw_bytes=self._ends[-1],
             checksum=text.checksum,
             provenance=Provenance(
                 token_digest.decode("ascii"), writer.decode("ascii"), int(created_s)
             ),
         )
+
+    def _place(self, total: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Of a header of ``total`` bytes: it, and where frames begin and end after it."""
+        ends = tuple(total + end for end in self._ends)
+        return total, ends[:-1], ends[1:]
+
+
+def _opening(claim: Claim) -> bytes:
+    """What ``render`` writes for the claim, up to the provenance."""
+    key, parent = claim.key.path(), claim.parent_hash.hex()
+    return (_OPENING % (key, parent, claim.token_start, claim.token_end)).encode()
 
 
 _forms: dict[int, tuple[tuple[LayerSpec, ...], _Form | None]] = {}
@@ -125,15 +135,16 @@ header. No form for layers that cannot have one."""
 _making = Lock()
 
 
-def parse_expected(payload: memoryview, layers: tuple[LayerSpec, ...]) -> Header:
-    """What ``header.parse`` returns or raises for ``payload``; sooner if its layers are ``layers``.
+def parse_expected(payload: memoryview, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:
+    """What ``header.parse`` returns or raises for ``payload``; sooner if it is that of ``claim``
+    and ``layers``, which are then the very objects it has.
 
-    They are not compared: a valid header of other layers is returned too. ``layers`` should be the
-    same object every time, and is kept.
+    They are not compared: a valid header of others is returned too. ``layers`` should be the same
+    object every time, and is kept.
     """
     text = verified_text(payload)
     _, form = _forms.get(id(layers)) or _remember(layers)
-    header = form.read(text) if form is not None else None
+    header = form.read(text, claim) if form is not None else None
     return parse_verified(text) if header is None else header
 
 

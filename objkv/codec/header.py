@@ -23,6 +23,7 @@ from objkv.codec.values import (
     WRITER_CHARS_MAX,
     Claim,
     Frame,
+    Frames,
     Header,
     LayerSpec,
     Provenance,
@@ -158,8 +159,8 @@ def parse_verified(text: VerifiedText) -> Header:
         claim=_claim(metadata),
         frames=frames,
         data_start=len(text.raw),
-        nbytes=frames[-1].offset + frames[-1].nbytes,
-        raw_bytes=sum(f.nbytes if f.codec == "none" else f.layer.nbytes for f in frames),
+        nbytes=frames.ends[-1],
+        raw_bytes=sum(layer.nbytes for layer in frames.layers),
         checksum=text.checksum,
         provenance=_provenance(metadata),
     )
@@ -233,9 +234,7 @@ def _stored_as(layer: LayerSpec, codec: str, nbytes: int) -> tuple[str, list[int
     return "U8", [nbytes]
 
 
-def _frames(
-    tensors: dict[str, Any], metadata: dict[str, str], data_start: int
-) -> tuple[Frame, ...]:
+def _frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: int) -> Frames:
     """Frames in the order of their offsets, with neither gap nor overlap."""
     spans = sorted((_span(name, tensor), name) for name, tensor in tensors.items())
     if not spans:
@@ -252,7 +251,7 @@ def _frames(
         tensor = tensors[name]
         if (tensor["dtype"], tensor["shape"]) != (dtype, shape):
             raise PayloadError(f"layer {name!r}: tensor and frame disagree")
-    return tuple(frames)
+    return Frames.of(frames)
 
 
 def _span(name: str, tensor: Any) -> tuple[int, int]:

@@ -6,6 +6,7 @@ bytes are, reading raises ``PayloadError`` and nothing else. Specified in ``docs
 """
 
 import ctypes
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,7 @@ from objkv.codec.values import (
     LAYER_BYTES_MAX,
     Claim,
     Frame,
+    Frames,
     Header,
     LayerSpec,
     Provenance,
@@ -42,6 +44,7 @@ __all__ = [
     "Buffer",
     "Claim",
     "Frame",
+    "Frames",
     "Header",
     "LayerSpec",
     "Provenance",
@@ -53,6 +56,7 @@ __all__ = [
     "header_room",
     "open_payload",
     "payload_bytes_max",
+    "read_expected",
     "read_header",
 ]
 
@@ -143,44 +147,44 @@ def header_bytes_needed(prefix: Buffer) -> int:
     return bytes_needed(_view(prefix))
 
 
-def read_header(payload: Buffer, layers: tuple[LayerSpec, ...] | None = None) -> Header:
+def read_header(payload: Buffer) -> Header:
     """The header of ``payload``, of which the beginning is enough.
 
-    The header's own checksum is verified, nothing is compared with what the reader expects. One
-    who knows the ``layers`` is answered the same, in a fraction of the time if they are those of an
-    uncompressed payload; they are kept, and should be the same object every time. Raises
+    The header's own checksum is verified, nothing is compared with what the reader expects. Raises
     ``PayloadError``.
     """
-    view = _view(payload)
-    return parse(view) if layers is None else parse_expected(view, layers)
+    return parse(_view(payload))
 
 
-def open_payload(payload: Buffer, claim: Claim, layers: Sequence[LayerSpec]) -> Header:
-    """The header of a complete payload that is exactly what the reader expects.
+def read_expected(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:
+    """``read_header`` for who knows what it must be, in a fraction of the time if the payload is
+    uncompressed. ``layers`` should be the same object every time, and is kept. The payload's length
+    remains to be compared.
 
-    Raises ``PayloadError`` that names the first difference: length, header, claim or layers. The
-    frames are not read: ``frame_pages`` verifies each.
+    Raises ``PayloadError``, also one that names the first difference: claim or layers.
     """
-    header = read_header(payload, layers if isinstance(layers, tuple) else None)
+    header = parse_expected(_view(payload), claim, layers)
+    if header.claim is not claim and header.claim != claim:
+        raise PayloadError(f"claims to be {header.claim}, expected {claim}")
+    found = header.frames.layers
+    if found is layers or found == layers:
+        return header
+    if len(found) != len(layers):
+        raise PayloadError(f"has {len(found)} layers, expected {len(layers)}")
+    first = next(i for i in range(len(layers)) if found[i] != layers[i])
+    raise PayloadError(f"has {found[first]}, expected {layers[first]}")
+
+
+def open_payload(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:
+    """``read_expected`` for a complete payload: its length is compared too.
+
+    The frames are not read: ``frame_pages`` verifies each.
+    """
+    header = read_expected(payload, claim, layers)
     nbytes = memoryview(payload).nbytes
     if header.nbytes != nbytes:
         raise PayloadError(f"{nbytes} bytes where the header says {header.nbytes}")
-    check_header(header, claim, layers)
     return header
-
-
-def check_header(header: Header, claim: Claim, layers: Sequence[LayerSpec]) -> None:
-    """``open_payload`` for a payload that is still arriving: its length remains to be compared.
-
-    Raises ``PayloadError`` that names the first difference: claim or layers.
-    """
-    if header.claim != claim:
-        raise PayloadError(f"claims to be {header.claim}, expected {claim}")
-    if len(header.frames) != len(layers):
-        raise PayloadError(f"has {len(header.frames)} layers, expected {len(layers)}")
-    for frame, layer in zip(header.frames, layers, strict=True):
-        if frame.layer is not layer and frame.layer != layer:
-            raise PayloadError(f"has {frame.layer}, expected {layer}")
 
 
 def frame_pages(
@@ -194,34 +198,47 @@ def frame_pages(
     ``layer.nbytes`` long, owned by the caller) and a view of that is returned. Raises
     ``PayloadError``; what ``scratch`` holds then is undefined.
     """
-    frame = header.frames[index]
-    name = frame.layer.name
-    stored = _view(payload)[frame.offset : frame.offset + frame.nbytes]
-    if len(stored) != frame.nbytes:
-        raise PayloadError(f"cut short in layer {name!r}")
-    if digest(stored) != frame.checksum:
-        raise PayloadError(f"the checksum of layer {name!r} does not match")
-    if frame.codec == "none":
+    frames = header.frames
+    start, end = frames.starts[index], frames.ends[index]
+    stored = _view(payload)[start:end]
+    if len(stored) != end - start:
+        raise PayloadError(f"cut short in layer {frames.layers[index].name!r}")
+    if digest(stored) != frames.checksums[index]:
+        raise _mismatch(header, index)
+    codec = frames.codecs[index]
+    if codec == "none":
         return stored
-    nbytes = frame.layer.nbytes
-    if scratch is None or scratch.nbytes < nbytes:
-        raise PayloadError(f"layer {name!r} needs a buffer of {nbytes} bytes to decode into")
-    pages = _view(scratch)[:nbytes]
-    decompress_into(frame.codec, stored, pages)
-    if digest(pages) != frame.raw_checksum:
-        raise PayloadError(f"layer {name!r} was decoded wrongly")
+    layer = frames.layers[index]
+    if scratch is None or scratch.nbytes < layer.nbytes:
+        raise PayloadError(
+            f"layer {layer.name!r} needs a buffer of {layer.nbytes} bytes to decode into"
+        )
+    pages = _view(scratch)[: layer.nbytes]
+    decompress_into(codec, stored, pages)
+    if digest(pages) != frames.raw_checksums[index]:
+        raise PayloadError(f"layer {layer.name!r} was decoded wrongly")
     return pages
 
 
-def check_frames(header: Header, payload: Buffer) -> None:
-    """Raise ``PayloadError`` unless all frames of ``payload`` are as long, and have the checksums,
-    that its ``header`` says; nothing is decoded."""
-    whole = _view(payload)
-    if whole.nbytes != header.nbytes:
-        raise PayloadError(f"{whole.nbytes} bytes where the header says {header.nbytes}")
-    for frame in header.frames:
-        if digest(whole[frame.offset : frame.offset + frame.nbytes]) != frame.checksum:
-            raise PayloadError(f"the checksum of layer {frame.layer.name!r} does not match")
+def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
+    """Compare the checksums of all frames from ``first`` on that lie in ``payload`` whole; nothing
+    is decoded.
+
+    ``payload`` starts with the payload's first byte. Returns the first frame that was not looked
+    at, because it is not all there. Raises ``PayloadError``.
+    """
+    whole, frames = _view(payload), header.frames
+    starts, ends, checksums = frames.starts, frames.ends, frames.checksums
+    until = bisect_right(ends, len(whole))
+    for index in range(first, until):
+        if digest(whole[starts[index] : ends[index]]) != checksums[index]:
+            raise _mismatch(header, index)
+    return max(first, until)
+
+
+def _mismatch(header: Header, index: int) -> PayloadError:
+    name = header.frames.layers[index].name
+    return PayloadError(f"the checksum of layer {name!r} does not match")
 
 
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
@@ -231,13 +248,13 @@ def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
 
 
 def _header(claim: Claim, frames: Sequence[Frame], provenance: Provenance, text: bytes) -> Header:
-    placed = tuple(frame._replace(offset=frame.offset + len(text)) for frame in frames)
+    placed = Frames.of(frame._replace(offset=frame.offset + len(text)) for frame in frames)
     return Header(
         claim=claim,
         frames=placed,
         data_start=len(text),
-        nbytes=placed[-1].offset + placed[-1].nbytes,
-        raw_bytes=sum(frame.layer.nbytes for frame in placed),
+        nbytes=placed.ends[-1],
+        raw_bytes=sum(layer.nbytes for layer in placed.layers),
         checksum=checksum_of(text),
         provenance=provenance,
     )
@@ -251,4 +268,5 @@ def _move(source: Buffer, target: memoryview) -> None:
 
 
 def _view(buffer: Buffer) -> memoryview:
-    return memoryview(buffer).cast("B")
+    view = memoryview(buffer)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

@@ -1,5 +1,6 @@
 """What a payload says: the claim, its layers and frames, where it comes from. Plain values."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple
@@ -79,10 +80,7 @@ class LayerSpec:
 
 
 class Frame(NamedTuple):
-    """Where one layer's bytes are in the payload, and how they are stored.
-
-    A tuple because every header makes one per layer, in a fifth of the time of a dataclass.
-    """
+    """Where one layer's bytes are in the payload, and how they are stored."""
 
     layer: LayerSpec
     codec: str
@@ -94,6 +92,38 @@ class Frame(NamedTuple):
     """xxh3_128 of the bytes as stored, 32 hex digits."""
     raw_checksum: str
     """xxh3_128 of the decoded pages; equal to ``checksum`` where the codec is ``none``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """The frames of a payload in forward order of the layers, by columns: whoever reads thousands
+    of payloads a second looks at columns, and no frame is made that nobody asked for."""
+
+    layers: tuple[LayerSpec, ...]
+    codecs: tuple[str, ...]
+    starts: tuple[int, ...]
+    """From the payload's first byte."""
+    ends: tuple[int, ...]
+    checksums: tuple[str, ...]
+    raw_checksums: tuple[str, ...]
+
+    @classmethod
+    def of(cls, frames: Iterable[Frame]) -> "Frames":
+        """The columns of ``frames``, at least one."""
+        layers, codecs, starts, sizes, checksums, raw_checksums = zip(*frames, strict=True)
+        ends = tuple(start + size for start, size in zip(starts, sizes, strict=True))
+        return cls(layers, codecs, starts, ends, checksums, raw_checksums)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: int) -> Frame:
+        start, end = self.starts[index], self.ends[index]
+        checksums = self.checksums[index], self.raw_checksums[index]
+        return Frame(self.layers[index], self.codecs[index], start, end - start, *checksums)
+
+    def __iter__(self) -> Iterator[Frame]:
+        return map(self.__getitem__, range(len(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +149,10 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Everything a payload says about itself. Frames are in forward order of the layers."""
+    """Everything a payload says about itself."""
 
     claim: Claim
-    frames: tuple[Frame, ...]
+    frames: Frames
     data_start: int
     """Bytes before the first frame: what ``read_header`` needs."""
     nbytes: int
@@ -137,7 +167,7 @@ class Header:
     @property
     def codec(self) -> str:
         """The one codec of all frames, or ``mixed``."""
-        codecs = {frame.codec for frame in self.frames}
+        codecs = set(self.frames.codecs)
         return codecs.pop() if len(codecs) == 1 else "mixed"
 
 

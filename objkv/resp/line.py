@@ -9,13 +9,13 @@ import os
 import select
 import socket
 import ssl
-import struct
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from redis import exceptions
+
+from objkv.sockets import bound_waits, can_wait
 
 Arrived = Callable[[int], None]
 Pool = Any
@@ -30,7 +30,6 @@ _PIECE_BYTES = 262_144
 sending meanwhile."""
 _CRLF = b"\r\n"
 _CLOSED = "Connection closed by server."
-_LINUX = sys.platform == "linux"
 
 
 class Line:
@@ -51,9 +50,9 @@ class Line:
         self._poll = select.poll()
         self._poll.register(self.sock, select.POLLIN)
         # One system call less for each receive: Python polls before it where it keeps the time.
-        self._blocking = _LINUX and not self.tls
+        self._blocking = can_wait(self.sock)
         if self._blocking:
-            self._block()
+            bound_waits(self.sock, self._timeout_s or 0.0)
 
     def is_fresh(self) -> bool:
         """Whether it may be used again."""
@@ -178,13 +177,6 @@ class Line:
             raise exceptions.InvalidResponse(f"{head!r} announced another length")
         if arrived is not None:
             arrived(nbytes)
-
-    def _block(self) -> None:
-        whole, part = divmod(self._timeout_s or 0.0, 1)
-        bound = struct.pack("ll", int(whole), int(part * 1e6))
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
-        self.sock.settimeout(None)
 
 
 def _lost(exc: OSError) -> exceptions.RedisError:

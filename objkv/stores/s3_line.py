@@ -6,15 +6,22 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from objkv.errors import StoreUnavailable
+from objkv.sockets import bound_waits, can_wait, receive_all
 
 STEP_BYTES = 512 << 10
 """Read at once: what a core's own cache holds, so that a checksum finds it there."""
 SEND_BYTES = 4 << 20
+_LOOK_S = 0.02
+"""So long a call waits in the kernel for all of what it asks for: then what came is told of, and a
+server that takes nothing may have answered instead."""
 HEAD_BYTES_MAX = 64 << 10
 _HEAD_READ_BYTES = 16 << 10
+
+
+T = TypeVar("T")
 
 
 class NoAnswer(Exception):
@@ -45,7 +52,7 @@ class Line:
         self.is_used = connection.sock is not None
         """Whether it carried a request before, so that the server may have closed it meanwhile."""
         self.is_clean = False
-        self._waits_s = -1.0
+        self._waits_in_kernel = False
         self._is_released = False
         self.early = False
         """Whether the answer came before the whole request was sent."""
@@ -54,8 +61,13 @@ class Line:
 
     def connect(self, timeout_s: float) -> None:
         """Connect, unless it is. Raises ``NoAnswer``."""
-        if self.is_used:
-            return
+        if not self.is_used:
+            self._connect(timeout_s)
+        self._waits_in_kernel = can_wait(self.socket)
+        if self._waits_in_kernel:
+            bound_waits(self.socket, _LOOK_S)
+
+    def _connect(self, timeout_s: float) -> None:
         self._connection.timeout = timeout_s  # as the client sets it before each of its requests
         try:
             self._pool._validate_conn(self._connection)  # connects where TLS is spoken
@@ -78,37 +90,33 @@ class Line:
         looked for before each piece, since a reset discards it.
         """
         try:
-            self.wait_at_most(deadline_s)
-            self.socket.sendall(head)
+            if self._bounded(deadline_s, self.socket.send, head) != len(head):
+                raise TimeoutError("not even the head was taken")
             if body is None:
                 return
-            if isinstance(self.socket, ssl.SSLSocket):
-                for at in range(0, len(body), SEND_BYTES):
-                    self.wait_at_most(deadline_s)
-                    self.socket.sendall(body[at : at + SEND_BYTES])
-            else:
+            if self._waits_in_kernel:
                 self._send_watching(body, deadline_s)
+                return
+            for at in range(0, len(body), SEND_BYTES):
+                self._bounded(deadline_s, self.socket.sendall, body[at : at + SEND_BYTES])
         except (OSError, ValueError) as exc:
             raise NoAnswer(f"sending: {exc}") from exc
 
     def _send_watching(self, body: memoryview, deadline_s: float) -> None:
-        sock = self.socket
         poll = select.poll()
-        poll.register(sock, select.POLLIN | select.POLLOUT)
-        wait_s = self.wait_at_most(deadline_s)
-        sock.settimeout(0)
-        self._waits_s = 0.0
-        at = 0
+        poll.register(self.socket, select.POLLIN)
+        at, until_s = 0, 0.0
         while at < len(body):
-            wait_s = min(wait_s, deadline_s - time.monotonic())
-            ready = poll.poll(max(0, wait_s) * 1000)
-            if not ready:
-                raise TimeoutError(f"nothing taken after {at} of {len(body)} bytes")
-            if ready[0][1] & select.POLLIN:
+            if poll.poll(0):
                 self.early = True
-                break
-            at += sock.send(body[at : at + SEND_BYTES])
-        self.wait_at_most(deadline_s)
+                return
+            if not until_s:
+                until_s = self._until(deadline_s)
+            elif time.monotonic() >= until_s:
+                raise TimeoutError(f"nothing taken after {at} of {len(body)} bytes")
+            with suppress(BlockingIOError):
+                at += self.socket.send(body[at : at + SEND_BYTES])
+                until_s = 0.0
 
     def read_head(self, deadline_s: float) -> "Answer":
         """The answer's status and headers. Raises ``NoAnswer``, of the kind ``Unanswered`` if not
@@ -116,8 +124,7 @@ class Line:
         raw = b""
         try:
             while b"\r\n\r\n" not in raw:
-                self.wait_at_most(deadline_s)
-                more = self.socket.recv(_HEAD_READ_BYTES)
+                more = self._bounded(deadline_s, self.socket.recv, _HEAD_READ_BYTES)
                 if not more or len(raw) > HEAD_BYTES_MAX:
                     raise ConnectionError("the head of the answer is cut short")
                 raw += more
@@ -129,15 +136,30 @@ class Line:
                 raise Unanswered(str(exc)) from exc
             raise NoAnswer(f"reading: {exc}") from exc
 
-    def wait_at_most(self, deadline_s: float) -> float:
-        """Let no single call on the socket wait beyond the deadline; returns that bound."""
-        wait_s = min(self._timeout_s, deadline_s - time.monotonic())
-        if wait_s <= 0:
+    def receive_into(self, into: memoryview, deadline_s: float) -> int:
+        """Fill ``into``, or its beginning with what comes in a moment; 0 at the end of all."""
+        if self._waits_in_kernel:
+            return self._bounded(deadline_s, receive_all, self.socket, into)
+        return self._bounded(deadline_s, self.socket.recv_into, into)
+
+    def _bounded(self, deadline_s: float, call: Callable[..., T], *args: Any) -> T:
+        """What one call on the socket returns, which waits neither beyond the deadline nor longer
+        than the client would. Raises TimeoutError."""
+        until_s = self._until(deadline_s)
+        if not self._waits_in_kernel:
+            self.socket.settimeout(until_s - time.monotonic())
+            return call(*args)
+        while True:
+            with suppress(BlockingIOError):
+                return call(*args)
+            if time.monotonic() >= until_s:
+                raise TimeoutError("the deadline passed")
+
+    def _until(self, deadline_s: float) -> float:
+        now_s = time.monotonic()
+        if now_s >= deadline_s:
             raise TimeoutError("the deadline passed")
-        if wait_s != self._waits_s:  # a system call, and this is asked before each read
-            self.socket.settimeout(wait_s)
-            self._waits_s = wait_s
-        return wait_s
+        return min(now_s + self._timeout_s, deadline_s)
 
     def shut(self) -> None:
         """End what another thread waits for on this connection, at once; that thread releases.
@@ -159,8 +181,7 @@ class Line:
         if told is not None:
             told()
         if self.is_clean and not self.early and not self._has_more():
-            if self._waits_s != self._timeout_s:  # the client sets none before it sends
-                self.socket.settimeout(self._timeout_s)
+            self.socket.settimeout(self._timeout_s)  # the client sets none before it sends
             self._pool._put_conn(self._connection)
         else:
             self._connection.close()
@@ -250,8 +271,7 @@ class Answer:
 
     def _receive(self, into: memoryview, deadline_s: float) -> int:
         try:
-            self._line.wait_at_most(deadline_s)
-            return self._line.socket.recv_into(into)
+            return self._line.receive_into(into, deadline_s)
         except (OSError, ValueError) as exc:
             raise NoAnswer(f"reading: {exc}") from exc
 

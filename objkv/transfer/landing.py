@@ -12,10 +12,9 @@ import torch
 from objkv.codec.payload import (
     Claim,
     Header,
-    check_header,
     frame_pages,
     header_bytes_needed,
-    read_header,
+    read_expected,
 )
 from objkv.errors import PayloadError, TransferError
 from objkv.transfer.job import LoadJob
@@ -80,8 +79,7 @@ class Landing:
         if nbytes < header_bytes:
             return
         layers = self._strip.group.layers
-        header = read_header(payload[:header_bytes], layers)
-        check_header(header, claim, layers)
+        header = read_expected(payload[:header_bytes], claim, layers)
         if header.nbytes > len(payload):
             raise PayloadError(f"{header.nbytes} bytes, at most {len(payload)} can be")
         self.header = header
@@ -111,8 +109,7 @@ class Landing:
         if self.layer == self._span.end:
             return False
         assert self.header is not None
-        frame = self.header.frames[self.layer]
-        return frame.offset + frame.nbytes <= until
+        return self.header.frames.ends[self.layer] <= until
 
     def _write_burst(self, until: int) -> None:
         job, index, lane = self._strip.job, self._strip.index, self._strip.lane
@@ -136,7 +133,7 @@ class Landing:
         strip = self._strip
         nbytes = strip.group.layer_bytes[self.layer]
         room = None
-        if self.header.frames[self.layer].codec != "none":
+        if self.header.frames.codecs[self.layer] != "none":
             if self._scratch is None:
                 self._scratch = strip.lease_scratch()
             room = self._scratch[self._scratch_at : self._scratch_at + nbytes]

@@ -53,7 +53,7 @@ def remaining(header: Header, first: int, count: int) -> list[Span]:
     left = len(header.frames) - first
     pieces = max(1, min(count, left))
     cuts = [first + left * i // pieces for i in range(pieces + 1)]
-    offsets = [frame.offset for frame in header.frames] + [header.nbytes]
+    offsets = [*header.frames.starts, header.nbytes]
     return [
         Span(i + 1, a, b, offsets[a], offsets[b] - offsets[a], last=i + 1 == pieces)
         for i, (a, b) in enumerate(pairwise(cuts))

@@ -62,7 +62,7 @@ def test_made_in_place_a_payload_is_the_same_byte_for_byte(
     payload, header = in_place(layers, pages, codec)
     assert payload == expected
     assert encode(CLAIM, layers, pages, codec=codec, provenance=PROVENANCE) == expected
-    assert header == read_header(payload) == open_payload(payload, CLAIM, layers)
+    assert header == read_header(payload) == open_payload(payload, CLAIM, tuple(layers))
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -132,9 +132,13 @@ def test_in_place_takes_no_memory_but_for_the_frame_it_works_on(
 def test_frames_are_checked_without_decoding_them() -> None:
     payload = sample("zstd")
     header = read_header(payload)
-    check_frames(header, payload)
-    with pytest.raises(PayloadError, match="bytes where"):
-        check_frames(header, payload[:-1])
+    count = len(header.frames)
+    assert check_frames(header, payload) == count
+    assert check_frames(header, payload[:-1]) == count - 1
+    assert check_frames(header, payload[: header.data_start]) == 0
+    assert check_frames(header, payload[: header.data_start], 1) == 1
     payload[-1] ^= 1
-    with pytest.raises(PayloadError, match=LAYERS[-1].name):
-        check_frames(header, payload)
+    assert check_frames(header, payload[:-1]) == check_frames(header, payload, count) - 1
+    for first in range(count):
+        with pytest.raises(PayloadError, match=LAYERS[-1].name):
+            check_frames(header, payload, first)

@@ -70,10 +70,10 @@ def outcome(read: Callable[[memoryview], Header], payload: bytes | bytearray) ->
 
 
 def with_layers(
-    payload: bytes | bytearray, layers: tuple[LayerSpec, ...] = LAYERS
+    payload: bytes | bytearray, layers: tuple[LayerSpec, ...] = LAYERS, claim: Claim = CLAIM
 ) -> Header | str | object:
-    """What comes of ``payload``, after a check that it is the same with the layers and without."""
-    result = outcome(lambda view: parse_expected(view, layers), payload)
+    """What comes of ``payload``, after a check that it is the same whatever is known of it."""
+    result = outcome(lambda view: parse_expected(view, claim, layers), payload)
     assert result == outcome(parse, payload)
     return result
 
@@ -91,7 +91,7 @@ def no_json(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("JSON was parsed")
 
     for layers in (LAYERS, ODD):
-        parse_expected(memoryview(rendered(layers)), layers)
+        parse_expected(memoryview(rendered(layers)), CLAIM, layers)
     monkeypatch.setattr(header, "_load", refuse)
 
 
@@ -107,7 +107,7 @@ ODD = (
 def test_an_uncompressed_header_of_known_layers_is_read_without_json(
     layers: tuple[LayerSpec, ...],
 ) -> None:
-    found = parse_expected(memoryview(rendered(layers)), layers)
+    found = parse_expected(memoryview(rendered(layers)), CLAIM, layers)
     assert found.claim == CLAIM
     assert found.provenance == PROVENANCE
     assert all(frame.layer is layer for frame, layer in zip(found.frames, layers, strict=True))
@@ -117,7 +117,8 @@ def test_an_uncompressed_header_of_known_layers_is_read_without_json(
 def test_the_same_header_comes_of_both_ways(
     layers: list[LayerSpec], claim: Claim, provenance: Provenance
 ) -> None:
-    found = with_layers(rendered(layers, claim, provenance), tuple(layers))
+    assert isinstance(with_layers(rendered(layers, claim, provenance), tuple(layers)), Header)
+    found = with_layers(rendered(layers, claim, provenance), tuple(layers), claim)
     assert isinstance(found, Header)
     assert (found.claim, found.provenance) == (claim, provenance)
     assert hash(found) == hash(parse(memoryview(rendered(layers, claim, provenance))))

@@ -43,7 +43,7 @@ def test_what_goes_in_comes_out(layers: list[LayerSpec], codec: str, data: st.Da
     make = st.sampled_from([smooth, noise])
     pages = [data.draw(make)(layer.nbytes, i) for i, layer in enumerate(layers)]
     payload = encode(CLAIM, layers, pages, codec=codec, provenance=PROVENANCE)
-    header = open_payload(payload, CLAIM, layers)
+    header = open_payload(payload, CLAIM, tuple(layers))
     assert header.claim == CLAIM
     assert header.provenance == PROVENANCE
     assert header.raw_bytes == sum(map(len, pages))
@@ -215,7 +215,7 @@ def test_the_bound_on_a_payload_holds_for_the_longest_of_everything() -> None:
     pages = [b"x"] * len(layers)
     payload = encode(claim, layers, pages, codec="none", provenance=told)
     assert len(payload) <= payload_bytes_max(layers, tokens=1000)
-    assert open_payload(payload, claim, layers).provenance == told
+    assert open_payload(payload, claim, tuple(layers)).provenance == told
 
 
 def test_a_header_beyond_the_bound_is_not_written() -> None:

@@ -62,7 +62,7 @@ def bench_payload_codec(setting: Setting, file: Path) -> Section:
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     header = read_header(payload)
-    open_payload(payload, header.claim, [frame.layer for frame in header.frames])
+    open_payload(payload, header.claim, header.frames.layers)
     sizes = {frame.layer.item_bytes for frame in header.frames}
     if len(sizes) > 1:
         raise PayloadError(f"{file}: elements of {sorted(sizes)} bytes in one payload")

@@ -10,11 +10,10 @@ from objkv.codec.payload import (
     Header,
     LayerSpec,
     Provenance,
-    check_header,
+    check_frames,
     encode,
-    frame_pages,
     header_bytes_needed,
-    read_header,
+    read_expected,
 )
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
@@ -116,14 +115,10 @@ class Verifier:
         if self._header is None:
             if nbytes < _LENGTH_BYTES or nbytes < header_bytes_needed(self._slab[:nbytes]):
                 return
-            self._header = self._open(self._slab[:nbytes])
-        frames = self._header.frames
-        while self._frames < len(frames):
-            frame = frames[self._frames]
-            if frame.offset + frame.nbytes > nbytes:
-                return
-            frame_pages(self._header, self._frames, self._slab[:nbytes], None)
-            self._frames += 1
+            self._header = read_expected(
+                self._slab[:nbytes], self._sample.claim, self._sample.layers
+            )
+        self._frames = check_frames(self._header, self._slab[:nbytes], self._frames)
 
     def finish(self, nbytes: int | None) -> None:
         """Everything is there, ``nbytes`` in all. Raises ``PayloadError`` unless it is verified."""
@@ -138,8 +133,3 @@ class Verifier:
     def frames(self) -> int:
         """Layers verified so far."""
         return self._frames
-
-    def _open(self, payload: memoryview) -> Header:
-        header = read_header(payload, self._sample.layers)
-        check_header(header, self._sample.claim, self._sample.layers)
-        return header
