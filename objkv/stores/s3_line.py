@@ -1,5 +1,6 @@
 """One connection of the client's pool, borrowed for one request and its answer."""
 
+import re
 import select
 import socket
 import ssl
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 from objkv.errors import StoreUnavailable
 from objkv.sockets import bound_waits, can_wait, receive_all
+from objkv.stores.s3_kept import Kept
 
 STEP_BYTES = 512 << 10
 """Read at once: what a core's own cache holds, so that a checksum finds it there."""
@@ -22,6 +24,10 @@ _HEAD_READ_BYTES = 16 << 10
 
 
 T = TypeVar("T")
+_HEADER = re.compile(
+    r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r\n]*)",
+    re.IGNORECASE,
+)
 
 
 class NoAnswer(Exception):
@@ -42,11 +48,12 @@ def check_time(deadline_s: float, what: str) -> None:
 
 
 class Line:
-    """A connection. Goes back to the pool by ``release``, unless something of an answer may still
-    arrive over it."""
+    """A connection, in use. ``release`` keeps it for the next one, unless something of an answer
+    may still arrive over it."""
 
-    def __init__(self, pool: Any, connection: Any, *, timeout_s: float) -> None:
+    def __init__(self, pool: Any, connection: Any, *, timeout_s: float, kept: Kept) -> None:
         self._pool = pool
+        self._kept = kept
         self._connection = connection
         self._timeout_s = timeout_s
         self.is_used = connection.sock is not None
@@ -59,12 +66,13 @@ class Line:
         self.on_release: Callable[[], None] | None = None
         """Called once, before the connection is anybody else's."""
 
-    def connect(self, timeout_s: float) -> None:
-        """Connect, unless it is. Raises ``NoAnswer``."""
+    def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
+        """Connect, unless it is; nothing is to be done to a connection that ``is_kept``. Raises
+        ``NoAnswer``."""
         if not self.is_used:
             self._connect(timeout_s)
         self._waits_in_kernel = can_wait(self.socket)
-        if self._waits_in_kernel:
+        if self._waits_in_kernel and not is_kept:
             bound_waits(self.socket, _LOOK_S)
 
     def _connect(self, timeout_s: float) -> None:
@@ -173,7 +181,7 @@ class Line:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Give it back if ``is_clean``, else close it. Once: then it may be somebody else's."""
+        """Keep it if ``is_clean``, else close it. Once: then it may be somebody else's."""
         if self._is_released:
             return
         self._is_released = True
@@ -181,8 +189,7 @@ class Line:
         if told is not None:
             told()
         if self.is_clean and not self.early and not self._has_more():
-            self.socket.settimeout(self._timeout_s)  # the client sets none before it sends
-            self._pool._put_conn(self._connection)
+            self._kept.keep(self._pool, self._connection, self._timeout_s)
         else:
             self._connection.close()
             self._pool._put_conn(None)
@@ -204,13 +211,12 @@ class Answer:
 
     def __init__(self, line: Line, raw: bytes) -> None:
         head, _, rest = raw.partition(b"\r\n\r\n")
-        first, *lines = head.decode("latin-1").split("\r\n")
-        version, code = first.split(" ", 2)[:2]
+        text = head.decode("latin-1")
+        version, code = text.partition("\r\n")[0].split(" ", 2)[:2]
         self.status = int(code)
-        self.headers: dict[str, str] = {}
-        for entry in lines:
-            name, _, value = entry.partition(":")
-            self.headers[name.lower()] = value.strip()
+        found: list[tuple[str, str]] = _HEADER.findall(text)
+        self.headers = {name.lower(): value.strip() for name, value in found}
+        """Those that matter, by name in lower case."""
         if "transfer-encoding" in self.headers:
             raise ValueError("an answer in chunks")
         length = "0" if self.status == 204 else self.headers.get("content-length", "")

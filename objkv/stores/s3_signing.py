@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from time import gmtime, strftime
+from time import gmtime, strftime, time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -51,7 +51,7 @@ class Place:
         credentials = signer._request_signer.get_auth_instance(
             self.service, self.region, "s3v4"
         ).credentials
-        now = strftime("%Y%m%dT%H%M%SZ", gmtime())
+        now = _timestamp(int(time()))
         headers = {
             "host": self.host,
             "x-amz-content-sha256": UNSIGNED,
@@ -60,22 +60,22 @@ class Place:
         }
         if credentials.token:
             headers["x-amz-security-token"] = credentials.token
-        target = self.path + key
         scope = f"{now[:8]}/{self.region}/{self.service}/aws4_request"
-        names, canonical = _canonical(method, target, headers)
+        target = self.path + key
+        path, _, query = target.partition("?")
+        names, canonical, lines = _canonical(headers)
+        request = f"{method}\n{path}\n{query}\n{canonical}\n{names}\n{UNSIGNED}"
         signature = hmac.digest(
             _signing_key(credentials.secret_key, scope),
-            f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{sha256(canonical.encode()).hexdigest()}".encode(),
+            f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{sha256(request.encode()).hexdigest()}".encode(),
             "sha256",
         ).hex()
-        authorization = (
-            f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, "
-            f"SignedHeaders={names}, Signature={signature}"
-        )
-        lines = [f"{name}: {value}" for name, value in headers.items()]
-        lines += [f"authorization: {authorization}", f"user-agent: {self.agent}"]
-        head = f"{method} {target} HTTP/1.1\r\n" + "\r\n".join(lines) + "\r\n\r\n"
-        return head.encode("latin-1")
+        return (
+            f"{method} {target} HTTP/1.1\r\n{lines}"
+            f"authorization: AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, "
+            f"SignedHeaders={names}, Signature={signature}\r\n"
+            f"user-agent: {self.agent}\r\n\r\n"
+        ).encode("latin-1")
 
     def can_sign(self, client: "S3Client") -> bool:
         """Whether this version of the client shows its credentials."""
@@ -95,13 +95,17 @@ def _signing_key(secret: str, scope: str) -> bytes:
     return key
 
 
-def _canonical(method: str, target: str, headers: dict[str, str]) -> tuple[str, str]:
-    """Names of the signed headers, and the request as it is signed."""
-    path, _, query = target.partition("?")
-    ranked = sorted(headers.items())
-    names = ";".join([name for name, _ in ranked])
-    lines = "".join([f"{name}:{value}\n" for name, value in ranked])
-    return names, f"{method}\n{path}\n{query}\n{lines}\n{names}\n{UNSIGNED}"
+@lru_cache(maxsize=2)
+def _timestamp(second: int) -> str:
+    return strftime("%Y%m%dT%H%M%SZ", gmtime(second))
+
+
+def _canonical(headers: dict[str, str]) -> tuple[str, str, str]:
+    """Names of the signed headers; the headers as they are signed, and as they are sent."""
+    names = sorted(headers)
+    signed = "".join([f"{name}:{headers[name]}\n" for name in names])
+    sent = "".join([f"{name}: {headers[name]}\r\n" for name in names])
+    return ";".join(names), signed, sent
 
 
 def find_place(client: "S3Client", bucket: str, prefix: str) -> Place | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib3.exceptions import HTTPError
 
 from objkv.stores.s3_hedge import Hedge
+from objkv.stores.s3_kept import Kept
 from objkv.stores.s3_line import Answer, Line, NoAnswer, Unanswered
 from objkv.stores.s3_signing import Place, find_place
 from objkv.telemetry import Recorder
@@ -58,6 +59,7 @@ class Wire:
         self._timeout_s = float(settings.read_timeout)
         self._connect_s = float(settings.connect_timeout)
         self._lock = threading.Lock()
+        self._kept = Kept()
         self._found: tuple[Place, Any] | None = None
         self._is_missing = not is_direct
 
@@ -71,6 +73,7 @@ class Wire:
         with self._lock:
             found, self._found = self._found, None
             self._is_missing = True
+        self._kept.close()
         if found is not None:  # closing the client only forgets them
             found[1].close()
 
@@ -130,16 +133,19 @@ class Wire:
         connect_s = min(self._connect_s, deadline_s - time.monotonic())
         if connect_s <= 0:
             raise NoAnswer("the deadline passed")
-        try:
-            connection = pool._get_conn()
-        except HTTPError as exc:
-            self._found = None  # the client has closed it
-            raise NoAnswer("no connections") from exc
+        connection = None if is_fresh else self._kept.take(pool)
+        is_kept = connection is not None
+        if connection is None:
+            try:
+                connection = pool._get_conn()
+            except HTTPError as exc:
+                self._found = None  # the client has closed it
+                raise NoAnswer("no connections") from exc
         if is_fresh:
             connection.close()  # it connects again
-        line = Line(pool, connection, timeout_s=self._timeout_s)
+        line = Line(pool, connection, timeout_s=self._timeout_s, kept=self._kept)
         try:
-            line.connect(connect_s)
+            line.connect(connect_s, is_kept=is_kept)
             if watcher is not None:
                 watcher.attach(line)
         except BaseException:

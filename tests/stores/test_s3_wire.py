@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
 from objkv.stores.s3 import S3Store
+from objkv.stores.s3_kept import Kept
 from objkv.stores.s3_line import Line, NoAnswer
 from objkv.stores.s3_signing import Place, find_place
 from objkv.testing.servers.certificates import make_certificates
@@ -401,7 +402,7 @@ def test_a_body_in_chunks_is_read(is_direct: bool) -> None:
 
 def test_a_server_that_says_go_on_is_not_misread() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(None, SimpleNamespace(sock=ours), timeout_s=60)
+    line = Line(None, SimpleNamespace(sock=ours), timeout_s=60, kept=Kept())
     sent = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n"
     sent += b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nvalue"
     answers = []
@@ -572,7 +573,7 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
     pool = SimpleNamespace(_put_conn=lambda _: None)
     buffer = bytearray(3)
     deadline_s = time.monotonic() + 5
-    line = Line(pool, connection, timeout_s=5)
+    line = Line(pool, connection, timeout_s=5, kept=Kept())
     with contextlib.suppress(NoAnswer), line.read_head(deadline_s) as answer:
         answer.fill(memoryview(buffer)[: answer.left], deadline_s)
         assert answer.total >= 0
