@@ -6,7 +6,7 @@ grown prompt adds is asked for. A failed, late or refused lookup is "no match".
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import inf
 from threading import BoundedSemaphore, Event, Thread
@@ -131,10 +131,12 @@ class LookupService:
 
         return self._submit(run) is not None
 
-    @property
-    def pending(self) -> bool:
-        """Whether any answer is still awaited."""
-        return any(memo.answer is None for memo in self._memos.values())
+    def wait(self, seconds: float) -> None:
+        """Block until some answer that is awaited is there, at most so long; not at all if none is.
+        For a thread that has nothing better to do."""
+        futures = [memo.future for memo in self._memos.values() if memo.future is not None]
+        if futures:
+            wait(futures, seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Stop taking lookups and end the threads. A job that outlasts the deadline is left to end

@@ -8,7 +8,6 @@ block tables, whole, once per step. Source of the call order: vLLM 0.31-0.33,
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import sleep
 from typing import TYPE_CHECKING
 
 from objkv.cache.admission import Admission
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EMPTY_STEP_S = 100e-6
+_EMPTY_STEP_S = 1e-3
+"""How long a step with nothing to compute waits for an answer of the index."""
 _ANSWER_AGE_MIN_S = 10.0
 """Steps may take seconds, and an answer must be good for some of them."""
 
@@ -180,9 +180,9 @@ class SchedulerSide:
                 self._loading[plan.request_id] = plan
         saves = self._saves(output) if self._roles.saves else ()
         empty = not output.total_num_scheduled_tokens
-        if empty and not self._loading and self._lookups.pending:
+        if empty and not self._loading:
             # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
-            sleep(_EMPTY_STEP_S)
+            self._lookups.wait(_EMPTY_STEP_S)
         return StepPlan(loads, saves, frozenset(self._held), idle=empty and bool(self._loading))
 
     def end_step(self) -> None:

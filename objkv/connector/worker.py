@@ -29,7 +29,7 @@ from objkv.transfer.slabs import SlabPool
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 1e-3
+_IDLE_WAIT_S = 2e-3
 """How long a step with nothing to compute waits for a load."""
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")

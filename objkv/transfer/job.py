@@ -29,6 +29,7 @@ class LoadJob:
         self.started = clock()
         self._clock = clock
         self._changed = Condition()
+        self._awaited: list[Callable[[], bool]] = []
         self._unfinished = set(range(len(plan.moves)))
         self._spans_left = [1] * len(plan.moves)
         self._headers: dict[int, Header] = {}
@@ -82,7 +83,7 @@ class LoadJob:
                 for layer in layers:
                     self._written[index] |= 1 << layer
                     self._marks.setdefault((group, layer), {})[lane] = mark
-            self._changed.notify_all()
+            self._tell()
 
     def opened(self, index: int, header: Header, spans_left: int) -> None:
         """The header of move ``index`` was verified; besides the span that brought it, so many
@@ -107,7 +108,7 @@ class LoadJob:
             if not complete:
                 self._fail_from(self.plan.moves[index].move.chunk)
             self._unfinished.discard(index)
-            self._changed.notify_all()
+            self._tell()
             return complete
 
     def fail(self, index: int, *, rejected: bool) -> None:
@@ -118,7 +119,7 @@ class LoadJob:
             if rejected:
                 self._rejected.add((self.plan.namespace, move.prefix_hash))
             self._unfinished.discard(index)
-            self._changed.notify_all()
+            self._tell()
 
     def cancel(self) -> None:
         """Nobody needs it any more: what is not written by now counts as failed."""
@@ -162,8 +163,7 @@ class LoadJob:
         """
         with self._changed:
             self._closed = True
-            while self._writing:
-                self._changed.wait()
+            self._wait_for(lambda: not self._writing)
             self._changed.notify_all()
             marks, self._last_marks = self._last_marks, {}
             outcome = self._outcome()
@@ -192,10 +192,35 @@ class LoadJob:
         One after the other: what a move no longer lacks, or is no longer wanted, stays so. Asking
         all of them again whenever something was written would take the time of their square.
         """
-        for i in sorted(self._unfinished):
-            while i in self._unfinished and self._wanted(self.plan.moves[i]) and lacking(i):
-                if not self._changed.wait(self.deadline - self._clock()):
-                    return
+        for i in sorted(self._unfinished, reverse=True):  # the last is there last: one waking up
+
+            def is_there(i: int = i) -> bool:
+                if i not in self._unfinished or not self._wanted(self.plan.moves[i]):
+                    return True
+                return not lacking(i)
+
+            if not self._wait_for(is_there, until=lambda: self.deadline):
+                return
+
+    def _wait_for(
+        self, holds: Callable[[], bool], until: Callable[[], float] | None = None
+    ) -> bool:
+        """Wait until ``holds()``, or the time that ``until`` says; False if that came first. Only
+        what makes it hold wakes this thread, which on a busy machine costs as much as a frame."""
+        self._awaited.append(holds)
+        try:
+            while not holds():
+                left_s = None if until is None else until() - self._clock()
+                if not self._changed.wait(left_s):
+                    return False
+            return True
+        finally:
+            self._awaited.remove(holds)
+
+    def _tell(self) -> None:
+        """Something changed: wake up whoever waits for that."""
+        if any(holds() for holds in self._awaited):
+            self._changed.notify_all()
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
         in_group = self.plan.moves[index].move.group == group

@@ -6,8 +6,7 @@ written that was not verified: the header with its claim and layers first, then 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from objkv.codec.payload import (
     Claim,
@@ -62,8 +61,8 @@ class Landing:
         self._scratch_at = 0
         move = strip.job.plan.moves[strip.index].move
         self._first_block = move.first_block
-        self._block_ids = torch.tensor(move.block_ids, dtype=torch.int64)
-        self._placed: torch.Tensor | None = None
+        self._block_ids = move.block_ids
+        self._placed: Any = None
 
     def open(self, nbytes: int, claim: Claim) -> None:
         """The payload's first ``nbytes`` are there: take the header if that is enough.
@@ -128,7 +127,7 @@ class Landing:
             finally:  # whoever closes the job waits for this
                 job.leave(index, range(first, self.layer), lane, mark)
 
-    def _write_frame(self, placed: torch.Tensor) -> int:
+    def _write_frame(self, placed: Any) -> int:
         assert self.header is not None
         strip = self._strip
         nbytes = strip.group.layer_bytes[self.layer]

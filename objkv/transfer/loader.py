@@ -155,7 +155,10 @@ class Loader:
     def _work(self, lane: Lane) -> None:
         lane.adopt_thread()
         while (task := self._queue.take()) is not None:
-            self._run(lane, task)
+            try:
+                self._run(lane, task)
+            finally:
+                self._queue.finish()
             del task  # not kept while waiting for the next one
 
     def _run(self, lane: Lane, task: Task) -> None:

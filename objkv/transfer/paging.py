@@ -7,6 +7,8 @@ block are the attention kernel's own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +84,7 @@ class PagedGroup:
         return max(1, min(_GATHER_CHUNKS_MAX, fitting))
 
     def scatter(
-        self, lane: Lane, layer: int, pages: memoryview, first_block: int, placed: torch.Tensor
+        self, lane: Lane, layer: int, pages: memoryview, first_block: int, placed: Any
     ) -> None:
         """Write pages ``[first_block, first_block + n)`` of one layer's frame into its blocks.
 
@@ -92,23 +94,19 @@ class PagedGroup:
         """
         cache, shape = self._caches[layer], self.layers[layer].shape
         array = np.frombuffer(pages, _ARRAY_WORDS[cache.dtype]).reshape(shape)
-        count = placed.shape[0]
+        count = len(placed)
         if count != shape[0]:
             assert first_block + count <= shape[0]  # else one page would fill them all
             array = array[first_block : first_block + count]
         lane.scatter(array, cache, placed)
 
-    def gather(self, lane: Lane, block_ids: torch.Tensor, pages: torch.Tensor) -> list[memoryview]:
-        """``gather_many`` for one chunk."""
-        return self.gather_many(lane, [block_ids], [pages])[0]
-
     def gather_many(
-        self, lane: Lane, block_ids: Sequence[torch.Tensor], pages: Sequence[torch.Tensor]
+        self, lane: Lane, block_ids: Sequence[Sequence[int]], pages: Sequence[torch.Tensor]
     ) -> list[list[memoryview]]:
         """Write all layers of each chunk's blocks into its pages, one layer after the other.
 
         Args:
-            block_ids: per chunk ``[blocks]`` int64 on the host.
+            block_ids: per chunk.
             pages: per chunk ``[>= raw_bytes]`` uint8, host memory, pinned when the lane is CUDA.
 
         Returns:
@@ -117,7 +115,7 @@ class PagedGroup:
         assert len(block_ids) == len(pages)
         if not pages:
             return []
-        placed = lane.place(torch.cat(list(block_ids)))
+        placed = lane.place(list(chain.from_iterable(block_ids)))
         views: list[list[memoryview]] = [[] for _ in pages]
         offset = 0
         for cache, layer in zip(self._caches, self.layers, strict=True):

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from threading import Condition, Thread
 from time import monotonic
 
-import torch
-
 from objkv.cache.tiered import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
@@ -204,7 +202,7 @@ class Saver:
     def _gather(self, chunks: list[_Taken]) -> set[tuple[str, int]]:
         """Give the copies of some chunks of one group to the lane; those dropped."""
         group = self._groups[chunks[0].claim.key.group]
-        block_ids = [torch.tensor(c.save.move.block_ids, dtype=torch.int64) for c in chunks]
+        block_ids = [c.save.move.block_ids for c in chunks]
         try:
             pages = [c.slab.tensor[self._encoder.room(c.save) :] for c in chunks]
             group.gather_many(self._lane, block_ids, pages)

@@ -92,7 +92,7 @@ def test_pages_are_scattered_into_their_blocks_and_no_others(
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype)
     _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, dtype=dtype, seed=1)
     before = [cache.clone() for cache in caches]
-    placed = lane.place(torch.tensor([6, 3]))
+    placed = lane.place([6, 3])
     for layer, other in enumerate(others):
         pages = other[1:3].contiguous().view(torch.uint8).flatten().numpy().data
         paged.scatter(lane, layer, pages, 0, placed)
@@ -107,7 +107,7 @@ def test_a_part_of_the_pages_is_scattered_where_the_first_blocks_are_not_wanted(
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
     _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, seed=1)
     pages = others[0][1:3].contiguous().view(torch.uint8).flatten().numpy().data
-    paged.scatter(lane, 0, pages, 1, lane.place(torch.tensor([5])))
+    paged.scatter(lane, 0, pages, 1, lane.place([5]))
     assert same_blocks(caches[:1], [5], others[:1], [2])
 
 
@@ -115,7 +115,7 @@ def test_caches_may_lie_in_memory_in_any_order(lane: Lane) -> None:
     memory = torch.zeros(32, 8, 2, 16)
     cache = memory.permute(1, 2, 0, 3)  # [8 blocks, 2 heads, 32 tokens, 16], as attention wants it
     pages = torch.randn(2, 2, 32, 16)
-    placed = lane.place(torch.tensor([6, 3]))
+    placed = lane.place([6, 3])
     lane.scatter(pages.numpy(), cache, placed)
     assert torch.equal(cache[[6, 3]], pages)
     out = [torch.empty(1, 2, 32, 16), torch.empty(1, 2, 32, 16)]
@@ -127,7 +127,7 @@ def test_the_chunks_of_a_step_are_gathered_each_into_its_own_pages(lane: Lane) -
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
     slabs = [torch.zeros(paged.raw_bytes + 7, dtype=torch.uint8) for _ in range(2)]
     ids = [[2, 5], [1, 7]]
-    views = paged.gather_many(lane, [torch.tensor(i) for i in ids], slabs)
+    views = paged.gather_many(lane, ids, slabs)
     for mine, blocks in zip(views, ids, strict=True):
         for view, cache in zip(mine, caches, strict=True):
             assert bytes(view) == bytes(cache[blocks].contiguous().view(torch.uint8).flatten())
@@ -141,7 +141,7 @@ def test_block_ids_are_uploaded_once_for_all_layers_and_chunks(
     lane, selects = cuda_lane(), []
     paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=16)
     slabs = [torch.zeros(paged.raw_bytes, dtype=torch.uint8) for _ in range(3)]
-    ids = [torch.tensor([2 * i + 1, 2 * i + 2]) for i in range(3)]
+    ids = [[2 * i + 1, 2 * i + 2] for i in range(3)]
     select = torch.index_select
 
     def counted(cache: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -156,12 +156,12 @@ def test_block_ids_are_uploaded_once_for_all_layers_and_chunks(
 
 def test_staging_is_used_again_and_grows_when_it_must(cuda: Cuda) -> None:
     lane, cache = cuda_lane(), torch.zeros(8, 2, 32, 16)
-    placed = lane.place(torch.tensor([6, 3]))
+    placed = lane.place([6, 3])
     lane.scatter(torch.ones(2, 2, 32, 16).numpy(), cache, placed)
     first = lane._staging
-    lane.scatter(torch.ones(1, 2, 32, 16).numpy(), cache, lane.place(torch.tensor([1])))
+    lane.scatter(torch.ones(1, 2, 32, 16).numpy(), cache, lane.place([1]))
     assert lane._staging is first
-    lane.gather(cache, lane.place(torch.arange(8)), [torch.empty(8, 2, 32, 16)])
+    lane.gather(cache, lane.place(range(8)), [torch.empty(8, 2, 32, 16)])
     assert lane._staging is not first
     assert lane._staging is not None
     assert lane._staging.numel() == 8 * 2 * 32 * 16 * 4

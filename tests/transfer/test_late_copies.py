@@ -1,5 +1,6 @@
 """Lanes whose copies pass later than they are given, as on a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -11,7 +12,7 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.lanes import HostBlocks, HostLane
 from objkv.transfer.plan import LoadOutcome
 from tests.transfer.arriving import PiecewiseStore
 from tests.transfer.lazy import LazyLane
@@ -45,7 +46,7 @@ class LateLane(HostLane):
         self.held = 0
         self.places: list[int] = []
 
-    def place(self, block_ids: torch.Tensor) -> torch.Tensor:
+    def place(self, block_ids: Sequence[int]) -> HostBlocks:
         self.places.append(len(block_ids))
         return super().place(block_ids)
 

@@ -98,7 +98,7 @@ class Rig:
         """From the paged cache into host memory."""
 
         def gather() -> None:
-            ids = [torch.tensor(load.move.block_ids) for load in self._plan]
+            ids = [load.move.block_ids for load in self._plan]
             pages = list(self._host.split(self._paged.raw_bytes))
             self._lane.follow_compute()
             self._paged.gather_many(self._lane, ids, pages)
