@@ -10,8 +10,8 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.base import Arrived
 
 _SLICE_BYTES = 1 << 20
-"""What is read at once where somebody waits for the first bytes: still in the processor's cache
-when they are verified."""
+"""About what is read at once where somebody waits for the first bytes: still in the processor's
+cache when they are verified."""
 
 _FIX = {
     errno.EACCES: "give this user read, write and search permission on the folder",
@@ -33,7 +33,8 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
     """Fill ``buffer`` with the file's bytes from ``start`` on; raises ``StoreError``, and what
     ``arrived`` raises."""
     at, size = 0, len(buffer)
-    step = size if arrived is None else _SLICE_BYTES
+    count = 1 if arrived is None else max(1, round(size / _SLICE_BYTES))
+    step = -(-size // count)  # of equal length: a short one at the end costs as much as a long one
     while at < size:
         with translated("get_into", key):
             got = os.preadv(fd, [buffer[at : min(size, at + step)]], start + at)

@@ -97,7 +97,7 @@ def _arguments(job: EngineJob, model: Path, *, cpu: bool) -> dict[str, Any]:
         # All in this process: no other takes part in what is measured.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         arguments["distributed_executor_backend"] = "uni"
-    if job.connector == "example":
+    if job.connector.startswith("example"):
         arguments["kv_transfer_config"] = {
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",

@@ -69,7 +69,7 @@ class _Engine:
 
 
 def bench_engine(setting: Setting) -> Section:
-    """Both parts. Takes minutes, and 2 GB for each of four engines at most.
+    """Both parts. Takes minutes, and 2 GB for each of five engines at most.
 
     Raises ``ProgramFailed`` if an engine fails, and ``ObjkvError`` if engines do not agree.
     """
@@ -86,8 +86,10 @@ def bench_engine(setting: Setting) -> Section:
             setting.tell("engines", f"starting {name}")
             engines[name] = stack.enter_context(_running(setting, scale, places, name))
         rows += _throughput(setting, scale, engines, places)
-        setting.tell("engines", "starting example")
-        engines["example"] = stack.enter_context(_running(setting, scale, places, "example"))
+        examples: tuple[Connector, ...] = ("example", "example-loads")
+        for name in examples:
+            setting.tell("engines", f"starting {name}")
+            engines[name] = stack.enter_context(_running(setting, scale, places, name))
         rows += _first_token(setting, scale, engines, places)
         ready = engines["none"].ready
         assert ready is not None
@@ -216,12 +218,12 @@ def _first_token(
         chunks += scale.prefix // places.config.chunk_tokens
         places.wait_for(chunks)
     answers: dict[int, set[tuple[tuple[int, ...], ...]]] = {seed: set() for seed in seeds}
-    turns = {name: iter(seeds) for name in ("none", "objkv-loads", "example")}
+    turns = {name: iter(seeds) for name in ("none", "objkv-loads", "example-loads")}
 
     def asked(name: str) -> float:
         seed = next(turns[name])
         took = engines[name].do(Ask(seed=seed, tokens=scale.prefix + _MORE))
-        if name != "example":  # whose answers are its own business
+        if name != "example-loads":  # whose answers are its own business
             answers[seed].add(took.answer)
         if (name == "none") != (took.served_tokens == 0):
             raise ObjkvError(f"engine {name} was served {took.served_tokens} tokens")
@@ -232,7 +234,7 @@ def _first_token(
         {
             "none": lambda: asked("none"),
             "objkv-loads": lambda: asked("objkv-loads"),
-            "example": lambda: asked("example"),
+            "example-loads": lambda: asked("example-loads"),
         },
         setting.rounds,
     )
@@ -242,5 +244,5 @@ def _first_token(
     loaded = "loaded by a second replica"
     recomputed = Compared(timings, "objkv-loads", "none", "recompute")
     yield recomputed.duration(f"{name}, against recompute", "ms", FIRST_TOKEN, loaded)
-    example = Compared(timings, "objkv-loads", "example", "vLLM's ExampleConnector")
+    example = Compared(timings, "objkv-loads", "example-loads", "vLLM's ExampleConnector")
     yield example.duration(f"{name}, against the example", "ms", BELOW_EXAMPLE, loaded)

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from objkv.ops.demo.job import VOCABULARY, Size
 
-Connector = Literal["none", "objkv", "objkv-loads", "example"]
-"""``objkv-loads`` never saves: a replica that only loads."""
+Connector = Literal["none", "objkv", "objkv-loads", "example", "example-loads"]
+"""``-loads``: a second replica, which only loads what the first one saved."""
 
 _SPECIAL = 3
 

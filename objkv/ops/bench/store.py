@@ -7,6 +7,7 @@ moving bytes.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Self
 
 import numpy as np
@@ -83,17 +84,18 @@ def _redis(setting: Setting, url: str) -> Iterator[Row]:
     store = setting.factories.open_hot(local_config(index_url=f"{url}/0"))
     assert store is not None
     try:
-        for shape in _small(setting):
-            setting.tell("Redis", f"GET {shape.name}")
-            with PlainRedis(url) as client, _Bench(setting, shape, 1) as bench:
+        for shape, threads in product(_small(setting), _CONNECTIONS):
+            case = f"{shape.name}, {_connections(threads)}"
+            setting.tell("Redis", f"GET {case}")
+            with ExitStack() as stack:
+                clients = [stack.enter_context(PlainRedis(url)) for _ in range(threads)]
+                bench = stack.enter_context(_Bench(setting, shape, threads))
                 for sample in bench.samples:
-                    client.set(sample.key, sample.payload)
-                limit = _Limit("RESP recv_into", bench.each(_plain_redis_gets(client)))
-                yield bench.compare_gets(
-                    f"Redis GET {shape.name}, 1 connection", store, limit, REDIS_GET
-                )
+                    clients[0].set(sample.key, sample.payload)
+                limit = _Limit("RESP recv_into", bench.each(_plain_redis_gets(clients)))
+                yield bench.compare_gets(f"Redis GET {case}", store, limit, REDIS_GET)
                 for sample in bench.samples:
-                    client.delete(sample.key)
+                    clients[0].delete(sample.key)
     finally:
         store.close()
 
@@ -200,8 +202,8 @@ def _plain_puts(clients: Sequence[PlainClient]) -> Move:
     return lambda number, sample, _: clients[number].put(sample.payload)
 
 
-def _plain_redis_gets(client: PlainRedis) -> Move:
-    return lambda _, sample, slab: client.get_into(sample.key, slab)
+def _plain_redis_gets(clients: Sequence[PlainRedis]) -> Move:
+    return lambda number, sample, slab: clients[number].get_into(sample.key, slab)
 
 
 def _copy(_: int, sample: Sample, slab: memoryview) -> None:
