@@ -230,9 +230,13 @@ def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
     whole, frames = _view(payload), header.frames
     starts, ends, checksums = frames.starts, frames.ends, frames.checksums
     until = bisect_right(ends, len(whole))
-    for index in range(first, until):
-        if digest(whole[starts[index] : ends[index]]) != checksums[index]:
+    index = first
+    for start, end, checksum in zip(
+        starts[first:until], ends[first:until], checksums[first:until], strict=True
+    ):
+        if digest(whole[start:end]) != checksum:
             raise _mismatch(header, index)
+        index += 1
     return max(first, until)
 
 

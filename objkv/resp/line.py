@@ -25,7 +25,7 @@ KEEP_S = 10.0
 """How long a connection is lent before its pool sees it again, which may replace it."""
 _LINE_BYTES_MAX = 4_096
 _RECEIVE_BYTES = 65_536
-_PIECE_BYTES = 262_144
+_PIECE_BYTES = 524_288
 """So often ``arrived`` is told: what it looks at is in the cache still, and the server goes on
 sending meanwhile."""
 _CRLF = b"\r\n"

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.base import Arrived
 
-_SLICE_BYTES = 1 << 20
+_SLICE_BYTES = 2 << 20
 """About what is read at once where somebody waits for the first bytes: still in the processor's
-cache when they are verified."""
+caches when they are verified."""
 
 _FIX = {
     errno.EACCES: "give this user read, write and search permission on the folder",
@@ -36,8 +36,10 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
     count = 1 if arrived is None else max(1, round(size / _SLICE_BYTES))
     step = -(-size // count)  # of equal length: a short one at the end costs as much as a long one
     while at < size:
-        with translated("get_into", key):
-            got = os.preadv(fd, [buffer[at : min(size, at + step)]], start + at)
+        try:
+            got = os.preadv(fd, [buffer[at : at + step]], start + at)
+        except OSError as exc:
+            raise _error("get_into", key, exc) from exc
         if not got:
             raise StoreError(f"get_into {key}: the file became shorter while being read")
         at += got
@@ -82,9 +84,13 @@ def translated(verb: str, key: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        reason = f"{verb} {key}: {exc.strerror or exc}"
-        if exc.errno in _MENDS:
-            raise StoreUnavailable(reason) from exc
-        if exc.errno in _FIX:
-            raise StoreDenied(f"{reason}: {_FIX[exc.errno]}") from exc
-        raise StoreError(reason) from exc
+        raise _error(verb, key, exc) from exc
+
+
+def _error(verb: str, key: str, exc: OSError) -> StoreError:
+    reason = f"{verb} {key}: {exc.strerror or exc}"
+    if exc.errno in _MENDS:
+        return StoreUnavailable(reason)
+    if exc.errno in _FIX:
+        return StoreDenied(f"{reason}: {_FIX[exc.errno]}")
+    return StoreError(reason)
