@@ -23,7 +23,8 @@ def bound_waits(sock: socket.socket, seconds: float) -> None:
     """From now on a single call on ``sock`` waits at most so long; 0 is for ever.
 
     A call whose time is over returns what it has done, or raises BlockingIOError if that is
-    nothing.
+    nothing. One that a signal interrupts begins again: a timer that fires more often than
+    ``seconds`` in the same thread, as profilers have, keeps it waiting.
     """
     whole, part = divmod(seconds, 1)
     bound = struct.pack("ll", int(whole), int(part * 1e6))

@@ -135,8 +135,9 @@ class LookupService:
         """Block until some answer that is awaited is there, at most so long; not at all if none is.
         For a thread that has nothing better to do."""
         futures = [memo.future for memo in self._memos.values() if memo.future is not None]
-        if futures:
-            wait(futures, seconds, FIRST_COMPLETED)
+        # One that is done may be of a request that nobody asks about, for a while.
+        if awaited := [future for future in futures if not future.done()]:
+            wait(awaited, seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         """Stop taking lookups and end the threads. A job that outlasts the deadline is left to end

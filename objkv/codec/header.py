@@ -94,13 +94,20 @@ def render(claim: Claim, frames: Sequence[Frame], provenance: Provenance) -> byt
             "data_offsets": [frame.offset, frame.offset + frame.nbytes],
         }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    return sealed(text)[0]
+
+
+def sealed(text: bytes) -> tuple[bytes, str]:
+    """The header whose JSON is ``text``, with its length, its padding and its checksum; and that.
+    Raises ``PayloadError`` if it is too long."""
     total = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     if total > HEADER_BYTES_MAX:
         raise PayloadError(f"a header of {total} bytes; at most {HEADER_BYTES_MAX} are allowed")
     header = bytearray((total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little"))
     header += text.ljust(total - LENGTH_BYTES)
-    header[_CHECKSUM_AT:_DATA_AT] = digest(header).encode()
-    return bytes(header)
+    checksum = digest(header)
+    header[_CHECKSUM_AT:_DATA_AT] = checksum.encode()
+    return bytes(header), checksum
 
 
 def checksum_of(header: bytes) -> str:

@@ -8,11 +8,12 @@ bytes are, reading raises ``PayloadError`` and nothing else. Specified in ``docs
 import ctypes
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
-from objkv.codec.expected import parse_expected
+from objkv.codec.expected import Form, form_of, parse_expected
 from objkv.codec.header import (
     ALIGNMENT,
     HEADER_BYTES_MAX,
@@ -108,6 +109,10 @@ def encode_in_place(
     """
     assert codec in CODECS
     assert layers
+    if codec == "none" and isinstance(layers, tuple) and (form := form_of(layers)) is not None:
+        made = _encode_plain(claim, form, buffer, provenance)
+        if made is not None:
+            return made
     assert len({layer.name for layer in layers}) == len(layers)
     start = header_room(layers, tokens=len(provenance.tokens or ()))
     assert buffer.nbytes >= start + sum(layer.nbytes for layer in layers)
@@ -133,9 +138,27 @@ def encode_in_place(
     return payload, _header(claim, frames, provenance, text)
 
 
+def _encode_plain(
+    claim: Claim, form: Form, buffer: memoryview, provenance: Provenance
+) -> tuple[memoryview, Header] | None:
+    """``encode_in_place`` where nothing moves but the header comes; None if its form is another."""
+    start = form.room
+    assert buffer.nbytes >= start + form.ends[-1]
+    pages = buffer[start : start + form.ends[-1]]
+    checksums = tuple([digest(pages[begin:end]) for begin, end in pairwise(form.ends)])
+    made = form.write(claim, checksums, provenance)
+    if made is None:
+        return None
+    text, header = made
+    buffer[start - len(text) : start] = text
+    return buffer[start - len(text) : start + len(pages)], header
+
+
 def header_room(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
     """Where the pages begin in a buffer for ``encode_in_place``: a multiple of ``ALIGNMENT``, and
     an upper bound of the header of a payload that carries ``tokens`` token ids."""
+    if not tokens and isinstance(layers, tuple) and (form := form_of(layers)) is not None:
+        return form.room
     return bytes_max(layers, tokens)
 
 

@@ -8,6 +8,7 @@ import os
 import select
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -33,11 +34,15 @@ class _Idle:
         """To the pool, as the client left it."""
         if self.pid != os.getpid():
             return  # a parent process's
-        if self.is_quiet() and self.pool.pool is not None:
+        places = self.pool.pool
+        # Full, if the client opened others meanwhile: the pool would say so in the log.
+        has_room = places is not None and not places.full()
+        if self.is_quiet() and has_room:
             self.connection.sock.settimeout(self.timeout_s)
             self.pool._put_conn(self.connection)
-        else:
-            self.connection.close()
+            return
+        self.connection.close()
+        if has_room:
             self.pool._put_conn(None)
 
 
@@ -61,8 +66,9 @@ class Kept:
         poll, now_s = select.poll(), time.monotonic()
         poll.register(connection.sock, select.POLLIN)
         self._idle.append(_Idle(pool, connection, timeout_s, poll, os.getpid(), now_s))
-        if self._idle[0].since_s < now_s - KEEP_S and (oldest := self._popped(0)) is not None:
-            oldest.give_back()
+        with suppress(IndexError):  # taken by another thread
+            if self._idle[0].since_s < now_s - KEEP_S:
+                self._idle.popleft().give_back()
         if self._closed.is_set():
             self.close()
 
@@ -72,8 +78,8 @@ class Kept:
         while (idle := self._popped()) is not None:
             idle.give_back()
 
-    def _popped(self, end: int = -1) -> _Idle | None:
+    def _popped(self) -> _Idle | None:
         try:
-            return self._idle.pop() if end else self._idle.popleft()
+            return self._idle.pop()
         except IndexError:  # empty, or another thread was faster
             return None

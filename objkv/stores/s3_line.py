@@ -25,7 +25,7 @@ _HEAD_READ_BYTES = 16 << 10
 
 T = TypeVar("T")
 _HEADER = re.compile(
-    r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r\n]*)",
+    r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r]*)",
     re.IGNORECASE,
 )
 
@@ -60,6 +60,8 @@ class Line:
         """Whether it carried a request before, so that the server may have closed it meanwhile."""
         self.is_clean = False
         self._waits_in_kernel = False
+        self._waits_s = -1.0
+        """What is set where it does not."""
         self._is_released = False
         self.early = False
         """Whether the answer came before the whole request was sent."""
@@ -69,18 +71,15 @@ class Line:
     def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
         """Connect, unless it is; nothing is to be done to a connection that ``is_kept``. Raises
         ``NoAnswer``."""
-        if not self.is_used:
-            self._connect(timeout_s)
-        self._waits_in_kernel = can_wait(self.socket)
-        if self._waits_in_kernel and not is_kept:
-            bound_waits(self.socket, _LOOK_S)
-
-    def _connect(self, timeout_s: float) -> None:
-        self._connection.timeout = timeout_s  # as the client sets it before each of its requests
         try:
-            self._pool._validate_conn(self._connection)  # connects where TLS is spoken
-            if self._connection.sock is None:
-                self._connection.connect()
+            if not self.is_used:
+                self._connection.timeout = timeout_s  # as the client sets it before each request
+                self._pool._validate_conn(self._connection)  # connects where TLS is spoken
+                if self._connection.sock is None:
+                    self._connection.connect()
+            self._waits_in_kernel = can_wait(self.socket)
+            if self._waits_in_kernel and not is_kept:
+                bound_waits(self.socket, _LOOK_S)
         except Exception as exc:  # the client tries again and says what is wrong
             self._connection.close()
             raise NoAnswer(f"no connection: {exc}") from exc
@@ -94,8 +93,8 @@ class Line:
     def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
         """Send a request, the body in pieces of the caller's buffer. Raises ``NoAnswer``.
 
-        A server that refuses answers without waiting for the body, then closes: such an answer is
-        looked for before each piece, since a reset discards it.
+        A server that refuses answers without waiting for the body, then closes: where calls wait in
+        the kernel, such an answer is looked for before each piece, since a reset discards it.
         """
         try:
             if self._bounded(deadline_s, self.socket.send, head) != len(head):
@@ -153,10 +152,15 @@ class Line:
     def _bounded(self, deadline_s: float, call: Callable[..., T], *args: Any) -> T:
         """What one call on the socket returns, which waits neither beyond the deadline nor longer
         than the client would. Raises TimeoutError."""
-        until_s = self._until(deadline_s)
         if not self._waits_in_kernel:
-            self.socket.settimeout(until_s - time.monotonic())
+            wait_s = min(self._timeout_s, deadline_s - time.monotonic())
+            if wait_s <= 0:
+                raise TimeoutError("the deadline passed")
+            if wait_s != self._waits_s:  # a system call, for each record of TLS
+                self.socket.settimeout(wait_s)
+                self._waits_s = wait_s
             return call(*args)
+        until_s = self._until(deadline_s)
         while True:
             with suppress(BlockingIOError):
                 return call(*args)

@@ -199,7 +199,7 @@ class LoadJob:
                     return True
                 return not lacking(i)
 
-            if not self._wait_for(is_there, until=lambda: self.deadline):
+            if not is_there() and not self._wait_for(is_there, until=lambda: self.deadline):
                 return
 
     def _wait_for(

@@ -89,6 +89,7 @@ class HostBlocks:
     """Block ids, and the pieces of consecutive ones among them."""
 
     def __init__(self, block_ids: Sequence[int]) -> None:
+        assert min(block_ids) >= 0
         self.ids = block_ids
         starts = [0]
         starts += [at for at in range(1, len(block_ids)) if block_ids[at] != block_ids[at - 1] + 1]
@@ -124,12 +125,13 @@ class HostLane:
         other threads waiting.
         """
         array = cache.numpy()
+        assert len(pages) == len(placed)  # else one page would fill them all
         if len(placed.runs) > _RUNS_MAX:
             array[list(placed.ids)] = pages
             return
-        assert len(pages) == len(placed)  # else one page would fill them all
         for block, at, count in placed.runs:
-            assert 0 <= block <= len(array) - count
+            if block > len(array) - count:  # a slice would be shorter, and that no error
+                raise IndexError(f"block {block + count - 1} of {len(array)}")
             np.copyto(array[block : block + count], pages[at : at + count])
 
     def gather(
@@ -137,15 +139,22 @@ class HostLane:
     ) -> None:
         """See ``Lane.gather``.
 
-        Block by block, in this thread: torch's ``index_select`` shares the work out among threads
+        Piece by piece, in this thread: torch's ``index_select`` shares the work out among threads
         that the model computes with, and waits for them, up to a second for 128 MiB where they
         are busy, against 50 ms (2 cores, 2026-11-21).
         """
-        blocks = iter(placed.ids)
-        source = cache.numpy()
+        source, runs = cache.numpy(), iter(placed.runs)
+        block, left = 0, 0
         for piece in pages:
-            for page in piece.numpy():
-                np.copyto(page, source[next(blocks)])
+            target, at = piece.numpy(), 0
+            while at < len(target):
+                if not left:
+                    block, _, left = next(runs)
+                    if block > len(source) - left:
+                        raise IndexError(f"block {block + left - 1} of {len(source)}")
+                count = min(left, len(target) - at)
+                np.copyto(target[at : at + count], source[block : block + count])
+                at, block, left = at + count, block + count, left - count
 
     def mark(self) -> Mark:
         """A mark that is done."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, thread_time
 
 from objkv.cache.tiered import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
@@ -155,10 +155,11 @@ class Loader:
     def _work(self, lane: Lane) -> None:
         lane.adopt_thread()
         while (task := self._queue.take()) is not None:
+            since_s = thread_time()
             try:
                 self._run(lane, task)
             finally:
-                self._queue.finish()
+                self._queue.finish(thread_time() - since_s)
             del task  # not kept while waiting for the next one
 
     def _run(self, lane: Lane, task: Task) -> None:

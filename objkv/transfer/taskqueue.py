@@ -3,19 +3,24 @@
 Of loads within the step the first spans of all chunks come before the second ones of any; loads
 between steps come after them, in the order in which they were asked for.
 
-One thread begins at once. The others join when for a moment none has finished anything: then the
-store is what everybody waits for. Of a store as fast as memory they would have nothing to wait for
-but each other (16 MiB from a directory: 5 ms by one thread, 9 by eight, 2 cores, 2026-11).
+Half as many threads as there are processors work at once. A task that takes twice the processor's
+time it usually does, or more, waits for the store: another thread may work meanwhile, and when a
+slow task was the last to end, all may. Of a store that keeps the processors busy they would only
+get in each other's way: 2 MiB from S3 on the same two cores took 0.9 ms of processor with one
+thread, 2.5 with eight, each waiting for the interpreter's lock (2026-11).
 """
 
+import os
 from heapq import heappop, heappush
-from threading import Condition
+from threading import Condition, get_ident
 from time import monotonic
 
 from objkv.transfer.job import LoadJob
 from objkv.transfer.spans import Span
 
-PATIENCE_S = 1e-3
+_PATIENCE_MIN_S = 3e-4
+_USUAL_TASKS = 8
+"""A task that was so many tasks ago counts a third."""
 
 Task = tuple[LoadJob, int, Span | None]
 """One span of one move of a job; None where the payload is fetched from its beginning."""
@@ -24,10 +29,13 @@ Task = tuple[LoadJob, int, Span | None]
 class TaskQueue:
     """Safe from many threads."""
 
-    def __init__(self, moves_max: int, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, moves_max: int, *, eager: int | None = None) -> None:
+        """``eager``: how many threads begin at once; by default half as many as processors."""
         self._moves_max = moves_max
-        self._patience_s = patience_s
-        self._busy = 0
+        self._eager = eager or max(1, _processors() // 2)
+        self._usual_s = 0.0
+        self._begun: dict[int, float] = {}
+        """When each thread that has a task took it."""
         self._progress_s = 0.0
         self._is_watched = False
         self._changed = Condition()
@@ -44,7 +52,7 @@ class TaskQueue:
         with self._changed:
             room = 0 if self._closed else max(0, self._moves_max - self._moves)
             taken = min(room, len(job.plan.moves))
-            if not self._busy:
+            if not self._begun:
                 self._progress_s = monotonic()
             for index in range(taken):
                 self._push(job, index, None)
@@ -73,19 +81,28 @@ class TaskQueue:
             task = heappop(self._heap)[-1]
             if task[2] is None:
                 self._moves -= 1
-            self._busy += 1
+            self._begun[get_ident()] = monotonic()
             if self._heap and not self._is_watched:
                 self._changed.notify()
             return task
 
-    def finish(self) -> None:
-        """The thread is done with what it took, whatever came of it."""
+    def finish(self, busy_s: float) -> None:
+        """The thread is done with what it took, whatever came of it, after so much time on a
+        processor."""
         with self._changed:
-            self._busy -= 1
-            self._progress_s = monotonic()
+            now = monotonic()
+            if now - self._begun.pop(get_ident()) < self._patience_s():
+                self._progress_s = now
+            self._usual_s += (busy_s - self._usual_s) / _USUAL_TASKS
+
+    def _patience_s(self) -> float:
+        return max(_PATIENCE_MIN_S, 2 * self._usual_s)
 
     def _may_begin(self) -> bool:
-        return not self._busy or monotonic() >= self._progress_s + self._patience_s
+        since = monotonic() - self._patience_s()
+        return self._progress_s <= since or self._eager > sum(
+            begun > since for begun in self._begun.values()
+        )
 
     def _wait(self) -> None:
         """Until something changes. While there are tasks, one thread looks at the time for all."""
@@ -93,8 +110,14 @@ class TaskQueue:
             self._changed.wait()
             return
         self._is_watched = True
-        self._changed.wait(max(0.0, self._progress_s + self._patience_s - monotonic()))
-        self._is_watched = False
+        try:
+            first = min(self._begun.values(), default=self._progress_s)
+            late_s = min(first, self._progress_s) + self._patience_s()
+            if late_s <= (now := monotonic()):  # of one that is late already there was none to take
+                late_s = now + self._patience_s()
+            self._changed.wait(late_s - now)
+        finally:
+            self._is_watched = False
         if self._heap and self._may_begin():
             self._changed.notify_all()
 
@@ -109,3 +132,10 @@ class TaskQueue:
         self._number += 1
         number = 0 if span is None else span.number
         heappush(self._heap, (not job.plan.sync, number, self._number, (job, index, span)))
+
+
+def _processors() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -61,6 +61,7 @@ def test_made_in_place_a_payload_is_the_same_byte_for_byte(
     expected = concatenated(layers, pages, codec)
     payload, header = in_place(layers, pages, codec)
     assert payload == expected
+    assert in_place(tuple(layers), pages, codec) == (expected, header)
     assert encode(CLAIM, layers, pages, codec=codec, provenance=PROVENANCE) == expected
     assert header == read_header(payload) == open_payload(payload, CLAIM, tuple(layers))
 

@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.codec import expected, header
-from objkv.codec.expected import FORMS_MAX, parse_expected
+from objkv.codec.expected import FORMS_MAX, form_of, parse_expected
 from objkv.codec.header import parse, render
 from objkv.codec.payload import (
     CODECS,
@@ -122,6 +124,37 @@ def test_the_same_header_comes_of_both_ways(
     assert isinstance(found, Header)
     assert (found.claim, found.provenance) == (claim, provenance)
     assert hash(found) == hash(parse(memoryview(rendered(layers, claim, provenance))))
+
+
+@given(layer_lists, claims, provenances)
+def test_what_is_written_is_what_render_writes(
+    layers: list[LayerSpec], claim: Claim, provenance: Provenance
+) -> None:
+    form = form_of(tuple(layers))
+    assert form is not None
+    text = rendered(layers, claim, provenance)
+    header = parse(memoryview(text))
+    made = form.write(claim, header.frames.checksums, provenance)
+    plain = provenance.tokens is None and not set(provenance.writer) & {'"', "\\"}
+    assert made == ((text, header) if plain else None)
+
+
+def test_threads_that_read_headers_of_other_lengths_do_not_see_each_others() -> None:
+    many = tuple(LayerSpec(f"layers.{i}", "U8", (1, 1, 1, 1)) for i in range(20))
+    short = rendered(many, provenance=replace(PROVENANCE, writer=""))
+    long = rendered(many, provenance=replace(PROVENANCE, writer="w" * 250))
+    while len(long) == len(short):
+        many += (LayerSpec(f"layers.{len(many)}", "U8", (1, 1, 1, 1)),)
+        short = rendered(many, provenance=replace(PROVENANCE, writer=""))
+        long = rendered(many, provenance=replace(PROVENANCE, writer="w" * 250))
+
+    def read(text: bytes) -> bool:
+        view = memoryview(text)
+        found = (parse_expected(view, CLAIM, many) for _ in range(2_000))
+        return all(one.data_start == one.frames.starts[0] == len(text) for one in found)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, [short, long] * 2))
 
 
 @given(layer_lists, layer_lists)

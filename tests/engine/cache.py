@@ -136,7 +136,12 @@ def _run(function: Any, kept: Kept, args: Any, kwargs: Any) -> Values | Exceptio
 
 def _keep_logs(folder: Path) -> None:
     """All but the logs is large. A process that was killed may still be dying in there."""
-    for path in sorted(folder.rglob("*"), reverse=True):  # what a folder holds before the folder
+    with suppress(OSError):
+        _keep_logs_of(sorted(folder.rglob("*"), reverse=True))  # what a folder holds before it
+
+
+def _keep_logs_of(paths: list[Path]) -> None:
+    for path in paths:
         with suppress(OSError):
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()

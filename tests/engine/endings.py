@@ -130,10 +130,10 @@ def dump_stacks(pid: int) -> None:
     wait_until(lambda: not _session(pid), f"process {pid} to end")
 
 
-def wait_for_end(leader: int) -> None:
+def wait_for_end(leader: int, bound_s: float = END_S) -> None:
     """Wait until nothing of the session runs. Raises TimeoutError."""
     wait_until(
-        lambda: not session_processes(leader), f"all of session {leader} to end", bound_s=END_S
+        lambda: not session_processes(leader), f"all of session {leader} to end", bound_s=bound_s
     )
 
 

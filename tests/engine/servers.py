@@ -35,6 +35,7 @@ READY_S = 240.0
 """On a busy machine with one core a server."""
 ANSWER_S = 120.0
 END_S = 120.0
+ORPHANS_S = 20.0
 NAME = "tiny"
 _CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 _ARGUMENTS = {
@@ -159,21 +160,21 @@ class Server:
         )
 
     def wait_for_end(self) -> int:
-        """Wait until it has ended; its exit status. If it does not end, raises RuntimeError with
-        what it logged last, and the stacks of all its threads are in the log file. Raises
-        TimeoutError if processes of its session are left: Python's own that cleans up after the
-        others ends a moment later than they."""
+        """Wait until it has ended; its exit status. If it, or a process of its session, does not
+        end, raises RuntimeError with what it logged last, and the stacks of all their threads are
+        in the log file."""
         try:
             status = self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
+            # Python's own process that cleans up after the others ends a moment after them.
+            wait_for_end(self._process.pid, ORPHANS_S)
+            return status
+        except (subprocess.TimeoutExpired, TimeoutError):
             said = self.log[-4000:]
             for pid in sorted(self.processes(), reverse=True):  # children first, or they die unread
                 dump_stacks(pid)
             raise RuntimeError(
                 f"the server did not end, its stacks are in {self.log_file}: {said}"
             ) from None
-        wait_for_end(self._process.pid)
-        return status
 
     def processes(self) -> list[int]:
         """Processes of its session that still run: it, its engine, its workers."""

@@ -2,6 +2,7 @@
 
 import select
 import socket
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ class Pool:
     """As much of urllib3's as is used."""
 
     def __init__(self) -> None:
-        self.pool: object | None = object()
+        self.pool: Any = SimpleNamespace(full=lambda: self.is_full)
+        self.is_full = False
         self.back: list[Any] = []
 
     def _put_conn(self, connection: Any) -> None:
@@ -84,6 +86,30 @@ def test_those_of_another_pool_go_back_as_the_client_knows_them(pairs: Pairs) ->
     assert kept.take(other) is None
     assert (pool.back, other.back) == ([connection], [])
     assert connection.sock.gettimeout() == 60
+
+
+def test_what_a_full_pool_has_no_place_for_is_closed(pairs: Pairs) -> None:
+    kept, pool = Kept(), Pool()
+    quiet, (gone, server) = pairs.connection()[0], pairs.connection()
+    kept.keep(pool, quiet, 60)
+    kept.keep(pool, gone, 60)
+    server.close()
+    pool.is_full = True
+    kept.close()
+    assert (pool.back, quiet.sock, gone.sock) == ([], None, None)
+
+
+def test_who_keeps_one_may_find_that_another_thread_took_it_already(pairs: Pairs) -> None:
+    kept, pool = Kept(), Pool()
+    connection, _ = pairs.connection()
+
+    class Emptied(deque[Any]):
+        def append(self, _: Any) -> None:
+            """Taken before whoever appended it looks again."""
+
+    kept._idle = Emptied()
+    kept.keep(pool, connection, 60)
+    assert pool.back == []
 
 
 def test_what_nobody_needed_for_a_while_goes_back(

@@ -25,6 +25,7 @@ from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
 from objkv.stores.s3 import S3Store
 from objkv.stores.s3_kept import Kept
+from objkv.stores.s3_line import Answer as Answered
 from objkv.stores.s3_line import Line, NoAnswer
 from objkv.stores.s3_signing import Place, find_place
 from objkv.testing.servers.certificates import make_certificates
@@ -578,3 +579,9 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
         answer.fill(memoryview(buffer)[: answer.left], deadline_s)
         assert answer.total >= 0
     ours.close()
+
+
+def test_a_header_that_only_a_line_feed_ends_is_left_to_the_client() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\nTransfer-Encoding: chunked\r\n\r\n"
+    with pytest.raises(ValueError, match="unknown length"):
+        Answered(Line(None, SimpleNamespace(sock=None), timeout_s=1, kept=Kept()), head)

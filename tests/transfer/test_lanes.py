@@ -1,5 +1,6 @@
 """What lanes do, on the host and, with CUDA played by fakes, on a GPU."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -165,3 +166,29 @@ def test_staging_is_used_again_and_grows_when_it_must(cuda: Cuda) -> None:
     assert lane._staging is not first
     assert lane._staging is not None
     assert lane._staging.numel() == 8 * 2 * 32 * 16 * 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_side_by_side_or_not_are_scattered_and_gathered_alike(lane: Lane, seed: int) -> None:
+    source = random.Random(seed)
+    cache = torch.zeros(32, 64, 2, 16).permute(1, 2, 0, 3)  # [64 blocks, 2 heads, 32 tokens, 16]
+    ids = source.sample(range(64), 40)  # many pieces
+    if seed % 2:
+        ids = [*range(9, 20), *range(3, 7), 50, 49, *range(20, 26)]  # few
+    pages = torch.randn(len(ids), 2, 32, 16)
+    lane.scatter(pages.numpy(), cache, lane.place(ids))
+    assert torch.equal(cache[ids], pages)
+    rest = [block for block in range(64) if block not in ids]
+    assert not cache[rest].any()
+    out = [torch.empty(n, 2, 32, 16) for n in (1, 7, len(ids) - 8)]
+    lane.gather(cache, lane.place(ids), out)
+    assert torch.equal(torch.cat(out), pages)
+
+
+@pytest.mark.parametrize("ids", [[7, 8], [64], [*range(0, 40, 2), 64]])
+def test_a_block_that_is_not_there_is_an_error(ids: list[int]) -> None:
+    lane, cache = HostLane(), torch.zeros(8, 2, 32, 16)
+    with pytest.raises(IndexError):
+        lane.scatter(torch.ones(len(ids), 2, 32, 16).numpy(), cache, lane.place(ids))
+    with pytest.raises(IndexError):
+        lane.gather(cache, lane.place(ids), [torch.empty(len(ids), 2, 32, 16)])

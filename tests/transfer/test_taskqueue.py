@@ -1,14 +1,22 @@
-"""Which span is fetched next."""
+"""Which span is fetched next, and by how many threads."""
 
-from threading import Thread
+import random
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from threading import Event, Lock, Thread, get_ident
+
+import pytest
 
 from objkv.keys.prefix import root_hash
 from objkv.testing.clock import ManualClock
+from objkv.transfer import taskqueue
 from objkv.transfer.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from objkv.transfer.spans import Span
 from objkv.transfer.taskqueue import TaskQueue
-from tests.transfer.world import CHUNK, HASHES, NAMESPACE
+from tests.transfer.world import CHUNK, HASHES, NAMESPACE, PATIENCE_S, wait_until
 
 
 def job(name: str, chunks: int, *, sync: bool) -> LoadJob:
@@ -71,3 +79,133 @@ def test_whoever_waits_for_a_task_is_told_of_the_end() -> None:
     assert queue.add(job("a", 1, sync=True)) == 0
     queue.add_spans(job("a", 1, sync=True), 0, spans(1))
     assert len(queue) == 0
+
+
+class Crew:
+    """Threads that take tasks and tell which of them did."""
+
+    def __init__(self, queue: TaskQueue, threads: int, work: Callable[[], float]) -> None:
+        self.took: list[int] = []
+        self._queue = queue
+        self._work = work
+        self._threads = [Thread(target=self._run, args=(n,), daemon=True) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        while self._queue.take() is not None:
+            self.took.append(number)
+            self._queue.finish(self._work())
+
+    def join(self) -> None:
+        self._queue.close()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def test_while_one_thread_gets_on_the_others_stay_away() -> None:
+    queue = TaskQueue(1_000, eager=1)
+    # A task takes a minute of processor, as far as anybody knows, so nobody is late.
+    crew = Crew(queue, 4, lambda: 60.0)
+    queue.add(job("a", 1, sync=False))
+    wait_until(lambda: len(crew.took) == 1)
+    for _ in range(100):
+        queue.add(job("b", 2, sync=False))
+    wait_until(lambda: len(crew.took) == 201)
+    crew.join()
+    # Whoever is the first to hear of new tasks begins; while he is busy, nobody else does.
+    assert sum(a != b for a, b in pairwise(crew.took)) < 150
+
+
+def test_the_others_join_when_nobody_gets_on() -> None:
+    queue, released = TaskQueue(1_000, eager=1), Event()
+
+    def stuck() -> float:
+        released.wait(PATIENCE_S)
+        return 0.0
+
+    crew = Crew(queue, 4, stuck)
+    for _ in range(2):
+        queue.add(job("a", 3, sync=False))
+    wait_until(lambda: len(crew.took) == 4)
+    assert sorted(crew.took) == [0, 1, 2, 3]
+    released.set()
+    wait_until(lambda: len(crew.took) == 6)
+    crew.join()
+
+
+def test_half_the_processors_are_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taskqueue, "_processors", lambda: 6)
+    queue, released = TaskQueue(1_000), Event()
+    queue._usual_s = 1e6  # nobody is ever late
+    crew = Crew(queue, 8, lambda: float(released.wait(PATIENCE_S)))
+    for _ in range(4):
+        queue.add(job("a", 2, sync=False))
+    wait_until(lambda: len(crew.took) == 3)
+    time.sleep(0.05)
+    assert len(crew.took) == 3
+    released.set()
+    wait_until(lambda: len(crew.took) == 8)
+    crew.join()
+
+
+def test_one_that_hangs_does_not_slow_the_others_down() -> None:
+    queue, released, hangs = TaskQueue(1_000, eager=1), Event(), Event()
+
+    def work() -> float:
+        if not hangs.is_set():
+            hangs.set()
+            released.wait(PATIENCE_S)
+        return 0.025  # nobody else is late before 50 ms
+
+    crew = Crew(queue, 4, work)
+    queue.add(job("a", 1, sync=False))
+    wait_until(hangs.is_set)
+    queue._usual_s = 0.025
+    started = time.monotonic()
+    for _ in range(100):
+        queue.add(job("b", 3, sync=False))
+    wait_until(lambda: len(crew.took) == 301)
+    # If each had to wait for the one that hangs to be late, 15 s.
+    assert time.monotonic() - started < 300 * 0.05 / 2
+    released.set()
+    crew.join()
+
+
+def test_who_is_slow_to_finish_goes_on_at_once() -> None:
+    """Of a store that takes its time as many threads as there are work all the time."""
+    queue, most, working, lock = TaskQueue(1_000, eager=1), [], set[int](), Lock()
+
+    def work() -> float:
+        with lock:
+            working.add(get_ident())
+            most.append(len(working))
+        time.sleep(0.02)
+        with lock:
+            working.discard(get_ident())
+        return 0.002
+
+    crew = Crew(queue, 4, work)
+    for _ in range(20):
+        queue.add(job("a", 3, sync=False))
+    wait_until(lambda: len(crew.took) == 60)
+    crew.join()
+    assert statistics.mean(most[8:-4]) > 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_task_is_left_lying_whoever_waits_for_whom(seed: int) -> None:
+    source = random.Random(seed)
+    queue = TaskQueue(1_000, eager=source.choice([1, 2]))
+
+    def work() -> float:
+        time.sleep(source.choice([0, 0, 0.0005, 0.002, 0.01]))
+        return source.choice([0.0, 0.001])
+
+    crew, added = Crew(queue, 6, work), 0
+    for _ in range(150):
+        added += queue.add(job("a", source.randint(1, 3), sync=False))
+        time.sleep(source.choice([0, 0, 0.001, 0.004]))
+    wait_until(lambda: len(crew.took) == added)
+    crew.join()
