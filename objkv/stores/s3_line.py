@@ -69,8 +69,7 @@ class Line:
         """Called once, before the connection is anybody else's."""
 
     def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
-        """Connect, unless it is; nothing is to be done to a connection that ``is_kept``. Raises
-        ``NoAnswer``."""
+        """Connect, unless it is; one that ``is_kept`` is ready. Raises ``NoAnswer``."""
         try:
             if not self.is_used:
                 self._connection.timeout = timeout_s  # as the client sets it before each request
