@@ -117,7 +117,8 @@ class Config(BaseModel):
     drain_deadline_ms: int = Field(default=10_000, ge=0)
     """How long a shutdown waits for saves in flight."""
     load_threads: int = Field(default=8, ge=1, le=256)
-    """Threads that fetch and decode chunks, per worker."""
+    """Threads that fetch and decode chunks, per worker: fewer work at once where processors are few
+    and the store is near."""
     save_threads: int = Field(default=16, ge=1, le=256)
     """Threads that encode and upload chunks, per worker."""
     load_queue_max: int = Field(default=4096, ge=1)
