@@ -1,7 +1,5 @@
 """Sockets that wait in the kernel: one call where Python would poll, receive a little, and begin
-again, each time without and with the interpreter's lock.
-
-With four threads on two busy cores a received gigabyte costs a third less for it.
+again, each time without and with the interpreter's lock. See ``docs/decisions/0009``.
 """
 
 import socket

@@ -150,6 +150,7 @@ def _encode_plain(
     if made is None:
         return None
     text, header = made
+    assert len(text) <= start
     buffer[start - len(text) : start] = text
     return buffer[start - len(text) : start + len(pages)], header
 
@@ -190,12 +191,13 @@ def read_expected(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) 
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"claims to be {header.claim}, expected {claim}")
     found = header.frames.layers
-    if found is layers or found == layers:
-        return header
     if len(found) != len(layers):
         raise PayloadError(f"has {len(found)} layers, expected {len(layers)}")
-    first = next(i for i in range(len(layers)) if found[i] != layers[i])
-    raise PayloadError(f"has {found[first]}, expected {layers[first]}")
+    if found is not layers:
+        for one, layer in zip(found, layers, strict=True):
+            if one != layer:
+                raise PayloadError(f"has {one}, expected {layer}")
+    return header
 
 
 def open_payload(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:

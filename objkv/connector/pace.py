@@ -57,6 +57,11 @@ class Pace:
         groups = range(len(geometry.groups))
         self._shares = min(len(geometry.fields(group)) for group in groups)
 
+    @property
+    def steps(self) -> int:
+        """How many are under way."""
+        return len(self._steps)
+
     def step_planned(self, scheduled: Collection[int], loads: Iterable[LoadPlan]) -> None:
         """A step was handed out, of so many tokens for each request, with these loads."""
         tokens = _prompt_tokens(scheduled)

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EMPTY_STEP_S = 1e-3
-"""How long a step with nothing to compute waits for an answer of the index."""
+_EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
+"""How long a step with nothing to compute waits for an answer of the index: alone, and while the
+result of another is due."""
 _ANSWER_AGE_MIN_S = 10.0
 """Steps may take seconds, and an answer must be good for some of them."""
 
@@ -182,7 +183,7 @@ class SchedulerSide:
         empty = not output.total_num_scheduled_tokens
         if empty and not self._loading:
             # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
-            self._lookups.wait(_EMPTY_STEP_S)
+            self._lookups.wait(_BESIDE_STEPS_S if self._pace.steps > 1 else _EMPTY_STEP_S)
         return StepPlan(loads, saves, frozenset(self._held), idle=empty and bool(self._loading))
 
     def end_step(self) -> None:
