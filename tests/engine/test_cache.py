@@ -1,5 +1,6 @@
 """What is replayed, and what is not. No engine runs here."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ RESULT = Result(
 @pytest.fixture(autouse=True)
 def kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "CACHE", tmp_path / "kept")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     new_process(monkeypatch)
 
 
@@ -29,6 +31,15 @@ def new_process(monkeypatch: pytest.MonkeyPatch, *, replay: bool = True) -> Ledg
 def one_that_works(folder: Path, number: int = 0) -> Values:
     assert not list(folder.iterdir())
     return {"result": RESULT, "number": number}
+
+
+@scenario
+def one_that_logs(folder: Path) -> Values:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "replica.log").touch()
+    (folder / "deep" / "payload").touch()
+    (folder / "empty").mkdir()
+    return {}
 
 
 @scenario
@@ -92,3 +103,14 @@ def test_nothing_is_kept_of_a_file_in_which_a_test_has_failed() -> None:
     cache.LEDGER.forget(Path(__file__))
     one_that_works()
     assert not list(cache.CACHE.glob("*.json"))
+
+
+@pytest.mark.parametrize("disliked", [False, True])
+def test_of_what_a_test_did_not_like_the_logs_stay(tmp_path: Path, *, disliked: bool) -> None:
+    one_that_logs()
+    if disliked:
+        cache.LEDGER.forget(Path(__file__))
+    cache.LEDGER.sweep()
+    left = [path.name for path in tmp_path.glob("objkv-*/**/*") if path.is_file()]
+    assert left == (["replica.log"] if disliked else [])
+    assert len(list(tmp_path.glob("objkv-*"))) == disliked
