@@ -172,7 +172,9 @@ class ObjkvWorker(Worker):
 
     def lookup(self, names: Sequence[str]) -> int:
         """As a scheduler asks, through the near-cache, which knows none of them."""
-        return usable_chunks(self._find(names), (self._group,), TOKENS)
+        count = len(self._fields)  # as the connector does: only what it reads was asked for
+        found = self._find(names)
+        return usable_chunks(found, (self._group,), TOKENS, lambda shards, *_: len(shards) == count)
 
     def close(self) -> None:
         """Stop threads, give connections back."""

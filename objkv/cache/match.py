@@ -52,6 +52,8 @@ def usable_chunks(
 def covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:
     """Whether the shards together hold all layers and heads of the group."""
     held = list(shards_of(shards, group_id))
+    if Shard(0, len(group.layers), 0, group.heads) in held:
+        return True
     return all(
         any(
             s.layer_start <= layer < s.layer_end and s.head_start <= head < s.head_end for s in held
