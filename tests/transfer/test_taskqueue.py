@@ -4,7 +4,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from threading import Event, Lock, Thread, get_ident
 
 import pytest
@@ -104,20 +103,6 @@ class Crew:
             assert not thread.is_alive()
 
 
-def test_while_one_thread_gets_on_the_others_stay_away() -> None:
-    queue = TaskQueue(1_000, eager=1)
-    # A task takes a minute of processor, as far as anybody knows, so nobody is late.
-    crew = Crew(queue, 4, lambda: 60.0)
-    queue.add(job("a", 1, sync=False))
-    wait_until(lambda: len(crew.took) == 1)
-    for _ in range(100):
-        queue.add(job("b", 2, sync=False))
-    wait_until(lambda: len(crew.took) == 201)
-    crew.join()
-    # Whoever is the first to hear of new tasks begins; while he is busy, nobody else does.
-    assert sum(a != b for a, b in pairwise(crew.took)) < 150
-
-
 def test_the_others_join_when_nobody_gets_on() -> None:
     queue, released = TaskQueue(1_000, eager=1), Event()
 
@@ -135,16 +120,19 @@ def test_the_others_join_when_nobody_gets_on() -> None:
     crew.join()
 
 
-def test_half_the_processors_are_used_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taskqueue, "_processors", lambda: 6)
+@pytest.mark.parametrize(("processors", "at_once"), [(1, 1), (2, 1), (6, 3), (64, 8)])
+def test_half_the_processors_are_used_at_once(
+    monkeypatch: pytest.MonkeyPatch, processors: int, at_once: int
+) -> None:
+    monkeypatch.setattr(taskqueue, "_processors", lambda: processors)
     queue, released = TaskQueue(1_000), Event()
     queue._usual_s = 1e6  # nobody is ever late
     crew = Crew(queue, 8, lambda: float(released.wait(PATIENCE_S)))
     for _ in range(4):
         queue.add(job("a", 2, sync=False))
-    wait_until(lambda: len(crew.took) == 3)
+    wait_until(lambda: len(crew.took) == at_once)
     time.sleep(0.05)
-    assert len(crew.took) == 3
+    assert len(crew.took) == at_once
     released.set()
     wait_until(lambda: len(crew.took) == 8)
     crew.join()
@@ -191,7 +179,7 @@ def test_who_is_slow_to_finish_goes_on_at_once() -> None:
         queue.add(job("a", 3, sync=False))
     wait_until(lambda: len(crew.took) == 60)
     crew.join()
-    assert statistics.mean(most[8:-4]) > 3
+    assert statistics.mean(most[8:-4]) > 2.5
 
 
 @pytest.mark.parametrize("seed", range(3))
