@@ -8,7 +8,7 @@ bytes are, reading raises ``PayloadError`` and nothing else. Specified in ``docs
 import ctypes
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -253,15 +253,11 @@ def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
     at, because it is not all there. Raises ``PayloadError``.
     """
     whole, frames = _view(payload), header.frames
-    starts, ends, checksums = frames.starts, frames.ends, frames.checksums
-    until = bisect_right(ends, len(whole))
-    index = first
-    for start, end, checksum in zip(
-        starts[first:until], ends[first:until], checksums[first:until], strict=True
-    ):
+    until = bisect_right(frames.ends, len(whole))
+    columns = zip(frames.starts, frames.ends, frames.checksums, strict=True)
+    for index, (start, end, checksum) in enumerate(islice(columns, first, until), first):
         if digest(whole[start:end]) != checksum:
             raise _mismatch(header, index)
-        index += 1
     return max(first, until)
 
 
