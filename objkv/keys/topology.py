@@ -1,6 +1,8 @@
 """Shards: which layers and which KV heads one payload holds, whatever the TP and PP shape."""
 
+import heapq
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 _SHARD = re.compile(
@@ -37,6 +39,141 @@ class Shard:
         if layer_start >= layer_end or head_start >= head_end:
             raise ValueError(f"an empty shard: {text!r}")
         return cls(layer_start, layer_end, head_start, head_end)
+
+    @property
+    def cells(self) -> int:
+        """Layers times heads: what its payload weighs, in units of one head of one layer."""
+        return (self.layer_end - self.layer_start) * (self.head_end - self.head_start)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is read of one stored payload."""
+
+    source: Shard
+    take: Shard
+    """Layers x heads, counted as in ``source``; inside both ``source`` and the reader's need."""
+
+
+_PAYLOADS_PER_NEED = 16
+"""One payload more is worth this part of the reader's need in bytes not fetched in vain: a 16th of
+what is needed is still fetched by itself where the alternative is a payload twice as large."""
+
+
+def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
+    """Which parts of ``held`` are together exactly ``need``; None if they do not reach.
+
+    No two parts overlap; they are ordered by layer, then by head; a source whose share is not one
+    rectangle has several. The order of ``held`` does not matter, and its shards may overlap.
+
+    ``need`` itself is taken alone if it is there. Else greedily, by what a source adds for what it
+    costs: all its bytes, needed or not, and a sixteenth of ``need`` for being one payload more. So
+    sources inside ``need`` come first, the largest of them before others; in the end those that
+    the rest makes superfluous are dropped again.
+    """
+    near = {shard for shard in held if _overlap(need, shard)}
+    if need in near:
+        return (Part(need, need),)
+    masks = {source: _mask(need, source) for source in near}
+    chosen = _chosen(need, masks)
+    if chosen is None:
+        return None
+    left = _mask(need, need)
+    parts = []
+    for source in chosen:
+        parts += [Part(source, take) for take in _rectangles(need, masks[source] & left)]
+        left &= ~masks[source]
+    return tuple(sorted(parts, key=lambda part: part.take))
+
+
+def _chosen(need: Shard, masks: dict[Shard, int]) -> list[Shard] | None:
+    """Enough of the sources, the best first; None if all are not enough."""
+
+    def worth(source: Shard) -> float:
+        cost = _PAYLOADS_PER_NEED * source.cells + need.cells
+        return -(masks[source] & left).bit_count() / cost
+
+    left = _mask(need, need)
+    chosen = []
+    # What a source adds only shrinks, so that only the first in line has to be looked at again.
+    line = [(worth(source), source) for source in masks]
+    heapq.heapify(line)
+    while left:
+        if not line:
+            return None
+        before, source = heapq.heappop(line)
+        if (now := worth(source)) != before:
+            if now:
+                heapq.heappush(line, (now, source))
+            continue
+        chosen.append(source)
+        left &= ~masks[source]
+    return _without_superfluous(chosen, masks)
+
+
+def _without_superfluous(chosen: list[Shard], masks: dict[Shard, int]) -> list[Shard]:
+    once = twice = 0
+    for source in chosen:
+        twice |= once & masks[source]
+        once |= masks[source]
+    if not any(masks[source] & ~twice == 0 for source in chosen):
+        return chosen
+    kept = list(chosen)
+    for source in reversed(chosen):
+        others = 0
+        for other in kept:
+            if other != source:
+                others |= masks[other]
+        if masks[source] & ~others == 0:
+            kept.remove(source)
+    return kept
+
+
+def _overlap(one: Shard, other: Shard) -> bool:
+    layers = one.layer_start < other.layer_end and other.layer_start < one.layer_end
+    return layers and one.head_start < other.head_end and other.head_start < one.head_end
+
+
+def _mask(need: Shard, source: Shard) -> int:
+    """The cells of ``need`` that ``source`` has, a bit each: heads of its first layer lowest."""
+    width = need.head_end - need.head_start
+    first, last = max(need.layer_start, source.layer_start), min(need.layer_end, source.layer_end)
+    start, end = max(need.head_start, source.head_start), min(need.head_end, source.head_end)
+    row = (1 << (end - start)) - 1 << (start - need.head_start)
+    rows = ((1 << width * (last - first)) - 1) // ((1 << width) - 1)  # its first bit, in each row
+    return row * rows << width * (first - need.layer_start)
+
+
+def _rectangles(need: Shard, mask: int) -> Iterator[Shard]:
+    """The cells of a mask: equal rows that follow one another together, each run of heads."""
+    width = need.head_end - need.head_start
+    layers = need.layer_end - need.layer_start
+    rows = [(mask >> width * layer) & (1 << width) - 1 for layer in range(layers)]
+    start = 0
+    while start < layers:
+        end = start + 1
+        while end < layers and rows[end] == rows[start]:
+            end += 1
+        for first, last in _runs(rows[start]):
+            yield Shard(
+                need.layer_start + start,
+                need.layer_start + end,
+                need.head_start + first,
+                need.head_start + last,
+            )
+        start = end
+
+
+def _runs(row: int) -> Iterator[tuple[int, int]]:
+    """``[start, end)`` of each run of ones."""
+    place = 0
+    while row:
+        zeros = (row & -row).bit_length() - 1
+        row >>= zeros
+        ones = (~row & row + 1).bit_length() - 1
+        row >>= ones
+        yield place + zeros, place + zeros + ones
+        place += zeros + ones
 
 
 @dataclass(frozen=True, slots=True)
