@@ -107,8 +107,8 @@ def test_a_source_whose_share_is_no_rectangle_has_several_parts() -> None:
     corner, rest = Shard(0, 5, 0, 5), Shard(1, 6, 1, 6)
     slivers = [Shard(0, 1, 5, 6), Shard(5, 6, 0, 1)]
     assert cover(Shard(0, 6, 0, 6), [corner, rest, *slivers]) == (
-        Part(corner, corner),
         Part(slivers[0], slivers[0]),
+        Part(corner, corner),
         Part(rest, Shard(1, 5, 5, 6)),
         Part(slivers[1], slivers[1]),
         Part(rest, Shard(5, 6, 1, 6)),
