@@ -55,6 +55,31 @@ def test_nothing_configured_is_a_directory_and_sqlite(
 
 
 @pytest.mark.parametrize(
+    ("given", "index_url"),
+    [
+        ({"bulk_url": "file:///shared"}, "bulk:"),
+        ({"bulk_url": " file:///shared "}, "bulk:"),
+        ({"bulk_url": "file:///shared", "index_url": "sqlite:///i"}, "sqlite:///i"),
+        ({"bulk_url": "s3://bucket"}, "sqlite://"),
+        ({}, "sqlite://"),
+    ],
+)
+def test_a_folder_that_is_given_alone_is_its_own_index(
+    given: dict[str, str], index_url: str
+) -> None:
+    environ = {f"OBJKV_{name.upper()}": value for name, value in given.items()}
+    assert load_config(environ=environ).index_url.startswith(index_url)
+    assert load_config(given, environ={}).index_url.startswith(index_url)
+
+
+def test_only_a_folder_can_be_its_own_index() -> None:
+    with pytest.raises(ConfigError, match="only a folder"):
+        load_config({"bulk_url": "s3://bucket", "index_url": "bulk:"}, environ={})
+    with pytest.raises(ConfigError, match="write bulk:"):
+        load_config({"bulk_url": "file:///x", "index_url": "bulk:///y"}, environ={})
+
+
+@pytest.mark.parametrize(
     ("overrides", "environ", "wanted"),
     [
         ({"bulk_urll": "x"}, {}, "'bulk_urll' in kv_connector_extra_config; did you mean 'bulk_u"),
@@ -97,8 +122,10 @@ def test_a_key_of_the_file_is_refused_naming_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", INDEX_SCHEMES)
 def test_every_known_scheme_of_the_index_is_accepted(scheme: str) -> None:
-    url = {"memory": "memory:", "sqlite": "sqlite:///i"}.get(scheme, f"{scheme}://h:1,i:2/0")
-    assert load_config({"index_url": url}, environ={}).index_url == url
+    plain = {"memory": "memory:", "sqlite": "sqlite:///i", "bulk": "bulk:"}
+    url = plain.get(scheme, f"{scheme}://h:1,i:2/0")
+    given = {"bulk_url": "file:///b", "index_url": url}
+    assert load_config(given, environ={}).index_url == url
 
 
 def test_an_empty_variable_counts_as_unset() -> None:

@@ -12,6 +12,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from objkv.assembly.redis import connect_redis
+from objkv.cache.bulk_index import BulkIndex
 from objkv.config import Config, local_path, without_password
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import PruneIndex, WriteIndex
@@ -231,6 +232,8 @@ def _index_place(config: Config) -> PruneIndex:
     scheme = config.index_url.partition(":")[0]
     if scheme == "memory":
         return MemoryIndex()
+    if scheme == "bulk":
+        return BulkIndex(LocalStore(local_path(config.bulk_url)))
     if scheme == "sqlite":
         return SqliteIndex(local_path(config.index_url))
     return RedisIndex(connect_redis(config.index_url, config))

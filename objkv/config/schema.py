@@ -35,7 +35,8 @@ class Config(BaseModel):
     ``file`` is taken literally: nothing in it is an escape."""
     index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
     """``sqlite:///path``, ``redis://``, ``rediss://``, ``redis+cluster://``,
-    ``redis+sentinel://h1:26379,h2:26379/0?service=name`` or ``memory:``."""
+    ``redis+sentinel://h1:26379,h2:26379/0?service=name``, ``memory:``, or ``bulk:``: the folder of
+    ``bulk_url`` is its own index. That is the default where ``bulk_url`` is set to a folder."""
 
     s3_endpoint_url: str | None = None
     """For S3-compatible stores other than AWS; unset: ``AWS_ENDPOINT_URL_S3`` and the like."""
@@ -150,10 +151,25 @@ class Config(BaseModel):
     store_tokens: bool = False
     """Whether payloads carry their token ids, for audits. They are the prompt in plain sight."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_folder_is_its_own_index(cls, values: Any) -> Any:
+        """Whoever shares a folder, by a mount perhaps, shares all of it: an index of this machine
+        alone would keep others from finding what they can read."""
+        if isinstance(values, dict) and "index_url" not in values:
+            bulk_url = values.get("bulk_url")
+            if isinstance(bulk_url, str) and bulk_url.strip().startswith("file:"):
+                return values | {"index_url": "bulk:"}
+        return values
+
     @model_validator(mode="after")
     def _urls_are_known(self) -> Self:
         check_url("bulk_url", self.bulk_url, BULK_SCHEMES)
         check_url("index_url", self.index_url, INDEX_SCHEMES)
+        if self.index_url.startswith("bulk:") and not self.bulk_url.startswith("file:"):
+            raise ValueError(
+                "index_url 'bulk:': only a folder (bulk_url file:///) can be its index"
+            )
         return self
 
     def public(self) -> dict[str, Any]:

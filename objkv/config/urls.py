@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 BULK_SCHEMES = ("file", "memory", "s3")
 _REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
 _TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
-INDEX_SCHEMES = ("sqlite", "memory", *_REDIS_KINDS, *_TLS_KINDS)
+INDEX_SCHEMES = ("sqlite", "bulk", "memory", *_REDIS_KINDS, *_TLS_KINDS)
 
 
 def cache_folder() -> Path:
@@ -40,10 +40,12 @@ def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
     scheme, _, rest = url.partition(":")
     if scheme not in known:
         raise ValueError(f"{name} {shown!r}: use one of {', '.join(known)}")
+    if scheme == "bulk" and rest:
+        raise ValueError(f"{name} {shown!r}: write bulk: and nothing more, bulk_url says where")
     if scheme in ("file", "sqlite"):
         if not rest.startswith("//") or not local_path(url).is_absolute():
             raise ValueError(f"{name} {shown!r}: write {scheme}:/// and an absolute path")
-    elif scheme != "memory" and not _names_host(rest):
+    elif scheme not in ("memory", "bulk") and not _names_host(rest):
         what = "bucket" if scheme == "s3" else "host"
         raise ValueError(f"{name} {shown!r}: names no {what}; write {scheme}://{what}")
 

@@ -21,6 +21,7 @@ from objkv.ops.probes import probe_index, probe_store
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.servers.redis import valkey_server
+from tests.ops.world import NAMESPACE, WHOLE, save
 
 NOBODY = "redis://127.0.0.1:1"
 
@@ -35,6 +36,21 @@ def test_nothing_configured_is_a_folder_and_sqlite_that_work(tmp_path: Path) -> 
         assert backends.hot is None
         checks = [*probe_store("bulk", backends.bulk), *probe_index(backends.index)]
     assert {check.status for check in checks} == {"ok"}
+
+
+def test_a_folder_alone_is_bulk_store_and_index(tmp_path: Path) -> None:
+    config = load_config({"bulk_url": f"file://{tmp_path}/b"}, environ={})
+    with open_backends(config, NullRecorder()) as backends:
+        assert list(tmp_path.iterdir()) == []
+        check_backends(backends, config)
+        assert order(repr(backends.index), ["BreakerIndex", "ObserveIndex", "BulkIndex"])
+        keys = save(backends.bulk, None)
+        field = f"0.{WHOLE}"
+        found = backends.index.find(NAMESPACE, [key.prefix_hash for key in keys], [field])
+        assert all(shards is not None for shards in found)
+        with pytest.raises(StoreDenied, match="set index_url"):
+            backends.index.pin(NAMESPACE, keys[0].prefix_hash, pinned=True, ttl_s=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_both_ends_can_be_in_memory(tmp_path: Path) -> None:

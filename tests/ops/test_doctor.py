@@ -129,6 +129,12 @@ def test_a_fleet_with_one_end_forgotten_is_a_warning(
     assert report.verdict == ("warnings" if forgotten else "ok")
 
 
+def test_a_folder_that_is_its_own_index_is_not_tried_with_a_record(ward: Ward) -> None:
+    report = ward.examine(resolve_config({"bulk_url": "file:///here"}, environ={}))
+    assert [check.name for check in report.checks if check.area == "index"] == ["check"]
+    assert report.verdict == "ok"
+
+
 def test_the_verdict_is_the_worst() -> None:
     kinds = ["skipped", "ok", "warning", "failed", "denied", "unreachable"]
     checks = [Check("bulk", kind, kind) for kind in kinds]  # type: ignore[arg-type]

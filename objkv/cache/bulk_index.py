@@ -1,0 +1,170 @@
+"""A folder that is its own index: a chunk is stored if its payload's file is there.
+
+For a shared folder and nothing else beside it, also on a network file system, where SQLite must not
+be used. What costs nothing elsewhere costs something here: a lookup asks for every payload, and
+what operators ask for reads every header. Nothing expires, nothing is counted, nothing is pinned.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+import xxhash
+
+from objkv.cache.tiered import shard_record
+from objkv.codec.payload import Header, header_bytes_needed, read_header
+from objkv.errors import PayloadError, StoreDenied
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
+from objkv.stores.base import Entry, PruneStore, ReadStore
+
+_LENGTH_BYTES = 8
+_NOT_READ = "none"
+"""Of a codec that stands in a header nobody has read."""
+
+
+class BulkIndex:
+    """Implements ``PruneIndex`` over the payloads of ``store``, which it closes.
+
+    What ``find`` tells of a payload comes from its file alone: ``raw_bytes`` is its length, and
+    ``header_checksum`` a digest of its length and age. Leases are given to everybody: the store
+    lets one writer win.
+    """
+
+    def __init__(self, store: PruneStore) -> None:
+        self._store = store
+
+    def __repr__(self) -> str:
+        return f"<BulkIndex of {self._store!r}>"
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        """See ``ReadIndex``; reads the header of every payload of these chunks."""
+        return [
+            next(self._records(_folder(namespace, prefix_hash)), None)
+            for prefix_hash in prefix_hashes
+        ]
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex``; one look per payload. It ends at the first chunk that is not stored,
+        as every match does: nothing is told of those that follow it."""
+        parts = [(field, *_group_and_shard(field)) for field in fields]
+        found: list[Shards | None] = [None] * len(prefix_hashes)
+        for place, prefix_hash in enumerate(prefix_hashes):
+            shards = {}
+            for field, group, shard in parts:
+                entry = self._store.head(ChunkKey(namespace, prefix_hash, group, shard).path())
+                if entry is not None:
+                    shards[field] = _of_file(entry)
+            if not shards:
+                break
+            found[place] = shards
+        return found
+
+    def scan(self, namespace: str) -> Iterator[Record]:
+        """See ``ReadIndex``; reads the header of every payload."""
+        return self._records(f"{namespace}/")
+
+    def namespaces(self) -> list[str]:
+        """See ``ReadIndex``; walks the whole store."""
+        return sorted({key.namespace for key, _ in self._chunks("")})
+
+    def check(self) -> None:
+        """See ``ReadIndex``."""
+        self._store.check()
+
+    def close(self) -> None:
+        """See ``ReadIndex``."""
+        self._store.close()
+
+    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        """Nothing: a payload that can be read is known. ``ttl_s`` has no effect."""
+
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+        """Nothing: hits are not counted here."""
+
+    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
+        """Delete the payload that ``expected`` was told of: whoever forgets it could not use it,
+        and nothing else can make others stop finding it. A payload written anew meanwhile stays,
+        unless that happened within the call."""
+        path = ChunkKey(namespace, prefix_hash, *_group_and_shard(field)).path()
+        entry = self._store.head(path)
+        if entry is None:
+            return False
+        if _of_file(entry) != expected:
+            header = _header(self._store, entry)
+            if header is None or shard_record(header) != expected:
+                return False
+        return self._store.delete(path)
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        """True: two who save one chunk write the same, and the store keeps the first."""
+        return True
+
+    def release(self, name: str, owner: str) -> None:
+        """Nothing: nobody else was kept from it."""
+
+    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+        """Raises ``StoreDenied``: there is nowhere to write it down."""
+        raise StoreDenied("a folder that is its own index keeps no pins: set index_url")
+
+    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
+        """See ``PruneIndex``: the payloads are deleted."""
+        keys = [entry.key for _, entry in self._chunks(_folder(namespace, prefix_hash))]
+        deleted = [self._store.delete(key) for key in keys]
+        return any(deleted)
+
+    def _chunks(self, prefix: str) -> Iterator[tuple[ChunkKey, Entry]]:
+        for entry in self._store.scan(prefix):
+            try:
+                key = ChunkKey.parse(entry.key)
+            except ValueError:
+                continue
+            yield key, entry
+
+    def _records(self, prefix: str) -> Iterator[Record]:
+        # In key order, so that the payloads of one chunk come one after the other.
+        for prefix_hash, chunk in groupby(self._chunks(prefix), lambda found: found[0].prefix_hash):
+            shards, claim = {}, None
+            for key, entry in chunk:
+                header = _header(self._store, entry)
+                if header is not None and header.claim.key == key:
+                    shards[key.field], claim = shard_record(header), header.claim
+            if claim is not None:
+                start, end = claim.token_start, claim.token_end
+                yield Record(prefix_hash, claim.parent_hash, start, end, shards)
+
+
+def _group_and_shard(field: str) -> tuple[int, Shard]:
+    group, _, shard = field.partition(".")
+    return int(group), Shard.parse(shard)
+
+
+def _folder(namespace: str, prefix_hash: bytes) -> str:
+    digest = prefix_hash.hex()
+    return f"{namespace}/{digest[:2]}/{digest}/"
+
+
+def _of_file(entry: Entry) -> ShardRecord:
+    return ShardRecord(
+        nbytes=entry.nbytes,
+        raw_bytes=entry.nbytes,
+        codec=_NOT_READ,
+        hot=False,
+        header_checksum=xxhash.xxh3_128_hexdigest(f"{entry.nbytes} {entry.modified_s!r}".encode()),
+        created_s=int(entry.modified_s),
+    )
+
+
+def _header(store: ReadStore, entry: Entry) -> Header | None:
+    """The payload's header, or None if it is gone, damaged or cut short."""
+    try:
+        start = store.get_range(entry.key, 0, _LENGTH_BYTES)
+        if start is None:
+            return None
+        prefix = store.get_range(entry.key, 0, header_bytes_needed(start))
+        header = None if prefix is None else read_header(prefix)
+    except PayloadError:
+        return None
+    return header if header is not None and header.nbytes == entry.nbytes else None

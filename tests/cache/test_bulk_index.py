@@ -1,0 +1,202 @@
+"""A folder that is its own index: what lies in it is found, what is damaged goes, nothing lies."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
+from objkv.codec.payload import Claim, read_header
+from objkv.errors import StoreDenied
+from objkv.keys.prefix import prefix_hashes, root_hash
+from objkv.stores.local import LocalStore
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from tests.ops.world import CHUNK, LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
+
+HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
+FIELD = f"0.{WHOLE}"
+SIDES = [f"0.{LEFT}", f"0.{RIGHT}"]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+@pytest.fixture
+def index(store: LocalStore) -> BulkIndex:
+    return BulkIndex(store)
+
+
+def test_what_was_saved_is_found_without_being_announced(
+    store: LocalStore, index: BulkIndex
+) -> None:
+    assert index.find(NAMESPACE, HASHES, [FIELD]) == [None] * 3
+    keys = save(store, None)
+    found = index.find(NAMESPACE, HASHES, [FIELD])
+    for key, shards in zip(keys, found, strict=True):
+        assert shards is not None
+        entry = store.head(key.path())
+        assert entry is not None
+        assert shards[FIELD].nbytes == entry.nbytes
+        assert shards[FIELD].created_s == int(entry.modified_s)
+        assert not shards[FIELD].hot
+
+
+def test_of_a_chunk_those_shards_are_found_that_are_there(
+    store: LocalStore, index: BulkIndex
+) -> None:
+    save(store, None, shards=(LEFT, RIGHT))
+    [first, second, third] = save(store, None, TOKENS, shards=(WHOLE,))
+    (Path(store._root) / second.path().replace(str(WHOLE), str(RIGHT))).unlink()
+    found = index.find(NAMESPACE, HASHES, SIDES)
+    assert [set(shards or {}) for shards in found] == [set(SIDES), set(SIDES[:1]), set(SIDES)]
+    assert {first.group, third.group} == {0}
+
+
+def test_nothing_is_told_beyond_the_first_chunk_that_is_missing(
+    store: LocalStore, index: BulkIndex
+) -> None:
+    """A match ends there; each further look would cost a request."""
+    [_, second, _] = save(store, None)
+    store.delete(second.path())
+    found = index.find(NAMESPACE, HASHES, [FIELD])
+    assert [shards is None for shards in found] == [False, True, True]
+
+
+@given(st.integers(0, 3), st.integers(0, 3))
+def test_a_match_is_as_long_as_the_shorter_of_both_halves(left: int, right: int) -> None:
+    store = MemoryStore()
+    save(store, None, TOKENS[: left * CHUNK], shards=(LEFT,))
+    save(store, None, TOKENS[: right * CHUNK], shards=(RIGHT,))
+    found = BulkIndex(store).find(NAMESPACE, HASHES, SIDES)
+    complete = [shards is not None and len(shards) == 2 for shards in found]
+    assert complete == [place < min(left, right) for place in range(3)]
+
+
+def test_records_for_operators_are_what_the_headers_say(
+    store: LocalStore, index: BulkIndex
+) -> None:
+    save_identity(store)
+    [first, *_] = save(store, None, shards=(LEFT, RIGHT), codec="zstd")
+    [record] = index.lookup(NAMESPACE, HASHES[:1])
+    assert record is not None
+    assert (record.parent_hash, record.token_start, record.token_end) == (
+        root_hash(NAMESPACE),
+        0,
+        CHUNK,
+    )
+    assert set(record.shards) == set(SIDES)
+    payload = store.get(first.path())
+    assert payload is not None
+    assert record.shards[SIDES[0]].header_checksum == read_header(payload).checksum
+    assert record.shards[SIDES[0]].codec == "zstd"
+    assert {one.prefix_hash for one in index.scan(NAMESPACE)} == set(HASHES)
+    assert index.namespaces() == [NAMESPACE]
+    assert index.lookup(NAMESPACE, [b"\x09" * 20]) == [None]
+
+
+def test_whatever_is_no_payload_is_left_out(store: LocalStore, index: BulkIndex) -> None:
+    [first, second, third] = save(store, None)
+    payload = store.get(third.path())
+    assert payload is not None
+    store.put("notes.txt", b"mine")
+    store.put(first.path(), b"short")
+    store.put(second.path(), payload)  # another's, in the wrong place
+    store.put(third.path(), payload[:-1])
+    assert list(index.scan(NAMESPACE)) == []
+
+
+def test_a_payload_that_could_not_be_used_is_gone_for_everybody(
+    store: LocalStore, index: BulkIndex
+) -> None:
+    [first, *_] = save(store, None)
+    [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
+    assert shards is not None
+    assert index.forget(NAMESPACE, HASHES[0], FIELD, shards[FIELD])
+    assert store.head(first.path()) is None
+    assert not index.forget(NAMESPACE, HASHES[0], FIELD, shards[FIELD])
+    [record] = index.lookup(NAMESPACE, HASHES[1:2])
+    assert record is not None
+    assert index.forget(NAMESPACE, HASHES[1], FIELD, record.shards[FIELD])
+
+
+def test_a_payload_that_was_written_anew_meanwhile_stays(
+    store: LocalStore, index: BulkIndex, tmp_path: Path
+) -> None:
+    [first, *_] = save(store, None)
+    [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
+    assert shards is not None
+    os.utime(tmp_path / first.path(), (1, 1))
+    assert not index.forget(NAMESPACE, HASHES[0], FIELD, shards[FIELD])
+    other = replace(shards[FIELD], nbytes=1)
+    assert not index.forget(NAMESPACE, HASHES[0], FIELD, other)
+    assert store.head(first.path()) is not None
+
+
+def test_dropping_a_chunk_deletes_all_its_payloads(store: LocalStore, index: BulkIndex) -> None:
+    keys = save(store, None, shards=(LEFT, RIGHT))
+    assert index.drop(NAMESPACE, HASHES[0])
+    assert not index.drop(NAMESPACE, HASHES[0])
+    assert [store.head(key.path()) is None for key in keys] == [True, True] + [False] * 4
+
+
+def test_a_pin_is_refused_with_what_to_do(index: BulkIndex) -> None:
+    with pytest.raises(StoreDenied, match="set index_url"):
+        index.pin(NAMESPACE, HASHES[0], pinned=True, ttl_s=1)
+
+
+def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: BulkIndex) -> None:
+    """There are no leases: the store lets one of them win."""
+    memory = MemoryStore()
+    [key, *_] = save(memory, None)
+    payload = memory.get(key.path())
+    assert payload is not None
+    header = read_header(payload)
+    outcomes = []
+    for writer in ("a", "b"):
+        settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_payload_bytes_max=0)
+        cache = ChunkCache(store, None, index, settings, MemoryRecorder())
+        assert cache.take_lease(key)
+        outcomes.append(cache.save(header.claim, payload, header))
+        cache.release_lease(key)
+    assert outcomes == [SaveOutcome.SAVED, SaveOutcome.EXISTED]
+    assert index.find(NAMESPACE, HASHES, [FIELD])[0] is not None
+
+
+def test_what_one_replica_found_corrupt_is_saved_anew(
+    store: LocalStore, index: BulkIndex, tmp_path: Path
+) -> None:
+    [key, *_] = save(store, None)
+    file = tmp_path / key.path()
+    payload = file.read_bytes()
+    file.write_bytes(payload[:-1] + bytes([payload[-1] ^ 1]))
+    header = read_header(payload)
+    claim: Claim = header.claim
+    settings = CacheSettings("w", ttl_s=1, lease_ms=1, hot_payload_bytes_max=0)
+    cache = ChunkCache(store, None, index, settings, MemoryRecorder())
+    [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
+    assert shards is not None
+    cache.reject(key, shards, corrupt=True)
+    assert index.find(NAMESPACE, HASHES, [FIELD])[0] is None
+    assert cache.save(claim, payload, header) is SaveOutcome.SAVED
+    assert file.read_bytes() == payload
+
+
+def test_its_repr_names_the_store(index: BulkIndex, tmp_path: Path) -> None:
+    assert repr(index) == f"<BulkIndex of <LocalStore {tmp_path}>>"
+
+
+def test_checking_and_closing_are_the_stores(index: BulkIndex, tmp_path: Path) -> None:
+    index.check()
+    index.touch(NAMESPACE, HASHES, ttl_s=1)
+    index.close()
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(StoreDenied):
+        BulkIndex(LocalStore(file)).check()
