@@ -1,7 +1,7 @@
 """How many leading chunks of a prompt a reader can use, decided once, from what was found alone.
 
-A full-attention group needs every chunk; a sliding-window group only those that the window still
-reaches from the end of the match, and its payloads hold only the blocks a window can reach.
+What a model needs of the tokens before the end of a match, to go on from there, depends on the kind
+of each of its groups; a payload holds only the blocks that some such end needs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,26 +27,50 @@ def usable_chunks(
         stored: what the reader needs of a group; by default all of its layers and heads.
     """
     stored = stored or covered
-    full = [(g, group) for g, group in enumerate(groups) if group.window is None]
-    windows = [
-        (g, group, window_reach_chunks(group.window, chunk_tokens))
-        for g, group in enumerate(groups)
-        if group.window is not None
-    ]
+    whole = [(g, group) for g, group in enumerate(groups) if keeps_all(group)]
+    others = [(g, group) for g, group in enumerate(groups) if not keeps_all(group)]
     usable = 0
-    # Per window, how many chunks in a row up to this one it could be served: a prompt may have
+    # Of each other group, how many chunks in a row up to this one are stored: a prompt may have
     # thousands of chunks, so each is looked at once.
-    runs = [0] * len(windows)
+    runs = [0] * len(others)
     for end, shards in enumerate(found, start=1):
-        if shards is None or not all(stored(shards, g, group) for g, group in full):
+        held = shards or {}
+        if not all(stored(held, g, group) for g, group in whole):
             break
         runs = [
-            run + 1 if stored(shards, g, group) else 0
-            for run, (g, group, _) in zip(runs, windows, strict=True)
+            run + 1 if stored(held, g, group) else 0
+            for run, (g, group) in zip(runs, others, strict=True)
         ]
-        if all(run >= min(end, reach) for run, (_, _, reach) in zip(runs, windows, strict=True)):
+        tokens = end * chunk_tokens
+        if all(
+            end - run <= needed_from(group, tokens) // chunk_tokens
+            for run, (_, group) in zip(runs, others, strict=True)
+        ):
             usable = end
     return usable
+
+
+def keeps_all(group: GroupIdentity) -> bool:
+    """Whether what follows any token needs all tokens before it."""
+    return group.kind in ("full", "mla")
+
+
+def needed_from(group: GroupIdentity, end: int) -> int:
+    """The first of the tokens before ``end`` whose KV, or state, is needed to compute what follows;
+    ``end`` if none is.
+
+    Source: vLLM 0.31-0.33, ``get_num_skipped_tokens``, ``v1/core/single_type_kv_cache_manager.py``.
+    """
+    match group.kind:
+        case "sliding_window":
+            assert group.window is not None
+            return max(0, end - (group.window - 1))
+        case "chunked_local":
+            assert group.window is not None
+            return end // group.window * group.window
+        case "mamba":
+            return max(0, end - 1)
+    return 0
 
 
 def covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:
@@ -75,15 +99,18 @@ def shards_of(shards: Shards, group_id: int) -> Iterable[Shard]:
             continue
 
 
-def window_reach_chunks(window: int, chunk_tokens: int) -> int:
-    """Chunks before the end of a match that a window sees (its own token counts as one)."""
-    return -(-(window - 1) // chunk_tokens)
-
-
 def stored_blocks(group: GroupIdentity, chunk_tokens: int) -> int:
-    """Blocks of one chunk that a payload of the group holds: all, or the last ones that a window
-    ending at the chunk's end can reach."""
+    """Blocks of one chunk that a payload of the group holds, always its last ones: those that a
+    match which ends with this chunk, or a later one, can need. 0 if none ever is; the group then
+    has no payloads."""
     blocks = chunk_tokens // group.block_size
-    if group.window is None:
-        return blocks
-    return min(blocks, -(-group.window // group.block_size))
+    match group.kind:
+        case "sliding_window":
+            assert group.window is not None
+            return min(blocks, -(-group.window // group.block_size))
+        case "chunked_local":
+            assert group.window is not None
+            return blocks if chunk_tokens % group.window else 0
+        case "mamba":
+            return 1
+    return blocks

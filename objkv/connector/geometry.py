@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from objkv.cache.match import stored_blocks
+from objkv.cache.match import keeps_all, stored_blocks
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import RankShard, rank_shard
 from objkv.transfer.paging import GroupShape
@@ -21,8 +21,9 @@ class Geometry:
 
     @property
     def windowed(self) -> bool:
-        """Whether any group has a sliding window; matches then end at the end of a chunk."""
-        return any(group.window is not None for group in self.groups)
+        """Whether any group forgets tokens, so that a match ends where a chunk does, with a token
+        left to compute, and fails whole: what was kept for its end is of no use at another."""
+        return not all(keeps_all(group) for group in self.groups)
 
     def rank_shard(self, group: int, tp_rank: int) -> RankShard:
         """What a rank holds of a group."""
@@ -36,6 +37,8 @@ class Geometry:
 
     def fields(self, group: int) -> frozenset[str]:
         """The shard fields that all ranks of this replica together read and write."""
+        if not stored_blocks(self.groups[group], self.chunk_tokens):
+            return frozenset()
         return frozenset(
             f"{group}.{self.rank_shard(group, rank).shard}" for rank in range(self.tp_size)
         )
@@ -50,6 +53,6 @@ class Geometry:
         return GroupShape(
             layers=identity.layers,
             blocks=stored_blocks(identity, self.chunk_tokens),
-            block_size=identity.block_size,
+            block_size=1 if identity.kind == "mamba" else identity.block_size,
             rank_shard=self.rank_shard(group, tp_rank),
         )

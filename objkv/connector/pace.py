@@ -55,7 +55,7 @@ class Pace:
         # Ranks load at once, each its own shards, of which there may be fewer than ranks. Where
         # groups differ, as if all were divided like the one that is least.
         groups = range(len(geometry.groups))
-        self._shares = min(len(geometry.fields(group)) for group in groups)
+        self._shares = min((len(f) for g in groups if (f := geometry.fields(g))), default=1)
 
     @property
     def steps(self) -> int:

@@ -13,7 +13,8 @@ FORMAT = 1
 HASH_SCHEME = "sha256-chain-1"
 NAMESPACE_HEX = 32
 
-GroupKind = Literal["full", "sliding_window"]
+GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "mamba"]
+_WINDOWED = ("sliding_window", "chunked_local")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +23,25 @@ class GroupIdentity:
 
     kind: GroupKind
     window: int | None
-    """Tokens that a sliding-window layer attends to, itself included; None for full attention."""
+    """``sliding_window``: tokens that a layer attends to, itself included. ``chunked_local``:
+    tokens of one attention chunk. None for all others."""
     layers: tuple[str, ...]
     """In forward order."""
     heads: int
-    """KV heads over all TP ranks; 1 for MLA."""
+    """KV heads over all TP ranks; 1 for MLA. ``mamba``: ranks that a state is split over, in the
+    model's own way, so that only replicas with as many ranks share it; 1 if each has all of it."""
     content: int
-    """Elements per head and token, K and V fused."""
+    """Elements per head and token, K and V fused. ``mamba``: bytes of one rank's state."""
     block_size: int
     """Tokens per block."""
+    state: str | None = None
+    """``mamba``: what a rank's state is made of, which its bytes alone do not tell; not in the
+    document of any other kind."""
 
     def __post_init__(self) -> None:
-        assert (self.window is None) == (self.kind == "full")
+        assert (self.window is not None) == (self.kind in _WINDOWED)
+        assert (self.state is not None) == (self.kind == "mamba")
+        assert self.window is None or self.window > 0
         assert self.layers
         assert self.heads > 0
         assert self.content > 0
@@ -69,7 +77,11 @@ class Identity:
 
     def document(self) -> dict[str, Any]:
         """The document as plain JSON values, format and hash scheme included."""
-        return {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
+        document = {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
+        for group in document["groups"]:
+            if group["state"] is None:
+                del group["state"]
+        return document
 
     def canonical(self) -> bytes:
         """The document's one encoding: JSON, keys sorted, no spaces, ASCII, no floats."""

@@ -1,15 +1,22 @@
 """Which prefix is usable, from what was found alone."""
 
+from dataclasses import replace
+from math import lcm
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.match import covered, stored_blocks, usable_chunks, window_reach_chunks
+from objkv.cache.match import covered, needed_from, stored_blocks, usable_chunks
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 
 SHARD = ShardRecord(100, 80, "none", False, "0" * 32, 1)
 FULL = GroupIdentity("full", None, ("a", "b"), heads=4, content=16, block_size=32)
 WINDOW = GroupIdentity("sliding_window", 100, ("c",), heads=4, content=16, block_size=32)
+LOCAL = GroupIdentity("chunked_local", 96, ("d",), heads=4, content=16, block_size=32)
+LATENT = GroupIdentity("mla", None, ("e",), heads=1, content=16, block_size=32)
+STATE = GroupIdentity("mamba", None, ("f",), heads=1, content=16, block_size=32, state="s")
 CHUNK = 64
 
 
@@ -17,8 +24,13 @@ def shards(*fields: str) -> Shards:
     return dict.fromkeys(fields, SHARD)
 
 
-WHOLE_FULL = "0.L0-2_H0-4"
-WHOLE_WINDOW = "1.L0-1_H0-4"
+def whole(number: int, group: GroupIdentity) -> str:
+    """The field of all layers and heads of a group."""
+    return f"{number}.L0-{len(group.layers)}_H0-{group.heads}"
+
+
+WHOLE_FULL = whole(0, FULL)
+WHOLE_WINDOW = whole(1, WINDOW)
 
 
 def test_a_match_ends_before_the_first_chunk_that_is_missing() -> None:
@@ -51,35 +63,116 @@ def test_a_window_needs_only_the_chunks_that_it_reaches() -> None:
     assert usable_chunks([both, full_only, both], [FULL, WINDOW], CHUNK) == 1
 
 
-def test_a_window_of_one_token_reaches_nothing_before_it() -> None:
-    assert window_reach_chunks(1, CHUNK) == 0
-    assert window_reach_chunks(2, CHUNK) == 1
-    assert window_reach_chunks(65, CHUNK) == 1
-    assert window_reach_chunks(66, CHUNK) == 2
+def test_a_state_needs_only_the_chunk_at_the_end() -> None:
+    both, full_only = shards(WHOLE_FULL, whole(1, STATE)), shards(WHOLE_FULL)
+    assert usable_chunks([full_only, full_only, both], [FULL, STATE], CHUNK) == 3
+    assert usable_chunks([both, both, full_only], [FULL, STATE], CHUNK) == 2
+    assert usable_chunks([full_only, full_only], [FULL, STATE], CHUNK) == 0
 
 
-def test_a_windowed_payload_holds_the_blocks_that_a_window_at_its_end_sees() -> None:
-    assert stored_blocks(FULL, 256) == 8
+def test_chunked_local_attention_needs_what_follows_its_last_boundary() -> None:
+    both, full_only = shards(WHOLE_FULL, whole(1, LOCAL)), shards(WHOLE_FULL)
+    # Boundaries at 96, 192: three chunks of 64 end on one, and need nothing.
+    assert usable_chunks([full_only, full_only, full_only], [FULL, LOCAL], CHUNK) == 3
+    assert usable_chunks([full_only, both], [FULL, LOCAL], CHUNK) == 2
+    assert usable_chunks([both, full_only], [FULL, LOCAL], CHUNK) == 1
+
+
+def test_a_model_of_windows_alone_needs_no_chunk_that_they_have_left() -> None:
+    stored = shards(whole(0, WINDOW))
+    assert usable_chunks([None, None, stored, stored], [WINDOW], CHUNK) == 4
+
+
+@pytest.mark.parametrize(
+    ("group", "end", "first"),
+    [
+        (FULL, 300, 0),
+        (LATENT, 300, 0),
+        (WINDOW, 300, 201),
+        (WINDOW, 50, 0),
+        (replace(WINDOW, window=1), 300, 300),
+        (LOCAL, 287, 192),
+        (LOCAL, 288, 288),
+        (STATE, 300, 299),
+        (STATE, 0, 0),
+    ],
+)
+def test_which_tokens_before_an_end_are_needed(group: GroupIdentity, end: int, first: int) -> None:
+    assert needed_from(group, end) == first
+
+
+def test_a_payload_holds_the_blocks_that_some_end_needs() -> None:
+    assert stored_blocks(FULL, 256) == stored_blocks(LATENT, 256) == 8
     assert stored_blocks(WINDOW, 256) == 4
     assert stored_blocks(WINDOW, 64) == 2
+    assert stored_blocks(LOCAL, 64) == 2
+    assert stored_blocks(LOCAL, 192) == 0
+    assert stored_blocks(STATE, 256) == 1
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12), st.integers(1, 200))
-def test_every_chunk_a_match_needs_is_stored(stored: list[tuple[bool, bool]], window: int) -> None:
-    group = GroupIdentity("sliding_window", window, ("c",), heads=4, content=16, block_size=32)
-    found = [
-        shards(*([WHOLE_FULL] if full else []), *([WHOLE_WINDOW] if windowed else []))
-        for full, windowed in stored
-    ]
-    usable = usable_chunks(found, [FULL, group], CHUNK)
-    assert all(full for full, _ in stored[:usable])
-    for chunk in range(usable):
-        seen = (chunk + 1) * CHUNK > usable * CHUNK - (window - 1)
-        assert stored[chunk][1] or not seen
+@st.composite
+def mixes(draw: st.DrawFn) -> tuple[list[GroupIdentity], int]:
+    """Groups of every kind with block sizes of their own, and tokens of a chunk."""
+    groups = []
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from([FULL, LATENT, WINDOW, LOCAL, STATE]))
+        size = draw(st.sampled_from([2, 4, 6]))
+        window = None if kind.window is None else draw(st.integers(1, 40))
+        groups.append(replace(kind, block_size=size, window=window))
+    chunk = lcm(*(group.block_size for group in groups)) * draw(st.integers(1, 3))
+    return groups, chunk
 
 
-@given(st.lists(st.booleans(), max_size=12))
-def test_no_longer_match_exists_for_full_attention(stored: list[bool]) -> None:
-    found = [shards(WHOLE_FULL) if s else None for s in stored]
-    usable = usable_chunks(found, [FULL], CHUNK)
-    assert usable == len(stored) or not stored[usable]
+def reads(group: GroupIdentity, reader: int, token: int) -> bool:
+    """Whether computing token ``reader`` reads what was kept of ``token``, one by one."""
+    match group.kind:
+        case "sliding_window":
+            assert group.window is not None
+            return reader - token < group.window
+        case "chunked_local":
+            assert group.window is not None
+            return reader // group.window == token // group.window
+        case "mamba":
+            return token == reader - 1
+    return True
+
+
+@given(mixes(), st.data())
+def test_the_match_is_the_longest_whose_every_read_is_stored(
+    mix: tuple[list[GroupIdentity], int], data: st.DataObject
+) -> None:
+    groups, chunk = mix
+    held = data.draw(st.lists(st.sets(st.integers(0, len(groups) - 1)), max_size=9))
+    found = [shards(*(whole(g, groups[g]) for g in here)) if here else None for here in held]
+
+    def is_stored(g: int, token: int) -> bool:
+        group, number = groups[g], token // chunk
+        first = (number + 1) * chunk - stored_blocks(group, chunk) * group.block_size
+        return g in held[number] and token >= first
+
+    def serves(end: int) -> bool:
+        """Whether all tokens from ``end`` on find what they read of those before it."""
+        return all(
+            is_stored(g, token)
+            for g, group in enumerate(groups)
+            for token in range(end)
+            if reads(group, end, token)  # later ones read less of it
+        )
+
+    # What is in one payload is there whole or not at all, so full groups need all of theirs.
+    best = max(end for end in range(len(held) + 1) if serves(end * chunk))
+    assert usable_chunks(found, groups, chunk) == best
+
+
+@given(mixes())
+def test_each_chunk_is_looked_at_once(mix: tuple[list[GroupIdentity], int]) -> None:
+    groups, chunk = mix
+    looks: list[tuple[int, int]] = []
+    found = [shards(f"{number}") for number in range(50)]
+
+    def stored(held: Shards, g: int, _group: GroupIdentity) -> bool:
+        looks.append((int(next(iter(held))), g))
+        return True
+
+    assert usable_chunks(found, groups, chunk, stored) == 50
+    assert len(set(looks)) == len(looks)

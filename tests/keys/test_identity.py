@@ -36,8 +36,28 @@ HYBRID = replace(
     extra=(("rope_theta", "1000000"), ("yarn", '{"factor":4}')),
 )
 
+KINDS = replace(
+    PLAIN,
+    model="org/kinds",
+    groups=(
+        GroupIdentity("mla", None, ("model.layers.0.attn",), 1, 576, 64),
+        GroupIdentity("chunked_local", 8192, ("model.layers.1.attn",), 8, 256, 64),
+        GroupIdentity(
+            "mamba",
+            None,
+            ("model.layers.2.mixer",),
+            2,
+            68608,
+            128,
+            state="gdn_attention bfloat16[3,512] float32[4,64,64]",
+        ),
+    ),
+)
 
-@pytest.mark.parametrize(("name", "identity"), [("plain", PLAIN), ("hybrid", HYBRID)])
+
+@pytest.mark.parametrize(
+    ("name", "identity"), [("plain", PLAIN), ("hybrid", HYBRID), ("kinds", KINDS)]
+)
 def test_the_canonical_document_and_namespace_are_the_published_ones(
     name: str, identity: Identity
 ) -> None:
@@ -70,6 +90,22 @@ def test_the_canonical_document_and_namespace_are_the_published_ones(
 )
 def test_everything_in_the_document_changes_the_namespace(change: dict[str, Any]) -> None:
     assert replace(PLAIN, **change).namespace() != PLAIN.namespace()
+
+
+def test_what_a_state_is_made_of_changes_the_namespace() -> None:
+    *others, state = KINDS.groups
+    changed = (*others, replace(state, state="gdn_attention float32[3,512] bfloat16[4,64,64]"))
+    assert replace(KINDS, groups=changed).namespace() != KINDS.namespace()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "full"}, {"window": None}, {"window": 0}, {"state": "s"}, {"kind": "mamba"}],
+    ids=str,
+)
+def test_a_group_has_what_its_kind_has_and_no_more(change: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        replace(SLIDING, **change)
 
 
 def test_the_document_survives_json() -> None:
