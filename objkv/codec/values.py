@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, NamedTuple
 
+from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
@@ -124,6 +125,17 @@ class Frames:
 
     def __iter__(self) -> Iterator[Frame]:
         return map(self.__getitem__, range(len(self)))
+
+
+def check_layers(found: tuple[LayerSpec, ...], expected: tuple[LayerSpec, ...]) -> None:
+    """Raises ``PayloadError`` that names the first difference."""
+    if found is expected:
+        return
+    if len(found) != len(expected):
+        raise PayloadError(f"has {len(found)} layers, expected {len(expected)}")
+    for one, layer in zip(found, expected, strict=True):
+        if one != layer:
+            raise PayloadError(f"has {one}, expected {layer}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A move is what its header says from the first byte to the last: nothing shorter, nothing longer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
@@ -14,8 +14,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 from objkv.transfer.landing import Landing, Strip
 from objkv.transfer.lanes import Lane
-from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadMove
+from objkv.transfer.sources import Source, Sources
 from objkv.transfer.spans import Span, opening_bytes, remaining, span_count
 from objkv.transfer.taskqueue import Task
 
@@ -52,12 +52,12 @@ class Fetcher:
     def __init__(
         self,
         cache: ChunkCache,
-        groups: Mapping[int, PagedGroup],
+        sources: Sources,
         cuts: Cuts,
         recorder: Recorder,
     ) -> None:
         self._cache = cache
-        self._groups = groups
+        self._sources = sources
         self._cuts = cuts
         self._recorder = recorder
 
@@ -70,15 +70,14 @@ class Fetcher:
         """
         job, index, span = task
         load = job.plan.moves[index]
-        group = self._groups[load.move.group]
-        strip = Strip(job, index, group, lane, lease(), lease)
+        strip = Strip(job, index, self._sources.of(load), lane, lease(), lease)
         if span is None:
             return self._open(strip, load)
         return self._go_on(strip, load, span)
 
     def _open(self, strip: Strip, load: LoadMove) -> Fetched | None:
-        job, layers, room = strip.job, strip.group.layers, len(strip.payload)
-        move, key = load.move, chunk_key(strip.job.plan.namespace, load, strip.group)
+        job, layers, room = strip.job, strip.source.layers, len(strip.payload)
+        move, key = load.move, chunk_key(strip.job.plan.namespace, load, strip.source)
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
         count = self._count(strip, load, key)
         nbytes = room
@@ -142,16 +141,16 @@ class Fetcher:
             return 1
         record = dict(load.records).get(key.field)
         return span_count(
-            strip.group.raw_bytes if record is None else record.nbytes,
-            len(strip.group.layers),
+            sum(strip.source.layer_bytes) if record is None else record.nbytes,
+            len(strip.source.layers),
             spans_max=self._cuts.step_spans_max,
             span_bytes_min=self._cuts.span_bytes_min,
         )
 
 
-def chunk_key(namespace: str, load: LoadMove, group: PagedGroup) -> ChunkKey:
+def chunk_key(namespace: str, load: LoadMove, source: Source) -> ChunkKey:
     """The payload that this rank reads for a move."""
-    return ChunkKey(namespace, load.move.prefix_hash, load.move.group, group.shape.rank_shard.shard)
+    return ChunkKey(namespace, load.move.prefix_hash, load.move.group, source.shard)
 
 
 def is_hot(load: LoadMove, key: ChunkKey) -> bool:

@@ -19,10 +19,11 @@ class LoadJob:
     def __init__(
         self,
         plan: LoadPlan,
-        layers: dict[int, int],
+        layers: Callable[[LoadMove], range],
         deadline: float,
         clock: Callable[[], float],
     ) -> None:
+        """``layers``: which of the rank's layers a move fills."""
         self.plan = plan
         self.deadline = deadline
         """On ``clock``; what is not loaded by then is a miss."""
@@ -33,7 +34,8 @@ class LoadJob:
         self._unfinished = set(range(len(plan.moves)))
         self._spans_left = [1] * len(plan.moves)
         self._headers: dict[int, Header] = {}
-        self._layers = [layers[load.move.group] for load in plan.moves]
+        filled = [layers(load) for load in plan.moves]
+        self._filled = [(1 << r.stop) - (1 << r.start) for r in filled]
         self._written = [0] * len(plan.moves)  # one bit a layer
         # Of the marks of one lane a later one stands for all before it.
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
@@ -104,7 +106,7 @@ class LoadJob:
             self._spans_left[index] -= 1
             if self._spans_left[index] or index not in self._unfinished:
                 return False
-            complete = self._written[index] == (1 << self._layers[index]) - 1
+            complete = self._written[index] == self._filled[index]
             if not complete:
                 self._fail_from(self.plan.moves[index].move.chunk)
             self._unfinished.discard(index)
@@ -224,7 +226,7 @@ class LoadJob:
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
         in_group = self.plan.moves[index].move.group == group
-        return in_group and not self._written[index] >> layer & 1
+        return in_group and bool((self._filled[index] & ~self._written[index]) >> layer & 1)
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:

@@ -13,12 +13,12 @@ from objkv.codec.payload import (
     Header,
     frame_pages,
     header_bytes_needed,
-    read_expected,
+    read_claimed,
 )
 from objkv.errors import PayloadError, TransferError
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane
-from objkv.transfer.paging import PagedGroup
+from objkv.transfer.sources import Source
 from objkv.transfer.spans import Span
 
 _LENGTH_BYTES = 8
@@ -38,7 +38,8 @@ class Strip:
     job: LoadJob
     index: int
     """Which move of the job's plan."""
-    group: PagedGroup
+    source: Source
+    """The payload, as it most probably is."""
     lane: Lane
     payload: memoryview
     """Each byte of the payload has its place here, wherever its span begins."""
@@ -63,11 +64,14 @@ class Landing:
         self._first_block = move.first_block
         self._block_ids = move.block_ids
         self._placed: Any = None
+        self._source = strip.source
+        if header is not None:
+            self._source = strip.source.reading(header.frames.layers)
 
     def open(self, nbytes: int, claim: Claim) -> None:
         """The payload's first ``nbytes`` are there: take the header if that is enough.
 
-        Raises ``PayloadError`` if it is not the one of ``claim``.
+        Raises ``PayloadError`` if it is not the one of ``claim``, or holds other layers.
         """
         if self.header is not None or nbytes < _LENGTH_BYTES:
             return
@@ -77,8 +81,8 @@ class Landing:
             raise PayloadError(f"a header of {header_bytes} bytes, at most {room} can be")
         if nbytes < header_bytes:
             return
-        layers = self._strip.group.layers
-        header = read_expected(payload[:header_bytes], claim, layers)
+        header = read_claimed(payload[:header_bytes], claim, self._source.layers)
+        self._source = self._source.reading(header.frames.layers)
         if header.nbytes > len(payload):
             raise PayloadError(f"{header.nbytes} bytes, at most {len(payload)} can be")
         self.header = header
@@ -125,19 +129,22 @@ class Landing:
             try:
                 mark = lane.mark()  # also on a fault: something may have been given to the lane
             finally:  # whoever closes the job waits for this
-                job.leave(index, range(first, self.layer), lane, mark)
+                job.leave(index, self._source.fills(range(first, self.layer)), lane, mark)
 
     def _write_frame(self, placed: Any) -> int:
+        """The bytes that were written; none of a layer that is other ranks'."""
         assert self.header is not None
-        strip = self._strip
-        nbytes = strip.group.layer_bytes[self.layer]
-        room = None
-        if self.header.frames.codecs[self.layer] != "none":
-            if self._scratch is None:
-                self._scratch = strip.lease_scratch()
-            room = self._scratch[self._scratch_at : self._scratch_at + nbytes]
-            self._scratch_at += nbytes
-        pages = frame_pages(self.header, self.layer, strip.payload, room)
-        strip.group.scatter(strip.lane, self.layer, pages, self._first_block, placed)
-        self.layer += 1
+        strip, source, frame = self._strip, self._source, self.layer
+        nbytes = 0
+        if source.fills(range(frame, frame + 1)):
+            nbytes = source.layer_bytes[frame]
+            room = None
+            if self.header.frames.codecs[frame] != "none":
+                if self._scratch is None:
+                    self._scratch = strip.lease_scratch()
+                room = self._scratch[self._scratch_at : self._scratch_at + nbytes]
+                self._scratch_at += nbytes
+            pages = frame_pages(self.header, frame, strip.payload, room)
+            source.scatter(strip.lane, frame, pages, self._first_block, placed)
+        self.layer += 1  # last: what raised was not written
         return nbytes

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from objkv.errors import ConfigError
+from objkv.transfer.reshape import Recast
 
 Pages = np.ndarray[Any, np.dtype[Any]]
 """Of one layer, ``[n, heads, block_size, content]``: host memory, pinned when the lane is CUDA."""
@@ -49,14 +50,18 @@ class Lane(Protocol):
         """``n`` block ids as ``scatter`` and ``gather`` of this lane want them: one upload for all
         layers. Valid for as long as it is kept; its length is ``n``."""
 
-    def scatter(self, pages: Pages, cache: torch.Tensor, placed: Any) -> None:
+    def scatter(
+        self, pages: Pages, cache: torch.Tensor, placed: Any, recast: Recast | None = None
+    ) -> None:
         """Write ``pages`` into ``cache`` at the placed block ids.
 
         Args:
             pages: an array, because making a tensor of bytes takes twice as long.
-            cache: ``[num_blocks, heads, block_size, content]``, any strides, one layer; of the
-                dtype of ``pages``.
+            cache: ``[num_blocks, heads, block_size, content]``, any strides, one layer or some of
+                its heads; of the dtype of ``pages``.
             placed: ``n`` block ids, all different, from ``place``.
+            recast: what makes ``pages`` the ``n`` pages to write; where it copies, it does so where
+                ``cache`` is. None: they are.
         """
 
     def gather(self, cache: torch.Tensor, placed: Any, pages: Sequence[torch.Tensor]) -> None:
@@ -116,7 +121,9 @@ class HostLane:
         """They are where they are needed."""
         return HostBlocks(block_ids)
 
-    def scatter(self, pages: Pages, cache: torch.Tensor, placed: HostBlocks) -> None:
+    def scatter(
+        self, pages: Pages, cache: torch.Tensor, placed: HostBlocks, recast: Recast | None = None
+    ) -> None:
         """See ``Lane.scatter``.
 
         By numpy, which copies whole blocks: 25 us for 1 MiB, where a plain copy takes 23 and
@@ -125,6 +132,8 @@ class HostLane:
         other threads waiting.
         """
         array = cache.numpy()
+        if recast is not None:
+            pages = recast(pages)
         assert len(pages) == len(placed)  # else one page would fill them all
         if len(placed.runs) > _RUNS_MAX:
             array[list(placed.ids)] = pages
@@ -210,13 +219,15 @@ class CudaLane:
             ids = torch.tensor(block_ids, dtype=torch.int64).pin_memory()
             return ids.to(self._device, non_blocking=True)
 
-    def scatter(self, pages: Pages, cache: torch.Tensor, placed: torch.Tensor) -> None:
+    def scatter(
+        self, pages: Pages, cache: torch.Tensor, placed: torch.Tensor, recast: Recast | None = None
+    ) -> None:
         """See ``Lane.scatter``. One PCIe copy per layer into staging, then one kernel."""
         given = torch.from_numpy(pages)
         with torch.cuda.stream(self._stream):
             staged = self._staged(given.shape, given.dtype)
             staged.copy_(given, non_blocking=True)
-            cache.index_copy_(0, placed, staged)
+            cache.index_copy_(0, placed, staged if recast is None else recast(staged))
 
     def gather(
         self, cache: torch.Tensor, placed: torch.Tensor, pages: Sequence[torch.Tensor]

@@ -7,7 +7,7 @@ raises into the caller's thread.
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import monotonic, thread_time
@@ -21,7 +21,8 @@ from objkv.transfer.landing import UnwantedError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
-from objkv.transfer.slabs import SlabPool
+from objkv.transfer.slabs import SlabPool, WideSlabs
+from objkv.transfer.sources import Sources
 from objkv.transfer.taskqueue import Task, TaskQueue
 
 logger = logging.getLogger(__name__)
@@ -53,21 +54,26 @@ class Loader:
         groups: Mapping[int, PagedGroup],
         slabs: SlabPool,
         *,
+        wide: WideSlabs | None = None,
         lane_for_thread: Callable[[], Lane],
         limits: LoadLimits,
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        """``wide``: for payloads of other shapes that ``slabs`` are too small for; without it these
+        are misses."""
         self._cache = cache
-        self._groups = groups
+        self._last_layers = {g: len(group.layers) - 1 for g, group in groups.items()}
+        self._sources = Sources(groups)
         self._slabs = slabs
+        self._wide = wide
         self._limits = limits
         self._recorder = recorder
         self._clock = clock
         self._trouble = Trouble(logger, "loads")
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
-        self._fetcher = Fetcher(cache, groups, limits.cuts, recorder)
+        self._fetcher = Fetcher(cache, self._sources, limits.cuts, recorder)
         self._queue = TaskQueue(limits.queue_max)
         self._lanes = [lane_for_thread() for _ in range(limits.threads)]
         self._threads = [
@@ -79,9 +85,10 @@ class Loader:
 
     def submit(self, plan: LoadPlan) -> None:
         """Start a plan; its outcome comes from ``take_finished``. Never waits, never raises."""
-        layers = {g: len(group.layers) for g, group in self._groups.items()}
+        plan = self._sources.spread(plan)
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
-        job = LoadJob(plan, layers, self._clock() + limit_s, self._clock)
+        deadline = self._clock() + limit_s
+        job = LoadJob(plan, lambda load: self._sources.of(load).filled, deadline, self._clock)
         assert plan.request_id not in self._jobs
         for lane in self._lanes:
             lane.follow_compute()  # what earlier kernels still do to these blocks comes first
@@ -123,8 +130,8 @@ class Loader:
             if job.plan.sync != sync:
                 continue
             if sync:
-                for group, paged in self._groups.items():
-                    job.wait_layer(group, len(paged.layers) - 1)
+                for group, last in self._last_layers.items():
+                    job.wait_layer(group, last)
                 job.wait_over()
             elif not job.is_over():
                 continue
@@ -192,9 +199,11 @@ class Loader:
         """Fetch, verify and write one span; True if all of it is in its blocks."""
         job, index, _ = task
         with ExitStack() as leases:
+            pool = leases.enter_context(self._pool(job, index))
+
             # The slabs are this span's, for its time only: chunks may be more than slabs.
             def lease() -> memoryview:
-                return leases.enter_context(self._slabs.lease()).view
+                return leases.enter_context(pool.lease()).view
 
             try:
                 fetched = self._fetcher.fetch(lane, task, lease)
@@ -212,6 +221,16 @@ class Loader:
             self._span_done(job, index, fetched)
         return True
 
+    def _pool(self, job: LoadJob, index: int) -> AbstractContextManager[SlabPool]:
+        """The slabs that the payload of a move fits into."""
+        load = job.plan.moves[index]
+        if load.part is None or self._wide is None:
+            return nullcontext(self._slabs)
+        tokens = load.move.token_end - load.move.token_start
+        if self._sources.of(load).payload_bytes_max(tokens) <= self._slabs.slab_bytes:
+            return nullcontext(self._slabs)
+        return self._wide.admit(job.deadline - self._clock())
+
     def _span_done(self, job: LoadJob, index: int, fetched: Fetched) -> None:
         if job.span_done(index):
             self._cache.note_load(
@@ -220,7 +239,7 @@ class Loader:
 
     def _reject(self, job: LoadJob, index: int, *, corrupt: bool) -> None:
         load = job.plan.moves[index]
-        key = chunk_key(job.plan.namespace, load, self._groups[load.move.group])
+        key = chunk_key(job.plan.namespace, load, self._sources.of(load))
         self._cache.reject(key, dict(load.records), corrupt=corrupt)
         job.fail(index, rejected=True)
 

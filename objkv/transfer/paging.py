@@ -34,10 +34,18 @@ class GroupShape:
     """What a rank expects of one group before it has seen the tensors."""
 
     layers: tuple[str, ...]
+    """Of this rank, in forward order."""
     blocks: int
     """Blocks that one payload holds."""
     block_size: int
     rank_shard: RankShard
+    model_layers: tuple[str, ...] = ()
+    """Of all ranks, in forward order; none: this rank has them all."""
+    heads: int = 0
+    """Over all ranks; 0: this rank has them all."""
+    divisible: bool = False
+    """Whether tokens may be dealt into blocks of another size, so that replicas with other ones
+    share: pages are canonical, and the group keeps all tokens."""
 
 
 _GATHER_CHUNKS_MAX = 16
@@ -45,7 +53,8 @@ _GATHER_BYTES_MAX = 32 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Integers of an element's size, as which pages travel: numpy has neither bf16 nor fp8, and torch
 copies fp8 by index on some devices only."""
-_ARRAY_WORDS = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
+ARRAY_WORDS = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
+"""The same as arrays have them."""
 
 
 class PagedGroup:
@@ -83,6 +92,12 @@ class PagedGroup:
         fitting = _GATHER_BYTES_MAX // max(self.layer_bytes)
         return max(1, min(_GATHER_CHUNKS_MAX, fitting))
 
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]:
+        """``[num_blocks, heads, block_size, content]`` of each layer, as integers of an element's
+        size."""
+        return self._caches
+
     def scatter(
         self, lane: Lane, layer: int, pages: memoryview, first_block: int, placed: Any
     ) -> None:
@@ -93,7 +108,7 @@ class PagedGroup:
             placed: ``n`` block ids, from ``lane.place``.
         """
         cache, shape = self._caches[layer], self.layers[layer].shape
-        array = np.frombuffer(pages, _ARRAY_WORDS[cache.dtype]).reshape(shape)
+        array = np.frombuffer(pages, ARRAY_WORDS[cache.dtype]).reshape(shape)
         count = len(placed)
         if count != shape[0]:
             assert first_block + count <= shape[0]  # else one page would fill them all

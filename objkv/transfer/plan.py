@@ -7,6 +7,7 @@ executes it unchanged for the shard that it holds.
 from dataclasses import dataclass
 
 from objkv.index.base import ShardRecord
+from objkv.keys.topology import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class LoadMove:
     move: ChunkMove
     records: tuple[tuple[str, ShardRecord], ...]
     """What the index promised, by shard field: sizes, and what to compare when it was wrong."""
+    part: Part | None = None
+    """Which payload, and what of it; None: the one of the rank's own shard, all of it. Decided by
+    each worker, see ``spread``."""
 
 
 @dataclass(frozen=True, slots=True)

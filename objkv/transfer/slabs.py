@@ -1,9 +1,12 @@
 """Slabs: a bounded pool of equal buffers that payloads pass through, pinned where a GPU reads them.
 
-A slab is leased, never waited for: an empty pool is ``SlabsExhaustedError``, a miss or a drop.
+A slab is leased, never waited for: an empty pool is ``SlabsExhaustedError``, a miss or a drop. Only
+those for payloads of other shapes, which are few and may be huge, are taken in turns.
 """
 
-from threading import Lock
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import BoundedSemaphore, Lock
 from types import TracebackType
 from typing import Self
 
@@ -107,3 +110,48 @@ class SlabPool:
     def _check(self) -> None:
         assert self._leased >= 0
         assert len(self._free) + self._leased == self._total
+
+
+class WideSlabs:
+    """Slabs for payloads larger than this rank's own. Made when the first comes: in most fleets
+    none ever does. Safe from many threads."""
+
+    def __init__(self, *, pairs: int, slab_bytes: int, pinned: bool) -> None:
+        """``pairs``: how many loads at once, each with a slab for the payload and one to decode
+        into."""
+        assert pairs > 0
+        self._pairs = pairs
+        self._slab_bytes = slab_bytes
+        self._pinned = pinned
+        self._permits = BoundedSemaphore(pairs)
+        self._making = Lock()
+        self._pool: SlabPool | None = None
+
+    @contextmanager
+    def admit(self, seconds: float) -> Iterator[SlabPool]:
+        """A pool with two slabs for the caller, after waiting for them at most so long. Raises
+        ``SlabsExhaustedError``, also where there is no memory for them."""
+        if not self._permits.acquire(timeout=max(0.0, seconds)):
+            raise SlabsExhaustedError(f"{self!r}: all in use until the deadline")
+        try:
+            yield self._made()
+        finally:
+            self._permits.release()
+
+    def __repr__(self) -> str:
+        made = "none made yet" if self._pool is None else "made"
+        return f"<WideSlabs {self._pairs} pairs of {self._slab_bytes} B, {made}>"
+
+    def _made(self) -> SlabPool:
+        with self._making:
+            if self._pool is None:
+                try:
+                    self._pool = SlabPool(
+                        "wide",
+                        count=2 * self._pairs,
+                        slab_bytes=self._slab_bytes,
+                        pinned=self._pinned,
+                    )
+                except (RuntimeError, MemoryError) as exc:  # torch's way to say that there is none
+                    raise SlabsExhaustedError(f"{self!r}: {exc}") from exc
+            return self._pool

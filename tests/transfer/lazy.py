@@ -5,7 +5,8 @@ from threading import Lock
 
 import torch
 
-from objkv.transfer.lanes import HostLane, Pages
+from objkv.transfer.lanes import HostBlocks, HostLane, Pages
+from objkv.transfer.reshape import Recast
 
 
 class LazyLane(HostLane):
@@ -16,8 +17,10 @@ class LazyLane(HostLane):
         self._passed = 0
         self._lock = Lock()
 
-    def scatter(self, pages: Pages, cache: torch.Tensor, placed: torch.Tensor) -> None:
-        self._given.append(lambda: HostLane.scatter(self, pages, cache, placed))
+    def scatter(
+        self, pages: Pages, cache: torch.Tensor, placed: HostBlocks, recast: Recast | None = None
+    ) -> None:
+        self._given.append(lambda: HostLane.scatter(self, pages, cache, placed, recast))
 
     def mark(self) -> "LazyMark":
         return LazyMark(self, len(self._given))

@@ -19,6 +19,7 @@ from objkv.transfer.job import LoadJob
 from objkv.transfer.landing import Landing, Strip
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadPlan
+from objkv.transfer.sources import Sources
 from objkv.transfer.spans import Span, opening_bytes
 from tests.transfer.arriving import PiecewiseStore
 from tests.transfer.paged_cache import same_blocks
@@ -125,9 +126,10 @@ def test_a_payload_of_another_length_is_refused_however_it_arrives(
 def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once() -> None:
     place = world("none")
     header, layers = read_header(place.payload), place.reader.paged.layers
-    job = LoadJob(place.plan, {0: len(layers)}, 1.0, lambda: 0.0)
+    job = LoadJob(place.plan, lambda _: range(len(layers)), 1.0, lambda: 0.0)
     memory = memoryview(bytearray(place.payload[:-1]))
-    strip = Strip(job, 0, place.reader.paged, HostLane(), memory, lambda: memory)
+    source = Sources({0: place.reader.paged}).of(place.plan.moves[0])
+    strip = Strip(job, 0, source, HostLane(), memory, lambda: memory)
     landing = Landing(strip, Span(0, 0, len(layers), 0, len(memory), last=False))
     landing.open(header.data_start - 1, header.claim)
     with pytest.raises(PayloadError, match="can be"):

@@ -1,0 +1,193 @@
+"""Which payloads a rank is served from: its own shard's, or those of replicas of other shapes.
+
+A payload of another TP or PP size holds other heads and layers, and one of another block size deals
+the same tokens into other blocks. Each is described by a ``Source``: what its frames must be, and
+where what the rank wants of them goes. What does not fit exactly is refused.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
+from objkv.keys.topology import Part, Shard, cover
+from objkv.transfer.lanes import Lane
+from objkv.transfer.paging import ARRAY_WORDS, PagedGroup
+from objkv.transfer.plan import LoadMove, LoadPlan
+from objkv.transfer.reshape import Recast
+
+_KEPT_MAX = 64
+"""Sources, and covers: of a fleet's shapes there are few, but an index may say anything."""
+
+
+class Source:
+    """One shard's payloads, and what of them goes where in one rank's pages."""
+
+    def __init__(self, group: PagedGroup, part: Part, block_size: int) -> None:
+        own, shape = group.shape.rank_shard.shard, group.shape
+        self._group = group
+        self._part = part
+        self._is_own = part.source == own and block_size == shape.block_size
+        self.shard = part.source
+        self.layers = group.layers if self._is_own else _specs(group, part.source, block_size)
+        """What a payload's frames must be, in their order."""
+        self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
+        """Of each frame, decoded."""
+        self.filled = range(
+            part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
+        )
+        """The rank's own layers that come out of it."""
+        self._skipped = part.take.layer_start - part.source.layer_start
+        first = part.take.head_start - part.source.head_start
+        self._heads = (first, first + part.take.head_end - part.take.head_start)
+        heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
+        self._room = (-1, 0)
+        self._resized: dict[int, Source] = {}
+        self._targets = [group.caches[layer][:, heads] for layer in self.filled]
+
+    def payload_bytes_max(self, tokens: int) -> int:
+        """Upper bound of such a payload, in any codec, with ``tokens`` token ids."""
+        if self._room[0] != tokens:
+            self._room = tokens, payload_bytes_max(self.layers, tokens=tokens)
+        return self._room[1]
+
+    def fills(self, frames: range) -> range:
+        """The rank's layers that these frames fill; frames of others' layers fill none."""
+        first, end = frames.start - self._skipped, frames.stop - self._skipped
+        count = len(self.filled)
+        return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
+
+    def scatter(
+        self, lane: Lane, frame: int, pages: memoryview, first_block: int, placed: Any
+    ) -> None:
+        """Write what the rank wants of one frame into its blocks; see ``PagedGroup.scatter``.
+
+        ``frame`` is one that fills a layer; ``first_block`` counts the rank's own blocks.
+        """
+        if self._is_own:
+            self._group.scatter(lane, frame, pages, first_block, placed)
+            return
+        target = self._targets[frame - self._skipped]
+        array = np.frombuffer(pages, ARRAY_WORDS[target.dtype]).reshape(self.layers[frame].shape)
+        recast = Recast(self._heads, self._group.shape.block_size, first_block, len(placed))
+        lane.scatter(array, target, placed, recast)
+
+    def reading(self, found: tuple[LayerSpec, ...]) -> "Source":
+        """The source for a payload whose frames are ``found``: this one, or one of another block
+        size. Raises ``PayloadError`` for anything else."""
+        if found is self.layers:
+            return self
+        size = found[0].shape[2]
+        shape = self._group.shape
+        tokens = shape.blocks * shape.block_size
+        if shape.divisible and size != self.layers[0].shape[2] and tokens % size == 0:
+            other = self._resized.get(size) or Source(self._group, self._part, size)
+            check_layers(found, other.layers)
+            self._resized[size] = other
+            return other
+        check_layers(found, self.layers)
+        return self
+
+
+class Sources:
+    """The sources of one rank, by part. Safe from many threads."""
+
+    def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
+        self._groups = groups
+        self._own = {g: Source(group, _own(group), _size(group)) for g, group in groups.items()}
+        self._others: dict[tuple[int, Part], Source] = {}
+        self._covers: dict[tuple[int, frozenset[str]], tuple[Part | None, ...]] = {}
+
+    def of(self, load: LoadMove) -> Source:
+        """The payload that a move is about."""
+        group = load.move.group
+        if load.part is None:
+            return self._own[group]
+        key = (group, load.part)
+        source = self._others.get(key)
+        if source is None:
+            source = Source(self._groups[group], load.part, _size(self._groups[group]))
+            if len(self._others) >= _KEPT_MAX:
+                self._others.clear()
+            self._others[key] = source
+        return source
+
+    def spread(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as this rank executes it: a move for each payload that it needs a part of, none
+        of groups that have no layer here."""
+        moves = plan.moves
+        if all(load.move.group in self._own and self._is_there(load) for load in moves):
+            return plan
+        return replace(plan, moves=tuple(part for load in moves for part in self._parts(load)))
+
+    def _is_there(self, load: LoadMove) -> bool:
+        """Whether the rank's own shard is stored, as it nearly always is."""
+        own = f"{load.move.group}.{self._own[load.move.group].shard}"
+        return any(field == own for field, _ in load.records)
+
+    def _parts(self, load: LoadMove) -> Iterator[LoadMove]:
+        group = load.move.group
+        if group not in self._own:
+            return
+        held = frozenset(field for field, _ in load.records)
+        parts = self._covers.get((group, held))
+        if parts is None:
+            parts = self._cover(group, held)
+            if len(self._covers) >= _KEPT_MAX:
+                self._covers.clear()
+            self._covers[group, held] = parts
+        for part in parts:
+            yield load if part is None else replace(load, part=part)
+
+    def _cover(self, group: int, held: Iterable[str]) -> tuple[Part | None, ...]:
+        own, whole = self._own[group].shard, _whole(self._groups[group])
+        parts = cover(own, shards_within(whole, group, held))
+        if parts is None or parts == (Part(own, own),):
+            return (None,)  # where nothing reaches, the load of the own shard fails as a ghost
+        return parts
+
+
+def shards_within(whole: Shard, group: int, fields: Iterable[str]) -> Iterator[Shard]:
+    """The shards of ``group`` among index fields, those that can be: within ``whole``."""
+    for field in fields:
+        number, _, text = field.partition(".")
+        if number != str(group):
+            continue
+        try:
+            shard = Shard.parse(text)
+        except ValueError:
+            continue
+        if shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end:
+            yield shard
+
+
+def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
+    """Upper bound of any payload of the group, whatever the shape of who wrote it."""
+    source = Source(group, Part(_whole(group), group.shape.rank_shard.shard), _size(group))
+    return source.payload_bytes_max(tokens)
+
+
+def _own(group: PagedGroup) -> Part:
+    shard = group.shape.rank_shard.shard
+    return Part(shard, shard)
+
+
+def _size(group: PagedGroup) -> int:
+    return group.shape.block_size
+
+
+def _whole(group: PagedGroup) -> Shard:
+    own, shape = group.shape.rank_shard.shard, group.shape
+    return Shard(0, len(shape.model_layers) or own.layer_end, 0, shape.heads or own.head_end)
+
+
+def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec, ...]:
+    """What a payload of another shard must hold: the layers of a group are all alike."""
+    shape, like = group.shape, group.layers[0]
+    names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
+    heads, blocks = shard.head_end - shard.head_start, shape.blocks * shape.block_size // block_size
+    return tuple(
+        LayerSpec(name, like.dtype, (blocks, heads, block_size, like.shape[3])) for name in names
+    )
