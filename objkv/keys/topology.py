@@ -45,6 +45,11 @@ class Shard:
         """Layers times heads: what its payload weighs, in units of one head of one layer."""
         return (self.layer_end - self.layer_start) * (self.head_end - self.head_start)
 
+    def overlaps(self, other: "Shard") -> bool:
+        """Whether the two have a cell in common."""
+        layers = self.layer_start < other.layer_end and other.layer_start < self.layer_end
+        return layers and self.head_start < other.head_end and other.head_start < self.head_end
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -71,7 +76,7 @@ def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
     sources inside ``need`` come first, the largest of them before others; in the end those that
     the rest makes superfluous are dropped again.
     """
-    near = {shard for shard in held if _overlap(need, shard)}
+    near = {shard for shard in held if need.overlaps(shard)}
     if need in near:
         return (Part(need, need),)
     masks = {source: _mask(need, source) for source in near}
@@ -129,11 +134,6 @@ def _without_superfluous(chosen: list[Shard], masks: dict[Shard, int]) -> list[S
     return kept
 
 
-def _overlap(one: Shard, other: Shard) -> bool:
-    layers = one.layer_start < other.layer_end and other.layer_start < one.layer_end
-    return layers and one.head_start < other.head_end and other.head_start < one.head_end
-
-
 def _mask(need: Shard, source: Shard) -> int:
     """The cells of ``need`` that ``source`` has, a bit each: heads of its first layer lowest."""
     width = need.head_end - need.head_start
@@ -178,7 +178,7 @@ def _runs(row: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What one TP rank holds of a group, and its place among the ranks that hold the same."""
+    """What one rank holds of a group, and its place among the ranks that hold the same."""
 
     shard: Shard
     replica: int
@@ -189,18 +189,39 @@ class RankShard:
         return prefix_hash[0] % self.replicas == self.replica
 
 
-def rank_shard(*, layers: int, heads: int, tp_rank: int, tp_size: int) -> RankShard:
+def rank_shard(
+    *,
+    layers: int,
+    heads: int,
+    tp_rank: int,
+    tp_size: int,
+    layer_range: tuple[int, int] | None = None,
+) -> RankShard:
     """The shard of TP rank ``tp_rank``; KV heads are split evenly, or replicated when there are
-    more ranks than heads. Raises ValueError where vLLM itself could not split them so."""
+    more ranks than heads. Raises ValueError where vLLM itself could not split them so.
+
+    Args:
+        heads: KV heads over all TP ranks; 1 for MLA, whose latent every rank holds whole.
+        layer_range: ``[start, end)`` of the ``layers`` that its PP rank has, at least one; by
+            default all of them.
+    """
     assert 0 <= tp_rank < tp_size
+    start, end = layer_range or (0, layers)
+    assert end <= layers
     if heads >= tp_size:
         if heads % tp_size:
-            raise ValueError(f"{heads} KV heads cannot be split over {tp_size} ranks")
+            raise ValueError(
+                f"{heads} KV heads cannot be split over {tp_size} ranks: set tensor_parallel_size "
+                f"to a divisor of {heads}"
+            )
         per_rank = heads // tp_size
-        shard = Shard(0, layers, tp_rank * per_rank, (tp_rank + 1) * per_rank)
+        shard = Shard(start, end, tp_rank * per_rank, (tp_rank + 1) * per_rank)
         return RankShard(shard, 0, 1)
     if tp_size % heads:
-        raise ValueError(f"{tp_size} ranks cannot share {heads} KV heads evenly")
+        raise ValueError(
+            f"{tp_size} ranks cannot share {heads} KV heads evenly: set tensor_parallel_size to a "
+            f"divisor or a multiple of {heads}"
+        )
     replicas = tp_size // heads
     head = tp_rank // replicas
-    return RankShard(Shard(0, layers, head, head + 1), tp_rank % replicas, replicas)
+    return RankShard(Shard(start, end, head, head + 1), tp_rank % replicas, replicas)
