@@ -14,19 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
+from objkv.connector.groups import read_chunk_tokens, read_group
 from objkv.connector.weights import local_folder, weights_digest
 from objkv.errors import ConfigError
-from objkv.keys.chunk import effective_chunk_tokens
-from objkv.keys.identity import GroupIdentity, GroupKind, Identity
+from objkv.keys.identity import Identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,15 +36,11 @@ def read_geometry(
 ) -> Geometry:
     """Raises ``ConfigError`` with what to do for everything that is not supported yet."""
     _refuse_unsupported(vllm_config)
-    groups = tuple(
-        _group(vllm_config, list(group.layer_names), group.kv_cache_spec)
-        for group in kv_cache_config.kv_cache_groups
-    )
-    block_sizes = tuple(group.block_size for group in groups)
+    groups = tuple(read_group(vllm_config, group) for group in kv_cache_config.kv_cache_groups)
     return Geometry(
         groups=groups,
-        chunk_tokens=effective_chunk_tokens(config.chunk_tokens, block_sizes),
-        block_tokens=lcm(*block_sizes),
+        chunk_tokens=read_chunk_tokens(config.chunk_tokens, groups),
+        block_tokens=lcm(*(group.block_size for group in groups)),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
     )
 
@@ -178,44 +168,6 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             f"objkv does not support speculative decoding with {speculative.method!r} yet: "
             f"{_INSTEAD} use 'ngram', which has no KV of its own"
         )
-
-
-def _group(vllm_config: "VllmConfig", layers: list[str], spec: KVCacheSpec) -> GroupIdentity:
-    # Exact types: their subclasses keep other things in the same blocks.
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec):
-        raise ConfigError(
-            f"objkv does not support the KV cache of {layers[0]} ({type(spec).__name__}) yet: "
-            f"{_INSTEAD} use a model with full and sliding-window attention only"
-        )
-    assert isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
-    if getattr(spec, "non_causal", False) or spec.tokens_per_state != 1:
-        raise ConfigError(
-            f"objkv cannot share the KV of {layers[0]}: it depends on later tokens, or holds one "
-            f"state for several of them; {_INSTEAD} use another model"
-        )
-    item = torch.empty((), dtype=spec.dtype).element_size()
-    kind: GroupKind = "sliding_window" if isinstance(spec, SlidingWindowSpec) else "full"
-    return GroupIdentity(
-        kind=kind,
-        window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
-        layers=tuple(layers),
-        heads=_total_heads(vllm_config, layers[0], spec),
-        content=spec.state_content_size_bytes // item,
-        block_size=spec.block_size,
-    )
-
-
-def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any) -> int:
-    if isinstance(spec, MLAAttentionSpec):
-        return 1
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    if spec.num_heads * tp_size == total or (spec.num_heads == 1 and tp_size > total):
-        return total
-    raise ConfigError(
-        f"{layer} keeps {spec.num_heads} KV heads on each of {tp_size} ranks, of {total} in all: "
-        f"objkv does not know that layout; {_INSTEAD} set tensor_parallel_size to 1"
-    )
 
 
 def _weights(vllm_config: "VllmConfig", folder: Path | None) -> str:
