@@ -1,0 +1,283 @@
+"""objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector.
+
+For who runs ``OffloadingConnector`` with ``TieringOffloadingSpec`` and wants what it evicts, and
+what other replicas computed, in objkv's stores. vLLM calls every method on the scheduler's thread:
+none of them waits for a store, and none but the constructor raises. Read against vLLM 0.32-0.33,
+``v1/kv_offload/tiering/base.py``. Described in ``docs/tier.md``.
+"""
+
+import logging
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from objkv.connector.guard import guarded, speak_as_vllm
+from objkv.connector.tier_identity import none_hash, read_options, read_tier_identity
+from objkv.connector.tier_jobs import Entry, JobOutcome, TierJobs
+from objkv.connector.tier_lookup import Answer
+from objkv.connector.tier_metrics import tier_metric_definitions, tier_stats
+from objkv.connector.tier_rows import RowForm
+from objkv.connector.tier_store import TierStore
+from objkv.errors import ConfigError
+from objkv.telemetry import MemoryRecorder
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import (
+        OffloadingMetricMetadata,
+        OffloadingSpec,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+logger = logging.getLogger(__name__)
+
+_ANSWERS = {
+    Answer.YES: LookupResult.HIT,
+    Answer.NO: LookupResult.MISS,
+    Answer.LATER: LookupResult.RETRY,
+}
+
+
+class ObjKVTier(SecondaryTierManager):
+    """One entry of ``secondary_tiers``: ``{"type": "ObjKVTier", "module_path":
+    "objkv.connector.tier", "bulk_url": …, "index_url": …}``; every setting of ``Config`` and of
+    ``TierOptions`` may stand there. Raises ``ConfigError`` at start, with what to do.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: "OffloadingSpec",
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            primary_kv_view: ``[rows, row_bytes]``, C-contiguous, of one-byte elements: vLLM's
+                memory. Written only in rows that vLLM names in a load, until that has ended.
+        """
+        super().__init__(
+            offloading_spec,
+            primary_kv_view,
+            tier_type,
+            backpressure_detector=backpressure_detector,
+        )
+        speak_as_vllm()
+        self._options, config = read_options(options)
+        self._row_count, row_bytes = _rows(primary_kv_view)
+        self._identity = read_tier_identity(offloading_spec, row_bytes, config, self._options)
+        tokens = max(group.tokens_per_block for group in self._identity.groups)
+        form = RowForm.of(
+            row_bytes, self._identity.kv_dtype, tokens * self._identity.blocks_per_chunk
+        )
+        if self._options.locality is not None:
+            self.locality = Locality(self._options.locality)
+        self._events: list[OffloadingEvent] | None = None
+        if self._options.enable_kv_events:
+            if offloading_spec.kv_events_config.enable_kv_cache_events:
+                self._events = []
+            else:
+                logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
+        self._recorder = MemoryRecorder()
+        self._namespace: str | None = None
+        self._announced = False
+        self._live: set[str] = set()
+        self._distrusted: set[str] = set()
+        self._store = TierStore(
+            config,
+            form,
+            primary_kv_view.cast("B"),
+            self._recorder,
+            queue_max=self._options.queue_max,
+        )
+        self._closed = False
+        logger.info(
+            "objkv tier ready rows=%d row_bytes=%d weights=%s (quantization and overrides given to "
+            "vLLM belong into the tier's 'settings': it is not told)",
+            self._row_count,
+            row_bytes,
+            self._identity.weights,
+        )
+
+    # Requests.
+
+    @guarded(RequestOffloadingContext())
+    def on_new_request(self, req_context: "ReqContext") -> RequestOffloadingContext:
+        """Chunks are offloaded as they are computed."""
+        self._live.add(req_context.req_id)
+        self._open_namespace()
+        self._announce()
+        return RequestOffloadingContext()
+
+    @guarded(None)
+    def on_request_finished(self, req_context: "ReqContext") -> None:
+        """Forget what was found for it."""
+        self._live.discard(req_context.req_id)
+        self._distrusted.discard(req_context.req_id)
+        self._store.lookups.forget(req_context.req_id)
+
+    @guarded(LookupResult.MISS)
+    def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
+        """Whether the chunk is stored; RETRY until that is known, at most until the deadline."""
+        namespace = self._namespace_for(req_context)
+        if namespace is None:
+            return LookupResult.MISS
+        return _ANSWERS[self._store.lookups.ask(req_context.req_id, namespace, key)]
+
+    @guarded(None)
+    def on_schedule_end(self, context: "ScheduleEndContext") -> None:
+        """Send the questions of this step."""
+        self._store.lookups.flush()
+
+    # Jobs.
+
+    def submit_store(self, job_metadata: "TransferJob") -> None:
+        """Save rows in the background; those there is no room for are dropped."""
+        self._submit(self._store.saves, job_metadata)
+
+    def submit_load(self, job_metadata: "TransferJob") -> None:
+        """Load into rows in the background; each key is loaded, or fails, by itself."""
+        self._submit(self._store.loads, job_metadata)
+
+    @guarded(tuple[JobResult, ...]())
+    def get_finished_jobs(self) -> tuple[JobResult, ...]:
+        """Jobs that ended since the last call; one past its deadline ends here."""
+        loads = [self._loaded(outcome) for outcome in self._store.loads.take_finished()]
+        return (*loads, *(self._saved(outcome) for outcome in self._store.saves.take_finished()))
+
+    @guarded(None)
+    def drain_jobs(self) -> None:
+        """End all jobs at once, and leave the namespace: vLLM calls it when it resets its caches,
+        and weights may have changed. Nothing that was computed before is loaded or saved again."""
+        self._store.give_up()
+        if self._namespace is None:
+            return
+        self._distrusted |= self._live
+        self._store.lookups.clear()
+        extra = {**dict(self._identity.extra), "reset": secrets.token_hex(8)}
+        self._identity = replace(self._identity, extra=tuple(sorted(extra.items())))
+        self._namespace = self._identity.namespace()
+        self._announced = False
+        logger.warning(
+            "cache reset, the tier shares with nobody until a restart namespace=%s",
+            self._namespace,
+        )
+
+    def shutdown(self) -> None:
+        """Save what is queued within ``drain_deadline_ms``, then stop. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._shutdown()
+
+    @guarded(None)
+    def _shutdown(self) -> None:
+        self._store.close()
+
+    # What vLLM shows.
+
+    @guarded(tuple[OffloadingEvent, ...]())
+    def take_events(self) -> tuple[OffloadingEvent, ...]:
+        """Chunks that were saved, or found gone, if the tier is to tell."""
+        if not self._events:
+            return ()
+        events, self._events = tuple(self._events), []
+        return events
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> "dict[str, OffloadingMetricMetadata]":
+        """Counters of tiers, by their full names."""
+        return tier_metric_definitions()
+
+    @guarded(None)
+    def get_stats(self) -> Any:
+        """Numbers since the last call."""
+        return tier_stats(self._recorder.drain())
+
+    def __repr__(self) -> str:
+        return f"<ObjKVTier {self._namespace}, {self._store!r}>"
+
+    # Within.
+
+    def _open_namespace(self) -> None:
+        """vLLM chooses how it hashes after it made its tiers, and before any request."""
+        if self._namespace is None and (first := none_hash()) is not None:
+            self._identity = replace(self._identity, none_hash=first)
+            self._namespace = self._identity.namespace()
+            logger.info("objkv tier namespace=%s", self._namespace)
+
+    def _namespace_for(self, req_context: "ReqContext") -> str | None:
+        """None for requests that began before the last reset."""
+        return None if req_context.req_id in self._distrusted else self._namespace
+
+    def _announce(self) -> None:
+        if not self._announced and self._namespace is not None:
+            document = self._identity.canonical()
+            self._announced = self._store.announce(self._namespace, document)
+
+    def _submit(self, jobs: TierJobs, job: "TransferJob") -> None:
+        entries: list[Entry] = []
+        namespace = None
+        try:
+            record = self._store.lookups.record
+            for key, row in zip(job.keys, job.chunk_ids, strict=True):
+                assert 0 <= row < self._row_count
+                entries.append(Entry(key, int(row), record(key) if job.is_promotion else None))
+            namespace = self._namespace_for(job.req_context)
+        except Exception:  # vLLM counts on an outcome of every job
+            logger.exception("tier job not understood job=%s", job.job_id)
+            entries = [Entry(key, 0) for key in job.keys]
+        jobs.submit(job.job_id, namespace, entries)
+
+    def _loaded(self, outcome: JobOutcome) -> JobResult:
+        if outcome.failed:
+            # Whoever still asks must not be told to wait for the same load again.
+            self._store.lookups.deny(outcome.failed)
+        if outcome.done and self._namespace is not None:
+            self._store.touch(self._namespace, outcome.done)
+        self._tell(outcome.noted, removed=True)
+        return self._result(outcome)
+
+    def _saved(self, outcome: JobOutcome) -> JobResult:
+        self._tell(outcome.noted, removed=False)
+        return self._result(outcome)
+
+    def _result(self, outcome: JobOutcome) -> JobResult:
+        return JobResult(
+            outcome.job_id,
+            outcome.success,
+            successful_keys=outcome.done or None,
+            transfer_time=outcome.seconds,
+            transfer_bytes=len(outcome.done) * self.block_size_bytes,
+        )
+
+    def _tell(self, keys: tuple[bytes, ...], *, removed: bool) -> None:
+        if keys and self._events is not None:
+            event = OffloadingEvent(list(keys), self.medium, removed, locality=self.locality)
+            self._events.append(event)
+
+
+def _rows(view: memoryview) -> tuple[int, int]:
+    """How many rows vLLM's memory has, and how long they are."""
+    shape = view.shape or ()
+    if len(shape) != 2 or 0 in shape or view.itemsize != 1 or not view.c_contiguous:
+        raise ConfigError(
+            f"objkv does not know this layout of vLLM's CPU memory: {shape} of {view.format!r}; is "
+            "cpu_bytes_to_use large enough for one chunk?"
+        )
+    return shape[0], shape[1]

@@ -1,0 +1,278 @@
+"""Jobs of a secondary tier: many chunks each, in the background, bounded, and never in the way.
+
+vLLM's memory is touched only inside ``Part.touch``, and a job that was closed lets nobody in. So a
+job can be given up at once, whatever the store that its threads wait for does: what they bring
+later goes nowhere.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+from time import monotonic
+from typing import NamedTuple
+
+from objkv.errors import ObjkvError
+from objkv.index.base import ShardRecord
+from objkv.telemetry import Recorder, Trouble
+
+logger = logging.getLogger(__name__)
+
+_JOIN_S = 1.0
+"""At least so long ``close`` waits for threads that have nothing left to do."""
+
+
+class Entry(NamedTuple):
+    """One chunk of a job."""
+
+    key: bytes
+    row: int
+    """In vLLM's memory."""
+    record: ShardRecord | None = None
+    """What the index promised, of a chunk to be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """Bounds of the jobs of one direction."""
+
+    threads: int
+    queue_max: int
+    """Chunks that wait; more are refused, which fails them."""
+    deadline_s: float
+    """A job that takes longer has failed with what is left of it."""
+    part_max: int = 1
+    """Chunks of a job that one thread takes at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """How a job ended. Every job that was submitted has exactly one."""
+
+    job_id: int
+    done: tuple[bytes, ...]
+    failed: tuple[bytes, ...]
+    noted: tuple[bytes, ...]
+    """Of which the work had something to tell."""
+    seconds: float
+
+    @property
+    def success(self) -> bool:
+        """Whether all chunks made it."""
+        return not self.failed
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    job_id: int
+    keys: tuple[bytes, ...]
+    started: float
+    waiting: int
+    """Chunks that no thread is done with."""
+    done: set[bytes] = field(default_factory=set)
+    noted: set[bytes] = field(default_factory=set)
+    open: bool = True
+    touching: int = 0
+    """Threads that are copying from or to vLLM's memory."""
+
+
+class Part:
+    """Some chunks of a job, for one thread."""
+
+    __slots__ = ("_changed", "_job", "entries", "namespace")
+
+    def __init__(
+        self, job: _Job, namespace: str, entries: Sequence[Entry], changed: Condition
+    ) -> None:
+        self._job = job
+        self._changed = changed
+        self.namespace = namespace
+        self.entries = tuple(entries)
+
+    @contextmanager
+    def touch(self) -> Iterator[bool]:
+        """Whether vLLM's memory may be touched within this context, which must be short: whoever
+        gives the job up waits for it to end."""
+        with self._changed:
+            if self._job.open:
+                self._job.touching += 1
+                allowed = True
+            else:
+                allowed = False
+        try:
+            yield allowed
+        finally:
+            if allowed:
+                with self._changed:
+                    self._job.touching -= 1
+                    self._changed.notify_all()
+
+    def finish(self, key: bytes) -> None:
+        """The chunk is where it should be. Of no effect if the job was given up."""
+        with self._changed:
+            if self._job.open:
+                self._job.done.add(key)
+
+    def note(self, key: bytes) -> None:
+        """There is something to tell of the chunk. Of no effect if the job was given up."""
+        with self._changed:
+            if self._job.open:
+                self._job.noted.add(key)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for it."""
+        return self._job.open
+
+
+class TierJobs:
+    """Runs the jobs of one direction. ``submit``, ``take_finished``, ``give_up`` and ``close``
+    belong to the scheduler's thread, and none of the first three waits for a store."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[Part], None],
+        limits: JobLimits,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """
+        Args:
+            name: ``load`` or ``save``; begins the names of counters.
+            work: does what a part needs, on a thread of this. What it raises fails what it has not
+                finished.
+        """
+        self._name = name
+        self._work = work
+        self._limits = limits
+        self._recorder = recorder
+        self._clock = clock
+        self._changed = Condition()
+        self._queue: deque[Part] = deque()
+        self._queued = 0
+        self._jobs: dict[int, _Job] = {}
+        self._ended: list[JobOutcome] = []
+        self._closed = False
+        self._trouble = Trouble(logger, f"tier {name}s")
+        self._threads = [
+            Thread(target=self._run, name=f"objkv-tier-{name}-{i}", daemon=True)
+            for i in range(limits.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job_id: int, namespace: str | None, entries: Sequence[Entry]) -> None:
+        """Queue a job; what there is no room for, or no namespace, fails. Never raises."""
+        job = _Job(job_id, tuple(entry.key for entry in entries), self._clock(), 0)
+        with self._changed:
+            room = 0 if self._closed or namespace is None else self._room()
+            taken, size = entries[:room], self._limits.part_max
+            if refused := len(entries) - len(taken):
+                self._recorder.count(f"tier_{self._name}_refused", refused)
+            job.waiting = len(taken)
+            self._jobs[job_id] = job
+            if namespace is None or not taken:
+                self._end(job)
+                return
+            for start in range(0, len(taken), size):
+                part = Part(job, namespace, taken[start : start + size], self._changed)
+                self._queue.append(part)
+                self._queued += len(part.entries)
+            self._changed.notify_all()
+
+    def take_finished(self) -> list[JobOutcome]:
+        """Jobs that ended since the last call, those included that took too long."""
+        with self._changed:
+            late = self._clock() - self._limits.deadline_s
+            for job in list(self._jobs.values()):  # in the order in which they began
+                if job.started > late:
+                    break
+                self._recorder.count(f"tier_{self._name}_deadlines")
+                self._queue = deque(part for part in self._queue if part._job is not job)
+                self._queued = sum(len(part.entries) for part in self._queue)
+                self._end(job)
+            ended, self._ended = self._ended, []
+            return ended
+
+    def give_up(self) -> None:
+        """End all jobs now. Afterwards no thread touches vLLM's memory for any of them."""
+        with self._changed:
+            self._queue.clear()
+            self._queued = 0
+            for job in list(self._jobs.values()):
+                self._end(job)
+
+    def close(self, drain_deadline_s: float) -> None:
+        """Wait for what is queued, at most so long, then end all jobs and stop. Idempotent."""
+        end = self._clock() + drain_deadline_s
+        with self._changed:
+            while self._jobs and (left := end - self._clock()) > 0:
+                self._changed.wait(left)
+            if self._jobs:
+                logger.warning(
+                    "tier given up at shutdown what=%ss jobs=%d", self._name, len(self._jobs)
+                )
+            self._closed = True
+        self.give_up()
+        with self._changed:
+            self._changed.notify_all()
+        end = monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
+
+    def __repr__(self) -> str:
+        return f"<TierJobs {self._name} {len(self._jobs)} jobs, {self._queued} chunks waiting>"
+
+    def _room(self) -> int:
+        return max(0, self._limits.queue_max - self._queued)
+
+    def _end(self, job: _Job) -> None:
+        """With the lock. Waits for copies under way, which is memory to memory."""
+        job.open = False
+        while job.touching:
+            self._changed.wait()
+        if self._jobs.pop(job.job_id, None) is None:  # another thread ended it meanwhile
+            return
+        self._ended.append(
+            JobOutcome(
+                job.job_id,
+                done=tuple(key for key in job.keys if key in job.done),
+                failed=tuple(key for key in job.keys if key not in job.done),
+                noted=tuple(key for key in job.keys if key in job.noted),
+                seconds=self._clock() - job.started,
+            )
+        )
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                part = self._queue.popleft()
+                self._queued -= len(part.entries)
+            try:
+                if part.is_wanted:
+                    self._work(part)
+                    self._trouble.worked()
+            except ObjkvError as exc:
+                self._recorder.count(f"tier_{self._name}_errors")
+                self._trouble.failed(exc)
+            except Exception:  # a dead thread would fail all later jobs
+                self._recorder.count(f"tier_{self._name}_errors")
+                logger.exception("tier failed unexpectedly what=%s", self._name)
+            finally:
+                self._settle(part)
+
+    def _settle(self, part: Part) -> None:
+        with self._changed:
+            job = part._job
+            job.waiting -= len(part.entries)
+            if job.open and not job.waiting:
+                self._end(job)

@@ -1,0 +1,54 @@
+"""A secondary tier's numbers in vLLM's statistics of offloading, as Prometheus counters."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
+
+COUNTERS = {
+    "tier_loads": "Chunks loaded, verified and given to vLLM.",
+    "tier_load_bytes": "Payload bytes of them.",
+    "tier_load_ghosts": "Chunks that were indexed but gone.",
+    "tier_load_corrupt": "Payloads refused: length, claim or checksum.",
+    "tier_load_errors": "Loads that a store failed.",
+    "tier_load_refused": "Chunks not loaded because the queue was full.",
+    "tier_load_deadlines": "Load jobs that took too long.",
+    "tier_saves": "Chunks saved.",
+    "tier_save_bytes": "Payload bytes of them.",
+    "tier_save_existed": "Chunks that were stored already.",
+    "tier_save_repeats": "Chunks that this tier was saving, or had just saved.",
+    "tier_save_leased_elsewhere": "Chunks that another replica was saving.",
+    "tier_save_errors": "Saves that a store failed.",
+    "tier_save_refused": "Chunks not saved because the queue was full.",
+    "tier_save_deadlines": "Save jobs that took too long.",
+    "tier_lookup_deadlines": "Keys not answered in time.",
+    "tier_lookup_errors": "Questions that the index failed to answer.",
+    "tier_lookup_refused": "Keys not asked for because the queue was full.",
+}
+_PREFIX = "vllm:objkv_"
+
+
+def tier_metric_definitions() -> dict[str, "OffloadingMetricMetadata"]:
+    """By full name, what ``tier_stats`` may tell."""
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+
+    return {_PREFIX + name: OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
+
+
+def tier_stats(numbers: Mapping[str, float]) -> "OffloadingConnectorStats | None":
+    """Those of ``numbers`` that are defined above; None if there are none."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+
+    told = {name: value for name, value in numbers.items() if name in COUNTERS}
+    if not told:
+        return None
+    stats = OffloadingConnectorStats()
+    for name, value in told.items():
+        stats.increase_counter(_PREFIX + name, value)
+    return stats
