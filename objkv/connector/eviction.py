@@ -38,3 +38,11 @@ def evict_failed(
 def holds_nothing(manager: "KVCacheManager | None") -> bool:
     """Whether no request holds a block, so that vLLM can have dropped its whole prefix cache."""
     return manager is not None and manager.usage == 0
+
+
+def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
+    """Whether vLLM's own prefix cache is empty and stays so: no request holds a block that could
+    still get in. Source: vLLM 0.31-0.33, ``BlockPool`` in ``v1/core/block_pool.py``."""
+    if manager is None or manager.usage != 0:
+        return False
+    return len(manager.block_pool.cached_block_hash_to_block) == 0

@@ -25,6 +25,7 @@ from objkv.assembly.backends import Backends, check_backends, open_backends
 from objkv.config import load_config
 from objkv.connector.eviction import evict_failed, holds_nothing
 from objkv.connector.guard import guarded, speak_as_vllm
+from objkv.connector.hooks import EngineHooks, follow_sleep
 from objkv.connector.metadata import StepPlan
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.scheduler import SchedulerSide
@@ -34,7 +35,7 @@ from objkv.connector.worker import WorkerSide
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -68,27 +69,59 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._backends: Backends = open_backends(self._config, self._recorder)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._asleep = False
         check_backends(self._backends, self._config)
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = open_scheduler_side(
                 vllm_config, self._config, self._geometry, self._backends, self._recorder
             )
+            self._hooks = EngineHooks(self._scheduler, lambda: self._kv_cache_manager)
 
     # Worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the paged cache of this rank. Raises ``ConfigError`` for a layout objkv cannot
         read."""
+        self._kv_caches = kv_caches
+        self._open_worker()
+        follow_sleep(self)
+
+    def _open_worker(self) -> None:
         self._worker = open_worker_side(
             self._vllm_config,
             self._config,
             self._geometry,
             self._backends,
-            Worker(self._writer, self._recorder, kv_caches),
+            Worker(self._writer, self._recorder, self._kv_caches),
         )
         # An engine that is dropped, or a process that just ends, still drains its saves.
-        weakref.finalize(self, self._worker.close)
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    @guarded(None)
+    def unregister_kv_caches(self) -> None:
+        """Drain saves within ``drain_deadline_ms`` and let go of the paged cache, whose memory is
+        about to go: nothing touches it afterwards. vLLM 0.33 calls it before it sleeps; see
+        ``follow_sleep``. No request waits for a load then: vLLM sleeps only when none has a block.
+        """
+        if self._worker is not None:
+            self._asleep = (
+                True  # and closed: it takes no chunk out, and fails all that it is to load
+            )
+            self._finalizer.detach()
+            self._worker.close()
+
+    @guarded(None)
+    def restore_kv_caches(self) -> None:
+        """The paged cache is back, at the same addresses. See ``unregister_kv_caches``."""
+        if self._worker is not None and self._asleep:
+            self._open_worker()
+            self._asleep = False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """True: the paged cache is let go before its memory is. vLLM 0.33 asks."""
+        return True
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads. See the base class."""
@@ -176,6 +209,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Start looking the request's prompt up."""
+        self._hooks.reopen()
         self._side().track(request)
 
     @guarded(_NO_MATCH)

@@ -10,9 +10,10 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from objkv.cache.lookup import LookupService, Records
+from objkv.connector.adapters import Adapters, UnknownAdapterError
+from objkv.connector.digests import DigestCache
 from objkv.connector.geometry import Geometry
 from objkv.connector.hashes import RequestHashes
-from objkv.connector.prompts import Adapters, UnknownAdapterError
 from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
@@ -81,11 +82,18 @@ class Usable:
 class RequestTracker:
     """Requests by id. Used by the scheduler's thread only; never waits."""
 
-    def __init__(self, geometry: Geometry, lookups: LookupService, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        lookups: LookupService,
+        recorder: Recorder,
+        digests: DigestCache | None = None,
+    ) -> None:
+        """``digests``: of adapters; without it each engine reads them once."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
-        self._adapters = Adapters(lookups.submit)
+        self.adapters = Adapters(lookups.submit, digests)
         self._tracked: dict[str, Tracked] = {}
         self._fields_count = len(geometry.all_fields())
 
@@ -119,11 +127,12 @@ class RequestTracker:
     def end(self, request_id: str) -> Tracked | None:
         """Stop following a request."""
         self._lookups.forget(request_id)
+        self.adapters.ended(request_id)
         return self._tracked.pop(request_id, None)
 
     def distrust(self) -> None:
         """Weights may have changed: requests under way neither load nor save any more."""
-        self._adapters.forget()
+        self.adapters.forget()
         for request_id, tracked in self._tracked.items():
             tracked.may_load = tracked.may_save = False
             self._lookups.forget(request_id)
@@ -183,7 +192,7 @@ class RequestTracker:
         request = tracked.request
         if request.lora_request is not None:
             try:
-                lora = self._adapters.digest(request.lora_request)
+                lora = self.adapters.digest(request.request_id, request.lora_request)
             except UnknownAdapterError:
                 tracked.may_load = tracked.may_save = False
                 self._recorder.count("adapters_unknown")

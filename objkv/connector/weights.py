@@ -1,15 +1,23 @@
 """Which weights these are: a digest of what the model is loaded from, the same on every replica.
 
-Sampled, because hashing 140 GB at start is too slow: every tensor contributes its name, dtype,
-shape and up to eight of its pages, so a fine-tune, a merge or another checkpoint differs. Weights
-that were changed in a few bytes by hand do not; raise ``weights_epoch`` for those.
+Sampled by default, because hashing 140 GB at every start is slow: every tensor contributes its
+name, dtype, shape and up to eight of its pages, so a fine-tune, a merge or another checkpoint
+differs. Weights that were changed in a few bytes by hand do not; ``weights_digest=full`` reads all.
 """
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
+
+from objkv.connector.digests import DigestCache
+
+logger = logging.getLogger(__name__)
 
 _PAGE = 4096
 _PAGES_PER_TENSOR = 8
@@ -21,28 +29,45 @@ _CONFIG_FILES = (
     "processor_config.json",
 )
 _SAFETENSORS_HEADER_MAX = 100 << 20
+_PIECE = 8 << 20
+_THREADS_MAX = 4
+"""SHA-256 runs at 1 to 2 GB/s a core; more of them only fight with the engine's start."""
+_TELL_EVERY_S = 10.0
 
 
-def weights_digest(folder: Path) -> str | None:
-    """``sha256:…`` over configuration and weights in ``folder``; None if there are no weights."""
-    files = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
-    if not files:
+def weights_digest(
+    folder: Path, *, full: bool = False, cache: DigestCache | None = None
+) -> str | None:
+    """``sampled:…`` or ``full:…`` over configuration and weights in ``folder``; None if there are
+    no weights. Raises ``OSError``."""
+    weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
+    if not weights:
         return None
-    digest = hashlib.sha256(b"objkv-weights-1")
-    for path in (folder / name for name in _CONFIG_FILES):
-        if path.is_file():
+    configs = [path for name in _CONFIG_FILES if (path := folder / name).is_file()]
+    kind = "full" if full else "sampled"
+
+    def compute() -> str:
+        digest = hashlib.sha256(f"objkv-weights-{kind}-1".encode())
+        for path in configs:
             _add(digest, path.name.encode(), path.read_bytes())
-    for path in files:
-        _add(digest, path.name.encode(), str(path.stat().st_size).encode())
-        with path.open("rb", buffering=0) as file:
-            for start, end in _pages(path, file.fileno()):
-                digest.update(os.pread(file.fileno(), end - start, start))
-    return f"sha256:{digest.hexdigest()[:40]}"
+        contents = _whole(weights) if full else map(_sample, weights)
+        for path, content in zip(weights, contents, strict=True):
+            _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
+        return f"{kind}:{digest.hexdigest()[:40]}"
+
+    if cache is None:
+        return compute()
+    return cache.remembered(f"objkv-weights-{kind}-1", [*configs, *weights], compute)
 
 
-def adapter_digest(folder: Path) -> bytes | None:
-    """SHA-256 over a LoRA adapter's configuration and whole weights; None if it has none."""
+def adapter_files(folder: Path) -> list[Path]:
+    """The files that make a LoRA adapter, in order. Raises ``OSError``."""
     files = sorted(p for p in folder.iterdir() if p.suffix in (*_WEIGHT_SUFFIXES, ".json"))
+    return [path for path in files if path.is_file()]
+
+
+def adapter_digest(files: Sequence[Path]) -> bytes | None:
+    """SHA-256 over a LoRA adapter's configuration and whole weights; None if it has none."""
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in files):
         return None
     digest = hashlib.sha256(b"objkv-adapter-1")
@@ -51,14 +76,18 @@ def adapter_digest(folder: Path) -> bytes | None:
     return digest.digest()
 
 
-def local_folder(model: str, revision: str | None) -> Path | None:
-    """Where the model's files are: the path itself, or the hub's cache; never downloads."""
-    if Path(model).is_dir():
-        return Path(model)
+def local_folder(model: str, revision: str | None, file_name: str = "config.json") -> Path | None:
+    """Where the model's files are: the path itself, or the hub's cache; never downloads.
+
+    ``file_name``: what every model of that kind has.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        found = try_to_load_from_cache(model, file_name, revision=revision)
     except ValueError:  # not a hub id at all, e.g. an object store's URL
         return None
     return Path(found).parent if isinstance(found, str) else None
@@ -68,6 +97,55 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
     for value in fields:
         digest.update(len(value).to_bytes(8, "little"))
         digest.update(value)
+
+
+def _sample(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for start, end in _pages(path, file.fileno()):
+            digest.update(os.pread(file.fileno(), end - start, start))
+    return digest.digest()
+
+
+def _whole(paths: Sequence[Path]) -> list[bytes]:
+    """The SHA-256 of every file; several at once, and told how far it is."""
+    tell = _Progress(sum(path.stat().st_size for path in paths)).add
+
+    def read(path: Path) -> bytes:
+        return _read_whole(path, tell)
+
+    with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
+        return list(pool.map(read, paths))
+
+
+def _read_whole(path: Path, tell: Callable[[int], None]) -> bytes:
+    digest = hashlib.sha256()
+    piece = bytearray(_PIECE)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(memoryview(piece)[:count])
+            tell(count)
+    return digest.digest()
+
+
+class _Progress:
+    """Says every few seconds how many bytes were read: somebody waits for the engine to start."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._told = time.monotonic()
+        self._lock = Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._told < _TELL_EVERY_S and self._done < self._total:
+                return
+            self._told = now
+            done, total = self._done / 2**30, self._total / 2**30
+        logger.info("hashing all weights read_gib=%.1f of_gib=%.1f", done, total)
 
 
 def _pages(path: Path, descriptor: int) -> Iterator[tuple[int, int]]:

@@ -1,14 +1,12 @@
 """Which requests are followed, and how long one waits for what is read in the background."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.connector import prompts
 from objkv.connector.geometry import Geometry
 from objkv.connector.tracking import RequestTracker
 from objkv.index.memory import MemoryIndex
@@ -78,36 +76,3 @@ def test_nobody_waits_for_an_adapter_longer_than_for_a_lookup(
     clock.advance(DEADLINE_S + 0.1)
     assert tracker.records(tracked) == ()
     assert tracked.may_save
-
-
-def test_an_adapter_that_cannot_be_read_for_any_reason_is_asked_for_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else each request with it waits for a digest that never comes."""
-
-    def broken(folder: Path) -> bytes:
-        raise ValueError(folder)
-
-    monkeypatch.setattr(prompts, "adapter_digest", broken)
-    jobs: list[Callable[[], None]] = []
-    adapters = prompts.Adapters(lambda job: not jobs.append(job))
-    assert adapters.digest(adapter()) is None
-    with pytest.raises(ValueError, match="nowhere"):
-        jobs.pop()()
-    with pytest.raises(prompts.UnknownAdapterError):
-        adapters.digest(adapter())
-
-
-def test_a_digest_that_was_being_read_when_adapters_changed_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prompts, "adapter_digest", lambda folder: b"before")
-    jobs: list[Callable[[], None]] = []
-    adapters = prompts.Adapters(lambda job: not jobs.append(job))
-    assert adapters.digest(adapter()) is None
-    adapters.forget()
-    jobs.pop()()
-    assert adapters.digest(adapter()) is None
-    monkeypatch.setattr(prompts, "adapter_digest", lambda folder: b"after")
-    jobs.pop()()
-    assert adapters.digest(adapter()) == b"after"

@@ -1,0 +1,190 @@
+"""Hears what vLLM tells no connector: weights that change in place, adapters that come and go.
+
+EngineCore carries such calls out between steps, on the thread that schedules. It tells a connector
+only where it also drops its own prefix cache: ``sleep`` and a pause call ``reset_cache``. A weight
+update without a pause (``collective_rpc("reload_weights")``, ``update_weights``) tells nobody, and
+KV of the old weights would go on being loaded. So these methods of vLLM's classes are wrapped; what
+is heard never raises into them. Source: vLLM 0.31-0.33,
+``v1/engine/core.py`` (``collective_rpc``, ``add_lora``, ``remove_lora``, ``_reset_caches``) and
+``v1/worker/gpu_worker.py`` (``sleep``, ``wake_up``, ``discard``).
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
+
+from objkv.connector.eviction import holds_no_prefix
+from objkv.connector.guard import guarded
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    from objkv.connector.scheduler import SchedulerSide
+
+logger = logging.getLogger(__name__)
+
+_CHANGES = re.compile(r"weight|param", re.IGNORECASE)
+"""Calls on all workers that may change weights: vLLM's own, and those of training frameworks
+(``update_weights_from_ipc``, ``load_weights``), by their names."""
+_CHANGES_NOTHING = frozenset(
+    {
+        "compute_weight_checksums",
+        "get_weight_version",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "start_draft_weight_update",
+    }
+)
+
+
+class Sleeper(Protocol):
+    """A worker's side that lets go of the paged cache while its memory is away."""
+
+    def unregister_kv_caches(self) -> None:
+        """Touch it no more. Idempotent."""
+
+    def restore_kv_caches(self) -> None:
+        """It is back. Idempotent."""
+
+
+class EngineHooks:
+    """What the scheduler's side of one connector makes of what it hears."""
+
+    def __init__(
+        self, side: "SchedulerSide", manager: Callable[[], "KVCacheManager | None"]
+    ) -> None:
+        """``manager``: vLLM's, or None until the connector was bound to it."""
+        self._side = side
+        self._manager = manager
+        _engine_hooks.add(self)
+        from vllm.v1.engine.core import EngineCore
+
+        heard = [
+            _wrap(EngineCore, "collective_rpc", after=_heard_call),
+            _wrap(EngineCore, "add_lora", before=_heard_adapter),
+            _wrap(EngineCore, "remove_lora", after=_heard_no_adapter),
+        ]
+        if not all(heard):
+            logger.warning(
+                "weights that change in place are not noticed in this version of vLLM: "
+                "reset_prefix_cache(reset_connector=True) after each change"
+            )
+
+    @guarded(None)
+    def weights_changed(self, how: str) -> None:
+        """Use nothing that was stored so far. Blocks that vLLM itself keeps are of the old weights:
+        while it has any, nothing is loaded or saved."""
+        logger.warning("weights may have changed in place by=%s", how)
+        self._side.reset(clean=holds_no_prefix(self._manager()))
+
+    @guarded(None)
+    def reopen(self) -> None:
+        """If nothing is loaded or saved because vLLM held blocks of the old weights: it may have
+        dropped them since, without the connector being told."""
+        if not self._side.open and holds_no_prefix(self._manager()):
+            self._side.reset(clean=True)
+
+    @guarded(None)
+    def adapter_loaded(self, lora_request: Any) -> None:
+        """vLLM is about to read an adapter's files."""
+        self._side.adapters.loaded(lora_request)
+
+    @guarded(None)
+    def adapter_unloaded(self, number: int) -> None:
+        """vLLM has put an adapter away."""
+        self._side.adapters.unloaded(number)
+
+
+_engine_hooks: WeakSet[EngineHooks] = WeakSet()
+_sleepers: WeakSet[Any] = WeakSet()
+
+
+def follow_sleep(sleeper: Sleeper) -> None:
+    """Have a worker's side called before its paged cache is unmapped and after it is mapped again.
+
+    vLLM 0.33 does that by itself.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        return
+    from vllm.v1.worker.gpu_worker import Worker
+
+    _sleepers.add(sleeper)
+    _wrap(Worker, "sleep", before=_heard_sleep)
+    _wrap(Worker, "discard", before=_heard_discard)
+    _wrap(Worker, "wake_up", after=_heard_wake)
+
+
+def may_change_weights(method: Any) -> bool:
+    """Whether a call on all workers, a name or a function, may change the model's weights."""
+    name = method if isinstance(method, str) else getattr(method, "__name__", "")
+    return name not in _CHANGES_NOTHING and _CHANGES.search(name) is not None
+
+
+def _heard_call(method: Any = None, *_args: Any, **_more: Any) -> None:
+    if may_change_weights(method):
+        for hooks in list(_engine_hooks):
+            hooks.weights_changed(str(method))
+
+
+def _heard_adapter(lora_request: Any, **_more: Any) -> None:
+    for hooks in list(_engine_hooks):
+        hooks.adapter_loaded(lora_request)
+
+
+def _heard_no_adapter(lora_id: int, **_more: Any) -> None:
+    for hooks in list(_engine_hooks):
+        hooks.adapter_unloaded(lora_id)
+
+
+def _heard_sleep(*_args: Any, **_more: Any) -> None:
+    for sleeper in list(_sleepers):
+        sleeper.unregister_kv_caches()
+
+
+def _heard_discard(tags: Iterable[str] = (), **_more: Any) -> None:
+    if "kv_cache" in tags:
+        _heard_sleep()
+
+
+def _heard_wake(tags: Iterable[str] | None = None, **_more: Any) -> None:
+    if tags is None or "kv_cache" in tags:
+        for sleeper in list(_sleepers):
+            sleeper.restore_kv_caches()
+
+
+def _wrap(
+    owner: type[Any],
+    name: str,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> bool:
+    """Have ``before`` and ``after`` called with the method's arguments, once per class, whatever
+    becomes of the call between them. False if the class has no such method."""
+    original = owner.__dict__.get(name)
+    if original is None:
+        return False
+    if hasattr(original, "heard_by_objkv"):
+        return True
+    hear_before, hear_after = (guarded(None)(heard or _nothing) for heard in (before, after))
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hear_before(*args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        finally:  # a change that failed half-way is a change
+            hear_after(*args, **kwargs)
+
+    call.heard_by_objkv = True  # type: ignore[attr-defined]
+    setattr(owner, name, call)
+    return True
+
+
+def _nothing(*_args: Any, **_more: Any) -> None:
+    """Hear nothing."""
