@@ -15,6 +15,7 @@ from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.config import Config
 from objkv.connector.admissions import Admissions
 from objkv.connector.confidence import Confidence
+from objkv.connector.digests import open_digests
 from objkv.connector.geometry import Geometry
 from objkv.connector.guard import guarded
 from objkv.connector.home import Home
@@ -85,7 +86,8 @@ class SchedulerSide:
                 age_max_s=max(config.near_ttl_ms / 1000, _ANSWER_AGE_MIN_S),
             ),
         )
-        self._requests = RequestTracker(geometry, self._lookups, recorder)
+        self._requests = RequestTracker(geometry, self._lookups, recorder, open_digests())
+        self.adapters = self._requests.adapters
         self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.tp_size)
         self._confidence = Confidence(config.step_load_deadline_ms / 1000)
         self._pace = Pace(
@@ -222,6 +224,11 @@ class SchedulerSide:
         return self._home.renew(clean=clean)
 
     @property
+    def open(self) -> bool:
+        """Whether requests may load and save: not while vLLM holds blocks of other weights."""
+        return self._home.open
+
+    @property
     def requests_under_way(self) -> tuple[str, ...]:
         """The requests that have not ended."""
         return self._requests.ids()
@@ -289,6 +296,5 @@ class SchedulerSide:
 
     def _touch(self, plan: LoadPlan) -> None:
         hashes = list(dict.fromkeys(load.move.prefix_hash for load in plan.moves))
-        self._lookups.submit(
-            lambda: self._index.touch(plan.namespace, hashes, ttl_s=self._config.ttl_s)
-        )
+        ttl_s = self._config.ttl_s
+        self._lookups.submit(lambda: self._index.touch(plan.namespace, hashes, ttl_s=ttl_s))
