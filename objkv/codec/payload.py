@@ -184,12 +184,9 @@ def read_header(payload: Buffer) -> Header:
 
 
 def read_claimed(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:
-    """``read_header`` for who knows the claim, and what the layers most probably are: in a fraction
-    of the time if it is these, uncompressed. ``layers`` should be the same object every time, and
-    is kept. The payload's length and its layers remain to be compared.
-
-    Raises ``PayloadError``, also for another claim.
-    """
+    """``read_header`` for who knows the claim, and what the layers most probably are: much sooner if
+    they are, uncompressed. ``layers`` should be the same object every time, and is kept. Length and
+    layers remain to be compared. Raises ``PayloadError``, also for another claim."""
     header = parse_expected(_view(payload), claim, layers)
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"claims to be {header.claim}, expected {claim}")
@@ -197,10 +194,8 @@ def read_claimed(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) -
 
 
 def read_expected(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:
-    """``read_claimed`` that compares the layers too; the payload's length remains to be compared.
-
-    Raises ``PayloadError``, also one that names the first difference.
-    """
+    """``read_claimed`` that compares the layers too; the length remains to be compared. Raises
+    ``PayloadError``, also one that names the first difference."""
     header = read_claimed(payload, claim, layers)
     check_layers(header.frames.layers, layers)
     return header
