@@ -1,9 +1,9 @@
-"""vLLM's connector to objkv. ``{"kv_connector": "ObjKVConnector"}`` finds it through the plugin;
+"""vLLM's connectors to objkv. ``{"kv_connector": "ObjKVConnector"}`` finds one through the plugin;
 ``"kv_connector_module_path": "objkv.connector"`` finds it here. Imports vLLM on first use only."""
 
 from typing import Any
 
-__all__ = ["ObjKVConnector"]
+__all__ = ["ObjKVConnector", "ObjKVECConnector"]
 
 
 def __getattr__(name: str) -> Any:
@@ -11,4 +11,8 @@ def __getattr__(name: str) -> Any:
         from objkv.connector.kv import ObjKVConnector
 
         return ObjKVConnector
+    if name == "ObjKVECConnector":
+        from objkv.connector.encoder import ObjKVECConnector
+
+        return ObjKVECConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

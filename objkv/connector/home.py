@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
+from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import Identity, identity_path
 from objkv.stores.base import WriteStore
 
@@ -16,7 +17,7 @@ class Home:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: Identity | EncoderIdentity,
         bulk: WriteStore,
         submit: Callable[[Callable[[], None]], bool],
         *,

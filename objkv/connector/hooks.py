@@ -22,7 +22,7 @@ from objkv.connector.guard import guarded
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    from objkv.connector.scheduler import SchedulerSide
+    from objkv.connector.adapters import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +50,25 @@ class Sleeper(Protocol):
         """It is back. Idempotent."""
 
 
+class Hearer(Protocol):
+    """A scheduler's side."""
+
+    adapters: "Adapters"
+    """What it knows of adapters."""
+
+    @property
+    def open(self) -> bool:
+        """False while it neither loads nor saves because of what vLLM itself holds."""
+
+    def reset(self, *, clean: bool) -> bool:
+        """Use nothing that was stored so far."""
+
+
 class EngineHooks:
     """What the scheduler's side of one connector makes of what it hears."""
 
     def __init__(
-        self, side: "SchedulerSide", manager: Callable[[], "KVCacheManager | None"]
+        self, side: Hearer, manager: Callable[[], "KVCacheManager | None"]
     ) -> None:
         """``manager``: vLLM's, or None until the connector was bound to it."""
         self._side = side
@@ -63,9 +77,9 @@ class EngineHooks:
         from vllm.v1.engine.core import EngineCore
 
         heard = [
-            _wrap(EngineCore, "collective_rpc", after=_heard_call),
-            _wrap(EngineCore, "add_lora", before=_heard_adapter),
-            _wrap(EngineCore, "remove_lora", after=_heard_no_adapter),
+            wrap(EngineCore, "collective_rpc", after=_heard_call),
+            wrap(EngineCore, "add_lora", before=_heard_adapter),
+            wrap(EngineCore, "remove_lora", after=_heard_no_adapter),
         ]
         if not all(heard):
             logger.warning(
@@ -114,9 +128,9 @@ def follow_sleep(sleeper: Sleeper) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     _sleepers.add(sleeper)
-    _wrap(Worker, "sleep", before=_heard_sleep)
-    _wrap(Worker, "discard", before=_heard_discard)
-    _wrap(Worker, "wake_up", after=_heard_wake)
+    wrap(Worker, "sleep", before=_heard_sleep)
+    wrap(Worker, "discard", before=_heard_discard)
+    wrap(Worker, "wake_up", after=_heard_wake)
 
 
 def may_change_weights(method: Any) -> bool:
@@ -157,7 +171,7 @@ def _heard_wake(tags: Iterable[str] | None = None, **_more: Any) -> None:
             sleeper.restore_kv_caches()
 
 
-def _wrap(
+def wrap(
     owner: type[Any],
     name: str,
     *,

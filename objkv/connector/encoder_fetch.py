@@ -1,0 +1,296 @@
+"""Brings stored encoder outputs into the scheduler's memory before anybody counts on them.
+
+vLLM does not encode what a connector has promised, and the engine ends where the promise is not
+kept. So an output is either held here, every byte verified, or it does not exist. All that is slow
+runs on background threads; the scheduler's thread asks, and never waits for a store.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Condition, Thread, get_ident
+from time import monotonic
+
+from objkv.connector.encoder_metadata import Output, Pages
+from objkv.connector.encoder_read import OutputReader, State
+from objkv.errors import StoreError
+from objkv.index.base import Shards, WriteIndex
+from objkv.keys.encoder import ENCODER_FIELD
+from objkv.telemetry import Recorder, Trouble
+
+logger = logging.getLogger(__name__)
+
+_JOIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """How long, how many, how much."""
+
+    deadline_s: float
+    """After which an output is missing."""
+    queue_max: int
+    """Outputs waited for at once."""
+    held_bytes_max: int
+    """Memory for payloads under way and outputs held."""
+    threads: int = 4
+    ttl_s: int = 86_400
+    """Life of an index record after a hit."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    output: Output
+    deadline: float
+    owners: set[str] = field(default_factory=set)
+    """Requests that want it; without any it is dropped."""
+    state: State = State.WAITING
+    pages: Pages | None = None
+    reserved: int = 0
+    """Bytes that count as held; given back when it is dropped and no thread works on it."""
+    announced: bool = False
+    wanted: bool = True
+    busy: bool = False
+
+
+_Key = tuple[str, bytes]
+
+
+class EncoderFetcher:
+    """Outputs by namespace and hash. All public methods belong to the scheduler's thread."""
+
+    def __init__(
+        self,
+        reader: OutputReader,
+        index: WriteIndex,
+        limits: FetchLimits,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._reader = reader
+        self._index = index
+        self._limits = limits
+        self._recorder = recorder
+        self._clock = clock
+        self._trouble = Trouble(logger, "encoder outputs")
+        self._changed = Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._entries: dict[_Key, _Entry] = {}
+        self._held_bytes = 0
+        self._begun: dict[int, float] = {}
+        """When each thread that works took its job."""
+        self._closed = False
+        self._threads = [
+            Thread(target=self._work, name=f"objkv-encoder-{i}", daemon=True)
+            for i in range(limits.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def want(self, owner: str, outputs: Iterable[Output]) -> None:
+        """Bring these in for ``owner``, unless they are on their way, or known already."""
+        fresh = []
+        for output in outputs:
+            if (entry := self._entries.get(_key(output))) is None:
+                entry = _Entry(output, self.deadline())
+                self._entries[_key(output)] = entry
+                fresh.append(entry)
+            entry.owners.add(owner)
+        if not fresh:
+            return
+        with self._changed:
+            waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
+            room = self._limits.queue_max - (waiting - len(fresh))
+            if self._closed or self._is_stuck():
+                room = 0
+            queued, refused = fresh[: max(room, 0)], fresh[max(room, 0) :]
+            for entry in refused:
+                entry.state = State.ABSENT
+                self._recorder.count("load_refused")
+            if queued:
+                self._jobs.append(partial(self._look_up, queued))
+                self._changed.notify()
+
+    def state(self, output: Output) -> State:
+        """What is known of an output that was wanted; for one that is late nobody waits on."""
+        entry = self._entries.get(_key(output))
+        if entry is None:
+            return State.ABSENT
+        if entry.state is State.WAITING and self.is_late(entry.deadline):
+            self._give_up(entry)
+            self._recorder.count("load_deadlines")
+        return entry.state
+
+    def take(self, output: Output) -> Pages:
+        """The bytes of an output that is held, which the caller owns now; it is forgotten here."""
+        pages = self._entries[_key(output)].pages
+        assert pages is not None
+        self._forget(output)
+        return pages
+
+    def drop(self, owner: str, output: Output) -> None:
+        """``owner`` does not want it any more. If nobody does, what is under way ends by itself and
+        is thrown away."""
+        if (entry := self._entries.get(_key(output))) is not None:
+            entry.owners.discard(owner)
+            if not entry.owners:
+                self._forget(output)
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run ``job`` on a background thread; False if too much waits. Counts a ``StoreError``."""
+
+        def run() -> None:
+            try:
+                job()
+            except StoreError:
+                self._recorder.count("background_errors")
+
+        with self._changed:
+            if self._closed or len(self._jobs) >= self._limits.queue_max:
+                return False
+            self._jobs.append(run)
+            self._changed.notify()
+            return True
+
+    def deadline(self) -> float:
+        """Until when, on this clock, what is asked now is worth waiting for."""
+        return self._clock() + self._limits.deadline_s
+
+    def is_late(self, deadline: float) -> bool:
+        """Whether ``deadline`` has passed."""
+        return self._clock() >= deadline
+
+    def wait(self, seconds: float) -> None:
+        """Block until something changes, at most so long; not at all if nothing is waited for."""
+        with self._changed:
+            if any(entry.state is State.WAITING for entry in self._entries.values()):
+                self._changed.wait(seconds)
+
+    def close(self) -> None:
+        """End the threads; one whose store does not answer is left to end by itself."""
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        end = monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
+
+    def __repr__(self) -> str:
+        held = sum(entry.state is State.HELD for entry in self._entries.values())
+        limit = self._limits.held_bytes_max >> 20
+        return f"<EncoderFetcher {held} held, {self._held_bytes >> 20}/{limit} MiB>"
+
+    def _forget(self, output: Output) -> None:
+        with self._changed:
+            entry = self._entries.pop(_key(output))
+            entry.wanted = False
+            self._give_back(entry)
+
+    def _is_stuck(self) -> bool:
+        """Whether no thread has come back in time: whoever waits now would wait in vain."""
+        since = self._clock() - self._limits.deadline_s
+        late = sum(begun <= since for begun in self._begun.values())
+        return late >= len(self._threads)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                job = self._jobs.popleft()
+                self._begun[get_ident()] = self._clock()
+            try:
+                job()
+            except Exception:  # a dead thread would make every later output late
+                self._recorder.count("load_errors")
+                logger.exception("job failed unexpectedly")
+            finally:
+                with self._changed:
+                    del self._begun[get_ident()]
+
+    def _look_up(self, entries: Sequence[_Entry]) -> None:
+        """Ask the index for all outputs of a request at once, then queue those that are there."""
+        found: Sequence[Shards | None] = [None] * len(entries)
+        try:
+            if any(entry.wanted and entry.state is State.WAITING for entry in entries):
+                hashes = [entry.output.item_hash for entry in entries]
+                found = self._index.find(entries[0].output.namespace, hashes, [ENCODER_FIELD])
+        except StoreError as exc:
+            self._recorder.count("lookup_errors")
+            self._trouble.failed(exc)
+        finally:  # whatever was raised: somebody waits for each of them
+            for entry, shards in zip(entries, found, strict=True):
+                if not shards:
+                    self._settle(entry, State.ABSENT)
+                    continue
+                entry.announced = True
+                with self._changed:
+                    self._jobs.append(partial(self._load, entry, shards))
+                    self._changed.notify()
+
+    def _load(self, entry: _Entry, shards: Shards) -> None:
+        """Get one output, or find out that it is not there."""
+        if not self._reserve(entry, self._reader.bytes_needed(entry.output, shards)):
+            return
+        state, pages = State.UNREAD, None
+        try:
+            state, pages = self._reader.read(entry.output, shards)
+            self._trouble.worked()
+        except StoreError as exc:
+            self._recorder.count("load_errors")
+            self._trouble.failed(exc)
+        finally:
+            with self._changed:
+                entry.busy = False
+            self._settle(entry, state, pages)
+        if pages is not None:
+            self._touch(entry.output)
+
+    def _touch(self, output: Output) -> None:
+        """A hit renews the record's life. Nobody waits for this any more."""
+        try:
+            self._index.touch(output.namespace, [output.item_hash], ttl_s=self._limits.ttl_s)
+        except StoreError:
+            self._recorder.count("background_errors")
+
+    def _reserve(self, entry: _Entry, nbytes: int) -> bool:
+        """Whether there is memory for it, and somebody still waits."""
+        with self._changed:
+            if not entry.wanted or entry.state is not State.WAITING:
+                return False
+            if self._held_bytes + nbytes <= self._limits.held_bytes_max:
+                self._held_bytes += nbytes
+                entry.reserved, entry.busy = nbytes, True
+                return True
+        self._recorder.count("load_refused")
+        self._give_up(entry)
+        return False
+
+    def _give_up(self, entry: _Entry) -> None:
+        self._settle(entry, State.UNREAD if entry.announced else State.ABSENT)
+
+    def _settle(self, entry: _Entry, state: State, pages: Pages | None = None) -> None:
+        """The end of the wait for ``entry``; the first end counts."""
+        with self._changed:
+            if entry.state is State.WAITING and entry.wanted:
+                entry.pages = pages
+                entry.state = state  # last: it is read without the lock
+            if entry.state is not State.HELD:
+                self._give_back(entry)
+            self._changed.notify_all()
+
+    def _give_back(self, entry: _Entry) -> None:
+        """Count its memory as free, unless a thread still writes there or somebody may use it."""
+        if not entry.busy and (entry.state is not State.HELD or not entry.wanted):
+            self._held_bytes -= entry.reserved
+            entry.reserved = 0
+
+
+def _key(output: Output) -> _Key:
+    return output.namespace, output.item_hash

@@ -1,0 +1,94 @@
+"""Reads one stored encoder output: what comes out is verified to the last byte, or nothing does."""
+
+import logging
+from collections.abc import Callable
+from enum import Enum
+from time import monotonic
+
+import numpy as np
+
+from objkv.cache.tiered import ChunkCache
+from objkv.codec.payload import frame_pages, open_payload, payload_bytes_max
+from objkv.connector.encoder_metadata import Output, Pages
+from objkv.errors import PayloadError, ValueTooLong
+from objkv.index.base import Shards
+from objkv.keys.encoder import ENCODER_FIELD
+from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """What is known of one output."""
+
+    WAITING = "waiting"
+    HELD = "held"
+    """In memory, verified."""
+    ABSENT = "absent"
+    """Not stored, or nobody knows: to be encoded and saved."""
+    UNREAD = "unread"
+    """Stored, but not brought in: to be encoded."""
+    CORRUPT = "corrupt"
+    """To be encoded, and saved over what is stored."""
+
+
+class OutputReader:
+    """Safe from many threads. Raises ``StoreError`` and nothing else."""
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._cache = cache
+        self._recorder = recorder
+        self._clock = clock
+
+    def bytes_needed(self, output: Output, shards: Shards) -> int:
+        """Memory that ``read`` takes: the payload, and what it is decoded into."""
+        record = shards[ENCODER_FIELD]
+        return record.nbytes + (output.layer.nbytes if record.codec != "none" else 0)
+
+    def read(self, output: Output, shards: Shards) -> tuple[State, Pages | None]:
+        """Get the payload that ``shards`` promise, and verify length, claim, dtype, shape and
+        checksums. Of what is gone or wrong the record is forgotten."""
+        key = output.claim.key
+        if shards[ENCODER_FIELD].raw_bytes != output.layer.nbytes:
+            # Of another width than this replica counts on, which may be this one's mistake.
+            self._recorder.count("load_refused")
+            return State.UNREAD, None
+        try:
+            pages = self._get(output, shards)
+        except (PayloadError, ValueTooLong) as exc:
+            logger.warning("encoder output refused, encoding it reason=%s", exc)
+            self._recorder.count("load_corrupt")
+            self._cache.reject(key, shards, corrupt=True)
+            return State.CORRUPT, None
+        if pages is None:
+            self._recorder.count("load_ghosts")
+            self._cache.reject(key, shards, corrupt=False)
+            return State.ABSENT, None
+        return State.HELD, pages
+
+    def _get(self, output: Output, shards: Shards) -> Pages | None:
+        record, claim, layer = shards[ENCODER_FIELD], output.claim, output.layer
+        if record.nbytes > payload_bytes_max((layer,)):
+            raise PayloadError(f"{record.nbytes} bytes, more than {claim.key.path()} can be")
+        payload = np.empty(record.nbytes, dtype=np.uint8)
+        started = self._clock()
+        got = self._cache.get_into(claim.key, payload.data, hot=record.hot)
+        if got is None:
+            return None
+        seconds = self._clock() - started
+        header = open_payload(payload.data[:got], claim, (layer,))
+        scratch = None
+        if header.frames.codecs[0] != "none":
+            scratch = np.empty(layer.nbytes, dtype=np.uint8).data
+        pages = np.frombuffer(frame_pages(header, 0, payload.data[:got], scratch), dtype=np.uint8)
+        self._recorder.count("loads")
+        self._recorder.count("load_bytes", got)
+        self._recorder.observe("load_seconds", seconds)
+        self._cache.note_load(claim, header, hot=record.hot, seconds=seconds)
+        return pages

@@ -1,0 +1,101 @@
+"""What encoder outputs are called: an identity of their own, and a hash per image, sound or video.
+
+    root = SHA-256(field("objkv-encoder-1") field(namespace))[:20]
+    hash = SHA-256(field("objkv-encoder-1") field(namespace) field(identifier) field(extras))[:20]
+
+``field(x)`` is the length of ``x`` as 8 bytes little-endian, then ``x``. An output is stored as a
+chunk of group 0 whose one shard is the whole of it. Specified in ``docs/keyspace.md``.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json
+from objkv.keys.prefix import PREFIX_HASH_BYTES, Extra, encode_extras
+from objkv.keys.topology import Shard
+
+ENCODER_SCHEME = "objkv-encoder-1"
+ENCODER_GROUP = 0
+ENCODER_SHARD = Shard(0, 1, 0, 1)
+"""One layer, one head: the output is the same on every TP rank, and one of them saves it."""
+ENCODER_FIELD = f"{ENCODER_GROUP}.{ENCODER_SHARD}"
+"""Of the output in its index record."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderIdentity:
+    """What a namespace of encoder outputs stands for. Replicas share when they have the same.
+
+    No KV cache is in it: what an encoder makes of an image does not depend on blocks or chunks.
+    """
+
+    model: str
+    """A hub id, or the last component of a local path."""
+    weights: str
+    """Digest of the weights, or the revision where no weights can be read."""
+    processor: str
+    """Digest of the processor's files, or the revision where they cannot be read."""
+    quantization: str | None
+    dtype: str
+    """Of the output, e.g. ``bfloat16``."""
+    weights_epoch: int
+    tenant: str
+    extra: tuple[tuple[str, str], ...] = ()
+    """Sorted (name, value) pairs of further settings that change outputs."""
+
+    def __post_init__(self) -> None:
+        assert self.weights_epoch >= 0
+        assert tuple(sorted(self.extra)) == self.extra
+
+    def document(self) -> dict[str, Any]:
+        """The document as plain JSON values; ``hash`` tells it from the KV's."""
+        return {"format": FORMAT, "hash": ENCODER_SCHEME, **asdict(self)}
+
+    def canonical(self) -> bytes:
+        """The document's one encoding, as the KV's."""
+        return canonical_json(self.document())
+
+    def namespace(self) -> str:
+        """First 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
+        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
+
+
+def encoder_root(namespace: str) -> bytes:
+    """The parent of every output in the namespace, 20 bytes."""
+    return _digest(ENCODER_SCHEME.encode("ascii"), namespace.encode("ascii"))
+
+
+def encoder_hash(
+    namespace: str, identifier: str, *, lora_digest: bytes | None = None, salt: str | None = None
+) -> bytes:
+    """The name of one item's output, 20 bytes.
+
+    ``identifier``: vLLM's, whatever a client sent included: no text raises, no two encode alike.
+    ``lora_digest``: of the adapter that the encoder ran with, if any. ``salt``: of the request.
+    """
+    extras = []
+    if lora_digest is not None:
+        extras.append(Extra("lora", (lora_digest,)))
+    if salt is not None:
+        extras.append(Extra("salt", (salt.encode("utf-8", "surrogatepass"),)))
+    return _digest(
+        ENCODER_SCHEME.encode("ascii"),
+        namespace.encode("ascii"),
+        identifier.encode("utf-8", "surrogatepass"),
+        encode_extras(extras),
+    )
+
+
+def encoder_key(namespace: str, item_hash: bytes) -> ChunkKey:
+    """The key of the output's payload."""
+    return ChunkKey(namespace, item_hash, ENCODER_GROUP, ENCODER_SHARD)
+
+
+def _digest(*fields: bytes) -> bytes:
+    digest = hashlib.sha256()
+    for value in fields:
+        digest.update(len(value).to_bytes(8, "little"))
+        digest.update(value)
+    return digest.digest()[:PREFIX_HASH_BYTES]
