@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from objkv.connector.digests import DigestCache
+from objkv.config import Config
+from objkv.connector.digests import DigestCache, open_digests
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ def weights_digest(
     if cache is None:
         return compute()
     return cache.remembered(f"objkv-weights-{kind}-1", [*configs, *weights], compute)
+
+
+def model_digest(folder: Path, config: Config) -> str | None:
+    """``weights_digest`` as the settings want it, read once on this machine and then remembered."""
+    return weights_digest(folder, full=config.weights_digest == "full", cache=open_digests())
 
 
 def adapter_files(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ def settings(
     rope: dict[str, Any] | None = None,
     *,
     skip_layers: tuple[str, ...] = (),
+    lora_config: Any = None,
     **more: Any,
 ) -> dict[str, str]:
     plain = {"dtype": "torch.bfloat16", "hf_overrides": {}, "multimodal_config": None}
@@ -23,6 +24,7 @@ def settings(
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(**(plain | {"hf_text_config": text} | more)),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=list(skip_layers)),
+        lora_config=lora_config,
     )
     return dict(further_settings(cast("Any", vllm_config)))
 
@@ -71,3 +73,36 @@ def test_replicas_that_prune_videos_differently_do_not_share() -> None:
     pruned = [settings(multimodal_config=videos(method, 0.5)) for method in ("evs", "other")]
     assert pruned[0] != pruned[1]
     assert unpruned not in pruned
+
+
+def lora(**more: Any) -> SimpleNamespace:
+    plain = {"lora_dtype": "auto", "target_modules": None, "enable_tower_connector_lora": False}
+    return SimpleNamespace(**(plain | {"max_lora_rank": 16, "max_loras": 1} | more))
+
+
+def test_overrides_by_a_function_count_by_what_they_made_of_the_configuration() -> None:
+    def made(theta: int) -> dict[str, str]:
+        return settings(**(config_elsewhere(theta) | {"hf_config_path": None, "hf_overrides": len}))
+
+    assert made(10_000) == made(10_000)
+    assert made(10_000) != made(500_000)
+    assert made(10_000) != settings()
+
+
+@pytest.mark.parametrize("same", [lora(), lora(lora_dtype="bfloat16"), lora(max_lora_rank=64)])
+def test_replicas_with_adapters_share_the_base_model_with_those_without(
+    same: SimpleNamespace,
+) -> None:
+    assert settings(lora_config=same) == settings()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lora(lora_dtype="float32"),
+        lora(target_modules=["q_proj"]),
+        lora(enable_tower_connector_lora=True),
+    ],
+)
+def test_settings_that_change_what_adapters_compute_are_told(other: SimpleNamespace) -> None:
+    assert settings(lora_config=other) != settings()

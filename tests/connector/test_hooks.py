@@ -1,0 +1,257 @@
+"""What is heard of vLLM where it tells no connector."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_worker import Worker
+
+from objkv.connector import hooks as module
+from objkv.connector.hooks import EngineHooks, follow_sleep, may_change_weights
+
+
+class Executor:
+    """Carries calls out, and remembers them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.error: Exception | None = None
+
+    def collective_rpc(self, method: Any, *_: Any) -> list[str]:
+        self.calls.append(method)
+        if self.error is not None:
+            raise self.error
+        return ["done"]
+
+    def add_lora(self, lora_request: Any) -> bool:
+        self.calls.append(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        self.calls.append(lora_id)
+        return True
+
+
+class Side:
+    """The scheduler's side, as far as hooks know it."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.resets: list[bool] = []
+        self.heard: list[Any] = []
+        self.adapters = SimpleNamespace(loaded=self.heard.append, unloaded=self.heard.append)
+
+    def reset(self, *, clean: bool) -> bool:
+        self.resets.append(clean)
+        self.open = clean
+        return clean
+
+
+def manager(*, usage: float = 0.0, blocks: int = 0) -> Any:
+    """vLLM's KVCacheManager."""
+    pool = SimpleNamespace(cached_block_hash_to_block=dict.fromkeys(range(blocks)))
+    return SimpleNamespace(usage=usage, block_pool=pool)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """vLLM's classes as they were."""
+    methods = [
+        (owner, name, owner.__dict__[name])
+        for owner, names in (
+            (EngineCore, ("collective_rpc", "add_lora", "remove_lora")),
+            (Worker, ("sleep", "wake_up", "discard")),
+        )
+        for name in names
+    ]
+    yield
+    for owner, name, method in methods:
+        setattr(owner, name, method)
+
+
+@pytest.fixture
+def engine() -> Any:
+    """An EngineCore without a model."""
+    core: Any = object.__new__(EngineCore)
+    core.model_executor = Executor()
+    return core
+
+
+def hooks_of(side: Side, kept: Any) -> EngineHooks:
+    return EngineHooks(cast("Any", side), lambda: kept)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "reload_weights",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "reset_weights",
+        "update_weights_from_ipc",
+        "load_weights",
+        "update_named_param",
+    ],
+)
+def test_a_weight_update_leaves_the_namespace(engine: Any, method: str) -> None:
+    side = Side()
+    hooks = hooks_of(side, manager())
+    assert engine.collective_rpc(method, None, (), {"weights_path": "x"}) == ["done"]
+    assert engine.model_executor.calls == [method]
+    assert side.resets == [True]
+    assert hooks is not None
+
+
+def test_a_function_is_judged_by_its_name(engine: Any) -> None:
+    def sync_weights(worker: Any) -> None:
+        raise AssertionError(worker)
+
+    side = Side()
+    hooks = hooks_of(side, manager())
+    engine.collective_rpc(method=sync_weights)
+    engine.collective_rpc(lambda worker: worker)
+    assert side.resets == [True]
+    assert hooks is not None
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["compute_weight_checksums", "sleep", "profile", "init_weight_transfer_engine", "get_model"],
+)
+def test_other_calls_change_nothing(method: str) -> None:
+    assert not may_change_weights(method)
+
+
+def test_an_update_that_failed_half_way_is_one(engine: Any) -> None:
+    side = Side()
+    hooks = hooks_of(side, manager())
+    engine.model_executor.error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.collective_rpc("update_weights")
+    assert side.resets == [True]
+    assert hooks is not None
+
+
+def test_what_goes_wrong_in_objkv_does_not_reach_the_engine(engine: Any) -> None:
+    side = Side()
+    side.reset = lambda *, clean: 1 / 0  # type: ignore[method-assign,return-value]
+    hooks = hooks_of(side, manager())
+    assert engine.collective_rpc("update_weights") == ["done"]
+    assert hooks is not None
+
+
+@pytest.mark.parametrize("kept", [manager(blocks=1), manager(usage=0.1), None])
+def test_while_vllm_keeps_blocks_of_the_old_weights_nothing_is_shared(
+    engine: Any, kept: Any
+) -> None:
+    side = Side()
+    hooks = hooks_of(side, kept)
+    engine.collective_rpc("update_weights")
+    hooks.reopen()
+    assert side.resets == [False]
+    assert not side.open
+
+
+def test_sharing_with_itself_begins_again_once_vllm_has_dropped_them(engine: Any) -> None:
+    """By ``reset_prefix_cache`` without ``reset_connector``, of which a connector hears nothing."""
+    side, kept = Side(), manager(blocks=3)
+    hooks = hooks_of(side, kept)
+    engine.collective_rpc("update_weights")
+    kept.block_pool.cached_block_hash_to_block.clear()
+    hooks.reopen()
+    hooks.reopen()
+    assert side.resets == [False, True]
+
+
+def test_connectors_that_are_gone_hear_nothing_and_each_class_is_wrapped_once(engine: Any) -> None:
+    sides = [Side() for _ in range(3)]
+    kept = [hooks_of(side, manager()) for side in sides]
+    kept.pop()
+    engine.collective_rpc("update_weights")
+    assert [side.resets for side in sides] == [[True], [True], []]
+    assert inspect.signature(EngineCore.collective_rpc).parameters.keys() >= {"method", "timeout"}
+
+
+def test_adapters_are_read_before_they_are_loaded_and_forgotten_after_they_are_put_away(
+    engine: Any,
+) -> None:
+    side, request = Side(), SimpleNamespace(lora_int_id=4)
+    hooks = hooks_of(side, manager())
+    assert engine.add_lora(request)
+    assert engine.remove_lora(4)
+    assert side.heard == [request, 4]
+    assert hooks is not None
+
+
+def test_a_version_of_vllm_that_works_otherwise_is_told_to_the_operator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(EngineCore, "collective_rpc")
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        hooks_of(Side(), manager())
+    assert "reset_prefix_cache(reset_connector=True)" in caplog.text
+
+
+class Asleep:
+    """A worker's side."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def unregister_kv_caches(self) -> None:
+        self.heard.append("unregister")
+
+    def restore_kv_caches(self) -> None:
+        self.heard.append("restore")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A vLLM worker whose memory is nobody's; each call is heard in order."""
+    for name in ("sleep", "wake_up", "discard"):
+        monkeypatch.setattr(Worker, name, _heard(name))
+    worker: Any = object.__new__(Worker)
+    worker.asleep = Asleep()
+    return worker
+
+
+def _heard(name: str) -> Callable[..., None]:
+    def method(self: Any, *_args: Any, **_more: Any) -> None:
+        self.asleep.heard.append(name)
+
+    return method
+
+
+def test_the_paged_cache_is_let_go_before_its_memory_and_taken_after_it_is_back(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    follow_sleep(worker.asleep)
+    follow_sleep(worker.asleep)
+    worker.sleep(2)
+    worker.wake_up(["weights"])
+    worker.wake_up(tags=["kv_cache"])
+    worker.discard(("weights",))
+    worker.discard(("kv_cache",))
+    worker.wake_up()
+    assert worker.asleep.heard == [
+        *("unregister", "sleep", "wake_up", "wake_up", "restore"),
+        *("discard", "unregister", "discard", "wake_up", "restore"),
+    ]
+
+
+def test_where_vllm_tells_connectors_itself_its_worker_is_left_alone(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False
+    )
+    follow_sleep(worker.asleep)
+    worker.sleep(1)
+    assert worker.asleep.heard == ["sleep"]
