@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
 from objkv.connector.groups import read_chunk_tokens, read_group
-from objkv.connector.weights import local_folder, weights_digest
+from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.identity import Identity
 
@@ -54,7 +54,7 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     )
     return Identity(
         model=name,
-        weights=_weights(vllm_config, folder),
+        weights=read_weights(vllm_config, config, folder),
         quantization=model.quantization,
         kv_dtype=_kv_dtype(vllm_config),
         groups=geometry.groups,
@@ -170,10 +170,12 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
         )
 
 
-def _weights(vllm_config: "VllmConfig", folder: Path | None) -> str:
+def read_weights(vllm_config: "VllmConfig", config: Config, folder: Path | None) -> str:
+    """Which weights these are; ``folder``: where they are, if anywhere here. Raises ``ConfigError``
+    if that cannot be told."""
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:seed={vllm_config.model_config.seed}"
-    digest = None if folder is None else weights_digest(folder)
+    digest = None if folder is None else model_digest(folder, config)
     if digest is not None:
         return digest
     revision = vllm_config.model_config.revision
@@ -222,10 +224,10 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
         # The engine's length decides which factors rotate all keys, those of short prompts too.
         long = model.max_model_len > rope["original_max_position_embeddings"]
         extra["longrope"] = "long" if long else "short"
-    if model.hf_overrides:
-        overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else "callable"
-        extra["hf_overrides"] = _text(overrides)
-    if model.hf_config_path:  # the digest of the weights covers the configuration beside them
+    if isinstance(model.hf_overrides, dict) and model.hf_overrides:
+        extra["hf_overrides"] = _text(model.hf_overrides)
+    # The digest of the weights covers the configuration beside them, as it is written there.
+    if model.hf_config_path or callable(model.hf_overrides):
         extra["hf_config"] = _config_digest(model.hf_config.to_dict())
     if online := getattr(model, "quantization_config", None):  # not every version has it
         extra["quantization_config"] = _text(online)
@@ -236,7 +238,23 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
         extra["mm_processor_kwargs"] = _text(multimodal.mm_processor_kwargs)
     if rate := getattr(multimodal, "video_pruning_rate", None):
         extra["video_pruning"] = f"{getattr(multimodal, 'video_pruning_method', 'evs')} {rate}"
+    extra |= _adapter_settings(getattr(vllm_config, "lora_config", None), model.dtype)
     return tuple(sorted(extra.items()))
+
+
+def _adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
+    """What changes the KV of requests with an adapter beyond what the adapter's files hold. Rank
+    and number of adapters do not, so whoever sets nothing shares with replicas without LoRA."""
+    if lora is None:
+        return {}
+    found = {}
+    if lora.lora_dtype not in ("auto", dtype, str(dtype).removeprefix("torch.")):
+        found["lora_dtype"] = str(lora.lora_dtype).removeprefix("torch.")
+    if getattr(lora, "target_modules", None) is not None:
+        found["lora_target_modules"] = ",".join(sorted(lora.target_modules))
+    if getattr(lora, "enable_tower_connector_lora", False):
+        found["lora_tower"] = "true"
+    return found
 
 
 def _config_digest(config: dict[str, Any]) -> str:
