@@ -22,9 +22,12 @@ from objkv.connector.home import Home
 from objkv.connector.matching import Matching
 from objkv.connector.metadata import StepPlan, StepReport
 from objkv.connector.pace import Pace
-from objkv.connector.steps import BlockTable, load_moves, save_moves
+from objkv.connector.reach import Reach
+from objkv.connector.saves import Saves
+from objkv.connector.steps import BlockTable, load_moves
 from objkv.connector.tracking import RequestTracker
 from objkv.index.near import NearIndex
+from objkv.index.shapes import ShapesIndex
 from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
@@ -76,8 +79,9 @@ class SchedulerSide:
         self._geometry = geometry
         self._index = index
         self._recorder = recorder
+        shapes, reach = _any_shape(config, roles, geometry, index)
         self._lookups = LookupService(
-            index,
+            shapes,
             sorted(geometry.all_fields()),
             recorder,
             LookupLimits(
@@ -86,16 +90,20 @@ class SchedulerSide:
                 age_max_s=max(config.near_ttl_ms / 1000, _ANSWER_AGE_MIN_S),
             ),
         )
-        self._requests = RequestTracker(geometry, self._lookups, recorder, open_digests())
+        self._requests = RequestTracker(geometry, self._lookups, recorder, open_digests(), reach)
         self.adapters = self._requests.adapters
-        self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.tp_size)
+        self._admissions = Admissions(roles.steps_in_flight, ranks=geometry.ranks)
         self._confidence = Confidence(config.step_load_deadline_ms / 1000)
         self._pace = Pace(
-            Admission(config.admission, recorder), geometry, steps_in_flight=roles.steps_in_flight
+            Admission(config.admission, recorder),
+            geometry,
+            steps_in_flight=roles.steps_in_flight,
+            reach=reach,
         )
         self._matching = Matching(
             config.load_mode, geometry, self._confidence, self._pace, self._requests
         )
+        self._saves = Saves(config, geometry, self._requests, self._admissions, loads=roles.loads)
         self._loads: dict[str, LoadPlan] = {}
         self._loading: dict[str, LoadPlan] = {}
         self._held: set[str] = set()
@@ -181,7 +189,7 @@ class SchedulerSide:
                 self._touch(plan)
             else:
                 self._loading[plan.request_id] = plan
-        saves = self._saves(output) if self._roles.saves else ()
+        saves = self._planned_saves(output) if self._roles.saves else ()
         empty = not output.total_num_scheduled_tokens
         if empty and not self._loading:
             # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
@@ -238,48 +246,13 @@ class SchedulerSide:
         self._lookups.close()
 
     @guarded(tuple[SavePlan, ...]())
-    def _saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
-        plans = []
-        state = output.kv_connector_block_state
-        assert state is not None
-        size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is None or not tracked.may_save:
-                continue
-            request = tracked.request
-            # Only tokens whose ids are known and that the model accepted: with asynchronous
-            # scheduling and speculation more may be computed than that.
-            known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
-            computed = min(request.num_computed_tokens + scheduled, known) // size
-            # First what holds in nearly every step, of hundreds of requests that generate.
-            if computed <= tracked.planned and not tracked.again:
-                continue
-            if not self._admissions.trusts(tracked):
-                continue
-            if not self._roles.loads and not tracked.records:
-                self._requests.records(tracked)
-            chunks = self._requests.due(tracked, computed)
-            if not chunks:
-                continue
-            blocks = state.get_block_ids(request_id)
-            assert blocks is not None
-            assert tracked.hashes is not None
-            moves = save_moves(
-                self._geometry,
-                tracked.hashes.chain,
-                request.all_token_ids,
-                blocks,
-                chunks,
-                keep_tokens=self._config.store_tokens,
-            )
-            if moves:
-                tracked.saved = True
-                plans.append(SavePlan(request_id, tracked.namespace, tuple(moves)))
-                # Somebody may ask for what is being saved as soon as it is there.
-                names = [save.move.prefix_hash for save in moves]
-                self._index.invalidate(tracked.namespace, *names)
-        return tuple(plans)
+    def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
+        plans = tuple(self._saves.plan(output))
+        for plan in plans:
+            # Somebody may ask for what is being saved as soon as it is there.
+            names = [save.move.prefix_hash for save in plan.moves]
+            self._index.invalidate(plan.namespace, *names)
+        return plans
 
     def _read_report(self, report: StepReport) -> None:
         self._confidence.reported(report)
@@ -298,3 +271,19 @@ class SchedulerSide:
         hashes = list(dict.fromkeys(load.move.prefix_hash for load in plan.moves))
         ttl_s = self._config.ttl_s
         self._lookups.submit(lambda: self._index.touch(plan.namespace, hashes, ttl_s=ttl_s))
+
+
+def _any_shape(
+    config: Config, roles: Roles, geometry: Geometry, index: NearIndex
+) -> tuple[ShapesIndex, Reach]:
+    """The index as lookups ask it, and what they make of its answers: each knows of the other."""
+    reach = Reach(geometry, is_mixed=lambda: shapes.mixed)
+    shapes = ShapesIndex(
+        index,
+        geometry.all_fields(),
+        readable=reach.is_possible,
+        complete=reach.is_complete,
+        writes=roles.saves,
+        ttl_s=config.ttl_s,
+    )
+    return shapes, reach

@@ -48,6 +48,7 @@ class Rank:
     """Whether the model runner zeroes and copies blocks for a step before it calls
     ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
     ``v1/worker/gpu/model_runner.py``."""
+    pp_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class WorkerSide:
     ) -> None:
         self._config = config
         self._cache = cache
-        self._groups = _paged_groups(geometry, rank.tp_rank, kv_caches)
+        self._groups = _paged_groups(geometry, rank, kv_caches)
         self._places = {
             name: (g, i)
             for g, group in self._groups.items()
@@ -82,7 +83,7 @@ class WorkerSide:
         }
         self._batches_in_flight = rank.batches_in_flight
         self._writes_early = rank.writes_early
-        device = self._groups[0].device
+        device = next(iter(self._groups.values())).device
         pools = plan_pools(config, self._groups, geometry.chunk_tokens)
         pinned = device.type == "cuda"
         slabs = [
@@ -122,8 +123,8 @@ class WorkerSide:
         self._lost: list[LoadOutcome] = []
         self._sent: set[str] = set()
         self._tainted_steps = 0
-        self._in_layers = False
-        self._closed = False
+        self._in_layers = self._closed = False
+        self._fails_whole = geometry.windowed or len(geometry.groups) > 1
         self._pid = getpid()
         logger.info(
             "objkv worker ready loader=%r saver=%r slabs=%r", self._loader, self._saver, slabs
@@ -180,7 +181,7 @@ class WorkerSide:
         lost, self._lost = self._lost, []
         for outcome in [*lost, *self._loader.take_finished(sync=False)]:
             received.add(outcome.request_id)
-            if outcome.failed and len(self._groups) > 1:
+            if outcome.failed and self._fails_whole:
                 failed.add(outcome.request_id)
             else:
                 self._failed_blocks |= outcome.failed_blocks
@@ -289,11 +290,13 @@ def _all_failed(plan: LoadPlan) -> LoadOutcome:
 
 
 def _paged_groups(
-    geometry: Geometry, tp_rank: int, kv_caches: Mapping[str, torch.Tensor]
+    geometry: Geometry, rank: Rank, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[int, PagedGroup]:
     groups = {}
     for g in range(len(geometry.groups)):
-        shape = geometry.shape(g, tp_rank)
+        shape = geometry.shape(g, rank.tp_rank, rank.pp_rank)
+        if shape is None:
+            continue  # no layer of it in this stage of the pipeline
         if missing := [name for name in shape.layers if name not in kv_caches]:
             raise ConfigError(f"vLLM registered no KV cache for {missing[0]}: objkv cannot save it")
         groups[g] = PagedGroup(shape, [kv_caches[name] for name in shape.layers])

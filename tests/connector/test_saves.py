@@ -84,6 +84,7 @@ def step(blocks: list[int], *, sync_loads: bool = False) -> Any:
             has_sync_kv_loads=sync_loads,
             kv_connector_block_state=state,
             num_scheduled_tokens={"r": 64},
+            scheduled_spec_decode_tokens={},
             total_num_scheduled_tokens=64,
         ),
     )
