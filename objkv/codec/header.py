@@ -14,6 +14,8 @@ from typing import Any, Final
 import xxhash
 
 from objkv.codec.compress import CODECS, Buffer
+from objkv.codec.scales import is_scales
+from objkv.codec.strict_json import load_object
 from objkv.codec.values import (
     DTYPE_BYTES,
     LAYER_BYTES_MAX,
@@ -87,6 +89,8 @@ def render(claim: Claim, frames: Sequence[Frame], provenance: Provenance) -> byt
     document: dict[str, Any] = {METADATA_NAME: metadata}
     for number, frame in enumerate(frames):
         metadata[f"frame.{number}"] = _frame_text(frame)
+        if frame.layer.scales:
+            metadata[f"scales.{number}"] = frame.layer.scales
         dtype, shape = _stored_as(frame.layer, frame.codec, frame.nbytes)
         document[frame.layer.name] = {
             "dtype": dtype,
@@ -157,7 +161,7 @@ def verified_text(payload: memoryview) -> VerifiedText:
 
 def parse_verified(text: VerifiedText) -> Header:
     """``parse`` for a text whose checksum was verified."""
-    document = _load(text.raw[LENGTH_BYTES:])
+    document = load_object(text.raw[LENGTH_BYTES:])
     metadata = _metadata(document.pop(METADATA_NAME, None))
     if metadata.pop("format", "") != FORMAT_NAME:
         raise PayloadError("not payload format 1")
@@ -171,23 +175,6 @@ def parse_verified(text: VerifiedText) -> Header:
         checksum=text.checksum,
         provenance=_provenance(metadata),
     )
-
-
-def _load(text: bytearray) -> dict[str, Any]:
-    try:
-        document = json.loads(text.decode("ascii"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as exc:
-        raise PayloadError(f"the header is not JSON: {exc}") from exc
-    if not isinstance(document, dict):
-        raise PayloadError("the header is not a JSON object")
-    return document
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return out
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -253,7 +240,10 @@ def _frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: int) 
             raise PayloadError(f"layer {name!r}: bytes {start}-{end} where {expected} was due")
         expected = end
         text = metadata.get(f"frame.{number}", "")
-        frames.append(_frame(name, text, data_start + start, end - start))
+        scales = metadata.get(f"scales.{number}")
+        if scales is not None and not is_scales(scales):
+            raise PayloadError(f"layer {name!r}: malformed scales")
+        frames.append(_frame(name, text, scales or "", data_start + start, end - start))
         dtype, shape = _stored_as(frames[-1].layer, frames[-1].codec, end - start)
         tensor = tensors[name]
         if (tensor["dtype"], tensor["shape"]) != (dtype, shape):
@@ -276,7 +266,7 @@ def _span(name: str, tensor: Any) -> tuple[int, int]:
     return span[0], span[1]
 
 
-def _frame(name: str, text: str, offset: int, nbytes: int) -> Frame:
+def _frame(name: str, text: str, scales: str, offset: int, nbytes: int) -> Frame:
     match = _FRAME.fullmatch(text)
     if match is None:
         raise PayloadError(f"layer {name!r}: its frame is missing or malformed")
@@ -285,7 +275,7 @@ def _frame(name: str, text: str, offset: int, nbytes: int) -> Frame:
         raise PayloadError(f"layer {name!r}: unknown codec {codec!r} or dtype {dtype!r}")
     if (match["raw"] is None) != (codec == "none"):
         raise PayloadError(f"layer {name!r}: malformed frame")
-    layer, layer_bytes = _layer(name, dtype, match["shape"])
+    layer, layer_bytes = _layer(name, dtype, match["shape"], scales)
     if layer_bytes > LAYER_BYTES_MAX:
         raise PayloadError(f"layer {name!r}: {layer_bytes} bytes")
     if nbytes != layer_bytes if codec == "none" else nbytes >= layer_bytes:
@@ -294,7 +284,7 @@ def _frame(name: str, text: str, offset: int, nbytes: int) -> Frame:
 
 
 @lru_cache(maxsize=4096)
-def _layer(name: str, dtype: str, shape: str) -> tuple[LayerSpec, int]:
+def _layer(name: str, dtype: str, shape: str, scales: str) -> tuple[LayerSpec, int]:
     """A layer and its bytes: the payloads of one model have the same ones over and over."""
-    layer = LayerSpec(name, dtype, tuple(map(int, shape.split("x"))))
+    layer = LayerSpec(name, dtype, tuple(map(int, shape.split("x"))), scales)
     return layer, layer.nbytes

@@ -1,10 +1,11 @@
 """What a payload says: the claim, its layers and frames, where it comes from. Plain values."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, NamedTuple
 
+from objkv.codec.scales import is_scales
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -61,6 +62,9 @@ class LayerSpec:
     """A safetensors dtype name, one of ``DTYPE_BYTES``."""
     shape: tuple[int, ...]
     """``[blocks, heads, block_size, content]``."""
+    scales: str | None = ""
+    """What K and V were divided by before they were quantised, as ``scales_text`` writes it; empty
+    where nothing was. None: not known to whoever expects this layer, which then may have any."""
 
     def __post_init__(self) -> None:
         assert self.name != METADATA_NAME
@@ -68,6 +72,7 @@ class LayerSpec:
         assert self.dtype in DTYPE_BYTES
         assert len(self.shape) == 4
         assert all(size > 0 for size in self.shape)
+        assert not self.scales or is_scales(self.scales)
 
     @property
     def item_bytes(self) -> int:
@@ -134,7 +139,8 @@ def check_layers(found: tuple[LayerSpec, ...], expected: tuple[LayerSpec, ...]) 
     if len(found) != len(expected):
         raise PayloadError(f"has {len(found)} layers, expected {len(expected)}")
     for one, layer in zip(found, expected, strict=True):
-        if one != layer:
+        wanted = replace(layer, scales=one.scales) if layer.scales is None else layer
+        if one != wanted:
             raise PayloadError(f"has {one}, expected {layer}")
 
 

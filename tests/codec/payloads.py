@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from objkv.codec.header import digest
 from objkv.codec.payload import DTYPE_BYTES, Claim, LayerSpec, Provenance, encode
+from objkv.codec.scales import scales_text
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 
@@ -21,6 +22,7 @@ layer_lists = st.lists(
         name=st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__"),
         dtype=st.sampled_from(sorted(DTYPE_BYTES)),
         shape=st.tuples(*[st.integers(1, 5)] * 4),
+        scales=st.just("") | st.builds(scales_text, *[st.floats(1e-300, 1e300)] * 2),
     ),
     min_size=1,
     max_size=4,

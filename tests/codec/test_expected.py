@@ -94,11 +94,12 @@ def no_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for layers in (LAYERS, ODD):
         parse_expected(memoryview(rendered(layers)), CLAIM, layers)
-    monkeypatch.setattr(header, "_load", refuse)
+    monkeypatch.setattr(header, "load_object", refuse)
 
 
 ODD = (
     LayerSpec("f" * 40, "F8_E8M0", (1, 2, 3, 4)),
+    LayerSpec("quantised", "F8_E4M3", (1, 2, 3, 4), "1.0 0.5"),
     LayerSpec('a "q" \\ ä 🎈 \x00', "U8", (3, 1, 1, 7)),
     LayerSpec(" .*%s", "F64", (1, 1, 1, 1)),
 )

@@ -10,7 +10,7 @@ from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, golde
 COMPRESSED = ["lz4", "zstd", "blosc", "blosclz4"]
 
 
-@pytest.mark.parametrize("name", ["none", "tokens", "untyped"])
+@pytest.mark.parametrize("name", ["none", "tokens", "untyped", "scales"])
 def test_what_is_written_today_is_byte_for_byte_what_was_written_then(name: str) -> None:
     file = f"{name}.safetensors"
     assert golden()[file] == (FOLDER / file).read_bytes()

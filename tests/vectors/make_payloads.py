@@ -53,6 +53,11 @@ def golden() -> dict[str, bytes]:
     out["untyped.safetensors"] = bytes(
         encode(CLAIM, [odd], [pages_of(odd)], codec="none", provenance=PROVENANCE)
     )
+    quantised = LayerSpec("model.layers.0.self_attn.attn", "F8_E5M2", (2, 2, 16, 8), "0.0625 1.0")
+    both = (quantised, LAYERS[0])
+    out["scales.safetensors"] = bytes(
+        encode(CLAIM, both, list(map(pages_of, both)), codec="none", provenance=PROVENANCE)
+    )
     return out
 
 
