@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import RankShard, rank_shard
+from objkv.keys.ranks import Topology
+from objkv.keys.topology import RankShard
 from objkv.transfer.paging import GroupShape
 
 
@@ -18,6 +19,22 @@ class Geometry:
     block_tokens: int
     """Least common multiple of all block sizes: where matches may begin and end."""
     tp_size: int
+    stages: tuple[tuple[int, ...], ...] = ()
+    """Per group, how many of its layers each PP rank has; () without pipeline parallelism."""
+
+    canonical: bool = False
+    """Whether each token's content lies in its pages in one piece, so that tokens may be dealt into
+    blocks of another size."""
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.stages[0]) if self.stages else 1
+
+    @property
+    def ranks(self) -> int:
+        """Workers in all."""
+        return self.tp_size * self.pp_size
 
     @property
     def windowed(self) -> bool:
@@ -25,34 +42,41 @@ class Geometry:
         left to compute, and fails whole: what was kept for its end is of no use at another."""
         return not all(keeps_all(group) for group in self.groups)
 
-    def rank_shard(self, group: int, tp_rank: int) -> RankShard:
-        """What a rank holds of a group."""
+    def topology(self, group: int) -> Topology:
+        """How a group lies on the ranks."""
         identity = self.groups[group]
-        return rank_shard(
-            layers=len(identity.layers),
-            heads=identity.heads,
-            tp_rank=tp_rank,
-            tp_size=self.tp_size,
-        )
+        layers = self.stages[group] if self.stages else (len(identity.layers),)
+        return Topology(self.tp_size, identity.heads, layers, identity.block_size)
+
+    def rank_shard(self, group: int, tp_rank: int, pp_rank: int = 0) -> RankShard | None:
+        """What a rank holds of a group; None if its stage has no layer of it."""
+        topology = self.topology(group)
+        return topology.held(topology.rank(pp_rank, tp_rank))
 
     def fields(self, group: int) -> frozenset[str]:
         """The shard fields that all ranks of this replica together read and write."""
         if not stored_blocks(self.groups[group], self.chunk_tokens):
             return frozenset()
-        return frozenset(
-            f"{group}.{self.rank_shard(group, rank).shard}" for rank in range(self.tp_size)
-        )
+        held = map(self.topology(group).held, range(self.ranks))
+        return frozenset(f"{group}.{share.shard}" for share in held if share is not None)
 
     def all_fields(self) -> frozenset[str]:
         """The shard fields of all groups: a chunk is complete for this replica with these."""
         return frozenset().union(*(self.fields(group) for group in range(len(self.groups))))
 
-    def shape(self, group: int, tp_rank: int) -> GroupShape:
-        """What a rank expects of a group's tensors."""
+    def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
+        """What a rank expects of a group's tensors; None if its stage has no layer of it, and the
+        group is then left out of all that the rank does."""
         identity = self.groups[group]
+        share = self.rank_shard(group, tp_rank, pp_rank)
+        if share is None:
+            return None
         return GroupShape(
-            layers=identity.layers,
+            layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
             blocks=stored_blocks(identity, self.chunk_tokens),
             block_size=1 if identity.kind == "mamba" else identity.block_size,
-            rank_shard=self.rank_shard(group, tp_rank),
+            rank_shard=share,
+            model_layers=identity.layers,
+            heads=identity.heads,
+            divisible=self.canonical and keeps_all(identity),
         )

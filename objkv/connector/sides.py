@@ -14,6 +14,7 @@ from objkv.connector.scheduler import Roles, SchedulerSide
 from objkv.connector.translate import (
     copies_are_synchronous,
     names_media,
+    pipeline_rank,
     read_identity,
     safe_load_mode,
     tell_of_sudden_end,
@@ -78,6 +79,20 @@ def open_scheduler_side(
     )
 
 
+def open_cache(config: Config, backends: Backends, writer: str, recorder: Recorder) -> ChunkCache:
+    """Payloads by key; ``writer`` names this process in leases."""
+    settings = CacheSettings(
+        writer,
+        config.ttl_s,
+        config.lease_ms,
+        config.hot_payload_bytes_max,
+        config.hot_save_bytes_max,
+        config.hot_promote_loads,
+        config.hot_promote_bytes_max,
+    )
+    return ChunkCache(backends.bulk, backends.hot, backends.index, settings, recorder)
+
+
 def open_worker_side(
     vllm_config: "VllmConfig",
     config: Config,
@@ -86,21 +101,13 @@ def open_worker_side(
     worker: Worker,
 ) -> WorkerSide:
     """Raises ``ConfigError`` for a layout of the paged cache that objkv cannot read."""
-    settings = CacheSettings(
-        worker.name,
-        config.ttl_s,
-        config.lease_ms,
-        config.hot_payload_bytes_max,
-        config.hot_save_bytes_max,
-        config.hot_promote_loads,
-        config.hot_promote_bytes_max,
-    )
-    cache = ChunkCache(backends.bulk, backends.hot, backends.index, settings, worker.recorder)
+    cache = open_cache(config, backends, worker.name, worker.recorder)
     rank = Rank(
         tensor_rank(vllm_config),
         worker.name,
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
+        pp_rank=pipeline_rank(vllm_config),
     )
     return WorkerSide(
         config, geometry, rank, cache, recorder=worker.recorder, kv_caches=worker.kv_caches

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
 from objkv.connector.groups import read_chunk_tokens, read_group
+from objkv.connector.pipeline import whole_groups
 from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.identity import Identity
@@ -36,12 +37,14 @@ def read_geometry(
 ) -> Geometry:
     """Raises ``ConfigError`` with what to do for everything that is not supported yet."""
     _refuse_unsupported(vllm_config)
-    groups = tuple(read_group(vllm_config, group) for group in kv_cache_config.kv_cache_groups)
+    whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
+    groups = tuple(read_group(vllm_config, group) for group in whole)
     return Geometry(
         groups=groups,
         chunk_tokens=read_chunk_tokens(config.chunk_tokens, groups),
         block_tokens=lcm(*(group.block_size for group in groups)),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        stages=stages,
     )
 
 
@@ -49,11 +52,8 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     """The identity document of this replica. Reads the model's files; takes up to seconds."""
     model = vllm_config.model_config
     folder = local_folder(model.model, model.revision)
-    name = config.model_id or (
-        Path(model.model).name if Path(model.model).is_dir() else model.model
-    )
     return Identity(
-        model=name,
+        model=model_name(vllm_config, config),
         weights=read_weights(vllm_config, config, folder),
         quantization=model.quantization,
         kv_dtype=_kv_dtype(vllm_config),
@@ -66,6 +66,12 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     )
 
 
+def model_name(vllm_config: "VllmConfig", config: Config) -> str:
+    """What the model is called in identities: nothing of where it is mounted."""
+    model = str(vllm_config.model_config.model)
+    return config.model_id or (Path(model).name if Path(model).is_dir() else model)
+
+
 def tensor_rank(vllm_config: "VllmConfig") -> int:
     """This worker's TP rank; 0 where no group of ranks was made."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -73,6 +79,15 @@ def tensor_rank(vllm_config: "VllmConfig") -> int:
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return 0
     return int(get_tensor_model_parallel_rank())
+
+
+def pipeline_rank(vllm_config: "VllmConfig") -> int:
+    """This worker's stage of the pipeline; 0 where there is one."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return 0
+    return int(get_pp_group().rank_in_group)
 
 
 def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
@@ -117,11 +132,17 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
     logger.warning(
         "load_mode=%s is not safe here, loading between steps: %s",
         config.load_mode,
-        "the model has several KV cache groups"
-        if several
-        else "run vLLM with --no-async-scheduling to load within them",
+        _why_between_steps(vllm_config, several=several),
     )
     return config.model_copy(update={"load_mode": "async"})
+
+
+def _why_between_steps(vllm_config: "VllmConfig", *, several: bool) -> str:
+    if several:
+        return "the model has several KV cache groups"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "a pipeline has several steps under way"
+    return "run vLLM with --no-async-scheduling to load within them"
 
 
 def names_media(vllm_config: "VllmConfig") -> bool:
@@ -150,11 +171,7 @@ def copies_are_synchronous() -> bool:
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
     parallel = vllm_config.parallel_config
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise ConfigError(f"objkv does not support {name}={size} yet: {_INSTEAD} set it to 1")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.31

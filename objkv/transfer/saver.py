@@ -118,8 +118,8 @@ class Saver:
         room = self._limits.queue_max - len(self._queue)
         for plan in plans:
             for save in plan.moves:
-                group = self._groups[save.move.group]
-                if not group.shape.rank_shard.writes(save.move.prefix_hash):
+                group = self._groups.get(save.move.group)
+                if group is None or not group.shape.rank_shard.writes(save.move.prefix_hash):
                     continue
                 key = _key(plan, save, group)
                 if not self._cache.begin_save(key):
