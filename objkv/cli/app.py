@@ -7,6 +7,7 @@ import typer
 
 from objkv.cli.bench import bench
 from objkv.cli.demo import demo
+from objkv.cli.diff import diff
 from objkv.cli.doctor import doctor
 from objkv.cli.ls import ls
 from objkv.cli.match import match
@@ -53,6 +54,7 @@ app.command("doctor")(doctor)
 app.command("ls")(ls)
 app.command("show")(show)
 app.command("match")(match)
+app.command("diff")(diff)
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ class Home:
         self.namespace = identity.namespace()
         self.open = True
         """False while it is not known which weights the replica's own blocks are from."""
+        self._tell()
 
     def announce(self) -> None:
         """Store the identity document in the background, unless it is stored or on its way."""
@@ -71,9 +72,17 @@ class Home:
             self._identity, weights_epoch=epoch, extra=tuple(sorted(extra.items()))
         )
         self.namespace = self._identity.namespace()
+        self._tell()
         logger.warning(
             "cache reset, sharing with nobody until weights_epoch is set namespace=%s",
             self.namespace,
         )
         self.announce()
         return True
+
+    def _tell(self) -> None:
+        """Replicas that only load store no document, and may not be allowed to: theirs is in their
+        log, where ``objkv diff`` finds it."""
+        if not self._writes:
+            document = self._identity.canonical().decode()
+            logger.info("objkv identity namespace=%s document=%s", self.namespace, document)

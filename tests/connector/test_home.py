@@ -1,10 +1,14 @@
 """The namespace a replica lives in, and what a reset makes of it."""
 
+import logging
 from collections.abc import Callable
+
+import pytest
 
 from objkv.connector.home import Home
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.ops.diff import namespace_of, parse_document
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
 
@@ -97,3 +101,15 @@ def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did
     assert home.renew(clean=True)
     assert home.open
     assert home.namespace != IDENTITY.namespace()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_reader_logs_the_document_that_it_does_not_store(
+    caplog: pytest.LogCaptureFixture, *, writes: bool
+) -> None:
+    with caplog.at_level(logging.INFO, logger="objkv.connector.home"):
+        home = Home(IDENTITY, MemoryStore(), Later(), writes=writes)
+        assert ("document=" in caplog.text) is not writes
+        home.renew(clean=True)
+    if not writes:
+        assert namespace_of(parse_document(caplog.text, "log")) == home.namespace

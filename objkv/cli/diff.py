@@ -1,0 +1,158 @@
+"""``objkv diff``: why two namespaces, or two replicas, do not share."""
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from objkv.assembly.backends import Backends
+from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import Output
+from objkv.errors import ConfigError, PayloadError, StoreError
+from objkv.keys.identity import NAMESPACE_HEX, identity_path
+from objkv.ops.diff import Difference, DiffReport, Document, namespace_of, parse_document
+from objkv.ops.diff import diff as compare
+from objkv.ops.identities import pick_namespace
+
+_SCANNED_MAX = 1_000
+_CLOSE = 3
+_VALUE_CHARS = 64
+
+
+@command
+def diff(
+    session: Session,
+    a: Annotated[
+        str,
+        typer.Argument(
+            help="A namespace or its beginning, an identity.json or a replica's log; - is stdin.",
+            metavar="A",
+        ),
+    ],
+    b: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+) -> int:
+    """Explain why two namespaces, or two replicas, do not share."""
+    if a == b == "-":
+        raise ConfigError("only one of the two can be standard input")
+    with session.backends() as backends:
+        sides = [_read(backends, text) for text in (a, b)]
+    report = compare(*sides)
+    if session.out.machine:
+        session.out.document(_document((a, b), sides, report))
+    else:
+        _print(session.out, (a, b), sides, report)
+    return FINE if report.share else FOUND
+
+
+def _read(backends: Backends, text: str) -> Document:
+    if text == "-":
+        return parse_document(sys.stdin.read(), "standard input")
+    path = Path(text)
+    if path.is_file() or "/" in text or path.suffix:
+        try:
+            return parse_document(path.read_text(encoding="utf-8"), text)
+        except OSError as exc:
+            raise ConfigError(f"{path}: {exc.strerror}") from exc
+        except UnicodeDecodeError as exc:
+            raise ConfigError(f"{path}: not UTF-8 text") from exc
+    name = text if len(text) == NAMESPACE_HEX else _complete(backends, text)
+    name = pick_namespace((), name)  # refuses what is none
+    stored = backends.bulk.get(identity_path(name))
+    if stored is None:
+        raise ConfigError(_missing(backends, name))
+    try:
+        document = parse_document(stored.decode("utf-8", "replace"), identity_path(name))
+    except ConfigError as exc:
+        raise PayloadError(f"{identity_path(name)}: not an identity document") from exc
+    if namespace_of(document) != name:
+        raise PayloadError(f"{identity_path(name)}: is the document of {namespace_of(document)}")
+    return document
+
+
+def _complete(backends: Backends, beginning: str) -> str:
+    """The one namespace that begins so. Replicas that saved nothing yet have a document only."""
+    known = set(backends.index.namespaces())
+    if beginning and all(char in "0123456789abcdef" for char in beginning):
+        entries = islice(backends.bulk.scan(beginning), _SCANNED_MAX)
+        names = (entry.key.partition("/")[0] for entry in entries)
+        known |= {name for name in names if len(name) == NAMESPACE_HEX}
+    return pick_namespace(sorted(known), beginning)
+
+
+def _missing(backends: Backends, name: str) -> str:
+    told = f"the bulk store has no {identity_path(name)}"
+    try:
+        known = backends.index.namespaces()
+    except StoreError:  # it could only have said what else there is
+        known = []
+    if close := get_close_matches(name, known, _CLOSE):
+        return f"{told}; did you mean {', '.join(close)}?"
+    return (
+        f"{told}: replicas that only load do not save theirs, but log it; else bulk_url is not "
+        f"theirs{_listed(known)}"
+    )
+
+
+def _listed(known: Sequence[str]) -> str:
+    return f". The index has: {', '.join(known[:_CLOSE])}" if known else ""
+
+
+def _document(
+    names: tuple[str, str], sides: Sequence[Document], report: DiffReport
+) -> dict[str, Any]:
+    a, b = (
+        {"source": name, "namespace": namespace_of(side), "model": side.get("model")}
+        for name, side in zip(names, sides, strict=True)
+    )
+    return {
+        "share": report.share,
+        "reason": report.reason,
+        "a": a,
+        "b": b,
+        "differences": report.differences,
+    }
+
+
+def _print(
+    out: Output, names: tuple[str, str], sides: Sequence[Document], report: DiffReport
+) -> None:
+    rows = [
+        (letter, namespace_of(side), str(side.get("model")), name)
+        for letter, name, side in zip("ab", names, sides, strict=True)
+    ]
+    out.table(("", "namespace", "model", "given as"), rows)
+    out.line()
+    if report.share:
+        out.line(report.reason, "green")
+        out.line("(TP, PP, ranks and versions of vLLM do not matter)")
+        out.line(
+            "if one does not find what the other saved: compare bulk_url and index_url "
+            "(objkv doctor), and the requests' cache_salt and adapter"
+        )
+        return
+    out.table(
+        ("field", "a", "b"), [(d.field, _value(d.a), _value(d.b)) for d in report.differences]
+    )
+    out.line()
+    out.line(report.reason, "bold")
+    for difference in report.differences:
+        _explain(out, difference)
+
+
+def _explain(out: Output, difference: Difference) -> None:
+    out.line()
+    if difference.follows_from is not None:
+        out.line(f"{difference.field}: follows from {difference.follows_from}")
+        return
+    out.line(f"{difference.field}: {difference.why}")
+    out.line(f"  {difference.fix}")
+
+
+def _value(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = "none" if value is None else text
+    return text if len(text) <= _VALUE_CHARS else f"{text[: _VALUE_CHARS - 1]}…"

@@ -1,0 +1,160 @@
+"""``objkv diff``."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from objkv.keys.identity import Identity, identity_path
+from tests.cli.conftest import Machine, Run
+from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+
+OTHER = replace(IDENTITY, tenant="other", chunk_tokens=32)
+KEYS = ["share", "reason", "a", "b", "differences"]
+SIDE_KEYS = ["source", "namespace", "model"]
+DIFFERENCE_KEYS = ["field", "a", "b", "why", "fix", "follows_from"]
+NOWHERE = "redis://127.0.0.1:1"
+
+
+@pytest.fixture
+def two(machine: Machine) -> Machine:
+    """Documents of two replicas, one of which has saved."""
+    machine.fill()
+    save_identity(machine.bulk, OTHER)
+    return machine
+
+
+def written(identity: Identity, path: Path) -> str:
+    path.write_bytes(identity.canonical())
+    return str(path)
+
+
+def test_two_namespaces_are_compared_by_their_beginnings(run: Run, two: Machine) -> None:
+    ran = run("diff", NAMESPACE[:8], OTHER.namespace()[:8])
+    assert ran.code == 1
+    lines = ran.out.splitlines()
+    assert NAMESPACE in lines[1]
+    assert OTHER.namespace() in lines[2]
+    for words in ("tenant", "chunk_tokens", "they do not share: chunk_tokens and tenant differ"):
+        assert words in ran.out
+    assert "tenants never share" in ran.out
+
+
+def test_a_replica_shares_with_itself(run: Run, two: Machine) -> None:
+    ran = run("diff", NAMESPACE, NAMESPACE[:6])
+    assert (ran.code, ran.err) == (0, "")
+    assert "they share" in ran.out
+
+
+def test_the_keys_for_machines_are_stable(run: Run, two: Machine) -> None:
+    document = run("diff", NAMESPACE, OTHER.namespace(), "--json").document
+    assert list(document) == KEYS
+    assert [list(document[side]) for side in "ab"] == [SIDE_KEYS] * 2
+    assert [list(one) for one in document["differences"]] == [DIFFERENCE_KEYS] * 2
+    assert document["a"] == {
+        "source": NAMESPACE,
+        "namespace": NAMESPACE,
+        "model": IDENTITY.model,
+    }
+    same = run("diff", NAMESPACE, NAMESPACE, "--json")
+    assert (same.code, same.document["share"], same.document["differences"]) == (0, True, [])
+
+
+def test_files_logs_and_standard_input_need_no_store(run: Run, tmp_path: Path) -> None:
+    ends = ("--index-url", NOWHERE)
+    file = written(IDENTITY, tmp_path / "identity.json")
+    log = f"INFO objkv identity namespace=x document={OTHER.canonical().decode()}\n"
+    (tmp_path / "replica.log").write_text(log)
+    assert run("diff", file, str(tmp_path / "replica.log"), *ends).code == 1
+    assert run("diff", "-", file, *ends, stdin=log).code == 1
+    assert run("diff", file, "-", *ends, stdin=IDENTITY.canonical().decode()).code == 0
+
+
+def test_whole_namespaces_need_no_index(run: Run, two: Machine) -> None:
+    assert run("diff", NAMESPACE, OTHER.namespace(), "--index-url", NOWHERE).code == 1
+
+
+def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
+    run: Run, two: Machine
+) -> None:
+    typo = NAMESPACE[:-1] + ("0" if NAMESPACE[-1] != "0" else "1")
+    ran = run("diff", NAMESPACE, typo)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"has no {typo}/identity.json; did you mean {NAMESPACE}?" in ran.err
+    far = run("diff", NAMESPACE, "0123456789abcdef" * 2)
+    assert (far.code, far.err.count("\n")) == (2, 1)
+    assert "replicas that only load do not save theirs" in far.err
+    blind = run("diff", NAMESPACE, typo, "--index-url", NOWHERE)
+    assert (blind.code, blind.out) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("xyz", "is no namespace"),
+        ("0" * 31 + "G", "is no namespace"),
+        ("/nowhere/identity.json", "No such file"),
+        ("nowhere.log", "No such file"),
+    ],
+)
+def test_what_is_neither_is_2(run: Run, two: Machine, argument: str, words: str) -> None:
+    ran = run("diff", NAMESPACE, argument)
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err
+
+
+def test_a_beginning_of_several_lists_them(run: Run, machine: Machine) -> None:
+    number = 0
+    while (twin := replace(IDENTITY, tenant=f"t{number}")).namespace()[0] != NAMESPACE[0]:
+        number += 1
+    save_identity(machine.bulk)
+    save_identity(machine.bulk, twin)
+    ran = run("diff", NAMESPACE[0], NAMESPACE)
+    assert (ran.code, ran.out) == (2, "")
+    assert NAMESPACE in ran.err
+    assert twin.namespace() in ran.err
+
+
+def test_files_that_are_no_documents_are_2(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "image.png").write_bytes(b"\xff\xd8")
+    (tmp_path / "some.log").write_text("nothing\n")
+    for name, words in (("image.png", "not UTF-8"), ("some.log", "no identity document")):
+        ran = run("diff", str(tmp_path / name), NAMESPACE)
+        assert ran.code == 2
+        assert words in ran.err
+
+
+def test_only_one_of_them_can_be_standard_input(run: Run) -> None:
+    assert run("diff", "-", "-", stdin="{}").code == 2
+
+
+@pytest.mark.parametrize("content", [b"{}", b"not json", OTHER.canonical()])
+def test_a_document_that_is_not_the_namespace_s_is_1(
+    run: Run, machine: Machine, content: bytes
+) -> None:
+    machine.bulk.put(identity_path(NAMESPACE), content)
+    ran = run("diff", NAMESPACE, NAMESPACE)
+    assert (ran.code, ran.out) == (1, "")
+    assert f"{NAMESPACE}/identity.json" in ran.err
+
+
+def test_a_store_that_cannot_be_reached_is_3(
+    run: Run, two: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("diff", NAMESPACE[:8], NAMESPACE, "--index-url", NOWHERE).code == 3
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    ran = run("diff", NAMESPACE, NAMESPACE, "--bulk-url", "s3://bucket")
+    assert (ran.code, ran.out) == (3, "")
+
+
+def test_names_from_elsewhere_do_not_command_the_terminal(run: Run, tmp_path: Path) -> None:
+    hostile = dict(json.loads(IDENTITY.canonical())) | {"tenant": "\x1b[2J" + "x" * 200}
+    (tmp_path / "a.json").write_text(json.dumps(hostile))
+    file = written(IDENTITY, tmp_path / "b.json")
+    ran = run("diff", str(tmp_path / "a.json"), file)
+    assert "\x1b[2J" not in ran.out
+    assert "x" * 100 not in ran.out

@@ -1,0 +1,230 @@
+"""Why two documents are not the same namespace, in words."""
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.errors import ConfigError
+from objkv.keys.identity import GroupIdentity, Identity
+from objkv.ops.diff import ABSENT, DiffReport, Document, diff, namespace_of, parse_document
+from objkv.ops.reasons import _REASONS
+
+LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(28))
+GROUP = GroupIdentity("full", None, LAYERS, heads=8, content=256, block_size=16)
+IDENTITY = Identity(
+    model="org/model",
+    weights="sampled:" + "1" * 40,
+    quantization=None,
+    kv_dtype="bfloat16",
+    groups=(GROUP,),
+    page_layout="opaque:x86_64-avx512-amx",
+    chunk_tokens=256,
+    weights_epoch=0,
+    tenant="default",
+    extra=(("dtype", "bfloat16"),),
+)
+
+
+def as_read(identity: Identity) -> Document:
+    document: Document = json.loads(identity.canonical())
+    return document
+
+
+def against(**changes: Any) -> DiffReport:
+    """The replica above against one that differs so."""
+    return diff(as_read(IDENTITY), as_read(replace(IDENTITY, **changes)))
+
+
+def in_group(**changes: Any) -> DiffReport:
+    return against(groups=(replace(GROUP, **changes),))
+
+
+def test_equal_documents_share_however_they_are_written() -> None:
+    document = as_read(IDENTITY)
+    report = diff(document, dict(reversed(document.items())))
+    assert (report.share, report.differences) == (True, ())
+    assert namespace_of(document) == IDENTITY.namespace()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model": "org/other", "weights": "sampled:2"}, "model"),
+        ({"weights": "sampled:" + "2" * 40}, "weights"),
+        ({"quantization": "awq"}, "quantization"),
+        ({"kv_dtype": "fp8"}, "kv_dtype"),
+        ({"page_layout": "opaque:aarch64-default-neon"}, "page_layout"),
+        ({"chunk_tokens": 512}, "chunk_tokens"),
+        ({"weights_epoch": 1}, "weights_epoch"),
+        ({"tenant": "other"}, "tenant"),
+        ({"extra": ()}, "extra.dtype"),
+        ({"extra": (("dtype", "bfloat16"), ("longrope", "long"))}, "extra.longrope"),
+    ],
+)
+def test_every_field_is_named_and_explained(changes: dict[str, Any], field: str) -> None:
+    report = against(**changes)
+    assert not report.share
+    [found] = [d for d in report.differences if d.field == field]
+    assert (found.why, found.fix) == _REASONS[field]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"kind": "sliding_window", "window": 4096}, "window"),
+        ({"layers": LAYERS[:-1]}, "layers"),
+        ({"heads": 4}, "heads"),
+        ({"content": 128}, "content"),
+        ({"block_size": 32}, "block_size"),
+    ],
+)
+def test_groups_are_compared_field_by_field(changes: dict[str, Any], field: str) -> None:
+    found = {d.field: d for d in in_group(**changes).differences}
+    assert found.keys() == {f"groups[0].{name}" for name in changes}
+    assert found[f"groups[0].{field}"].why == _REASONS[f"groups[].{field}"][0]
+
+
+def test_what_an_identity_has_is_all_explained() -> None:
+    fields = {f for f in as_read(IDENTITY) if f != "extra"}
+    group = {f"groups[].{f}" for f in as_read(IDENTITY)["groups"][0]}
+    assert fields | group <= _REASONS.keys()
+
+
+def test_lists_are_told_in_few_words() -> None:
+    [layers] = in_group(layers=LAYERS[:-1]).differences
+    assert layers.a == "28: model.layers.0.self_attn.attn … model.layers.27.self_attn.attn"
+    sliding = replace(GROUP, kind="sliding_window", window=8, layers=("l",))
+    [groups] = against(groups=(GROUP, sliding)).differences
+    assert (groups.a, groups.b) == (
+        "1: full of 28 layers",
+        "2: full of 28 layers, sliding_window of 1 layer",
+    )
+
+
+def test_one_sentence_names_what_there_is_to_change() -> None:
+    assert against(tenant="t").reason == "they do not share: tenant differs"
+    assert in_group(block_size=32).reason == "they do not share: block_size of group 0 differs"
+    assert against(tenant="t", weights_epoch=1).reason == (
+        "they do not share: tenant and weights_epoch differ"
+    )
+    many = against(tenant="t", weights_epoch=1, chunk_tokens=512, quantization="q")
+    assert many.reason.endswith("and 1 more differ")
+
+
+def test_another_dtype_is_one_cause_with_what_follows_from_it() -> None:
+    report = against(
+        extra=(("dtype", "float32"),),
+        kv_dtype="float32",
+        page_layout="opaque:x86_64-avx512-vec",
+    )
+    assert [cause.field for cause in report.causes] == ["extra.dtype"]
+    assert report.reason == "they do not share: dtype differs"
+    assert {d.follows_from for d in report.differences[1:]} == {"extra.dtype"}
+
+
+def test_another_block_size_is_one_cause_unless_the_wish_for_chunks_differs_as_well() -> None:
+    def both(block_size: int, chunk_tokens: int) -> list[str]:
+        changed = (replace(GROUP, block_size=block_size),)
+        report = against(groups=changed, chunk_tokens=chunk_tokens)
+        return [cause.field for cause in report.causes]
+
+    assert both(160, 320) == ["groups[0].block_size"]  # a wish of 256 in both
+    assert both(32, 512) == ["chunk_tokens", "groups[0].block_size"]
+
+
+def test_a_reset_replica_is_told_from_one_whose_operator_raised_the_epoch() -> None:
+    report = against(weights_epoch=1, extra=(("dtype", "bfloat16"), ("reset", "ab")))
+    assert [cause.field for cause in report.causes] == ["extra.reset"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ("full:" + "1" * 40, "weights_digest alike"),
+        ("revision:main", "read the weights"),
+        ("sampled:" + "2" * 40, "same checkpoint"),
+    ],
+)
+def test_weights_that_are_told_otherwise_are_not_called_other_weights(
+    weights: str, words: str
+) -> None:
+    [found] = against(weights=weights).differences
+    assert words in found.fix
+
+
+def test_seeds_of_random_weights_are_told() -> None:
+    a = replace(IDENTITY, weights="dummy:seed=0")
+    b = replace(IDENTITY, weights="dummy:seed=1")
+    [found] = diff(as_read(a), as_read(b)).differences
+    assert "seed" in found.fix
+
+
+def test_only_another_name_is_told_from_another_model() -> None:
+    [found] = against(model="other").differences
+    assert found.why == "the weights are the same, only the model's name differs"
+    assert "model_id" in found.fix
+
+
+def test_settings_that_are_text_of_json_are_compared_within() -> None:
+    def overrides(theta: int) -> Identity:
+        return replace(IDENTITY, extra=(("hf_overrides", f'{{"a": 1, "rope_theta": {theta}}}'),))
+
+    [found] = diff(as_read(overrides(1)), as_read(overrides(2))).differences
+    assert (found.field, found.a, found.b) == ("extra.hf_overrides.rope_theta", 1, 2)
+    assert found.why == _REASONS["extra.hf_overrides"][0]
+
+
+def test_fields_of_other_versions_are_told_with_a_plain_sentence() -> None:
+    a = dict(as_read(IDENTITY))
+    b = copy.deepcopy(a) | {"planet": {"name": "mars"}}
+    b["groups"][0]["spin"] = 7
+    found = {d.field: d for d in diff(a, b).differences}
+    assert found.keys() == {"planet", "groups[0].spin"}
+    assert found["groups[0].spin"].a == ABSENT
+    assert "planet is part of the name" in found["planet"].why
+
+
+@pytest.mark.parametrize("other", [7, None, "text", [1], [{}], {}, [["a", 1], ["a", 2]]])
+def test_documents_that_nobody_would_write_are_compared_all_the_same(other: Any) -> None:
+    for field in ("groups", "extra", "weights"):
+        document = dict(as_read(IDENTITY)) | {field: other}
+        assert not diff(as_read(IDENTITY), document).share
+        assert not diff(document, as_read(IDENTITY)).share
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)
+names = st.sampled_from(["groups", "extra", "weights", "kv_dtype", "page_layout", "x"])
+documents = st.dictionaries(names | st.text(max_size=3), values, max_size=6)
+
+
+@given(a=documents, b=documents)
+def test_two_share_exactly_when_their_namespaces_are_equal(a: Any, b: Any) -> None:
+    report = diff(a, b)
+    assert report.share == (namespace_of(a) == namespace_of(b))
+    assert report.share == (not report.differences)
+    assert diff(b, a).share == report.share
+    assert report.reason
+    assert diff(a, a).share
+
+
+def test_a_document_is_read_from_json_or_from_a_log() -> None:
+    line = IDENTITY.canonical().decode()
+    log = f"INFO other=1 document=none\nINFO objkv identity namespace=x document={line}\nbye\n"
+    assert parse_document(line, "f") == parse_document(log, "f") == as_read(IDENTITY)
+    later = replace(IDENTITY, tenant="later").canonical().decode()
+    assert parse_document(f"{log}document={later}", "f")["tenant"] == "later"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "document={", '{"a": NaN}', "{" * 100_000])
+def test_what_is_no_document_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="replica-b: no identity document"):
+        parse_document(text, "replica-b")
