@@ -184,9 +184,9 @@ def read_header(payload: Buffer) -> Header:
 
 
 def read_claimed(payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:
-    """``read_header`` for who knows the claim, and what the layers most probably are: much sooner if
-    they are, uncompressed. ``layers`` should be the same object every time, and is kept. Length and
-    layers remain to be compared. Raises ``PayloadError``, also for another claim."""
+    """``read_header`` for who knows the claim, and what the layers most probably are: much sooner
+    if they are, uncompressed. ``layers`` should be the same object every time, and is kept. Length
+    and layers remain to be compared. Raises ``PayloadError``, also for another claim."""
     header = parse_expected(_view(payload), claim, layers)
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"claims to be {header.claim}, expected {claim}")

@@ -32,8 +32,7 @@ class Matching:
         self._confidence = confidence
         self._pace = pace
         self._requests = requests
-        self._fields = [geometry.fields(g) for g in range(len(geometry.groups))]
-        self._fields_count = len(geometry.all_fields())
+        self._reach = requests.reach
         self._waiting: int | None = None
 
     def next_step(self) -> None:
@@ -88,5 +87,4 @@ class Matching:
         return self._confidence.holds and self._mode != "async"
 
     def _readable(self, shards: Shards, group: int, _identity: GroupIdentity) -> bool:
-        # Only fields of this replica were asked for; counting them decodes none.
-        return len(shards) == self._fields_count or self._fields[group].issubset(shards)
+        return self._reach.is_readable(shards, group)

@@ -16,6 +16,7 @@ from time import monotonic
 from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
 from objkv.connector.geometry import Geometry
 from objkv.connector.metadata import StepReport
+from objkv.connector.reach import Reach
 from objkv.index.base import Shards
 from objkv.transfer.plan import LoadPlan
 
@@ -43,6 +44,7 @@ class Pace:
         geometry: Geometry,
         *,
         steps_in_flight: int,
+        reach: Reach | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._admission = admission
@@ -52,10 +54,7 @@ class Pace:
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
         self._loads: dict[str, _Load] = {}
-        # Ranks load at once, each its own shards, of which there may be fewer than ranks. Where
-        # groups differ, as if all were divided like the one that is least.
-        groups = range(len(geometry.groups))
-        self._shares = min((len(f) for g in groups if (f := geometry.fields(g))), default=1)
+        self._reach = reach or Reach(geometry)
 
     @property
     def steps(self) -> int:
@@ -123,12 +122,8 @@ class Pace:
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
-        nbytes, tier = 0, _HOT
-        for record in shards.values():
-            nbytes += record.nbytes
-            if not record.hot:
-                tier = _BULK
-        return ChunkSize(nbytes // self._shares, end - start, tier)
+        nbytes, hot = self._reach.size(shards)
+        return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:

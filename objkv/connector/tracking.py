@@ -14,6 +14,7 @@ from objkv.connector.adapters import Adapters, UnknownAdapterError
 from objkv.connector.digests import DigestCache
 from objkv.connector.geometry import Geometry
 from objkv.connector.hashes import RequestHashes
+from objkv.connector.reach import Reach
 from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
@@ -88,14 +89,17 @@ class RequestTracker:
         lookups: LookupService,
         recorder: Recorder,
         digests: DigestCache | None = None,
+        reach: Reach | None = None,
     ) -> None:
-        """``digests``: of adapters; without it each engine reads them once."""
+        """``digests``: of adapters; without it each engine reads them once. ``reach``: where others
+        than this replica's own shards are found as well."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
         self.adapters = Adapters(lookups.submit, digests)
         self._tracked: dict[str, Tracked] = {}
-        self._fields_count = len(geometry.all_fields())
+        self.reach = reach or Reach(geometry)
+        """What of a chunk this replica can be served from."""
 
     def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> Tracked:
         """Start to follow a request, and to look its prompt up.
@@ -165,9 +169,8 @@ class RequestTracker:
         records = self._lookups.ask(tracked.request.request_id, tracked.namespace, hashes)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            # Of each chunk only fields of this replica were asked for.
-            count = self._fields_count
-            tracked.stored |= {i for i, r in enumerate(records) if r and len(r) == count}
+            complete = self.reach.is_complete
+            tracked.stored |= {i for i, r in enumerate(records) if r and complete(r)}
         return records
 
     def hashing(self, tracked: Tracked) -> bool:

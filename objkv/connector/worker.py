@@ -14,15 +14,14 @@ import torch
 
 from objkv.cache.admission import LoadTime
 from objkv.cache.tiered import ChunkCache
-from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
 from objkv.connector.metadata import StepPlan, StepReport
-from objkv.errors import ConfigError
+from objkv.connector.paged import read_pages
+from objkv.connector.pools import plan_pools, plan_wide
 from objkv.telemetry import Recorder
 from objkv.transfer.lanes import open_lane
 from objkv.transfer.loader import Loader, LoadLimits
-from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -75,7 +74,7 @@ class WorkerSide:
     ) -> None:
         self._config = config
         self._cache = cache
-        self._groups = _paged_groups(geometry, rank, kv_caches)
+        self._groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches)
         self._places = {
             name: (g, i)
             for g, group in self._groups.items()
@@ -94,6 +93,7 @@ class WorkerSide:
             cache,
             self._groups,
             slabs[0],
+            wide=plan_wide(config, self._groups, geometry.chunk_tokens, pinned=pinned),
             lane_for_thread=lambda: open_lane(device, urgent=True),
             limits=LoadLimits(
                 pools.load_threads,
@@ -250,33 +250,6 @@ class WorkerSide:
             self._report.loaded[outcome.request_id] = time
 
 
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """How the pinned memory is divided."""
-
-    slab_bytes: int
-    load_slabs: int
-    save_slabs: int
-    load_threads: int
-
-
-def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int) -> Pools:
-    """Half for loads, two slabs a thread (payload and decoded pages); the rest for saves, so that
-    neither can starve the other. Raises ``ConfigError`` if there is no room for one of each."""
-    # With room for token ids, which payloads of other replicas may carry.
-    slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
-    slab_bytes = -(-slab_bytes // 4096) * 4096
-    budget = config.pinned_bytes_max // slab_bytes
-    load = min(2 * config.load_threads, budget // 2 // 2 * 2)
-    save = min(config.save_queue_max + config.save_threads, budget - load)
-    if load < 2 or save < 1:
-        raise ConfigError(
-            f"pinned_bytes_max={config.pinned_bytes_max} has no room for 4 slabs of {slab_bytes} "
-            "bytes, one chunk each: raise it, or lower chunk_tokens"
-        )
-    return Pools(slab_bytes, load, save, load // 2)
-
-
 def _is_far(config: Config) -> bool:
     """Whether payloads cross a network. A directory counts as near: its disk makes puts slow, not
     loads, which mostly come from memory; and next door is not worth anybody's time to compress."""
@@ -287,17 +260,3 @@ def _is_far(config: Config) -> bool:
 def _all_failed(plan: LoadPlan) -> LoadOutcome:
     blocks = frozenset(block for load in plan.moves for block in load.move.block_ids)
     return LoadOutcome(plan.request_id, blocks, frozenset())
-
-
-def _paged_groups(
-    geometry: Geometry, rank: Rank, kv_caches: Mapping[str, torch.Tensor]
-) -> dict[int, PagedGroup]:
-    groups = {}
-    for g in range(len(geometry.groups)):
-        shape = geometry.shape(g, rank.tp_rank, rank.pp_rank)
-        if shape is None:
-            continue  # no layer of it in this stage of the pipeline
-        if missing := [name for name in shape.layers if name not in kv_caches]:
-            raise ConfigError(f"vLLM registered no KV cache for {missing[0]}: objkv cannot save it")
-        groups[g] = PagedGroup(shape, [kv_caches[name] for name in shape.layers])
-    return groups

@@ -6,6 +6,7 @@ compare-and-delete compares the written bytes. Specified in ``docs/index.md``.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence, ValuesView
+from itertools import compress
 
 from objkv.index.base import Record, ShardRecord, Shards
 
@@ -68,7 +69,10 @@ class WrittenShards(Mapping[str, ShardRecord]):
         return self._shards()[field]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shards())
+        return compress(self._fields, self._values)  # decodes none
+
+    def __contains__(self, field: object) -> bool:
+        return field in self._fields and bool(self._values[self._fields.index(field)])
 
     def values(self) -> ValuesView[ShardRecord]:
         """At once: the inherited view asks for one field after the other."""

@@ -24,9 +24,10 @@ _SECOND_CHANCES = 64
 class NearIndex(WrappedIndex):
     """Keeps up to ``records_max`` records of ``inner``, each for ``ttl_s``; the least used go.
 
-    Only what is found with exactly these ``fields``, complete, and of the namespace that was asked
-    for last; whatever else is asked for every time. A record that was removed elsewhere is still
-    answered for up to ``ttl_s``: whoever finds that it lied calls ``forget`` or ``invalidate``.
+    Only what is found with exactly these ``fields``, all of them, and of the namespace that was
+    asked for last; whatever else is asked for every time. A record that was removed elsewhere is
+    still answered for up to ``ttl_s``: whoever finds that it lied calls ``forget`` or
+    ``invalidate``.
 
     The first chunk that a prompt was found to lack is remembered for ``miss_ttl_s``. It ends every
     match, so what follows it is answered None without being asked for.
@@ -47,6 +48,7 @@ class NearIndex(WrappedIndex):
     ) -> None:
         super().__init__(inner)
         self._fields = frozenset(fields)
+        self._complete: Callable[[Shards], bool] = lambda shards: len(shards) == len(self._fields)
         self._records_max = records_max
         self._ttl_s = ttl_s
         self._miss_ttl_s = miss_ttl_s
@@ -103,6 +105,13 @@ class NearIndex(WrappedIndex):
                     self._book.records.pop(prefix_hash, None)
                     self._book.missing.pop(prefix_hash, None)
 
+    def keep_only(self, fields: Collection[str], complete: Callable[[Shards], bool]) -> None:
+        """From now on keep what is found with exactly these fields, and is ``complete``; nothing of
+        what was kept before."""
+        with self._lock:
+            self._fields, self._complete = frozenset(fields), complete
+            self._book = _Book(self._book.namespace)
+
     def clear(self) -> None:
         """Keep nothing of what is kept now, nor of what lookups in flight bring."""
         with self._lock:
@@ -148,7 +157,7 @@ class NearIndex(WrappedIndex):
             (prefix_hash, _Kept(shards, asked_s + self._ttl_s))
             for prefix_hash, shards in zip(prefix_hashes, fresh, strict=True)
             if shards is not None
-            and len(shards) == len(self._fields)
+            and self._complete(shards)
             and max(shard.created_s for shard in shards.values()) <= settled_s
         ]
         lacked = next((h for h, s in zip(prefix_hashes, fresh, strict=True) if s is None), None)

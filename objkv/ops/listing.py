@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from objkv.errors import PayloadError
 from objkv.index.base import ReadIndex, Record
+from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.identities import read_identity
 from objkv.stores.base import ReadStore
@@ -107,7 +108,7 @@ def list_prefixes(index: ReadIndex, namespace: str) -> list[PrefixSummary]:
 
     Holds every record of the namespace in memory, about 1 KiB each.
     """
-    records = {record.prefix_hash: record for record in index.scan(namespace) if record.shards}
+    records = {record.prefix_hash: record for record in index.scan(namespace) if _is_chunk(record)}
     chains: dict[bytes, PrefixSummary] = {}
     inner: set[bytes] = set()
     # Parents come first, and end where their children start: a record that lies cannot make a loop.
@@ -123,6 +124,10 @@ def list_prefixes(index: ReadIndex, namespace: str) -> list[PrefixSummary]:
     for chain in leaves:
         size[chain.root] = max(size[chain.root], chain.nbytes)
     return sorted(leaves, key=lambda c: (-size[c.root], c.root, -c.token_end, c.leaf))
+
+
+def _is_chunk(record: Record) -> bool:
+    return bool(record.shards) and not is_shapes(record)
 
 
 @dataclass(slots=True)
@@ -146,7 +151,7 @@ class _Totals:
 def _of_records(records: Iterator[Record]) -> _Totals:
     totals = _Totals(tokens=0, hits=0)
     for record in records:
-        if record.prefix_hash in totals.hashes:  # a scan may repeat
+        if record.prefix_hash in totals.hashes or is_shapes(record):  # a scan may repeat
             continue
         totals.tokens = (totals.tokens or 0) + record.token_end - record.token_start
         totals.hits = (totals.hits or 0) + record.hits

@@ -5,9 +5,10 @@ Source of the shape: vLLM 0.31-0.33, ``register_kv_caches``: blocks, heads, bloc
 block are the attention kernel's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,20 @@ DTYPE_NAMES = {
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """What the elements of one layer's cache mean, which its tensor does not say: vLLM keeps fp8 as
+    plain bytes, and scales beside the layer."""
+
+    dtype: str | None
+    """A safetensors dtype name of one byte; None: the tensor's own."""
+    scales: str
+    """Of K and V, as ``codec.scales`` writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,9 @@ class GroupShape:
     share: pages are canonical, and the group keeps all tokens."""
 
 
+NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
+"""Of no layer."""
+
 _GATHER_CHUNKS_MAX = 16
 _GATHER_BYTES_MAX = 32 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -60,11 +77,17 @@ ARRAY_WORDS = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int
 class PagedGroup:
     """One group's layers on this rank. The tensors are vLLM's, never freed or resized here."""
 
-    def __init__(self, shape: GroupShape, caches: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        shape: GroupShape,
+        caches: Sequence[torch.Tensor],
+        quantised: Mapping[str, Quantised] = NOT_QUANTISED,
+    ) -> None:
+        """``quantised`` says of which layers elements are more than their tensor's dtype tells."""
         assert len(caches) == len(shape.layers)
         self.shape = shape
         self.layers = tuple(
-            _layer_spec(name, cache, shape)
+            _layer_spec(name, cache, shape, quantised.get(name))
             for name, cache in zip(shape.layers, caches, strict=True)
         )
         """What a payload of this group must hold, in forward order."""
@@ -143,7 +166,9 @@ class PagedGroup:
         return views
 
 
-def _layer_spec(name: str, cache: torch.Tensor, shape: GroupShape) -> LayerSpec:
+def _layer_spec(
+    name: str, cache: torch.Tensor, shape: GroupShape, quantised: Quantised | None
+) -> LayerSpec:
     shard = shape.rank_shard.shard
     heads = shard.head_end - shard.head_start
     if cache.dim() != 4 or cache.shape[1] != heads or cache.shape[2] != shape.block_size:
@@ -154,6 +179,8 @@ def _layer_spec(name: str, cache: torch.Tensor, shape: GroupShape) -> LayerSpec:
         )
     if cache.dtype not in DTYPE_NAMES:
         raise ConfigError(f"the KV cache of {name} has dtype {cache.dtype}, unknown to objkv")
-    return LayerSpec(
-        name, DTYPE_NAMES[cache.dtype], (shape.blocks, heads, shape.block_size, cache.shape[3])
-    )
+    pages = (shape.blocks, heads, shape.block_size, cache.shape[3])
+    if quantised is None:
+        return LayerSpec(name, DTYPE_NAMES[cache.dtype], pages)
+    assert cache.element_size() == 1
+    return LayerSpec(name, quantised.dtype or DTYPE_NAMES[cache.dtype], pages, quantised.scales)

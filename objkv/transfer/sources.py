@@ -188,6 +188,8 @@ def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec,
     shape, like = group.shape, group.layers[0]
     names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
     heads, blocks = shard.head_end - shard.head_start, shape.blocks * shape.block_size // block_size
-    return tuple(
-        LayerSpec(name, like.dtype, (blocks, heads, block_size, like.shape[3])) for name in names
-    )
+    pages = (blocks, heads, block_size, like.shape[3])
+    # What other ranks' layers were scaled by they know themselves, and nothing here is read of it.
+    scales = {layer.name: layer.scales for layer in group.layers}
+    unknown = None if like.scales else ""
+    return tuple(LayerSpec(name, like.dtype, pages, scales.get(name, unknown)) for name in names)

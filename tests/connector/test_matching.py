@@ -6,6 +6,7 @@ from typing import Any, cast
 from objkv.connector.confidence import Confidence
 from objkv.connector.geometry import Geometry
 from objkv.connector.matching import Matching
+from objkv.connector.reach import Reach
 from objkv.connector.tracking import Tracked
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
@@ -21,6 +22,7 @@ class World:
         self.counted = 0
         self.behind: list[int] = []
         geometry = Geometry((GROUP,), 32, 32, tp_size=1)
+        self.reach = Reach(geometry)
         self.matching = Matching(
             "async", geometry, Confidence(5.0), cast("Any", self), cast("Any", self)
         )

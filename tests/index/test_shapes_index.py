@@ -1,0 +1,179 @@
+"""Replicas of several shapes learn of each other's shards, and those of one shape pay nothing."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from objkv.errors import StoreUnavailable
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.memory import MemoryIndex
+from objkv.index.near import NearIndex
+from objkv.index.shapes import SHAPES_HASH, ShapesIndex, is_shapes
+from objkv.testing.clock import ManualClock
+
+NAMESPACE = "0123456789abcdef" * 2
+OTHER = "f" * 32
+TP1 = ("0.L0-2_H0-4",)
+TP2 = ("0.L0-2_H0-2", "0.L0-2_H2-4")
+CHUNK = bytes(20)
+START = 1_000_000.0
+
+
+class CountingIndex(MemoryIndex):
+    """Notes what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, ...]] = []
+        self.shapes_asked = 0
+        self.down = False
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        self.asked.append(tuple(fields))
+        return super().find(namespace, prefix_hashes, fields)
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        self.shapes_asked += 1
+        if self.down:
+            raise StoreUnavailable("down")
+        return super().lookup(namespace, prefix_hashes)
+
+
+@pytest.fixture
+def index() -> CountingIndex:
+    return CountingIndex()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(START)
+
+
+def replica(
+    index: MemoryIndex, fields: Sequence[str], clock: ManualClock, *, writes: bool = True
+) -> ShapesIndex:
+    near = NearIndex(index, records_max=100, ttl_s=30, fields=fields, clock=clock)
+    return ShapesIndex(
+        near,
+        fields,
+        readable=lambda field: field.startswith("0.L"),
+        complete=lambda shards: set(fields) <= set(shards) or set(TP1) <= set(shards),
+        writes=writes,
+        ttl_s=3600,
+        clock=clock,
+    )
+
+
+def publish(index: MemoryIndex, fields: Sequence[str]) -> None:
+    record = ShardRecord(9, 9, "none", False, "0" * 32, 1)
+    index.publish(
+        ChunkEntry(NAMESPACE, CHUNK, bytes(20), 0, 64), dict.fromkeys(fields, record), ttl_s=60
+    )
+
+
+def found(replica: ShapesIndex, fields: Sequence[str]) -> set[str]:
+    (shards,) = replica.find(NAMESPACE, [CHUNK], fields)
+    return set(shards or ())
+
+
+def test_what_another_shape_saved_is_found(index: CountingIndex, clock: ManualClock) -> None:
+    one, two = replica(index, TP1, clock), replica(index, TP2, clock)
+    assert found(one, TP1) == set()
+    publish(index, TP1)
+    assert not two.mixed
+    assert found(two, TP2) == set(TP1)
+    assert two.mixed
+
+
+def test_a_shape_that_is_new_to_the_fleet_is_heard_of_within_half_a_minute(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    one = replica(index, TP1, clock)
+    assert found(one, TP1) == set()
+    two = replica(index, TP2, clock)
+    assert found(two, TP2) == set()
+    publish(index, TP2)
+    assert found(one, TP1) == set()
+    clock.advance(31)
+    assert found(one, TP1) == set(TP2)
+
+
+def test_a_fleet_of_one_shape_asks_for_its_own_fields_and_for_shapes_twice_a_minute(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    one = replica(index, TP1, clock)
+    for _ in range(60):
+        found(one, TP1)
+        clock.advance(1)
+    assert set(index.asked) == {TP1}
+    assert index.shapes_asked == 2
+    assert not one.mixed
+
+
+def test_what_is_found_of_another_shape_is_kept_near(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    replica(index, TP1, clock).find(NAMESPACE, [CHUNK], TP1)
+    publish(index, TP1)
+    two = replica(index, TP2, clock)
+    assert found(two, TP2) == set(TP1)
+    before = len(index.asked)
+    assert found(two, TP2) == set(TP1)
+    assert len(index.asked) == before
+
+
+def test_one_that_only_reads_announces_nothing(index: CountingIndex, clock: ManualClock) -> None:
+    found(replica(index, TP1, clock, writes=False), TP1)
+    assert list(index.scan(NAMESPACE)) == []
+
+
+def test_an_announcement_is_renewed_when_it_gets_old_or_lost(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    one = replica(index, TP1, clock)
+    found(one, TP1)
+    (first,) = index.scan(NAMESPACE)
+    assert is_shapes(first)
+    clock.advance(1000)
+    found(one, TP1)
+    (second,) = index.scan(NAMESPACE)
+    assert second.shards[TP1[0]].created_s == int(START) + 1000
+    index.drop(NAMESPACE, SHAPES_HASH)
+    clock.advance(31)
+    found(one, TP1)
+    assert len(list(index.scan(NAMESPACE))) == 1
+
+
+def test_an_index_that_does_not_tell_costs_other_shapes_only(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    publish(index, TP2)
+    index.down = True
+    two = replica(index, TP2, clock)
+    assert found(two, TP2) == set(TP2)
+    index.down = False
+    replica(index, TP1, clock).find(NAMESPACE, [CHUNK], TP1)
+    clock.advance(3)
+    found(two, TP2)
+    assert two.mixed
+
+
+def test_fields_that_cannot_be_of_this_model_are_not_asked_for(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    record = ShardRecord(0, 0, "none", False, "", 1)
+    index.publish(
+        ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1), {"7.nonsense": record}, ttl_s=60
+    )
+    found(replica(index, TP1, clock), TP1)
+    assert index.asked == [TP1]
+
+
+def test_another_namespace_is_asked_about_anew(index: CountingIndex, clock: ManualClock) -> None:
+    one = replica(index, TP1, clock)
+    found(one, TP1)
+    one.find(OTHER, [CHUNK], TP1)
+    assert index.shapes_asked == 2
+    assert [record.prefix_hash for record in index.scan(OTHER)] == [SHAPES_HASH]
