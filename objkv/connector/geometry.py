@@ -1,6 +1,6 @@
 """The groups of a model and how objkv cuts them into chunks and shards. Knows nothing of vLLM."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.keys.identity import GroupIdentity
@@ -25,6 +25,15 @@ class Geometry:
     canonical: bool = False
     """Whether each token's content lies in its pages in one piece, so that tokens may be dealt into
     blocks of another size."""
+
+    @property
+    def stored_groups(self) -> tuple[GroupIdentity, ...]:
+        """The groups as payloads know them: where tokens may be dealt into blocks of any size, that
+        of this replica is nobody's business, and what cannot be taken apart is one token."""
+        return tuple(
+            replace(group, block_size=1) if self._is_divisible(group) else group
+            for group in self.groups
+        )
 
     @property
     def pp_size(self) -> int:
@@ -78,5 +87,8 @@ class Geometry:
             rank_shard=share,
             model_layers=identity.layers,
             heads=identity.heads,
-            divisible=self.canonical and keeps_all(identity),
+            divisible=self._is_divisible(identity),
         )
+
+    def _is_divisible(self, group: GroupIdentity) -> bool:
+        return self.canonical and keeps_all(group)

@@ -45,6 +45,7 @@ def read_geometry(
         block_tokens=lcm(*(group.block_size for group in groups)),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         stages=stages,
+        canonical=not current_platform.is_cpu(),
     )
 
 
@@ -57,7 +58,7 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
         weights=read_weights(vllm_config, config, folder),
         quantization=model.quantization,
         kv_dtype=_kv_dtype(vllm_config),
-        groups=geometry.groups,
+        groups=geometry.stored_groups,
         page_layout=_page_layout(vllm_config, geometry),
         chunk_tokens=geometry.chunk_tokens,
         weights_epoch=config.weights_epoch,
