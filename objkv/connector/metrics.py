@@ -36,6 +36,7 @@ COUNTERS = {
     "lookup_refused": "Lookups not made because the queue was full.",
     "lookup_seconds_sum": "Seconds of lookups, summed.",
     "lookup_seconds_count": "Lookups answered.",
+    "adapters_unknown": "Requests not shared because their adapter cannot be told.",
     "saves": "Payloads saved.",
     "save_bytes": "Payload bytes saved.",
     "save_drops": "Chunks not saved: no slab, queue full, too late.",
