@@ -6,6 +6,8 @@ Needs the engine core in the replica's own process, and one worker.
 """
 
 import hashlib
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 LOADED_PAGES = "tests.engine.pages:cached_pages"
@@ -43,3 +45,56 @@ def _digest(page: Any) -> str:
 
     raw = page.contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()[:16]
+
+
+HEAD_PAGES = "tests.engine.pages:cached_heads"
+
+
+def cached_heads(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[list[str]]]]:
+    """As ``cached_pages``, of a model with one group on any number of ranks: per layer and block a
+    digest of each head, over all ranks."""
+    core = llm.llm_engine.engine_core.engine_core
+    tables = [_table(core, tokens) for tokens in prompts]
+    ranks = llm.collective_rpc(_heads_of_rank, args=(tables,))
+    return [
+        {
+            name: [
+                list(chain(*heads))
+                for heads in zip(*(rank[i][name] for rank in ranks), strict=True)
+            ]
+            for name in ranks[0][i]
+        }
+        for i in range(len(prompts))
+    ]
+
+
+def _table(core: Any, tokens: list[int]) -> list[int]:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    hasher = core.request_block_hasher
+    request = Request("looks", tokens, SamplingParams(), None, block_hasher=hasher)
+    (ids,) = core.scheduler.kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()
+    return list(ids)
+
+
+def _heads_of_rank(worker: Any, tables: list[list[int]]) -> list[dict[str, list[list[str]]]]:
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    names = [name for name, layer in layers.items() if hasattr(layer, "kv_cache")]
+    return [
+        {
+            name: [[_digest(head) for head in layers[name].kv_cache[block]] for block in table]
+            for name in names
+        }
+        for table in tables
+    ]
+
+
+def stored_heads(payload: Path) -> dict[str, list[list[str]]]:
+    """The same of one stored payload, uncompressed: per layer and block a digest of each head."""
+    from safetensors.torch import load_file
+
+    return {
+        name: [[_digest(head) for head in block] for block in pages]
+        for name, pages in load_file(payload).items()
+    }

@@ -1,61 +1,125 @@
-"""Two tensor-parallel ranks: each saves its own heads, and loads them in another replica."""
+"""Replicas of one and of two tensor-parallel ranks: each saves what its ranks hold, and loads what
+the other saved, head by head the same bytes."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tests.engine.cache import Values, scenario
-from tests.engine.fleet import SAVED, SharedStore
+from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import run_replica
-from tests.engine.job import Generate, Job, ResetPrefixCache, Settle, Step
+from tests.engine.job import Call, Generate, Job, Settle, Step
+from tests.engine.pages import HEAD_PAGES, stored_heads
 from tests.engine.prompts import prompt_of
 
 PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
 LOADED = [256, 512]
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+GENERATE = (Generate(prompts=PROMPTS), Settle())
+LOOK = Call(function=HEAD_PAGES, arguments={"prompts": [list(p.tokens) for p in PROMPTS]})
+Heads = list[dict[str, list[list[str]]]]
+"""Per prompt and layer, for each block, a digest of each head."""
+
+
+def job(store: SharedStore, *steps: Step, ranks: int, **settings: Any) -> Job:
+    engine = TWO_RANKS if ranks == 2 else None
+    made = store.job(*steps, engine=engine, **settings)
+    environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a function goes to the workers
+    if ranks == 2:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    return made.model_copy(update={"env": environment, "timeout_s": 1_500.0})
+
+
+def stored(store: SharedStore) -> Heads:
+    """What the payloads of the prompts hold, their shards side by side."""
+    found: Heads = []
+    for prompt, end in zip(PROMPTS, LOADED, strict=True):
+        layers: dict[str, list[list[str]]] = {}
+        for digest in [one.hex() for one in store.hashes(prompt)][: end // CHUNK]:
+            shards = sorted(store.bulk.glob(f"*/{digest[:2]}/{digest}/*.safetensors"))
+            parts = [stored_heads(shard) for shard in shards]
+            for name in parts[0]:
+                rows = zip(*(part[name] for part in parts), strict=True)
+                layers.setdefault(name, []).extend(list(chain(*row)) for row in rows)
+        found.append(layers)
+    return found
+
+
+def shards(store: SharedStore) -> list[str]:
+    return sorted({path.stem for path in store.payloads()})
 
 
 @scenario
-def two_ranks_and_one(folder: Path) -> Values:
+def saved_by_two_ranks(folder: Path) -> Values:
     store = SharedStore(folder / "store")
-
-    def job(*steps: Step, engine: dict[str, Any] | None = None, **settings: Any) -> Job:
-        job = store.job(*steps, engine=engine, chunk_tokens=256, **settings)
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if engine else {}
-        return job.model_copy(update={"env": environment, "timeout_s": 1_500.0})
-
-    generate = (Generate(prompts=PROMPTS), Settle())
-    first = run_replica(job(*generate, engine=TWO_RANKS), folder)
-    shards = [sorted({path.stem for path in store.payloads()})]
-    layers = job(*generate, engine=TWO_RANKS, load_mode="layerwise")
-    second = run_replica(layers, folder)
-    alone = run_replica(job(*generate, SAVED, ResetPrefixCache(), *generate), folder)
-    shards.append(sorted({path.stem for path in store.payloads()}))
+    first = run_replica(job(store, *GENERATE, ranks=2), folder)
+    saved, found = stored(store), shards(store)
+    second = run_replica(job(store, *GENERATE, ranks=2, load_mode="layerwise"), folder)
+    alone = run_replica(job(store, *GENERATE, LOOK, SAVED, ranks=1), folder)
     return {
         "first": first,
         "second": second,
         "alone": alone,
-        "shards": shards,
-        "payloads": len(store.payloads()),
+        "saved": saved,
+        "shards": [found, shards(store)],
         "namespaces": len(store.namespaces()),
     }
 
 
+@scenario
+def saved_by_one_rank(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    alone = run_replica(job(store, *GENERATE, ranks=1), folder)
+    saved, found = stored(store), shards(store)
+    within = run_replica(job(store, *GENERATE, LOOK, ranks=2, load_mode="layerwise"), folder)
+    between = run_replica(job(store, *GENERATE, LOOK, SAVED, ranks=2, codec="blosc"), folder)
+    return {
+        "alone": alone,
+        "within": within,
+        "between": between,
+        "saved": saved,
+        "shards": [found, shards(store)],
+    }
+
+
 def test_each_rank_saves_its_heads() -> None:
-    runs = two_ranks_and_one()
+    runs = saved_by_two_ranks()
     assert runs["first"].cached == [0, 0]
     assert runs["shards"][0] == ["0.L0-3_H0-2", "0.L0-3_H2-4"]
 
 
 def test_each_rank_of_another_replica_loads_its_heads() -> None:
-    runs = two_ranks_and_one()
+    runs = saved_by_two_ranks()
     assert runs["second"].cached == LOADED
     assert runs["second"].tokens == runs["first"].tokens
 
 
-def test_one_rank_alone_does_not_load_halves_and_saves_beside_them() -> None:
-    runs = two_ranks_and_one()
-    assert runs["alone"].cached == [0, 0, *LOADED]
-    assert runs["alone"].tokens == runs["first"].tokens * 2
-    assert runs["shards"][1] == ["0.L0-3_H0-2", "0.L0-3_H0-4", "0.L0-3_H2-4"]
-    assert runs["payloads"] == 3 * 3
+def test_one_rank_loads_what_two_saved_and_has_nothing_to_save() -> None:
+    runs = saved_by_two_ranks()
     assert runs["namespaces"] == 1
+    assert runs["alone"].cached == LOADED
+    assert runs["alone"].tokens == runs["first"].tokens
+    assert runs["shards"][1] == runs["shards"][0]
+    assert same_heads(runs["alone"].answers[1], runs["saved"], count=4)
+
+
+def test_two_ranks_load_what_one_saved_within_the_step_and_between() -> None:
+    runs = saved_by_one_rank()
+    assert runs["shards"] == [["0.L0-3_H0-4"]] * 2
+    for name in ("within", "between"):
+        assert runs[name].cached == LOADED
+        assert runs[name].tokens == runs["alone"].tokens
+        assert same_heads(runs[name].answers[1], runs["saved"], count=4)
+
+
+def same_heads(pages: Heads, saved: Heads, *, count: int) -> bool:
+    """Whether every head of every stored block is in the pages, byte for byte, all of them
+    different from each other."""
+    for mine, theirs, end in zip(pages, saved, LOADED, strict=True):
+        assert set(mine) == set(theirs)
+        for name, blocks in theirs.items():
+            assert len(blocks) == end // 32
+            assert all(len(set(heads)) == count for heads in blocks)
+            if mine[name][: len(blocks)] != blocks:
+                return False
+    return True
