@@ -74,15 +74,16 @@ class Geometry:
         return frozenset().union(*(self.fields(group) for group in range(len(self.groups))))
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
-        """What a rank expects of a group's tensors; None if its stage has no layer of it, and the
-        group is then left out of all that the rank does."""
+        """What a rank expects of a group's tensors; None if its stage has no layer of it or it has
+        no payloads, and the group is then left out of all that the rank does."""
         identity = self.groups[group]
         share = self.rank_shard(group, tp_rank, pp_rank)
-        if share is None:
+        blocks = stored_blocks(identity, self.chunk_tokens)
+        if share is None or not blocks:
             return None
         return GroupShape(
             layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
-            blocks=stored_blocks(identity, self.chunk_tokens),
+            blocks=blocks,
             block_size=1 if identity.kind == "mamba" else identity.block_size,
             rank_shard=share,
             model_layers=identity.layers,
