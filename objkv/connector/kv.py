@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,13 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from objkv.assembly.backends import Backends, check_backends, open_backends
+from objkv.assembly.backends import check_backends, open_backends
 from objkv.config import load_config
+from objkv.connector.events import open_event_log
 from objkv.connector.eviction import evict_failed, holds_nothing
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, follow_sleep
 from objkv.connector.metadata import StepPlan
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
+from objkv.connector.published import watch_saves, with_stored
 from objkv.connector.scheduler import SchedulerSide
 from objkv.connector.sides import Worker, open_scheduler_side, open_worker_side
 from objkv.connector.translate import read_geometry, warn_of_outer_policy
@@ -66,7 +67,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder()
         self._writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
-        self._backends: Backends = open_backends(self._config, self._recorder)
+        backends = open_backends(self._config, self._recorder)
+        self._backends, self._published = watch_saves(backends, vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
@@ -76,6 +78,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = open_scheduler_side(
                 vllm_config, self._config, self._geometry, self._backends, self._recorder
             )
+            log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
+            self._scheduler.events = log
             self._hooks = EngineHooks(self._scheduler, lambda: self._kv_cache_manager)
 
     # Worker's side.
@@ -179,7 +183,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What did not go as planned on this worker."""
-        return self._worker.take_report() if self._worker is not None else None
+        report = self._worker.take_report() if self._worker is not None else None
+        return with_stored(report, self._published)
 
     def get_kv_connector_stats(self) -> ObjKVStats | None:
         """Numbers since the last call, of whichever side this is."""
@@ -239,14 +244,10 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             failed = connector_output.invalid_block_ids
             evict_failed(manager, side.requests_under_way, side.tables_ended, failed)
 
-    def take_events(self) -> Iterable["KVCacheEvent"]:
-        """None of its own; vLLM asks once a step, when it has the step's result."""
-        self._end_step()
-        return ()
-
-    @guarded(None)
-    def _end_step(self) -> None:
-        self._side().end_step()
+    @guarded(tuple["KVCacheEvent", ...]())
+    def take_events(self) -> "tuple[KVCacheEvent, ...]":
+        """What is stored, where vLLM wants to know; it asks once a step, having its result."""
+        return self._side().end_step()
 
     def request_finished(
         self, request: "Request", block_ids: list[int]

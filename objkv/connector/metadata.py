@@ -10,6 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from objkv.cache.admission import LoadTime
 from objkv.transfer.plan import LoadPlan, SavePlan
 
+StoredShard = tuple[str, bytes, str]
+"""Namespace and prefix hash of a chunk, and the field of a shard that is in the index now."""
+
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
@@ -35,6 +38,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Requests whose load failed, wholly or in part."""
     loaded: dict[str, LoadTime] = field(default_factory=dict)
     """By request id, loads that succeeded."""
+    stored: set[StoredShard] = field(default_factory=set)
+    """Shards that were announced; told only where vLLM has KV events enabled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """What went wrong on one worker went wrong; a load took as long as on the slowest."""
@@ -48,8 +53,9 @@ class StepReport(KVConnectorWorkerMetadata):
                 name: max(load, self.loaded.get(name, load), key=lambda one: one.seconds)
                 for name, load in other.loaded.items()
             },
+            self.stored | other.stored,
         )
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.dropped or self.rejected or self.failed or self.loaded)
+        return not any((self.dropped, self.rejected, self.failed, self.loaded, self.stored))

@@ -16,6 +16,7 @@ from objkv.config import Config
 from objkv.connector.admissions import Admissions
 from objkv.connector.confidence import Confidence
 from objkv.connector.digests import open_digests
+from objkv.connector.events import NoEvents
 from objkv.connector.geometry import Geometry
 from objkv.connector.guard import guarded
 from objkv.connector.home import Home
@@ -34,6 +35,7 @@ from objkv.telemetry import Recorder
 from objkv.transfer.plan import LoadPlan, SavePlan
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -108,6 +110,7 @@ class SchedulerSide:
         self._loading: dict[str, LoadPlan] = {}
         self._held: set[str] = set()
         self._sync_loads = False
+        self.events = NoEvents()
         self.tables_ended: list[Sequence[int]] = []
         """Blocks of requests that ended during a step with loads within it; single-group models."""
         self._home = Home(identity, bulk, self._lookups.submit, writes=roles.saves)
@@ -194,17 +197,21 @@ class SchedulerSide:
         if empty and not self._loading:
             # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
             self._lookups.wait(_BESIDE_STEPS_S if self._pace.steps > 1 else _EMPTY_STEP_S)
-        return StepPlan(loads, saves, frozenset(self._held), idle=empty and bool(self._loading))
+        plan = StepPlan(loads, saves, frozenset(self._held), idle=empty and bool(self._loading))
+        self.events.planned(plan, self._requests.get)
+        return plan
 
-    def end_step(self) -> None:
-        """The oldest step under way has its result."""
+    def end_step(self) -> "tuple[KVCacheEvent, ...]":
+        """The oldest step under way has its result; what is to be told of it."""
         self._pace.step_ended()
+        return self.events.take()
 
     def update(self, output: "KVConnectorOutput") -> None:
         """What the workers told."""
         self._held -= output.finished_sending or set()
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             self._read_report(report)
+        self.events.update(output)
         for request_id in output.finished_recving or ():
             self._confidence.received(request_id)
             self._pace.received(request_id)
@@ -229,6 +236,7 @@ class SchedulerSide:
         """
         self._index.clear()
         self._requests.distrust()
+        self.events.reset()
         return self._home.renew(clean=clean)
 
     @property
