@@ -1,0 +1,208 @@
+"""Replicas with an encoder cache but without an engine: both sides, asked in vLLM's order."""
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.connector.encoder_fetch import EncoderFetcher, FetchLimits
+from objkv.connector.encoder_metadata import EncoderPlan
+from objkv.connector.encoder_read import OutputReader
+from objkv.connector.encoder_saver import EncoderSaveLimits, EncoderSaver
+from objkv.connector.encoder_scheduler import EncoderRoles, EncoderSchedulerSide
+from objkv.connector.encoder_tracking import OutputForm
+from objkv.connector.encoder_worker import EncoderWorkerSide
+from objkv.index.memory import MemoryIndex
+from objkv.keys.encoder import EncoderIdentity
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from objkv.testing.clock import ManualClock
+from objkv.testing.flaky import FlakyStore
+from tests.index.flaky_index import FlakyIndex
+
+EMBEDS, WIDTH = 4, 16
+IDENTITY = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
+FORM = OutputForm("BF16", lambda modality: WIDTH)
+ANSWERS_S = 10.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What differs from test to test."""
+
+    deadline_s: float = 60.0
+    queue_max: int = 64
+    held_bytes_max: int = 1 << 20
+    threads: int = 2
+    save_queue_max: int = 64
+    save_held_bytes_max: int = 1 << 20
+    save_deadline_s: float = 60.0
+    codec: str = "none"
+
+
+@dataclass
+class Place:
+    """Stores that replicas share."""
+
+    store: FlakyStore = field(default_factory=lambda: FlakyStore(MemoryStore()))
+    index: FlakyIndex = field(default_factory=lambda: FlakyIndex(MemoryIndex()))
+
+    def payloads(self) -> list[str]:
+        """Keys of all payloads."""
+        names = (entry.key for entry in self.store.scan(""))
+        return [name for name in names if name.endswith(".safetensors")]
+
+
+def image(identifier: str, offset: int = 2, length: int = 7, modality: str = "image") -> Any:
+    """One of vLLM's ``mm_features``."""
+    place = SimpleNamespace(offset=offset, length=length)
+    return SimpleNamespace(identifier=identifier, mm_position=place, modality=modality)
+
+
+def request(name: str, *identifiers: str, embeds: int = EMBEDS, **more: Any) -> Any:
+    """vLLM's ``Request``, whose images follow each other."""
+    plain: dict[str, Any] = {"request_id": name, "cache_salt": None, "resumable": False}
+    plain |= {"lora_request": None, "get_num_encoder_embeds": lambda index: embeds}
+    features = [image(one, 2 + 8 * i) for i, one in enumerate(identifiers)]
+    return SimpleNamespace(**(plain | {"mm_features": features} | more))
+
+
+def output_of(identifier: str, rows: int = EMBEDS, width: int = WIDTH) -> torch.Tensor:
+    """What the encoder makes of an image."""
+    generator = torch.Generator().manual_seed(sum(identifier.encode()))
+    return torch.randn(rows, width, generator=generator).to(torch.bfloat16)
+
+
+class Replica:
+    """Both sides, and vLLM's own encoder cache on the worker."""
+
+    def __init__(
+        self,
+        place: Place,
+        roles: EncoderRoles | None = None,
+        *,
+        limits: Limits | None = None,
+        form: OutputForm = FORM,
+        identity: EncoderIdentity = IDENTITY,
+    ) -> None:
+        limits = limits or Limits()
+        self.clock = ManualClock()
+        self.recorder = MemoryRecorder()
+        self.worker_recorder = MemoryRecorder()
+        settings = CacheSettings("w", 3600, 600_000, hot_payload_bytes_max=0)
+        caches = [
+            ChunkCache(place.store, None, place.index, settings, recorder)
+            for recorder in (self.recorder, self.worker_recorder)
+        ]
+        self.fetcher = EncoderFetcher(
+            OutputReader(caches[0], self.recorder),
+            place.index,
+            FetchLimits(limits.deadline_s, limits.queue_max, limits.held_bytes_max, limits.threads),
+            self.recorder,
+            clock=self.clock,
+        )
+        self.side = EncoderSchedulerSide(
+            roles or EncoderRoles(loads=True, saves=True),
+            form,
+            identity,
+            self.fetcher,
+            bulk=place.store,
+            recorder=self.recorder,
+        )
+        self.saver = EncoderSaver(
+            caches[1],
+            EncoderSaveLimits(
+                limits.save_queue_max,
+                limits.save_held_bytes_max,
+                form.item_bytes_max,
+                limits.save_deadline_s,
+                limits.codec,
+                "w",
+            ),
+            self.worker_recorder,
+            clock=self.clock,
+        )
+        self.worker = EncoderWorkerSide(
+            torch.device("cpu"), form.dtype, self.saver, self.worker_recorder, drain_s=ANSWERS_S
+        )
+        self.cache: dict[str, torch.Tensor] = {}
+        self.encoded: list[str] = []
+
+    def wait(self, seen: Any, computed: int = 0) -> None:
+        """Ask until the request is ready, as empty steps do."""
+        while not self.side.is_ready(seen, computed):
+            assert self.step() is None
+
+    def see(self, seen: Any, computed: int = 0) -> list[str]:
+        """One request's prefill, from arrival to the step that needs its images; what was
+        encoded."""
+        self.wait(seen, computed)
+        before = len(self.encoded)
+        self.step(seen)
+        assert self.saver.drain(ANSWERS_S)
+        return self.encoded[before:]
+
+    def step(self, seen: Any = None, *, tokens: int | None = None) -> None:
+        """A step with the images of ``seen``, those to encode first, as vLLM has it."""
+        loads: list[int] = []
+        encodes: list[int] = []
+        for index, feature in enumerate(seen.mm_features if seen else ()):
+            if feature.identifier in self.cache:
+                continue
+            (loads if self.side.has_item(feature.identifier) else encodes).append(index)
+        for index in (*encodes, *loads):
+            self.side.allocate(seen, index)
+        plan = self.plan(tokens if tokens is not None else int(seen is not None))
+        self.worker.load(plan, self.cache)
+        for index in encodes:
+            name = seen.mm_features[index].identifier
+            self.encoded.append(name)
+            self.cache[name] = output_of(name)
+            self.worker.save(plan, self.cache, name)
+        for feature in seen.mm_features if seen else ():
+            assert feature.identifier in self.cache, "Encoder cache miss: the engine would be dead"
+
+    def plan(self, tokens: int, freed: tuple[str, ...] = ()) -> EncoderPlan:
+        """The step's plan as a worker in another process has it."""
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=list(freed)
+        )
+        sent: list[pickle.PickleBuffer] = []
+        message = pickle.dumps(self.side.plan_step(output), 5, buffer_callback=sent.append)
+        plan: EncoderPlan = pickle.loads(message, buffers=[bytes(one.raw()) for one in sent])
+        return plan
+
+    def count(self, name: str) -> float:
+        """What either side counted so far."""
+        return self.recorder.value(name) + self.worker_recorder.value(name)
+
+    def close(self) -> None:
+        self.side.close()
+        self.worker.close()
+
+
+@contextmanager
+def replica(place: Place, **more: Any) -> Iterator[Replica]:
+    """One that ends with its block."""
+    made = Replica(place, **more)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def formed(**changes: Any) -> OutputForm:
+    """``FORM`` with something else in it."""
+    return replace(FORM, **changes)
+
+
+def saved(place: Place, *identifiers: str, **more: Any) -> None:
+    """Have a replica save these, and end."""
+    with replica(place) as first:
+        assert first.see(request("saver", *identifiers, **more)) == list(identifiers)
+    assert len(place.payloads()) == len(set(identifiers))
