@@ -243,7 +243,13 @@ def engine_config(
     folder: Path, *, latent: bool = False, tp_size: int = 1, **settings: Any
 ) -> SimpleNamespace:
     """As ``VllmConfig``, of the model that ``model_folder`` made, with stores beside it."""
-    stores = {"bulk_url": f"file://{folder}/chunks", "index_url": f"sqlite://{folder}/index.sqlite"}
+    stores = {
+        "bulk_url": f"file://{folder}/chunks",
+        "index_url": f"sqlite://{folder}/index.sqlite",
+        # The machine may be busy with other things.
+        "step_load_deadline_ms": 120_000,
+        "save_deadline_ms": 120_000,
+    }
     return SimpleNamespace(
         model_config=ModelConfig(str(folder / "model"), use_mla=latent),
         cache_config=SimpleNamespace(cache_dtype="auto"),
