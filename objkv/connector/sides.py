@@ -10,6 +10,7 @@ from objkv.assembly.backends import Backends
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
+from objkv.connector.scales import read_quantised
 from objkv.connector.scheduler import Roles, SchedulerSide
 from objkv.connector.translate import (
     copies_are_synchronous,
@@ -108,6 +109,7 @@ def open_worker_side(
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
         pp_rank=pipeline_rank(vllm_config),
+        quantised=read_quantised(vllm_config, worker.kv_caches),
     )
     return WorkerSide(
         config, geometry, rank, cache, recorder=worker.recorder, kv_caches=worker.kv_caches

@@ -19,6 +19,7 @@ from objkv.config import Config
 from objkv.connector.geometry import Geometry
 from objkv.connector.groups import read_chunk_tokens, read_group
 from objkv.connector.pipeline import whole_groups
+from objkv.connector.scales import kv_dtype_name
 from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.identity import Identity
@@ -209,7 +210,7 @@ def _kv_dtype(vllm_config: "VllmConfig") -> str:
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype == "auto":
         return str(vllm_config.model_config.dtype).removeprefix("torch.")
-    return dtype
+    return kv_dtype_name(dtype)
 
 
 def _page_layout(vllm_config: "VllmConfig", geometry: Geometry) -> str:

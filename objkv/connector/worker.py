@@ -22,6 +22,7 @@ from objkv.connector.pools import plan_pools, plan_wide
 from objkv.telemetry import Recorder
 from objkv.transfer.lanes import open_lane
 from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.paging import NOT_QUANTISED, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -48,6 +49,8 @@ class Rank:
     ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
+    quantised: Mapping[str, Quantised] = NOT_QUANTISED
+    """By layer, what elements mean where their tensor does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class WorkerSide:
     ) -> None:
         self._config = config
         self._cache = cache
-        self._groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches)
+        ranks = (rank.tp_rank, rank.pp_rank)
+        self._groups = read_pages(geometry, ranks, kv_caches, rank.quantised)
         self._places = {
             name: (g, i)
             for g, group in self._groups.items()
