@@ -14,6 +14,7 @@ from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.errors import PayloadError, StoreDenied
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.shapes import SHAPES_HASH, shape_path
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.stores.base import Entry, PruneStore, ReadStore
@@ -39,10 +40,7 @@ class BulkIndex:
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``; reads the header of every payload of these chunks."""
-        return [
-            next(self._records(_folder(namespace, prefix_hash)), None)
-            for prefix_hash in prefix_hashes
-        ]
+        return [self._record(namespace, prefix_hash) for prefix_hash in prefix_hashes]
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
@@ -79,7 +77,11 @@ class BulkIndex:
         self._store.close()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """Nothing: a payload that can be read is known. ``ttl_s`` has no effect."""
+        """Nothing: a payload that can be read is known. Only which shards are in use is no
+        payload's, so an empty file says so. ``ttl_s`` has no effect."""
+        if chunk.prefix_hash == SHAPES_HASH:
+            for field in shards:
+                self._store.put_if_absent(shape_path(chunk.namespace, field), b"")
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Nothing: hits are not counted here."""
@@ -114,6 +116,14 @@ class BulkIndex:
         keys = [entry.key for _, entry in self._chunks(_folder(namespace, prefix_hash))]
         deleted = [self._store.delete(key) for key in keys]
         return any(deleted)
+
+    def _record(self, namespace: str, prefix_hash: bytes) -> Record | None:
+        if prefix_hash != SHAPES_HASH:
+            return next(self._records(_folder(namespace, prefix_hash)), None)
+        shapes = shape_path(namespace, "")
+        entries = self._store.scan(shapes)
+        shards = {entry.key.removeprefix(shapes): _of_file(entry) for entry in entries}
+        return Record(SHAPES_HASH, SHAPES_HASH, 0, 1, shards) if shards else None
 
     def _chunks(self, prefix: str) -> Iterator[tuple[ChunkKey, Entry]]:
         for entry in self._store.scan(prefix):

@@ -26,6 +26,11 @@ _REFRESH_S = 30.0
 _RETRY_S = 2.0
 
 
+def shape_path(namespace: str, field: str) -> str:
+    """Where a bulk store that is its own index says that a shard is in use."""
+    return f"{namespace}/shapes/{field}"
+
+
 def is_shapes(record: Record) -> bool:
     """Whether the record is no chunk's but says which shards are in use."""
     return record.prefix_hash == SHAPES_HASH

@@ -92,7 +92,7 @@ def count_bulk(
         try:
             key = ChunkKey.parse(entry.key)
         except ValueError:
-            if entry.key.endswith("/identity.json"):
+            if entry.key.endswith("/identity.json") or "/shapes/" in entry.key:
                 totals.setdefault(entry.key.partition("/")[0], _Totals())
             else:
                 other_entries, other_bytes = other_entries + 1, other_bytes + entry.nbytes

@@ -12,7 +12,10 @@ from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, read_header
 from objkv.errors import StoreDenied
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.prefix import prefix_hashes, root_hash
+from objkv.ops.listing import count_bulk
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
@@ -200,3 +203,18 @@ def test_checking_and_closing_are_the_stores(index: BulkIndex, tmp_path: Path) -
     file.touch()
     with pytest.raises(StoreDenied):
         BulkIndex(LocalStore(file)).check()
+
+
+def test_which_shards_are_in_use_is_said_in_the_folder_itself(
+    store: LocalStore, index: BulkIndex
+) -> None:
+    empty = ShardRecord(0, 0, "none", False, "", 1)
+    entry = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
+    assert index.lookup(NAMESPACE, [SHAPES_HASH]) == [None]
+    index.publish(entry, dict.fromkeys(SIDES, empty), ttl_s=60)
+    index.publish(entry, {FIELD: empty}, ttl_s=60)
+    (record,) = BulkIndex(store).lookup(NAMESPACE, [SHAPES_HASH])
+    assert record is not None
+    assert set(record.shards) == {FIELD, *SIDES}
+    assert list(index.scan(NAMESPACE)) == []
+    assert count_bulk(store).other_entries == 0
