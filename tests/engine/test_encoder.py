@@ -1,0 +1,224 @@
+"""Encoder outputs that one replica made are another's: never encoded again, never wrong.
+
+Greedy tokens change with the image (``test_the_tokens_show_which_image_was_seen``), so equal tokens
+show equal outputs.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import fleet
+from tests.engine.cache import Values, scenario
+from tests.engine.harness import run_replica
+from tests.engine.job import Call, Generate, Prompt, Result
+from tests.engine.vision_model import CONNECTOR, encoder, extra, job, see
+
+ONE, OTHER, BOTH = (1,), (2,), (1, 2)
+SEEN = see(ONE, OTHER, BOTH, ONE)
+TOLD = Generate(prompts=(Prompt(tokens=(9,), max_tokens=1),))
+"""What was counted in the background reaches vLLM's metrics with the next step."""
+
+
+def answer(run: Result, at: int = 0) -> dict[str, Any]:
+    """What came of its ``at``-th ``see``."""
+    found: list[dict[str, Any]] = [one for one in run.answers if one is not None]
+    return found[at]
+
+
+def count(run: Result, name: str) -> float:
+    return run.metrics.get(f"vllm:objkv_encoder_{name}", 0.0)
+
+
+def payloads(store: Path) -> list[Path]:
+    return sorted(store.glob("chunks/*/*/*/*.safetensors"))
+
+
+@scenario
+def shared(folder: Path) -> Values:
+    """Alone; the first that sees; one that finds it all; one for whom it is all zeros."""
+    transfer = encoder(folder / "store")
+    zeros = Call(function="tests.engine.vision_model:zero_loads")
+    return {
+        "alone": run_replica(job(SEEN), folder),
+        "first": run_replica(job(SEEN, TOLD, transfer=transfer), folder),
+        "documents": len(list(folder.glob("store/chunks/*/identity.json"))),
+        "second": run_replica(job(SEEN, TOLD, transfer=transfer), folder),
+        "zeros": run_replica(job(zeros, SEEN, transfer=transfer), folder),
+    }
+
+
+def test_the_tokens_show_which_image_was_seen() -> None:
+    one, other, both, again = answer(shared()["alone"])["tokens"]
+    assert one == again
+    assert len({tuple(one), tuple(other), tuple(both)}) == 3
+    assert answer(shared()["zeros"])["tokens"][0] != one
+
+
+def test_the_second_replica_encodes_nothing_and_generates_the_same() -> None:
+    alone, first, second = (shared()[name] for name in ("alone", "first", "second"))
+    assert answer(alone)["encoded"] == answer(first)["encoded"] == 2
+    assert answer(second)["encoded"] == 0
+    assert answer(first)["tokens"] == answer(second)["tokens"] == answer(alone)["tokens"]
+    assert set(answer(second)["finished"]) == {"length"}
+
+
+def test_what_happened_is_counted() -> None:
+    first, second = shared()["first"], shared()["second"]
+    assert (count(first, "saves"), count(first, "hits")) == (2, 0)
+    assert (count(second, "saves"), count(second, "hits"), count(second, "loads")) == (0, 2, 2)
+
+
+def test_the_namespace_has_its_document() -> None:
+    assert shared()["documents"] == 1
+
+
+@scenario
+def in_processes(folder: Path) -> Values:
+    """Scheduler and workers in processes of their own, and two workers."""
+    transfer = encoder(folder / "store")
+    two = {"tensor_parallel_size": 2}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    first = job(SEEN, TOLD, transfer=transfer, processes=True, engine=two, env=env)
+    values: Values = {"first": run_replica(first, folder)}
+    values["payloads"] = len(payloads(folder / "store"))
+    second = job(SEEN, TOLD, transfer=transfer, processes=True, engine=two, env=env)
+    values["second"] = run_replica(second, folder)
+    values["third"] = run_replica(job(SEEN, TOLD, transfer=transfer, processes=True), folder)
+    return values
+
+
+def test_outputs_cross_from_the_scheduler_to_every_rank() -> None:
+    runs = in_processes()
+    alone = answer(shared()["alone"])["tokens"]
+    assert runs["payloads"] == 2  # saved once, by one of the ranks
+    for name in ("second", "third"):
+        assert answer(runs[name])["tokens"] == answer(runs["first"])["tokens"] == alone
+        assert (count(runs[name], "hits"), count(runs[name], "saves")) == (2, 0)
+
+
+def _flip(store: Path) -> None:
+    path = payloads(store)[0]
+    spoiled = bytearray(path.read_bytes())
+    spoiled[-100] ^= 4
+    path.write_bytes(spoiled)
+
+
+FAULTS = ("corrupt", "missing", "late", "removed")
+
+
+@scenario
+def spoiled(folder: Path, fault: str) -> Values:
+    store = folder / "store"
+    run_replica(job(SEEN, transfer=encoder(store)), folder)
+    steps, settings = [SEEN, TOLD], {}
+    if fault == "corrupt":
+        _flip(store)
+    elif fault == "missing":
+        payloads(store)[0].unlink()
+    elif fault == "late":
+        arguments = {"seconds": 2.0}
+        slow = Call(function="tests.engine.vision_model:slow_gets", arguments=arguments)
+        steps, settings = [slow, SEEN, TOLD], {"step_load_deadline_ms": 50}
+    else:
+        shutil.rmtree(store / "chunks")
+    second = run_replica(job(*steps, transfer=encoder(store, **settings)), folder)
+    third = run_replica(job(SEEN, TOLD, transfer=encoder(store)), folder)
+    return {"second": second, "third": third}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_loaded_is_encoded(fault: str) -> None:
+    second = spoiled(fault)["second"]
+    seen = answer(second)
+    assert seen["tokens"] == answer(shared()["alone"])["tokens"]
+    assert set(seen["finished"]) == {"length"}
+    assert seen["encoded"] == {"corrupt": 1, "missing": 1, "late": 2, "removed": 2}[fault]
+    counted = {"corrupt": "load_corrupt", "late": "load_deadlines"}.get(fault, "load_ghosts")
+    assert count(second, counted) == seen["encoded"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_replica_after_the_next_finds_it_all_again(fault: str) -> None:
+    third = spoiled(fault)["third"]
+    assert answer(third)["encoded"] == 0
+    assert answer(third)["tokens"] == answer(shared()["alone"])["tokens"]
+
+
+@scenario
+def beside_kv(folder: Path) -> Values:
+    """Both connectors on one store. Chunks of 32 tokens: one ends before the image, or after it."""
+    store = folder / "store"
+    kv = {
+        "kv_connector": fleet.CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra(store, chunk_tokens=32, **fleet.PATIENT),
+    }
+    before, within = see(ONE, OTHER, head=40), see(ONE, OTHER, head=12, tail=60)
+    values: Values = {}
+    values["alone"] = run_replica(job(before, within), folder)
+    for name in ("first", "second"):
+        both = job(before, within, TOLD, transfer=encoder(store), kv=kv)
+        values[name] = run_replica(both, folder)
+    within_alone = job(within, TOLD, transfer=encoder(store), kv=kv)
+    values["covered"] = run_replica(within_alone, folder)
+    return values
+
+
+def test_beside_the_kv_connector_both_hit() -> None:
+    runs = beside_kv()
+    for at in (0, 1):
+        alone, second = answer(runs["alone"], at), answer(runs["second"], at)
+        assert second["tokens"] == answer(runs["first"], at)["tokens"] == alone["tokens"]
+        assert second["encoded"] == 0
+    assert answer(runs["second"], 0)["cached"] == [32, 32]
+    assert count(runs["second"], "hits") == 2
+
+
+def test_an_image_that_the_kv_covers_is_neither_encoded_nor_loaded() -> None:
+    covered = beside_kv()["covered"]
+    assert answer(covered)["cached"] == [64, 64]
+    assert answer(covered)["encoded"] == 0
+    assert count(covered, "loads") == 0
+    assert answer(covered)["tokens"] == answer(beside_kv()["alone"], 1)["tokens"]
+
+
+@scenario
+def apart(folder: Path) -> Values:
+    """One only encodes, another only reads; and each with what is not its to do."""
+    store, empty = folder / "store", folder / "empty"
+    values: Values = {
+        "producer": run_replica(job(SEEN, transfer=encoder(store, "ec_producer")), folder),
+        "saved": len(payloads(store)),
+        "consumer": run_replica(job(SEEN, TOLD, transfer=encoder(store, "ec_consumer")), folder),
+        "again": run_replica(job(SEEN, transfer=encoder(store, "ec_producer")), folder),
+        "alone": run_replica(job(SEEN, TOLD, transfer=encoder(empty, "ec_consumer")), folder),
+    }
+    return values | {"empty": [str(path) for path in empty.glob("chunks/*")]}
+
+
+def test_a_consumer_reads_what_a_producer_saved() -> None:
+    runs = apart()
+    assert runs["saved"] == answer(runs["producer"])["encoded"] == 2
+    assert answer(runs["consumer"])["encoded"] == 0
+    assert answer(runs["consumer"])["tokens"] == answer(shared()["alone"])["tokens"]
+
+
+def test_a_producer_loads_nothing_and_a_consumer_saves_nothing() -> None:
+    runs = apart()
+    assert answer(runs["again"])["encoded"] == 2
+    assert answer(runs["alone"])["encoded"] == 2
+    assert answer(runs["alone"])["tokens"] == answer(shared()["alone"])["tokens"]
+    assert count(runs["alone"], "saves") == 0
+    assert runs["empty"] == []
+
+
+def test_the_plugin_knows_the_connector_by_name() -> None:
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+
+    from objkv.connector.plugin import register
+
+    register()
+    assert ECConnectorFactory._registry[CONNECTOR]().__name__ == CONNECTOR
