@@ -6,7 +6,7 @@ the call order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import getpid
 from urllib.parse import urlsplit
 
@@ -49,7 +49,8 @@ class Rank:
     ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
-    quantised: Mapping[str, Quantised] = NOT_QUANTISED
+    # A mapping proxy is no default for a dataclass before Python 3.12.
+    quantised: Mapping[str, Quantised] = field(default_factory=lambda: NOT_QUANTISED)
     """By layer, what elements mean where their tensor does not say it."""
 
 
