@@ -97,6 +97,7 @@ class Sources:
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
         self._own = {g: Source(group, _own(group), _size(group)) for g, group in groups.items()}
+        self._own_fields = {g: f"{g}.{source.shard}" for g, source in self._own.items()}
         self._others: dict[tuple[int, Part], Source] = {}
         self._covers: dict[tuple[int, frozenset[str]], tuple[Part | None, ...]] = {}
 
@@ -124,7 +125,7 @@ class Sources:
 
     def _is_there(self, load: LoadMove) -> bool:
         """Whether the rank's own shard is stored, as it nearly always is."""
-        own = f"{load.move.group}.{self._own[load.move.group].shard}"
+        own = self._own_fields[load.move.group]
         return any(field == own for field, _ in load.records)
 
     def _parts(self, load: LoadMove) -> Iterator[LoadMove]:
