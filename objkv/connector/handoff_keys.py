@@ -18,7 +18,7 @@ from pathlib import Path
 from objkv.codec.payload import Claim
 from objkv.config import Config
 from objkv.connector.handoff_types import HandoffConfig, ModelConfig
-from objkv.connector.weights import local_folder, weights_digest
+from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity
@@ -63,7 +63,7 @@ def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
     }
     return Identity(
         model=name,
-        weights=_weights(config),
+        weights=_weights(config, settings),
         quantization=model.quantization,
         kv_dtype=dtype if cache_dtype == "auto" else cache_dtype,
         groups=(group,),
@@ -98,14 +98,14 @@ def handoff_root(namespace: str) -> bytes:
     return digest.digest()[:PREFIX_HASH_BYTES]
 
 
-def _weights(config: HandoffConfig) -> str:
+def _weights(config: HandoffConfig, settings: Config) -> str:
     model = config.model_config
     if str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) == (
         "dummy"
     ):
         return f"dummy:seed={model.seed}"
     folder = local_folder(model.model, model.revision)
-    digest = None if folder is None else weights_digest(folder)
+    digest = None if folder is None else model_digest(folder, settings)
     if digest is not None:
         return digest
     if model.revision is None:

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from objkv.config import Config, load_config
-from objkv.connector.weights import local_folder, weights_digest
+from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json
 
@@ -131,7 +131,7 @@ def read_tier_identity(
     name = told.model.name
     return TierIdentity(
         model=config.model_id or (Path(name).name if Path(name).is_dir() else name),
-        weights=_weights(name, options),
+        weights=_weights(name, config, options),
         kv_dtype=told.model.dtype,
         groups=tuple(
             TierGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names))
@@ -162,11 +162,11 @@ def none_hash() -> str | None:
     return chosen.hex() if isinstance(chosen, bytes) else None
 
 
-def _weights(name: str, options: TierOptions) -> str:
+def _weights(name: str, config: Config, options: TierOptions) -> str:
     if options.weights is not None:
         return options.weights
     folder = local_folder(name, options.revision)
-    if folder is not None and (digest := weights_digest(folder)) is not None:
+    if folder is not None and (digest := model_digest(folder, config)) is not None:
         return digest
     if options.revision is not None:
         return f"revision:{options.revision}"
