@@ -8,7 +8,7 @@ from typing import Any
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import run_replica
-from tests.engine.job import Call, Generate, Job, Settle, Step
+from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.pages import HEAD_PAGES, stored_heads
 from tests.engine.prompts import prompt_of
 
@@ -52,13 +52,12 @@ def shards(store: SharedStore) -> list[str]:
 @scenario
 def saved_by_two_ranks(folder: Path) -> Values:
     store = SharedStore(folder / "store")
-    first = run_replica(job(store, *GENERATE, ranks=2), folder)
+    again = (SAVED, ResetPrefixCache(), *GENERATE)
+    first = run_replica(job(store, *GENERATE, *again, ranks=2), folder)
     saved, found = stored(store), shards(store)
-    second = run_replica(job(store, *GENERATE, ranks=2, load_mode="layerwise"), folder)
     alone = run_replica(job(store, *GENERATE, LOOK, SAVED, ranks=1), folder)
     return {
         "first": first,
-        "second": second,
         "alone": alone,
         "saved": saved,
         "shards": [found, shards(store)],
@@ -71,12 +70,11 @@ def saved_by_one_rank(folder: Path) -> Values:
     store = SharedStore(folder / "store")
     alone = run_replica(job(store, *GENERATE, ranks=1), folder)
     saved, found = stored(store), shards(store)
-    within = run_replica(job(store, *GENERATE, LOOK, ranks=2, load_mode="layerwise"), folder)
-    between = run_replica(job(store, *GENERATE, LOOK, SAVED, ranks=2, codec="blosc"), folder)
+    steps = (*GENERATE, LOOK, SAVED)
+    two = run_replica(job(store, *steps, ranks=2, load_mode="layerwise"), folder)
     return {
         "alone": alone,
-        "within": within,
-        "between": between,
+        "two": two,
         "saved": saved,
         "shards": [found, shards(store)],
     }
@@ -84,32 +82,31 @@ def saved_by_one_rank(folder: Path) -> Values:
 
 def test_each_rank_saves_its_heads() -> None:
     runs = saved_by_two_ranks()
-    assert runs["first"].cached == [0, 0]
+    assert runs["first"].cached[:2] == [0, 0]
     assert runs["shards"][0] == ["0.L0-3_H0-2", "0.L0-3_H2-4"]
 
 
-def test_each_rank_of_another_replica_loads_its_heads() -> None:
-    runs = saved_by_two_ranks()
-    assert runs["second"].cached == LOADED
-    assert runs["second"].tokens == runs["first"].tokens
+def test_each_rank_loads_its_heads() -> None:
+    first = saved_by_two_ranks()["first"]
+    assert first.cached[2:] == LOADED
+    assert first.tokens[2:] == first.tokens[:2]
 
 
 def test_one_rank_loads_what_two_saved_and_has_nothing_to_save() -> None:
     runs = saved_by_two_ranks()
     assert runs["namespaces"] == 1
     assert runs["alone"].cached == LOADED
-    assert runs["alone"].tokens == runs["first"].tokens
+    assert runs["alone"].tokens == runs["first"].tokens[:2]
     assert runs["shards"][1] == runs["shards"][0]
     assert same_heads(runs["alone"].answers[1], runs["saved"], count=4)
 
 
-def test_two_ranks_load_what_one_saved_within_the_step_and_between() -> None:
+def test_two_ranks_load_what_one_saved_within_the_step() -> None:
     runs = saved_by_one_rank()
     assert runs["shards"] == [["0.L0-3_H0-4"]] * 2
-    for name in ("within", "between"):
-        assert runs[name].cached == LOADED
-        assert runs[name].tokens == runs["alone"].tokens
-        assert same_heads(runs[name].answers[1], runs["saved"], count=4)
+    assert runs["two"].cached == LOADED
+    assert runs["two"].tokens == runs["alone"].tokens
+    assert same_heads(runs["two"].answers[1], runs["saved"], count=4)
 
 
 def same_heads(pages: Heads, saved: Heads, *, count: int) -> bool:
