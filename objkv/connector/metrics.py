@@ -70,9 +70,14 @@ class ObjKVStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "ObjKVStats":
         """Add another worker's, or another step's, numbers to these."""
+        # Into a dict of its own: vLLM hands the same report to all of its loggers, each of which
+        # adds the next ones to it. Source: vLLM 0.32, ``KVConnectorLogging`` in
+        # ``distributed/kv_transfer/kv_connector/v1/metrics.py``.
+        merged = dict(self.data)
         for name, value in other.data.items():
-            mine = self.data.get(name, 0.0)
-            self.data[name] = max(mine, value) if name.endswith("_max") else mine + value
+            mine = merged.get(name, 0.0)
+            merged[name] = max(mine, value) if name.endswith("_max") else mine + value
+        self.data = merged
         return self
 
     def reduce(self) -> dict[str, int | float]:
