@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from objkv.cache.match import stored_blocks
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity, GroupKind
@@ -72,14 +73,21 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
 
 
 def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
-    """The effective chunk of these groups, see ``docs/keyspace.md``.
+    """The effective chunk of these groups, see ``docs/keyspace.md``. Raises ``ConfigError`` if none
+    of them would have any payload.
 
     A state is there to be saved only where a step of vLLM ends, which is the end of some block:
     with chunks of several blocks most of these ends would be within a chunk.
     """
     if any(group.kind == "mamba" for group in groups):
         wish = 1
-    return effective_chunk_tokens(wish, tuple(group.block_size for group in groups))
+    size = effective_chunk_tokens(wish, tuple(group.block_size for group in groups))
+    if not any(stored_blocks(group, size) for group in groups):
+        raise ConfigError(
+            f"nothing of this model can be shared in chunks of {size} tokens, at whose ends its "
+            f"local attention begins anew: {_INSTEAD} lower chunk_tokens"
+        )
+    return size
 
 
 def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> GroupIdentity:
