@@ -203,6 +203,7 @@ def test_a_reset_does_not_wait_for_the_store(world: World) -> None:
         "the load to begin",
     )
     reader.end_step()
+    wait_until(lambda: "get_into" in world.bulks[1].calls, "the store to be asked")
     assert reader.manager.has_pending_work()
     reader.manager.reset_cache()  # asserts that no job is left
     np.asarray(reader.view)[:] = 7

@@ -1,0 +1,179 @@
+"""KV events of real engines: what routers hear of the stores, beside those of the device."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.engine.cache import Values, scenario
+from tests.engine.fleet import CHUNK, NUMBERS_TOLD, SharedStore, one_by_one
+from tests.engine.harness import run_replica, run_replicas
+from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
+from tests.engine.prompts import prompt_of
+
+CHUNKS = 3
+PLAIN = prompt_of(CHUNKS * CHUNK + 9)
+UNKNOWN = prompt_of(CHUNKS * CHUNK + 9, seed=1)
+EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+LISTEN = Call(function="tests.engine.test_events:listen")
+HEARD = Call(function="tests.engine.test_events:heard")
+_BATCHES: list[Any] = []
+
+
+def listen(llm: Any) -> None:
+    """From now on keep what the engine core in this process publishes."""
+    publisher = llm.llm_engine.engine_core.engine_core.scheduler.kv_event_publisher
+    publisher.publish = _BATCHES.append
+
+
+def heard(_llm: Any) -> list[dict[str, Any]]:
+    """All that was published since the last call."""
+    batches = list(_BATCHES)
+    _BATCHES.clear()
+    return [plain(event) for batch in batches for event in batch.events]
+
+
+def subscribe(_llm: Any, endpoint: str) -> None:
+    """Listen as a router does."""
+    import zmq
+
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(endpoint)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    _BATCHES.append(socket)
+    time.sleep(1)  # until both know of each other; nothing is kept for who comes late
+
+
+def received(_llm: Any, seconds: float) -> list[dict[str, Any]]:
+    """What came on the wire, until nothing came for so long."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    (socket,) = _BATCHES
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    events = []
+    while socket.poll(seconds * 1000):
+        _, _, payload = socket.recv_multipart()
+        events += [plain(event) for event in decoder.decode(payload).events]
+    socket.close(0)
+    return events
+
+
+def plain(event: Any) -> dict[str, Any]:
+    """An event as JSON."""
+    values = {"kind": type(event).__name__}
+    for name in ("medium", "group_idx", "block_hashes", "parent_block_hash", "token_ids"):
+        values[name] = getattr(event, name, None)
+    return values
+
+
+def told(*prompts: Prompt) -> tuple[Step, ...]:
+    """Run prompts one by one, each with a step after what was saved, and tell what was heard."""
+    steps: list[Step] = [LISTEN]
+    for prompt in prompts:
+        steps += (*one_by_one([prompt]), NUMBERS_TOLD, HEARD)
+    return tuple(steps)
+
+
+@scenario
+def events(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    reset = (ResetPrefixCache(connector=True), NUMBERS_TOLD, HEARD)
+    writer = run_replica(store.job(*told(PLAIN), engine=EVENTS), folder)
+    spoilt = store.copy(folder / "spoilt")
+    spoilt.payload(PLAIN, 1).unlink()
+    reader, failing = run_replicas(
+        [
+            store.job(*told(PLAIN, PLAIN, UNKNOWN), role="kv_consumer", engine=EVENTS),
+            spoilt.job(*told(PLAIN), role="kv_consumer", engine=EVENTS),
+        ],
+        folder,
+    )
+    other = SharedStore(folder / "other")
+    renewed = run_replica(other.job(*told(PLAIN), *reset, engine=EVENTS), folder)
+    silent, alone = run_replicas(
+        [store.job(*told(PLAIN)), Job(steps=told(PLAIN), engine=EVENTS)], folder
+    )
+    return {
+        "writer": writer,
+        "renewed": renewed,
+        "reader": reader,
+        "failing": failing,
+        "silent": silent,
+        "alone": alone,
+    }
+
+
+@scenario
+def published_by_two_ranks(folder: Path) -> Values:
+    store, endpoint = SharedStore(folder / "store"), f"ipc://{folder}/events"
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    steps = (
+        Call(function="tests.engine.test_events:subscribe", arguments={"endpoint": endpoint}),
+        Generate(prompts=(PLAIN,)),
+        Settle(seconds_max=10),
+        NUMBERS_TOLD,
+        Call(function="tests.engine.test_events:received", arguments={"seconds": 5}),
+    )
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    job = store.job(*steps, engine=ranks | {"kv_events_config": config}).model_copy(
+        update={"processes": True, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    )
+    return {"pair": run_replica(job, folder)}
+
+
+def of(replica: str, answer: int, medium: str = "OBJKV") -> list[dict[str, Any]]:
+    """What a replica told of a medium up to its ``answer``-th ``HEARD``, without the rest."""
+    lists = [one for one in events()[replica].answers if isinstance(one, list)]
+    return [event for event in lists[answer] if event["medium"] == medium]
+
+
+def blocks(told: list[dict[str, Any]], kind: str = "BlockStored") -> list[Any]:
+    return [one for event in told if event["kind"] == kind for one in event["block_hashes"]]
+
+
+def test_what_was_saved_is_told_with_the_hashes_of_the_device() -> None:
+    device = of("writer", 0, "GPU")
+    stored = of("writer", 0)
+    assert len(stored) == CHUNKS
+    assert {event["kind"] for event in stored} == {"BlockStored"}
+    assert {event["group_idx"] for event in stored} == {0}
+    count = CHUNKS * CHUNK // 32
+    assert sorted(blocks(stored)) == sorted(blocks(device)[:count])
+    tokens = {event["parent_block_hash"]: event["token_ids"] for event in stored}
+    chain, parent = [], None
+    for _ in range(CHUNKS):
+        chain += tokens[parent]
+        (parent,) = [e["block_hashes"][-1] for e in stored if e["parent_block_hash"] == parent]
+    assert tuple(chain) == PLAIN.tokens[: CHUNKS * CHUNK]
+
+
+def test_a_reset_takes_back_what_this_replica_told_of_the_stores() -> None:
+    assert sorted(blocks(of("renewed", 1), "BlockRemoved")) == sorted(blocks(of("renewed", 0)))
+
+
+def test_a_hit_is_told_once_and_a_miss_is_not() -> None:
+    assert events()["reader"].cached[0] == CHUNKS * CHUNK
+    assert sorted(blocks(of("reader", 0))) == sorted(blocks(of("writer", 0)))
+    assert of("reader", 1) == []
+    assert of("reader", 2) == []
+
+
+def test_a_load_that_failed_is_not_told() -> None:
+    assert of("failing", 0) == []
+
+
+def test_without_events_nothing_is_published() -> None:
+    assert [one for one in events()["silent"].answers if isinstance(one, list)] == [[]]
+
+
+def test_the_device_is_told_of_as_without_objkv() -> None:
+    assert of("writer", 0, "GPU") == of("alone", 0, "GPU")
+
+
+def test_what_two_ranks_saved_is_told_once_on_the_wire() -> None:
+    (heard,) = [a for a in published_by_two_ranks()["pair"].answers if isinstance(a, list)]
+    told = [event for event in heard if event["medium"] == "OBJKV"]
+    device = [event for event in heard if event["medium"] == "GPU"]
+    assert len(told) == CHUNKS
+    assert set(blocks(told)) <= set(blocks(device))
+    assert len(set(blocks(told))) == len(blocks(told)) == CHUNKS * CHUNK // 32
