@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-ModelName = Literal["llama", "gpt_oss"]
+ModelName = Literal["llama", "gpt_oss", "qwen3_next", "deepseek"]
 
 VOCABULARY = 1024
 SLIDING_WINDOW = 64
@@ -60,21 +60,67 @@ def _save(name: ModelName, target: Path) -> None:
 
     torch.manual_seed(20)
     model: Any
-    if name == "llama":
-        llama = transformers.LlamaConfig(num_hidden_layers=3, **_SIZES)
-        model = transformers.LlamaForCausalLM(llama)
-    else:
-        gpt_oss = transformers.GptOssConfig(
-            num_hidden_layers=4,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            sliding_window=SLIDING_WINDOW,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            **_SIZES,
-        )
-        model = transformers.GptOssForCausalLM(gpt_oss)
+    match name:
+        case "llama":
+            llama = transformers.LlamaConfig(num_hidden_layers=3, **_SIZES)
+            model = transformers.LlamaForCausalLM(llama)
+        case "gpt_oss":
+            gpt_oss = transformers.GptOssConfig(
+                num_hidden_layers=4,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                sliding_window=SLIDING_WINDOW,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                **_SIZES,
+            )
+            model = transformers.GptOssForCausalLM(gpt_oss)
+        case "qwen3_next":
+            model = transformers.Qwen3NextForCausalLM(_qwen3_next())
+        case "deepseek":
+            model = transformers.DeepseekV2ForCausalLM(_deepseek())
     target.mkdir(parents=True)
     model.to(torch.float32).save_pretrained(target)
+
+
+def _qwen3_next() -> Any:
+    """Three layers of linear attention to one of full attention."""
+    import transformers
+
+    return transformers.Qwen3NextConfig(
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=4,
+        linear_num_value_heads=16,  # so large a state that blocks have 160 tokens
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        mlp_only_layers=[0, 1, 2],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        **_SIZES,
+    )
+
+
+def _deepseek() -> Any:
+    """Multi-head latent attention, dense."""
+    import transformers
+
+    sizes = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    return transformers.DeepseekV2Config(
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=128,
+        **sizes,
+    )
 
 
 if __name__ == "__main__":

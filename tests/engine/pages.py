@@ -34,10 +34,17 @@ def _pages(core: Any, layers: dict[str, Any], tokens: list[int]) -> dict[str, li
     blocks = manager.get_computed_blocks(request)[0].get_block_ids()
     groups = manager.kv_cache_config.kv_cache_groups
     return {
-        name: ["" if block == 0 else _digest(layers[name].kv_cache[block]) for block in ids]
+        name: ["" if block == 0 else _page(layers[name].kv_cache, block) for block in ids]
         for group, ids in zip(groups, blocks, strict=True)
         for name in group.layer_names
     }
+
+
+def _page(cache: Any, block: int) -> str:
+    """Of one block: of a layer's page, or of all parts of its state."""
+    if isinstance(cache, list | tuple):
+        return " ".join(_digest(part[block]) for part in cache)
+    return _digest(cache[block])
 
 
 def _digest(page: Any) -> str:
@@ -98,3 +105,33 @@ def stored_heads(payload: Path) -> dict[str, list[list[str]]]:
         name: [[_digest(head) for head in block] for block in pages]
         for name, pages in load_file(payload).items()
     }
+
+
+_WATCHED: list[dict[str, list[str]]] = []
+
+
+def watch_pages(llm: Any) -> None:
+    """From now on note what each request's whole blocks hold when it ends; see ``request_pages``.
+    For models whose prefix cache vLLM turns off, so that ``cached_pages`` finds nothing."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    free = scheduler._free_request
+
+    def look_and_free(request: Any, *args: Any, **options: Any) -> Any:
+        manager = scheduler.kv_cache_manager
+        groups = manager.kv_cache_config.kv_cache_groups
+        pages: dict[str, list[str]] = {}
+        for group, ids in zip(groups, manager.get_block_ids(request.request_id), strict=True):
+            whole = ids[: request.num_prompt_tokens // group.kv_cache_spec.block_size]
+            for name in group.layer_names:
+                pages[name] = [_page(layers[name].kv_cache, block) for block in whole]
+        _WATCHED.append(pages)
+        return free(request, *args, **options)
+
+    scheduler._free_request = look_and_free
+
+
+def request_pages(_llm: Any) -> list[dict[str, list[str]]]:
+    """Per request that ended since ``watch_pages``, and layer: a digest of each whole block of its
+    prompt."""
+    return list(_WATCHED)
