@@ -22,7 +22,7 @@ from objkv.codec.payload import LayerSpec, Provenance, header_room
 from objkv.config import Config, load_config
 from objkv.connector.aggregate import Agreement, open_agreement
 from objkv.connector.guard import guarded
-from objkv.connector.handoff_batch import Prompt, read_batch
+from objkv.connector.handoff_batch import LeftAloneError, Prompt, read_batch
 from objkv.connector.handoff_keys import handoff_claim, read_handoff_identity
 from objkv.connector.handoff_stage import Stage, Stages
 from objkv.connector.handoff_store import HandoffStore
@@ -34,6 +34,8 @@ from objkv.telemetry import NullRecorder, Recorder, Trouble
 logger = logging.getLogger(__name__)
 
 _NOTHING: States | None = None
+_REASONS_MAX = 16
+"""Why prompts were left alone, told once each."""
 _BACKGROUND_S = 1.0
 """How long ``close`` waits for what nobody needs: a copy to the hot store."""
 
@@ -70,6 +72,7 @@ class HandoffConnector:
         self._stages = Stages(config.model_config, self._identity.groups[0], rank, tp_size)
         self._writer = f"{socket.gethostname()}:{os.getpid()}:{local_rank}"
         self._trouble = Trouble(logger, "hand-offs")
+        self._reasons: set[str] = set()
         self._closed = False
         # Ranks wait for each other as long as one of them may wait for the stores, and then some.
         bound_ms = max(self._config.step_load_deadline_ms, self._config.save_deadline_ms)
@@ -194,6 +197,9 @@ class HandoffConnector:
                 if states is None:
                     return None
                 received.append(states)
+        except LeftAloneError as exc:
+            self._left_alone(exc)
+            return None
         except ObjkvError as exc:
             self._recorder.count("load_errors")
             self._trouble.failed(exc)
@@ -230,18 +236,28 @@ class HandoffConnector:
         return pages[count:]
 
     def _layers(self, stage: Stage, prompt: Prompt) -> list[LayerSpec]:
-        """What the prompt's payload must hold. Raises ``TransferError`` for slots that are not
+        """What the prompt's payload must hold. Raises ``LeftAloneError`` for slots that are not
         there, and for a payload that would take more memory than is allowed."""
         stage.caches.check_slots(prompt.slots)
         layers = stage.layers(len(prompt.tokens))
         nbytes = sum(layer.nbytes for layer in layers)
         if nbytes > self._config.pinned_bytes_max:
-            raise TransferError(
+            raise LeftAloneError(
                 f"{len(prompt.tokens)} tokens are {nbytes} bytes, beyond pinned_bytes_max"
             )
         return layers
 
+    def _left_alone(self, reason: LeftAloneError) -> None:
+        """Told once for each reason: such prompts may come in every other step."""
+        text = str(reason)
+        if text not in self._reasons and len(self._reasons) < _REASONS_MAX:
+            self._reasons.add(text)
+            logger.info("prompts left alone reason=%s", text)
+
     def _dropped(self, reason: ObjkvError) -> bool:
+        if isinstance(reason, LeftAloneError):
+            self._left_alone(reason)
+            return False
         self._recorder.count("save_errors")
         self._trouble.failed(reason)
         return False

@@ -8,6 +8,11 @@ import torch
 from objkv.connector.handoff_types import ModelInput
 from objkv.errors import TransferError
 
+
+class LeftAloneError(TransferError):
+    """A step, or a prompt, that is not for a hand-off: nothing failed, the engine computes it."""
+
+
 _BESIDE_TOKENS = (
     "lora_requests",
     "prompt_adapter_requests",
@@ -40,7 +45,7 @@ class Batch:
 def read_batch(model_input: ModelInput) -> Batch:
     """The prompts that this step computes from their first token to their last.
 
-    Waits for the device: token ids are named by the host. Raises ``TransferError`` for a batch
+    Waits for the device: token ids are named by the host. Raises ``LeftAloneError`` for a batch
     whose prompts cannot be told apart, or are not named by their token ids.
     """
     attention, ids = model_input.attn_metadata, model_input.input_tokens
@@ -49,18 +54,18 @@ def read_batch(model_input: ModelInput) -> Batch:
     for name in _BESIDE_TOKENS:
         value = getattr(model_input, name, None)
         if value is not None and (isinstance(value, torch.Tensor) or len(value)):
-            raise TransferError(f"prompts with {name} are not handed over")
+            raise LeftAloneError(f"prompts with {name} are not handed over")
     if getattr(attention, "encoder_seq_lens", None):
-        raise TransferError("prompts of models with an encoder are not handed over")
+        raise LeftAloneError("prompts of models with an encoder are not handed over")
     total = attention.num_prefill_tokens
     lengths = list(attention.seq_lens or ())[: attention.num_prefills]
     # Where tokens were computed in an earlier step these lengths count them too, but neither ids
     # nor slots of them are here: nothing would say where one prompt ends and the next begins.
     if len(lengths) != attention.num_prefills or sum(lengths) != total or min(lengths) <= 0:
-        raise TransferError("prompts computed in parts are not handed over")
+        raise LeftAloneError("prompts computed in parts are not handed over")
     ids, slots = ids.flatten(), attention.slot_mapping.flatten()
     if len(ids) < total or len(slots) < total:
-        raise TransferError(f"{total} tokens of prompts in {len(ids)} ids, {len(slots)} slots")
+        raise LeftAloneError(f"{total} tokens of prompts in {len(ids)} ids, {len(slots)} slots")
     prompts = _prompts(ids[:total], slots[:total], lengths)
     return Batch(tuple(prompts), whole=len(ids) == total)
 
@@ -68,7 +73,7 @@ def read_batch(model_input: ModelInput) -> Batch:
 def _prompts(ids: torch.Tensor, slots: torch.Tensor, lengths: list[int]) -> Iterator[Prompt]:
     known = ids.tolist()
     if int(slots.min()) < 0:
-        raise TransferError("prompts of which not all KV is kept are not handed over")
+        raise LeftAloneError("prompts of which not all KV is kept are not handed over")
     start = 0
     for length in lengths:
         end = start + length

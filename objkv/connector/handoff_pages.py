@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from objkv.codec.payload import LayerSpec
+from objkv.connector.handoff_batch import LeftAloneError
 from objkv.connector.handoff_keys import layer_name
-from objkv.errors import TransferError
 from objkv.keys.topology import Shard
 from objkv.transfer.block_copy import WORDS
 from objkv.transfer.paging import DTYPE_NAMES
@@ -33,10 +33,10 @@ class SlotCaches:
     """The caches of one rank. The tensors are vLLM's, never freed or resized here."""
 
     def __init__(self, shape: SlotShape, caches: Sequence[torch.Tensor]) -> None:
-        """Raises ``TransferError`` for caches of another shape."""
+        """Raises ``LeftAloneError`` for caches of another shape."""
         shard = shape.shard
         if len(caches) != shard.layer_end - shard.layer_start:
-            raise TransferError(f"{len(caches)} KV caches, expected those of layers {shard}")
+            raise LeftAloneError(f"{len(caches)} KV caches, expected those of layers {shard}")
         self._shape = shape
         self._heads = shard.head_end - shard.head_start
         for cache in caches:
@@ -68,9 +68,9 @@ class SlotCaches:
         ]
 
     def check_slots(self, slots: torch.Tensor) -> None:
-        """Raise ``TransferError`` unless all ``slots`` (``[tokens]`` int64) are in the caches."""
+        """Raise ``LeftAloneError`` unless all ``slots`` (``[tokens]`` int64) are in the caches."""
         if int(slots.max()) >= self._slots or int(slots.min()) < 0:
-            raise TransferError(f"slots outside the {self._slots} that the KV caches have")
+            raise LeftAloneError(f"slots outside the {self._slots} that the KV caches have")
 
     def gather(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """The rows of one layer, ``[tokens, heads, 1, content]`` on the device, as integers."""
@@ -109,9 +109,9 @@ class SlotCaches:
             fits = len(found) == 5 and found[0] == 2 and found[3:] == (self._heads, size)
             wanted = f"[2, blocks, block size, {self._heads}, {size}]"
         if not fits or not cache.numel():
-            raise TransferError(f"a KV cache of shape {found}, expected {wanted}: not supported")
+            raise LeftAloneError(f"a KV cache of shape {found}, expected {wanted}: not supported")
         if cache.dtype not in DTYPE_NAMES:
-            raise TransferError(f"a KV cache of {cache.dtype}, unknown to objkv")
+            raise LeftAloneError(f"a KV cache of {cache.dtype}, unknown to objkv")
 
 
 def host_rows(pages: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

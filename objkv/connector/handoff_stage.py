@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from objkv.codec.payload import LayerSpec
-from objkv.connector.handoff_batch import Prompt
+from objkv.connector.handoff_batch import LeftAloneError, Prompt
 from objkv.connector.handoff_pages import SlotCaches, SlotShape
 from objkv.connector.handoff_states import StateForm, state_form
 from objkv.connector.handoff_types import ModelConfig, ModelExecutable, States
-from objkv.errors import ConfigError, TransferError
+from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import RankShard, rank_shard
 
@@ -29,7 +29,7 @@ class Stage:
 
     def rows(self, prompt: Prompt, given: States) -> Iterator[torch.Tensor]:
         """Of each of ``layers`` what the device has; a layer at a time, so that only one of them is
-        in the device's memory twice. Raises ``TransferError`` for states of another form."""
+        in the device's memory twice. Raises ``LeftAloneError`` for states of another form."""
         states = self.form.rows(given, prompt.start, prompt.end)  # refused before KV is read
         for layer in range(self.caches.count):
             yield self.caches.gather(layer, prompt.slots)
@@ -54,14 +54,14 @@ class Stages:
             raise ConfigError(str(exc)) from exc
 
     def open(self, executable: ModelExecutable, kv_caches: Sequence[torch.Tensor]) -> Stage:
-        """Raises ``TransferError`` for layers, caches or states that objkv does not know."""
+        """Raises ``LeftAloneError`` for layers, caches or states that objkv does not know."""
         first, end, total = (
             executable.model.start_layer,
             executable.model.end_layer,
             len(self._group.layers),
         )
         if not 0 <= first < end <= total:
-            raise TransferError(f"layers [{first}, {end}) of {total}")
+            raise LeftAloneError(f"layers [{first}, {end}) of {total}")
         shard = replace(self._rank.shard, layer_start=first, layer_end=end)
         shape = SlotShape(shard, self._group.content, self._model.use_mla)
         form = state_form(

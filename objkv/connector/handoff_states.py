@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from objkv.codec.payload import LayerSpec
+from objkv.connector.handoff_batch import LeftAloneError
 from objkv.connector.handoff_pages import host_rows
 from objkv.connector.handoff_types import ModelExecutable, States
-from objkv.errors import TransferError
 from objkv.transfer.paging import DTYPE_NAMES
 
 _LAST = "hidden_states"
@@ -36,20 +36,22 @@ class StateForm:
     def rows(self, states: States, start: int, end: int) -> list[torch.Tensor]:
         """Of tokens ``[start, end)`` one tensor per frame, ``[tokens, width]``.
 
-        Raises ``TransferError`` for states of another form.
+        Raises ``LeftAloneError`` for states of another form.
         """
         if isinstance(states, torch.Tensor):
             found: Mapping[str, torch.Tensor] = {_LAST: states}
         else:
             found = {_BETWEEN + name: tensor for name, tensor in states.tensors.items()}
         if found.keys() != self.widths.keys():
-            raise TransferError(f"states {sorted(found)}, expected {sorted(self.widths)}")
+            raise LeftAloneError(f"states {sorted(found)}, expected {sorted(self.widths)}")
         for name, tensor in found.items():
             width = self.widths[name]
             if tensor.dim() != 2 or tensor.shape[0] < end or tensor.shape[1] != width:
-                raise TransferError(f"{name} has shape {tuple(tensor.shape)}, width {width} wanted")
+                raise LeftAloneError(
+                    f"{name} has shape {tuple(tensor.shape)}, width {width} wanted"
+                )
             if tensor.dtype != self.dtype:
-                raise TransferError(f"{name} has {tensor.dtype}, expected {self.dtype}")
+                raise LeftAloneError(f"{name} has {tensor.dtype}, expected {self.dtype}")
         return [found[name][start:end] for name in self.widths]
 
     def join(self, prompts: Sequence[Sequence[memoryview]], device: torch.device) -> States:
@@ -72,17 +74,17 @@ def state_form(
 ) -> StateForm:
     """The form of what this stage of a model with ``layers`` layers gives.
 
-    Raises ``TransferError`` for a stage that does not say what it gives.
+    Raises ``LeftAloneError`` for a stage that does not say what it gives.
     """
     if dtype not in DTYPE_NAMES:
-        raise TransferError(f"hidden states of {dtype}, unknown to objkv")
+        raise LeftAloneError(f"hidden states of {dtype}, unknown to objkv")
     if executable.model.end_layer == layers:
         return StateForm(dtype, {_LAST: hidden}, None)
     make_empty = getattr(executable, "make_empty_intermediate_tensors", None)
     if make_empty is None:
-        raise TransferError("a pipeline stage that does not say what it gives to the next")
+        raise LeftAloneError("a pipeline stage that does not say what it gives to the next")
     empty = make_empty(batch_size=1, dtype=dtype, device=torch.device("cpu"))
     widths = {_BETWEEN + name: int(t.shape[-1]) for name, t in empty.tensors.items()}
     if not widths:
-        raise TransferError("a pipeline stage that gives nothing to the next")
+        raise LeftAloneError("a pipeline stage that gives nothing to the next")
     return StateForm(dtype, widths, type(empty))

@@ -315,6 +315,20 @@ def test_prompts_that_token_ids_do_not_name_whole_are_left_alone(
     assert engine.receive(odd) == (None, False)
 
 
+def test_why_prompts_are_left_alone_is_told_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = Engine(folder)
+    for _ in range(5):
+        engine.send(step(lora_requests={"a"}))
+        engine.send(step())
+        engine.receive(step(lora_requests={"a"}))
+        engine.receive(step())
+    told = [r.message for r in caplog.records if "ready" not in r.message]
+    assert told == ["prompts left alone reason=prompts with lora_requests are not handed over"]
+
+
 def test_requests_that_generate_are_neither_sent_nor_left_out(folder: Path) -> None:
     engine = Engine(folder)
     mixed = step()
