@@ -161,7 +161,7 @@ def test_a_second_replica_loads_all_that_can_be_of_use(layout: Layout) -> None:
                     assert expected >= (len(prompt) - 1) // size * size
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(layouts(), prompts(), prompts(), st.randoms(use_true_random=False))
 def test_replicas_read_what_replicas_computed(
     layout: Layout, first: list[list[int]], second: list[list[int]], source: random.Random
