@@ -13,6 +13,8 @@ class LeftAloneError(TransferError):
     """A step, or a prompt, that is not for a hand-off: nothing failed, the engine computes it."""
 
 
+_IDS_END = 1 << 32
+"""Of token ids, as they are encoded."""
 _BESIDE_TOKENS = (
     "lora_requests",
     "prompt_adapter_requests",
@@ -72,6 +74,8 @@ def read_batch(model_input: ModelInput) -> Batch:
 
 def _prompts(ids: torch.Tensor, slots: torch.Tensor, lengths: list[int]) -> Iterator[Prompt]:
     known = ids.tolist()
+    if min(known) < 0 or max(known) >= _IDS_END:
+        raise LeftAloneError("prompts with places that are no tokens are not handed over")
     if int(slots.min()) < 0:
         raise LeftAloneError("prompts of which not all KV is kept are not handed over")
     start = 0

@@ -302,7 +302,7 @@ def test_a_store_that_takes_nothing_is_left_at_the_deadline(
     ],
 )
 def test_prompts_that_token_ids_do_not_name_whole_are_left_alone(
-    folder: Path, spoil: Callable[[SimpleNamespace], None]
+    folder: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[SimpleNamespace], None]
 ) -> None:
     engine = Engine(folder)
     odd = step()
@@ -313,6 +313,7 @@ def test_prompts_that_token_ids_do_not_name_whole_are_left_alone(
     Engine(folder).send(step())
     engine.spoil()
     assert engine.receive(odd) == (None, False)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]  # no index error, no assertion
 
 
 def test_why_prompts_are_left_alone_is_told_once(
