@@ -7,7 +7,7 @@ runs on background threads; the scheduler's thread asks, and never waits for a s
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Thread, get_ident
@@ -110,9 +110,8 @@ class EncoderFetcher:
             for entry in refused:
                 entry.state = State.ABSENT
                 self._recorder.count("load_refused")
-            if queued:
-                self._jobs.append(partial(self._look_up, queued))
-                self._changed.notify()
+            self._jobs.extend(partial(self._bring, entry) for entry in queued)
+            self._changed.notify(len(queued))
 
     def state(self, output: Output) -> State:
         """What is known of an output that was wanted; for one that is late nobody waits on."""
@@ -120,7 +119,7 @@ class EncoderFetcher:
         if entry is None:
             return State.ABSENT
         if entry.state is State.WAITING and self.is_late(entry.deadline):
-            self._give_up(entry)
+            self._settle(entry, State.UNREAD if entry.announced else State.ABSENT)
             self._recorder.count("load_deadlines")
         return entry.state
 
@@ -214,43 +213,38 @@ class EncoderFetcher:
                 with self._changed:
                     del self._begun[get_ident()]
 
-    def _look_up(self, entries: Sequence[_Entry]) -> None:
-        """Ask the index for all outputs of a request at once, then queue those that are there."""
-        found: Sequence[Shards | None] = [None] * len(entries)
-        try:
-            if any(entry.wanted and entry.state is State.WAITING for entry in entries):
-                hashes = [entry.output.item_hash for entry in entries]
-                found = self._index.find(entries[0].output.namespace, hashes, [ENCODER_FIELD])
-        except StoreError as exc:
-            self._recorder.count("lookup_errors")
-            self._trouble.failed(exc)
-        finally:  # whatever was raised: somebody waits for each of them
-            for entry, shards in zip(entries, found, strict=True):
-                if not shards:
-                    self._settle(entry, State.ABSENT)
-                    continue
-                entry.announced = True
-                with self._changed:
-                    self._jobs.append(partial(self._load, entry, shards))
-                    self._changed.notify()
+    def _bring(self, entry: _Entry) -> None:
+        """Find one output and get it, or find out that it is not there.
 
-    def _load(self, entry: _Entry, shards: Shards) -> None:
-        """Get one output, or find out that it is not there."""
-        if not self._reserve(entry, self._reader.bytes_needed(entry.output, shards)):
-            return
-        state, pages = State.UNREAD, None
+        Each is looked up by itself: a folder that is its own index ends an answer at the first of
+        several that it does not have, as prefixes do.
+        """
+        state, pages = State.ABSENT, None
         try:
-            state, pages = self._reader.read(entry.output, shards)
-            self._trouble.worked()
+            if (shards := self._find(entry)) is None:
+                return
+            state = State.UNREAD
+            entry.announced = True
+            if self._reserve(entry, self._reader.bytes_needed(entry.output, shards)):
+                state, pages = self._reader.read(entry.output, shards)
+                self._trouble.worked()
         except StoreError as exc:
-            self._recorder.count("load_errors")
+            self._recorder.count("load_errors" if entry.announced else "lookup_errors")
             self._trouble.failed(exc)
-        finally:
+        finally:  # whatever was raised: somebody waits for it
             with self._changed:
                 entry.busy = False
             self._settle(entry, state, pages)
         if pages is not None:
             self._touch(entry.output)
+
+    def _find(self, entry: _Entry) -> Shards | None:
+        """What the index knows; None too if nobody waits any more."""
+        if not entry.wanted or entry.state is not State.WAITING:
+            return None
+        output = entry.output
+        (found,) = self._index.find(output.namespace, [output.item_hash], [ENCODER_FIELD])
+        return found or None
 
     def _touch(self, output: Output) -> None:
         """A hit renews the record's life. Nobody waits for this any more."""
@@ -269,11 +263,7 @@ class EncoderFetcher:
                 entry.reserved, entry.busy = nbytes, True
                 return True
         self._recorder.count("load_refused")
-        self._give_up(entry)
         return False
-
-    def _give_up(self, entry: _Entry) -> None:
-        self._settle(entry, State.UNREAD if entry.announced else State.ABSENT)
 
     def _settle(self, entry: _Entry, state: State, pages: Pages | None = None) -> None:
         """The end of the wait for ``entry``; the first end counts."""

@@ -24,7 +24,7 @@ ENCODER_COUNTERS = {
     "load_corrupt": "Outputs refused: length, claim, dtype, shape or checksum.",
     "load_errors": "Outputs not brought in because a store failed.",
     "load_deadlines": "Outputs that took too long.",
-    "load_refused": "Outputs not brought in: queue or memory full, stores stuck, another width.",
+    "load_refused": "Outputs not brought in: queue or memory full, stores stuck, another form.",
     "load_oversized": "Outputs too large to be brought in.",
     "load_seconds_sum": "Seconds of gets, summed.",
     "load_seconds_count": "Gets timed.",

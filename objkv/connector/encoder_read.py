@@ -8,10 +8,17 @@ from time import monotonic
 import numpy as np
 
 from objkv.cache.tiered import ChunkCache
-from objkv.codec.payload import frame_pages, open_payload, payload_bytes_max
+from objkv.codec.payload import (
+    LayerSpec,
+    frame_pages,
+    open_payload,
+    payload_bytes_max,
+    read_header,
+)
 from objkv.connector.encoder_metadata import Output, Pages
 from objkv.errors import PayloadError, ValueTooLong
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecord, Shards
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_FIELD
 from objkv.telemetry import Recorder
 
@@ -47,41 +54,39 @@ class OutputReader:
         self._clock = clock
 
     def bytes_needed(self, output: Output, shards: Shards) -> int:
-        """Memory that ``read`` takes: the payload, and what it is decoded into."""
-        record = shards[ENCODER_FIELD]
-        return record.nbytes + (output.layer.nbytes if record.codec != "none" else 0)
+        """Memory that ``read`` takes: the payload, and what it is decoded into if that is known."""
+        record, layer = shards[ENCODER_FIELD], output.layer
+        decoded = 0 if record.codec == "none" else layer.nbytes
+        return max(_room(record, layer), layer.nbytes) + decoded
 
     def read(self, output: Output, shards: Shards) -> tuple[State, Pages | None]:
         """Get the payload that ``shards`` promise, and verify length, claim, dtype, shape and
         checksums. Of what is gone or wrong the record is forgotten."""
         key = output.claim.key
-        if shards[ENCODER_FIELD].raw_bytes != output.layer.nbytes:
-            # Of another width than this replica counts on, which may be this one's mistake.
-            self._recorder.count("load_refused")
-            return State.UNREAD, None
         try:
-            pages = self._get(output, shards)
+            return self._read(output, shards)
         except (PayloadError, ValueTooLong) as exc:
             logger.warning("encoder output refused, encoding it reason=%s", exc)
             self._recorder.count("load_corrupt")
             self._cache.reject(key, shards, corrupt=True)
             return State.CORRUPT, None
-        if pages is None:
-            self._recorder.count("load_ghosts")
-            self._cache.reject(key, shards, corrupt=False)
-            return State.ABSENT, None
-        return State.HELD, pages
 
-    def _get(self, output: Output, shards: Shards) -> Pages | None:
+    def _read(self, output: Output, shards: Shards) -> tuple[State, Pages | None]:
         record, claim, layer = shards[ENCODER_FIELD], output.claim, output.layer
-        if record.nbytes > payload_bytes_max((layer,)):
-            raise PayloadError(f"{record.nbytes} bytes, more than {claim.key.path()} can be")
-        payload = np.empty(record.nbytes, dtype=np.uint8)
+        payload = np.empty(_room(record, layer), dtype=np.uint8)
         started = self._clock()
-        got = self._cache.get_into(claim.key, payload.data, hot=record.hot)
+        got = self._get(claim.key, payload.data, record)
         if got is None:
-            return None
+            self._recorder.count("load_ghosts")
+            self._cache.reject(claim.key, shards, corrupt=False)
+            return State.ABSENT, None
         seconds = self._clock() - started
+        found = read_header(payload.data[:got])
+        if found.claim == claim and found.frames.layers != (layer,):
+            # Another width or dtype, whole and of the right name: what is wrong may be what this
+            # replica expects, so it is not held against the payload.
+            self._recorder.count("load_refused")
+            return State.UNREAD, None
         header = open_payload(payload.data[:got], claim, (layer,))
         scratch = None
         if header.frames.codecs[0] != "none":
@@ -91,4 +96,14 @@ class OutputReader:
         self._recorder.count("load_bytes", got)
         self._recorder.observe("load_seconds", seconds)
         self._cache.note_load(claim, header, hot=record.hot, seconds=seconds)
-        return pages
+        return State.HELD, pages
+
+    def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:
+        """The payload; of one that is longer than this output's can be, its beginning."""
+        if record.nbytes > len(buffer):
+            return self._cache.get_range_into(key, 0, buffer, hot=record.hot)
+        return self._cache.get_into(key, buffer, hot=record.hot)
+
+
+def _room(record: ShardRecord, layer: LayerSpec) -> int:
+    return min(record.nbytes, payload_bytes_max((layer,)))

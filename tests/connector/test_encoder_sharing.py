@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from objkv.cache.bulk_index import BulkIndex
 from objkv.connector.encoder_scheduler import EncoderRoles
 from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
 from tests.connector.encoder_world import (
     EMBEDS,
     IDENTITY,
@@ -24,6 +27,7 @@ from tests.connector.encoder_world import (
     request,
     saved,
 )
+from tests.index.flaky_index import FlakyIndex
 
 
 @pytest.fixture
@@ -53,6 +57,24 @@ def test_a_known_image_beside_a_new_one(place: Place, second: Replica) -> None:
     saved(place, "x")
     assert second.see(request("b", "x", "new")) == ["new"]
     assert len(place.payloads()) == 2
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_folder_that_is_its_own_index(codec: str) -> None:
+    """It tells nothing of what follows an output that it does not have, and no codec."""
+    store = FlakyStore(MemoryStore())
+    place = Place(store, FlakyIndex(BulkIndex(store)))
+    with replica(place, limits=Limits(codec=codec)) as first:
+        first.see(request("a", "x", "y"))
+    with replica(place) as second:
+        assert second.see(request("b", "new", "x", "newer", "y")) == ["new", "newer"]
+        for name in ("x", "y"):
+            assert torch.equal(second.cache[name], output_of(name))
+    with replica(place, form=formed(width=lambda modality: 1)) as narrow:
+        assert narrow.see(request("c", "x")) == ["x"]
+        assert narrow.count("load_refused") == 1
+    with replica(place) as third:
+        assert third.see(request("d", "x")) == []
 
 
 def test_an_image_that_a_prompt_has_twice_is_brought_in_once(place: Place, second: Replica) -> None:
