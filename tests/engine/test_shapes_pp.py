@@ -1,0 +1,69 @@
+"""Two stages of a pipeline: each saves its own layers, and loads them in another replica."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.cache import Values, scenario
+from tests.engine.fleet import SharedStore
+from tests.engine.harness import run_replica
+from tests.engine.job import Call, Generate, Job, Settle, Step
+from tests.engine.model import ModelName
+from tests.engine.prompts import prompt_of
+
+PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
+LOADED = [256, 512]
+SHARDS = {
+    "llama": ["0.L0-2_H0-4", "0.L2-3_H0-4"],
+    "gpt_oss": ["0.L0-1_H0-4", "0.L1-2_H0-4", "1.L0-1_H0-4", "1.L1-2_H0-4"],
+}
+MODELS: tuple[ModelName, ...] = ("llama", "gpt_oss")
+TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+BUFFERS = Call(function="tests.engine.pipeline:make_buffers")
+
+
+@scenario
+def two_stages_and_one(folder: Path, model: ModelName) -> Values:
+    store = SharedStore(folder / "store")
+
+    def job(*steps: Step, engine: dict[str, Any] | None = None) -> Job:
+        job = store.job(*steps, engine=engine, chunk_tokens=256)
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if engine else {}
+        update = {"env": environment, "timeout_s": 1_500.0, "model": model}
+        return job.model_copy(update=update)
+
+    generate = (Generate(prompts=PROMPTS), Settle())
+    first = run_replica(job(BUFFERS, *generate, engine=TWO_STAGES), folder)
+    shards = sorted({path.stem for path in store.payloads()})
+    second = run_replica(job(BUFFERS, *generate, engine=TWO_STAGES), folder)
+    alone = run_replica(job(*generate), folder)
+    return {
+        "first": first,
+        "second": second,
+        "alone": alone,
+        "shards": shards,
+        "namespaces": len(store.namespaces()),
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_stage_saves_its_layers(model: ModelName) -> None:
+    runs = two_stages_and_one(model)
+    assert runs["first"].answers[0] == [False, True]
+    assert runs["first"].cached == [0, 0]
+    assert runs["shards"] == SHARDS[model]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_stage_of_another_replica_loads_its_layers(model: ModelName) -> None:
+    runs = two_stages_and_one(model)
+    assert runs["second"].cached == LOADED
+    assert runs["second"].tokens == runs["first"].tokens
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_replica_of_one_stage_means_the_same_groups(model: ModelName) -> None:
+    runs = two_stages_and_one(model)
+    assert runs["alone"].tokens == runs["first"].tokens
+    assert runs["namespaces"] == 1
