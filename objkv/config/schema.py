@@ -117,6 +117,8 @@ class Config(BaseModel):
     """A load that takes longer is a miss: the rest of it is recomputed."""
     step_load_deadline_ms: int = Field(default=5_000, ge=1)
     """The same for a load within the step, which holds up every request of the replica."""
+    encoder_deadline_ms: int = Field(default=1_000, ge=1)
+    """A stored encoder output that takes longer is a miss: its image is encoded."""
     save_deadline_ms: int = Field(default=60_000, ge=1)
     """A save that takes longer is dropped."""
     drain_deadline_ms: int = Field(default=10_000, ge=0)

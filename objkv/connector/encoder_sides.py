@@ -48,7 +48,7 @@ def open_encoder_scheduler(
     )
     reader = OutputReader(open_cache(config, backends, writer, recorder), recorder)
     limits = FetchLimits(
-        deadline_s=config.step_load_deadline_ms / 1000,
+        deadline_s=config.encoder_deadline_ms / 1000,
         queue_max=config.lookup_queue_max,
         held_bytes_max=HELD_BYTES_MAX,
         ttl_s=config.ttl_s,

@@ -121,7 +121,7 @@ def spoiled(folder: Path, fault: str) -> Values:
     elif fault == "late":
         arguments = {"seconds": 2.0}
         slow = Call(function="tests.engine.vision_model:slow_gets", arguments=arguments)
-        steps, settings = [slow, SEEN, TOLD], {"step_load_deadline_ms": 50}
+        steps, settings = [slow, SEEN, TOLD], {"encoder_deadline_ms": 50}
     else:
         shutil.rmtree(store / "chunks")
     second = run_replica(job(*steps, transfer=encoder(store, **settings)), folder)

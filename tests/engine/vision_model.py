@@ -29,7 +29,7 @@ _WORDS = 1000
 _PIXELS = 64
 CONNECTOR = "ObjKVECConnector"
 PATIENT = {
-    "step_load_deadline_ms": 300_000,
+    "encoder_deadline_ms": 300_000,
     "save_deadline_ms": 600_000,
     "drain_deadline_ms": 120_000,
     "lease_ms": 600_000,
