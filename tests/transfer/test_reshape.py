@@ -1,4 +1,4 @@
-"""Pages of other heads and other block sizes, token by token; and beside what vLLM does in place."""
+"""Pages of other heads and block sizes, token by token; and beside what vLLM does in place."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_the_same_block_size_copies_nothing() -> None:
 def test_what_vllm_mends_after_a_raw_copy_is_right_at_once(ratio: int, reader_nhd: bool) -> None:
     """vLLM 0.14 copies ``ratio`` blocks of a prefill in HND, ``[heads, size, content]`` each, into
     one block of the decode and then mends that in place (``kv_postprocess_blksize_on_receive``,
-    ``..._layout_...``, ``..._blksize_and_layout_...``). Here the same bytes go where they belong."""
+    ``..._layout_...``, ``..._blksize_and_layout_...``). Here bytes go where they belong."""
     heads, size, blocks = 2, 4, 3
     remote = numbered(blocks * ratio, heads, size)  # HND: as it lies in memory
     wanted = size * ratio
