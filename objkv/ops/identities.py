@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from objkv.errors import ConfigError, PayloadError
+from objkv.keys.encoder import ENCODER_SCHEME
 from objkv.keys.identity import (
     FORMAT,
     HASH_SCHEME,
@@ -35,6 +36,8 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
     try:
         values = json.loads(document)
         written = (values.pop("format"), values.pop("hash"))
+        if written == (FORMAT, ENCODER_SCHEME):
+            raise PayloadError(f"{identity_path(namespace)}: of encoder outputs, not of KV")
         if written != (FORMAT, HASH_SCHEME):
             raise PayloadError(f"{identity_path(namespace)}: written as {written}: not known here")
         groups = tuple(

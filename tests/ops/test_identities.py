@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from objkv.errors import ConfigError, PayloadError
+from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import canonical_json
 from objkv.ops.identities import parse_identity, pick_namespace, read_identity
 from objkv.stores.memory import MemoryStore
@@ -37,6 +38,12 @@ def test_a_document_that_is_not_the_namespaces_is_refused(change: dict[str, Any]
     document = canonical_json({**IDENTITY.document(), **change})
     with pytest.raises(PayloadError, match=r"identity\.json"):
         parse_identity(document, NAMESPACE)
+
+
+def test_a_namespace_of_encoder_outputs_is_told_from_one_that_nobody_knows() -> None:
+    identity = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
+    with pytest.raises(PayloadError, match="encoder outputs"):
+        parse_identity(identity.canonical(), identity.namespace())
 
 
 @pytest.mark.parametrize("document", [b"", b"\xff", b"[]", b"null", b"{}", b'{"format":1}'])
