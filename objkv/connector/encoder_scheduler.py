@@ -7,7 +7,7 @@ call order: vLLM 0.32-0.33, ``_try_schedule_encoder_inputs`` in ``v1/core/sched/
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,8 @@ class EncoderSchedulerSide:
         self._fetcher = fetcher
         self._recorder = recorder
         self._told: dict[str, float] = {}
-        self.adapters = Adapters(fetcher.submit)
+        # Where adapters do not change what is seen, none is read.
+        self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
         self._items = ItemTracker(form, self.adapters, recorder)
         self._asking: Tracked | None = None
         """The request that vLLM is looking at: it names items without saying whose they are."""
@@ -209,3 +210,7 @@ class EncoderSchedulerSide:
         if state is not State.UNREAD:
             replaces = state is State.CORRUPT
             self._saves[identifier] = ItemSave(item.item_hash, item.embeds, replaces)
+
+
+def _do_nothing(_job: Callable[[], None]) -> bool:
+    return False
