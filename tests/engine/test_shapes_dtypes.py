@@ -1,14 +1,21 @@
-"""bfloat16 and fp8 caches and every codec: what one replica writes the others read, bit for bit.
+"""Caches of every dtype and every codec: what one replica writes the others read, bit for bit.
 
 The codec belongs to a payload and not to the identity, so replicas with different settings share;
-the cache's dtype does, so fp8 and bfloat16 replicas do not.
+the cache's dtype does, so fp8 and bfloat16 replicas do not, nor do the two kinds of fp8.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from objkv.codec.payload import read_header
+from tests.engine import model
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import NUMBERS_TOLD, SAVED, SharedStore
+from tests.engine.fp8_kernels import FP8_ENGINE
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Step
 from tests.engine.pages import LOADED_PAGES
@@ -21,6 +28,10 @@ LOADED = [256, 512, 1024]
 PROMPTS = tuple(prompt_of(n, seed=n, max_tokens=12) for n in LENGTHS)
 # One at a time: the sums of bfloat16 products depend on what else is in the batch.
 ALL = tuple(Generate(prompts=(prompt,)) for prompt in PROMPTS)
+LOOK_FIRST = Call(
+    function=LOADED_PAGES,
+    arguments={"prompts": [tokens_of(LENGTHS[0], seed=LENGTHS[0])[: LOADED[0] + 1]]},
+)
 LOOK = Call(
     function=LOADED_PAGES,
     arguments={
@@ -37,11 +48,12 @@ def three_codecs_one_store(folder: Path) -> Values:
     store = SharedStore(folder / "store")
 
     def replica(*steps: Step, kv: str = "auto", **settings: Any) -> Job:
-        engine = {"dtype": "bfloat16", "kv_cache_dtype": kv}
+        engine = {"dtype": "bfloat16", "kv_cache_dtype": kv} | FP8_ENGINE
         return store.job(*steps, engine=engine, chunk_tokens=256, **settings)
 
     alone = replica(*ALL, LOOK).model_copy(update={"connector": None})
     runs: Values = {"alone": run_replica(alone, folder)}
+    steps: tuple[Step, ...]
     for number, codec in enumerate(CODECS):
         mode = "layerwise" if codec == "lz4" else "async"
         steps = (*ALL[: number + 1], SAVED)
@@ -93,3 +105,124 @@ def test_an_fp8_cache_is_shared_with_fp8_caches_only() -> None:
     assert runs["fp8 again"].cached == LOADED[:2]
     assert runs["fp8 again"].tokens == runs["fp8"].tokens
     assert runs["fp8 again"].answers[-1] == runs["fp8"].answers[-1]
+
+
+QUANTISED = ("fp8", "fp8_e5m2")
+MODELS = ("float32", "bfloat16")
+
+
+@scenario
+def quantised_caches(folder: Path, dtype: str) -> Values:
+    """Both kinds of fp8 in one store, each written by one process and loaded by another."""
+    store = SharedStore(folder / "store")
+    runs: Values = {}
+
+    def replica(kv: str, *steps: Step) -> Job:
+        engine = {"dtype": dtype, "kv_cache_dtype": kv} | FP8_ENGINE
+        return store.job(*steps, engine=engine, chunk_tokens=256)
+
+    for kv in (*QUANTISED, "auto"):
+        steps: tuple[Step, ...] = (*ALL[:2], SAVED, LOOK)
+        alone = replica(kv, *steps).model_copy(update={"connector": None})
+        runs[f"{kv} alone"] = run_replica(alone, folder)
+        runs[kv] = run_replica(replica(kv, *steps), folder)
+        runs[f"{kv} again"] = run_replica(replica(kv, *steps, NUMBERS_TOLD), folder)
+    headers = [read_header(path.read_bytes()) for path in store.payloads()]
+    layers = {layer for header in headers for layer in header.frames.layers}
+    runs["kinds"] = sorted({(layer.dtype, layer.scales) for layer in layers})
+    runs["namespaces"] = len(store.namespaces())
+    return runs
+
+
+@pytest.mark.parametrize("dtype", MODELS)
+@pytest.mark.parametrize("kv", QUANTISED)
+def test_an_fp8_cache_is_loaded_bit_for_bit_by_its_own_kind(dtype: str, kv: str) -> None:
+    runs = quantised_caches(dtype)
+    alone, first, again = (runs[f"{kv}{which}"] for which in (" alone", "", " again"))
+    assert first.cached == [0, 0]
+    assert again.cached[:2] == LOADED[:2]
+    assert first.tokens == again.tokens[:2] == alone.tokens
+    assert first.answers[-1] == again.answers[-1] == alone.answers[-1]
+    assert all(all(page.values()) for page in alone.answers[-1][:2])
+
+
+@pytest.mark.parametrize("dtype", MODELS)
+def test_no_kind_of_cache_is_taken_for_another(dtype: str) -> None:
+    """e4m3, e5m2 and unquantised: each finds nothing of the others, and holds other bytes."""
+    runs = quantised_caches(dtype)
+    assert runs["namespaces"] == 3
+    looks = [runs[f"{kv} again"].answers[-1][0] for kv in (*QUANTISED, "auto")]
+    assert len({str(look) for look in looks}) == 3
+
+
+@pytest.mark.parametrize("dtype", MODELS)
+def test_payloads_say_what_their_bytes_are(dtype: str) -> None:
+    plain = {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    kinds = [["F8_E4M3", "1.0 1.0"], ["F8_E5M2", "1.0 1.0"], [plain, ""]]
+    assert [list(kind) for kind in quantised_caches(dtype)["kinds"]] == sorted(kinds)
+
+
+SCALES = ((0.5, 2.0), (0.25, 2.0))
+"""Of K and V, in two checkpoints whose weights are the same."""
+
+
+def scaled_model(folder: Path, scales: tuple[float, float]) -> Path:
+    """The tiny Llama as llm-compressor leaves it when it calibrates the KV cache only."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model.make("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme | {"symmetric": True},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for name, scale in zip("kv", scales, strict=True):
+            weights[f"model.layers.{layer}.self_attn.{name}_scale"] = torch.tensor(scale)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@scenario
+def scaled(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    runs: Values = {}
+    for number, scales in enumerate(SCALES):
+        made = scaled_model(folder / f"model-{number}", scales)
+        steps: tuple[Step, ...] = (*ALL[:1], SAVED, LOOK_FIRST)
+        # The KV dtype is the checkpoint's own: nobody sets it.
+        engine = {"model": str(made)} | FP8_ENGINE
+        job = store.job(*steps, engine=engine, chunk_tokens=256, model_id="scaled")
+        runs[f"alone {number}"] = run_replica(job.model_copy(update={"connector": None}), folder)
+        runs[f"first {number}"] = run_replica(job, folder)
+        runs[f"second {number}"] = run_replica(job, folder)
+    headers = [read_header(path.read_bytes()) for path in store.payloads()]
+    layers = {layer for header in headers for layer in header.frames.layers}
+    runs["kinds"] = sorted({(layer.dtype, layer.scales) for layer in layers})
+    runs["namespaces"] = len(store.namespaces())
+    return runs
+
+
+def test_the_scales_of_a_checkpoint_are_in_its_payloads() -> None:
+    runs = scaled()
+    wanted = sorted(["F8_E4M3", f"{k} {v}"] for k, v in SCALES)
+    assert [list(kind) for kind in runs["kinds"]] == wanted
+
+
+def test_checkpoints_that_differ_in_their_scales_alone_share_nothing() -> None:
+    runs = scaled()
+    assert runs["namespaces"] == len(SCALES)
+    for number in range(len(SCALES)):
+        alone, first, second = (runs[f"{run} {number}"] for run in ("alone", "first", "second"))
+        assert (first.cached, second.cached) == ([0], LOADED[:1])
+        assert first.tokens == second.tokens == alone.tokens
+        assert first.answers[-1] == second.answers[-1] == alone.answers[-1]
+    assert runs["alone 0"].answers[-1] != runs["alone 1"].answers[-1]
