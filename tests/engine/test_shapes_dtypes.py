@@ -107,6 +107,25 @@ def test_an_fp8_cache_is_shared_with_fp8_caches_only() -> None:
     assert runs["fp8 again"].answers[-1] == runs["fp8"].answers[-1]
 
 
+@scenario
+def half_precision(folder: Path) -> Values:
+    store = SharedStore(folder / "store")
+    job = store.job(*ALL[:2], SAVED, LOOK, engine={"dtype": "float16"}, chunk_tokens=256)
+    alone = run_replica(job.model_copy(update={"connector": None}), folder)
+    runs: Values = {"alone": alone, "first": run_replica(job, folder)}
+    runs["second"] = run_replica(job, folder)
+    header = read_header(store.payloads()[0].read_bytes())
+    return runs | {"kinds": sorted({layer.dtype for layer in header.frames.layers})}
+
+
+def test_float16_is_float16_on_both_sides() -> None:
+    runs = half_precision()
+    assert runs["kinds"] == ["F16"]
+    assert (runs["first"].cached, runs["second"].cached) == ([0, 0], LOADED[:2])
+    assert runs["first"].tokens == runs["second"].tokens == runs["alone"].tokens
+    assert runs["second"].answers[-1] == runs["alone"].answers[-1]
+
+
 QUANTISED = ("fp8", "fp8_e5m2")
 MODELS = ("float32", "bfloat16")
 
