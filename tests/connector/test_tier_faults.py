@@ -181,7 +181,8 @@ def test_a_full_queue_refuses_some_chunks_and_takes_the_others(world: World) -> 
     engine = world.engine({"queue_max": 4, "save_threads": 1, "save_deadline_ms": 60_000})
     world.bulks[0].hold(world.gate)
     engine.compute(engine.begin(), {offload_key(0): row(0)})
-    assert world.bulks[0].arrived.wait(30)  # the only thread waits for the store
+    # One put is the identity document's; after the other the only thread waits for the store.
+    wait_until(lambda: world.bulks[0].calls.count("put_if_absent") == 2, "both puts")
     engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(1, 8)})
     assert counted(engine, "tier_save_refused") == 3
     world.gate.set()
