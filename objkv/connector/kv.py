@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from objkv.assembly.backends import check_backends, open_backends
 from objkv.config import load_config
 from objkv.connector.events import open_event_log
-from objkv.connector.eviction import evict_failed, holds_nothing
+from objkv.connector.eviction import evict_failed, free_failed, holds_nothing
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, follow_sleep
 from objkv.connector.metadata import StepPlan
@@ -239,7 +239,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take in what the workers told."""
         side, manager = self._side(), self._kv_cache_manager
-        side.update(connector_output)
+        failed_requests = side.update(connector_output)
+        if manager is not None:
+            free_failed(manager, failed_requests)
         if connector_output.invalid_block_ids and manager is not None:
             failed = connector_output.invalid_block_ids
             evict_failed(manager, side.requests_under_way, side.tables_ended, failed)

@@ -206,8 +206,8 @@ class SchedulerSide:
         self._pace.step_ended()
         return self.events.take()
 
-    def update(self, output: "KVConnectorOutput") -> None:
-        """What the workers told."""
+    def update(self, output: "KVConnectorOutput") -> "list[Request]":
+        """What the workers told. Returns the requests whose whole load failed."""
         self._held -= output.finished_sending or set()
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             self._read_report(report)
@@ -217,6 +217,8 @@ class SchedulerSide:
             self._pace.received(request_id)
             if plan := self._loading.pop(request_id, None):
                 self._touch(plan)
+        failed = map(self._requests.get, output.failed_recving or ())
+        return [tracked.request for tracked in failed if tracked is not None]
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:
         """A request ended; True if its blocks must live until its saves have left them."""

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from objkv.cache.match import stored_blocks
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.transfer.plan import LoadOutcome
 from tests.connector.hybrid_engine import Answer, Engine, Layout, next_token
 
 PROMPT_MAX, NEW_TOKENS = 60, 5
@@ -159,6 +160,33 @@ def test_a_second_replica_loads_all_that_can_be_of_use(layout: Layout) -> None:
                 if layout.kinds[0][0] != "chunked_local":
                     size = second.chunk_tokens
                     assert expected >= (len(prompt) - 1) // size * size
+
+
+def test_requests_whose_loads_all_failed_do_not_wait_for_each_others_blocks() -> None:
+    """To compute all of a prompt takes more blocks than the window that its load would have filled,
+    and vLLM schedules none of those behind one that does not fit."""
+    source = random.Random(7)
+    asked = [[source.randrange(3, 60) for _ in range(58)] for _ in range(5)]
+    layout = Layout((("sliding_window", 23),), (2,), num_blocks=56, step_tokens=16, retention=None)
+    with place() as folder:
+        with Engine(layout, folder) as one:
+            ask(one, asked)
+        with Engine(layout, folder) as two:
+            for payload in folder.glob("chunks/*/*/*/*.safetensors"):
+                payload.unlink()
+            loader = two.worker._worker._loader
+            ended: list[LoadOutcome] = []
+            take = loader.take_finished
+
+            def take_all(*, sync: bool) -> list[LoadOutcome]:
+                """None before all of them have ended."""
+                ended.extend(take(sync=sync))
+                done = ended[:] if len(ended) >= len(asked) else []
+                del ended[: len(done)]
+                return done
+
+            loader.take_finished = take_all
+            assert [answer.local for answer in ask(two, asked)] == [0] * len(asked)
 
 
 @settings(max_examples=20)
