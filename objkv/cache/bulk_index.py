@@ -5,6 +5,7 @@ be used. What costs nothing elsewhere costs something here: a lookup asks for ev
 what operators ask for reads every header. Nothing expires, nothing is counted, nothing is pinned.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -121,8 +122,10 @@ class BulkIndex:
         if prefix_hash != SHAPES_HASH:
             return next(self._records(_folder(namespace, prefix_hash)), None)
         shapes = shape_path(namespace, "")
-        entries = self._store.scan(shapes)
-        shards = {entry.key.removeprefix(shapes): _of_file(entry) for entry in entries}
+        # Always young: nothing in a folder expires, and what was written may be read after years.
+        young = ShardRecord(0, 0, _NOT_READ, False, "", int(time.time()))
+        names = [entry.key.removeprefix(shapes) for entry in self._store.scan(shapes)]
+        shards = dict.fromkeys(names, young)
         return Record(SHAPES_HASH, SHAPES_HASH, 0, 1, shards) if shards else None
 
     def _chunks(self, prefix: str) -> Iterator[tuple[ChunkKey, Entry]]:

@@ -56,6 +56,13 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
             f"objkv cannot share the KV of {layers[0]}: it depends on later tokens, or holds one "
             f"state for several of them; {_INSTEAD} use another model"
         )
+    # Two planes of two heads look just like two heads: what is said at all is refused.
+    if getattr(spec, "num_head_slots", None) is not None:
+        raise ConfigError(
+            f"objkv cannot share the KV of {layers[0]}: its attention backend keeps K and V of all "
+            f"heads in planes of their own, which no other backend could read; {_INSTEAD} choose "
+            "another attention backend or KV cache dtype"
+        )
     window = None
     if isinstance(spec, SlidingWindowSpec):
         window = spec.sliding_window
@@ -125,9 +132,10 @@ def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any) -> int:
         return 1
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    if spec.num_heads * tp_size == total or (spec.num_heads == 1 and tp_size > total):
+    heads = int(spec.num_kv_heads)
+    if heads * tp_size == total or (heads == 1 and tp_size > total):
         return total
     raise ConfigError(
-        f"{layer} keeps {spec.num_heads} KV heads on each of {tp_size} ranks, of {total} in all: "
+        f"{layer} keeps {heads} KV heads on each of {tp_size} ranks, of {total} in all: "
         f"objkv does not know that layout; {_INSTEAD} set tensor_parallel_size to 1"
     )

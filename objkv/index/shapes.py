@@ -3,14 +3,15 @@
 A reader asks an index for the shard fields it knows, never for whole records: it finds thousands of
 chunks with one request. Replicas of another TP or PP size write other fields, which nobody could
 guess. So each replica announces its own, in one record per namespace that is no chunk's: its hash
-is ``SHAPES_HASH``, its fields are those that are in use, with empty shard records. In a fleet of
-one shape that costs a round trip now and then, in the background, and nothing else.
+is ``SHAPES_HASH``, its fields are those that are in use, with empty shard records. Who finds chunks
+of another shape keeps its fields alive, as a hit keeps chunks alive; what nobody writes or finds is
+forgotten. In a fleet of one shape all that is a round trip now and then, in the background.
 """
 
 import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
-from threading import Lock
+from threading import Condition
 from typing import Final
 
 from objkv.errors import StoreError
@@ -68,9 +69,12 @@ class ShapesIndex(WrappedIndex):
         self._writes = writes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._lock = Lock()
-        self._namespace = ""
+        self._changed = Condition()
+        self._namespace: str | None = None
+        self._known = self._asking = False
         self._fields = self._own
+        self._found: set[str] = set()
+        """Fields of others that lookups found lately."""
         self._due_s = 0.0
         self.mixed = False
         """Whether other shapes have been seen: until then all that is found is this replica's."""
@@ -79,39 +83,66 @@ class ShapesIndex(WrappedIndex):
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
         """As the inner index, of the fields in use."""
-        return self._near.find(namespace, prefix_hashes, self._in_use(namespace))
+        found = self._near.find(namespace, prefix_hashes, self._in_use(namespace))
+        if self.mixed and found and found[0]:
+            self._found.update(found[0])
+        return found
 
     def __repr__(self) -> str:
         return f"<ShapesIndex {len(self._fields)} fields, of {self._near!r}>"
 
     def _in_use(self, namespace: str) -> tuple[str, ...]:
-        with self._lock:  # whoever comes first asks, and others wait: the answer decides on hits
-            now = self._clock()
-            if namespace != self._namespace:
-                self._namespace, self._due_s = namespace, 0.0
-            # Of what is due later than it can be, the clock has been set back meanwhile.
-            elif now < self._due_s <= now + _REFRESH_S:
+        with self._changed:
+            # Who comes first asks; as long as nothing is known, the answer decides on all hits.
+            self._changed.wait_for(lambda: self._is_known(namespace) or not self._asking)
+            if self._is_known(namespace) and (self._asking or self._is_early()):
                 return self._fields
-            self._due_s = now + _REFRESH_S
-            try:
-                self._refresh(namespace, int(now))
-            except StoreError:  # then as before; what is asked next will tell who cares
-                self._due_s = now + _RETRY_S
-            return self._fields
+            self._known &= namespace == self._namespace
+            self._namespace, self._asking = namespace, True
+        fields, wait_s = None, _RETRY_S
+        try:  # without the lock: others go on with what is known
+            fields, wait_s = self._ask(namespace), _REFRESH_S
+        except StoreError:  # then as before; what is asked next will tell who cares
+            pass
+        finally:
+            with self._changed:
+                self._asking, self._known = False, True
+                self._due_s = self._clock() + wait_s
+                if fields is not None:
+                    self._take(fields)
+                self._changed.notify_all()
+        return self._fields
 
-    def _refresh(self, namespace: str, now_s: int) -> None:
-        (record,) = self._near.lookup(namespace, [SHAPES_HASH])
-        shards = {} if record is None else record.shards
-        others = sorted(f for f in shards if f not in self._own and self._readable(f))
-        fields = (*self._own, *others[:FIELDS_MAX])
+    def _is_known(self, namespace: str) -> bool:
+        return self._known and namespace == self._namespace
+
+    def _is_early(self) -> bool:
+        now = self._clock()
+        # Of what is due later than it can be, the clock has been set back meanwhile.
+        return now < self._due_s <= now + _REFRESH_S
+
+    def _take(self, fields: tuple[str, ...]) -> None:
         if fields != self._fields:
-            self.mixed |= bool(others)  # before anything of theirs is found
+            self.mixed |= len(fields) > len(self._own)  # before anything of theirs is found
             self._fields = fields
             self._near.keep_only(fields, self._complete)
-        if self._writes and not all(self._is_fresh(shards.get(f), now_s) for f in self._own):
+
+    def _ask(self, namespace: str) -> tuple[str, ...]:
+        """The fields in use; and announce this replica's, and those it found, where they get
+        old."""
+        (record,) = self._near.lookup(namespace, [SHAPES_HASH])
+        now_s = int(self._clock())
+        ages = {f: now_s - s.created_s for f, s in (record.shards if record else {}).items()}
+        used, self._found = self._found.difference(self._own), set()
+        if self._writes:
+            used |= set(self._own)
+        if stale := [f for f in used if ages.get(f, self._ttl_s) >= self._ttl_s // 4]:
             empty = ShardRecord(0, 0, "none", False, "", now_s)
             entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            self._near.publish(entry, dict.fromkeys(self._own, empty), ttl_s=self._ttl_s)
-
-    def _is_fresh(self, announced: ShardRecord | None, now_s: int) -> bool:
-        return announced is not None and now_s - announced.created_s < self._ttl_s // 4
+            self._near.publish(entry, dict.fromkeys(stale, empty), ttl_s=self._ttl_s)
+        ages |= dict.fromkeys(stale, 0)
+        others = [f for f in ages if f not in self._own and self._readable(f)]
+        alive = sorted(f for f in others if ages[f] < self._ttl_s)
+        # Too many: those that somebody wrote or found last.
+        youngest = sorted(alive, key=lambda f: ages[f])[:FIELDS_MAX]
+        return (*self._own, *sorted(youngest))

@@ -129,3 +129,13 @@ def test_a_model_of_which_nothing_could_ever_be_loaded_is_refused() -> None:
         read_chunk_tokens(64, [LOCAL])
     assert read_chunk_tokens(64, [LOCAL, FULL]) == 64
     assert read_chunk_tokens(32, [LOCAL]) == 32
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_planes_of_k_and_v_are_not_taken_for_heads(tp_size: int) -> None:
+    """Some backends keep two of them, which looks like two heads of another content."""
+    heads = 4 // tp_size
+    plain = FullAttentionSpec(**PLAIN | {"num_kv_heads": heads})
+    planes = replace(plain, num_head_slots=2, state_content_bytes=heads * 64 * 2)
+    with pytest.raises(ConfigError, match="planes"):
+        read(planes, tp_size=tp_size)

@@ -1,6 +1,7 @@
 """Replicas of several shapes learn of each other's shards, and those of one shape pay nothing."""
 
 from collections.abc import Sequence
+from threading import Event, Thread
 
 import pytest
 
@@ -169,6 +170,83 @@ def test_fields_that_cannot_be_of_this_model_are_not_asked_for(
     )
     found(replica(index, TP1, clock), TP1)
     assert index.asked == [TP1]
+
+
+def test_who_finds_chunks_of_a_shape_that_nobody_writes_any_more_keeps_it_known(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    found(replica(index, TP1, clock), TP1)
+    publish(index, TP1)
+    reader = replica(index, TP2, clock, writes=False)
+    for _ in range(3 * 24):
+        clock.advance(3600 / 8)
+        assert found(reader, TP2) == set(TP1)
+    (record,) = index.lookup(NAMESPACE, [SHAPES_HASH])
+    assert record is not None
+    assert set(record.shards) == set(TP1)
+
+
+def test_a_shape_that_nobody_writes_or_finds_is_forgotten(
+    index: CountingIndex, clock: ManualClock
+) -> None:
+    found(replica(index, TP1, clock), TP1)
+    two = replica(index, TP2, clock)
+    found(two, TP2)
+    assert index.asked[-1] == (*TP2, *TP1)
+    for _ in range(10):
+        clock.advance(3600 / 8)
+        found(two, TP2)
+    assert index.asked[-1] == TP2
+
+
+def test_while_one_asks_others_go_on_with_what_is_known(
+    index: CountingIndex, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replica(index, TP1, clock)
+    found(one, TP1)
+    clock.advance(31)
+    asking, go_on = Event(), Event()
+    lookup = index.lookup
+
+    def slow(namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        asking.set()
+        assert go_on.wait(60)
+        return lookup(namespace, prefix_hashes)
+
+    monkeypatch.setattr(index, "lookup", slow)
+    thread = Thread(target=found, args=(one, TP1))
+    thread.start()
+    assert asking.wait(60)
+    assert found(one, TP1) == set()
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_who_comes_second_to_a_namespace_waits_for_the_first(
+    index: CountingIndex, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(replica(index, TP1, clock), TP1)
+    publish(index, TP1)
+    two = replica(index, TP2, clock)
+    asking, go_on = Event(), Event()
+    lookup, answers = index.lookup, list[set[str]]()
+
+    def slow(namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        asking.set()
+        assert go_on.wait(60)
+        return lookup(namespace, prefix_hashes)
+
+    monkeypatch.setattr(index, "lookup", slow)
+    threads = [Thread(target=lambda: answers.append(found(two, TP2))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert asking.wait(60)
+    assert answers == []
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert answers == [set(TP1)] * 3
 
 
 def test_another_namespace_is_asked_about_anew(index: CountingIndex, clock: ManualClock) -> None:
