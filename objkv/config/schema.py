@@ -103,9 +103,9 @@ class Config(BaseModel):
     weights_epoch: int = Field(default=0, ge=0)
     """Raise it to start afresh after weights changed in place."""
     weights_digest: Literal["sampled", "full"] = "sampled"
-    """How weights are told from others: ``sampled``, by headers and some pages of every tensor;
-    ``full``, by all bytes, a minute for 100 GB at the first start. The two never share: all
-    replicas must use the same."""
+    """How weights are told from others: ``sampled``, by headers and some pages of every tensor
+    (files other than safetensors by all bytes); ``full``, by all bytes, a minute for 100 GB at the
+    first start. The two never share: all replicas must use the same."""
     ttl_s: int = Field(default=86_400, ge=1)
     """Life of an index record after its last save or hit."""
     pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)

@@ -1,8 +1,10 @@
 """Which weights these are: a digest of what the model is loaded from, the same on every replica.
 
-Sampled by default, because hashing 140 GB at every start is slow: every tensor contributes its
-name, dtype, shape and up to eight of its pages, so a fine-tune, a merge or another checkpoint
-differs. Weights that were changed in a few bytes by hand do not; ``weights_digest=full`` reads all.
+Sampled by default, because hashing 140 GB at every start is slow: every tensor of a safetensors
+file contributes its name, dtype, shape and up to eight of its pages, so a fine-tune, a merge or
+another checkpoint differs. Weights that were changed in a few bytes by hand do not;
+``weights_digest=full`` reads all. Files that do not say where their tensors are (``.bin``, ``.pt``,
+``.pth``, ``.gguf``) are always read whole: samples of such a file would be of a few of its layers.
 """
 
 import hashlib
@@ -20,6 +22,8 @@ from objkv.connector.digests import DigestCache, open_digests
 
 logger = logging.getLogger(__name__)
 
+_SCHEMES = {False: "objkv-weights-sampled-2", True: "objkv-weights-full-1"}
+"""How digests are made, by whether all bytes count. Another recipe is another name."""
 _PAGE = 4096
 _PAGES_PER_TENSOR = 8
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -48,17 +52,17 @@ def weights_digest(
     kind = "full" if full else "sampled"
 
     def compute() -> str:
-        digest = hashlib.sha256(f"objkv-weights-{kind}-1".encode())
+        digest = hashlib.sha256(_SCHEMES[full].encode())
         for path in configs:
             _add(digest, path.name.encode(), path.read_bytes())
-        contents = _whole(weights) if full else map(_sample, weights)
+        contents = _whole(weights) if full else _sampled(weights)
         for path, content in zip(weights, contents, strict=True):
             _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
         return f"{kind}:{digest.hexdigest()[:40]}"
 
     if cache is None:
         return compute()
-    return cache.remembered(f"objkv-weights-{kind}-1", [*configs, *weights], compute)
+    return cache.remembered(_SCHEMES[full], [*configs, *weights], compute)
 
 
 def model_digest(folder: Path, config: Config) -> str | None:
@@ -105,10 +109,19 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
         digest.update(value)
 
 
-def _sample(path: Path) -> bytes:
+def _sampled(paths: Sequence[Path]) -> list[bytes]:
+    """A SHA-256 for every file: over samples of its tensors, or all bytes if it does not tell where
+    they are."""
+    spans = {path: found for path in paths if (found := _tensor_spans(path)) is not None}
+    untold = [path for path in paths if path not in spans]
+    whole = dict(zip(untold, _whole(untold), strict=True))
+    return [whole[path] if path in whole else _sample(path, spans[path]) for path in paths]
+
+
+def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        for start, end in _pages(path, file.fileno()):
+        for start, end in _pages(spans):
             digest.update(os.pread(file.fileno(), end - start, start))
     return digest.digest()
 
@@ -154,25 +167,41 @@ class _Progress:
         logger.info("hashing all weights read_gib=%.1f of_gib=%.1f", done, total)
 
 
-def _pages(path: Path, descriptor: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges to hash: the header and samples of each tensor, or of the file as one piece."""
-    size = os.fstat(descriptor).st_size
-    spans = _tensor_spans(descriptor, size) if path.suffix == ".safetensors" else [(0, size)]
+def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Byte ranges to hash, of each span up to eight."""
     for start, end in spans:
         step = max(_PAGE, (end - start) // _PAGES_PER_TENSOR)
         for offset in range(start, end, step):
             yield offset, min(offset + _PAGE, end)
 
 
-def _tensor_spans(descriptor: int, size: int) -> list[tuple[int, int]]:
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    if not 0 < length <= min(size - 8, _SAFETENSORS_HEADER_MAX):
-        return [(0, size)]
+def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
+    """Where in a safetensors file its header and each of its tensors are; None if that is not
+    told, or not for all of the file."""
+    if path.suffix != ".safetensors":
+        return None
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+        if not 0 < length <= min(size - 8, _SAFETENSORS_HEADER_MAX):
+            return None
+        header = os.pread(file.fileno(), length, 8)
     try:
-        header = json.loads(os.pread(descriptor, length, 8))
-        tensors = [v["data_offsets"] for k, v in header.items() if k != "__metadata__"]
+        values = json.loads(header).items()
+        tensors = [v["data_offsets"] for k, v in values if k != "__metadata__"]
         data = sorted((8 + length + int(a), 8 + length + int(b)) for a, b in tensors)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return [(0, size)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not _cover(data, 8 + length, size):
+        return None
     # The header names every tensor, its dtype and shape: take all of it, page by page.
     return [(o, min(o + _PAGE, 8 + length)) for o in range(0, 8 + length, _PAGE)] + data
+
+
+def _cover(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    """Whether sorted spans are side by side from ``start`` to ``end``, as the format wants it."""
+    for a, b in spans:
+        if a != start or b < a:
+            return False
+        start = b
+    return start == end

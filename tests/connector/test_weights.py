@@ -63,13 +63,38 @@ def test_a_copy_elsewhere_has_the_same_digest(model: Path, tmp_path: Path, *, fu
 
 
 def test_one_changed_byte_is_seen_by_the_full_digest_wherever_it_is(model: Path) -> None:
-    """The sampled one looks at eight pages of a tensor."""
+    """The sampled one looks at eight pages of a tensor of a safetensors file."""
     before = weights_digest(model), weights_digest(model, full=True)
     content = bytearray((model / "a.safetensors").read_bytes())
     content[-1] ^= 1  # the last page of 40 is not among the eight
     (model / "a.safetensors").write_bytes(content)
     after = weights_digest(model), weights_digest(model, full=True)
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.pt", "w.pth", "w.gguf", "no_header.safetensors"])
+def test_a_file_that_does_not_say_where_its_tensors_are_is_read_whole(
+    name: str, tmp_path: Path
+) -> None:
+    """Eight pages of such a file would be of a few of its layers."""
+    content = bytearray(b"\xff" * (40 * PAGE))
+    found = set()
+    for page in range(41):
+        (tmp_path / name).write_bytes(content)
+        found.add(weights_digest(tmp_path))
+        content[(page % 40) * PAGE] ^= 1
+    assert len(found) == 41
+
+
+def test_weights_in_two_formats_are_each_read_in_their_way(model: Path) -> None:
+    (model / "c.bin").write_bytes(bytes(40 * PAGE))
+    found = {weights_digest(model)}
+    for name in ("c.bin", "b.safetensors"):
+        content = bytearray((model / name).read_bytes())
+        content[-1] ^= 1
+        (model / name).write_bytes(content)
+        found.add(weights_digest(model))
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -104,7 +129,7 @@ def test_both_kinds_are_remembered_apart(
     monkeypatch.setattr(digests, "_SETTLED_NS", -1)
     cache = DigestCache(tmp_path / "digests")
     known = [weights_digest(model, full=full, cache=cache) for full in (False, True)]
-    monkeypatch.setattr(module, "_sample", lambda path: pytest.fail(f"read {path}"))
+    monkeypatch.setattr(module, "_sample", lambda path, spans: pytest.fail(f"read {path}"))
     monkeypatch.setattr(module, "_read_whole", lambda path, tell: pytest.fail(f"read {path}"))
     assert [weights_digest(model, full=full, cache=cache) for full in (False, True)] == known
 
