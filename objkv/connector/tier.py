@@ -7,8 +7,6 @@ none of them waits for a store, and none but the constructor raises. Read agains
 """
 
 import logging
-import secrets
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_offload.base import (
@@ -21,7 +19,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from objkv.connector.guard import guarded, speak_as_vllm
-from objkv.connector.tier_identity import none_hash, read_options, read_tier_identity
+from objkv.connector.hooks import EngineHooks
+from objkv.connector.tier_adapters import TierAdapters
+from objkv.connector.tier_home import TierHome
+from objkv.connector.tier_identity import read_options, read_tier_identity
 from objkv.connector.tier_jobs import Entry, JobOutcome, TierJobs
 from objkv.connector.tier_lookup import Answer
 from objkv.connector.tier_metrics import tier_metric_definitions, tier_stats
@@ -79,11 +80,9 @@ class ObjKVTier(SecondaryTierManager):
         speak_as_vllm()
         self._options, config = read_options(options)
         self._row_count, row_bytes = _rows(primary_kv_view)
-        self._identity = read_tier_identity(offloading_spec, row_bytes, config, self._options)
-        tokens = max(group.tokens_per_block for group in self._identity.groups)
-        form = RowForm.of(
-            row_bytes, self._identity.kv_dtype, tokens * self._identity.blocks_per_chunk
-        )
+        identity = read_tier_identity(offloading_spec, row_bytes, config, self._options)
+        tokens = max(group.tokens_per_block for group in identity.groups)
+        form = RowForm.of(row_bytes, identity.kv_dtype, tokens * identity.blocks_per_chunk)
         if self._options.locality is not None:
             self.locality = Locality(self._options.locality)
         self._events: list[OffloadingEvent] | None = None
@@ -93,10 +92,6 @@ class ObjKVTier(SecondaryTierManager):
             else:
                 logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
         self._recorder = MemoryRecorder()
-        self._namespace: str | None = None
-        self._announced = False
-        self._live: set[str] = set()
-        self._distrusted: set[str] = set()
         self._store = TierStore(
             config,
             form,
@@ -104,36 +99,38 @@ class ObjKVTier(SecondaryTierManager):
             self._recorder,
             queue_max=self._options.queue_max,
         )
+        self.home = TierHome(identity, self._store.announce)
         self._closed = False
         logger.info(
             "objkv tier ready rows=%d row_bytes=%d weights=%s (quantization and overrides given to "
             "vLLM belong into the tier's 'settings': it is not told)",
             self._row_count,
             row_bytes,
-            self._identity.weights,
+            identity.weights,
         )
+        self.adapters = TierAdapters(lambda: self.reset(clean=False))
+        # vLLM's blocks cannot be seen from here, and its CPU memory may hold old weights' KV when
+        # the device's does not: only a reset of all of it opens the tier again.
+        self._hooks = EngineHooks(self, lambda: None)
 
     # Requests.
 
     @guarded(RequestOffloadingContext())
     def on_new_request(self, req_context: "ReqContext") -> RequestOffloadingContext:
         """Chunks are offloaded as they are computed."""
-        self._live.add(req_context.req_id)
-        self._open_namespace()
-        self._announce()
+        self.home.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     @guarded(None)
     def on_request_finished(self, req_context: "ReqContext") -> None:
         """Forget what was found for it."""
-        self._live.discard(req_context.req_id)
-        self._distrusted.discard(req_context.req_id)
+        self.home.end(req_context.req_id)
         self._store.lookups.forget(req_context.req_id)
 
     @guarded(LookupResult.MISS)
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
         """Whether the chunk is stored; RETRY until that is known, at most until the deadline."""
-        namespace = self._namespace_for(req_context)
+        namespace = self.home.of(req_context.req_id)
         if namespace is None:
             return LookupResult.MISS
         return _ANSWERS[self._store.lookups.ask(req_context.req_id, namespace, key)]
@@ -163,19 +160,21 @@ class ObjKVTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """End all jobs at once, and leave the namespace: vLLM calls it when it resets its caches,
         and weights may have changed. Nothing that was computed before is loaded or saved again."""
-        self._store.give_up()
-        if self._namespace is None:
-            return
-        self._distrusted |= self._live
-        self._store.lookups.clear()
-        extra = {**dict(self._identity.extra), "reset": secrets.token_hex(8)}
-        self._identity = replace(self._identity, extra=tuple(sorted(extra.items())))
-        self._namespace = self._identity.namespace()
-        self._announced = False
-        logger.warning(
-            "cache reset, the tier shares with nobody until a restart namespace=%s",
-            self._namespace,
-        )
+        self.reset(clean=self.home.idle)
+
+    @property
+    def open(self) -> bool:
+        """Whether requests may load and save: not while vLLM may hold KV of other weights."""
+        return self.home.open
+
+    def reset(self, *, clean: bool) -> bool:
+        """Use nothing that was stored so far; see ``TierHome``. Waits for no store."""
+        try:
+            self._store.give_up()
+        finally:
+            self._store.lookups.clear()
+            renewed = self.home.renew(clean=clean)
+        return renewed
 
     def shutdown(self) -> None:
         """Save what is queued within ``drain_deadline_ms``, then stop. Idempotent."""
@@ -210,25 +209,9 @@ class ObjKVTier(SecondaryTierManager):
         return tier_stats(self._recorder.drain())
 
     def __repr__(self) -> str:
-        return f"<ObjKVTier {self._namespace}, {self._store!r}>"
+        return f"<ObjKVTier {self.home.namespace}, {self._store!r}>"
 
     # Within.
-
-    def _open_namespace(self) -> None:
-        """vLLM chooses how it hashes after it made its tiers, and before any request."""
-        if self._namespace is None and (first := none_hash()) is not None:
-            self._identity = replace(self._identity, none_hash=first)
-            self._namespace = self._identity.namespace()
-            logger.info("objkv tier namespace=%s", self._namespace)
-
-    def _namespace_for(self, req_context: "ReqContext") -> str | None:
-        """None for requests that began before the last reset."""
-        return None if req_context.req_id in self._distrusted else self._namespace
-
-    def _announce(self) -> None:
-        if not self._announced and self._namespace is not None:
-            document = self._identity.canonical()
-            self._announced = self._store.announce(self._namespace, document)
 
     def _submit(self, jobs: TierJobs, job: "TransferJob") -> None:
         entries: list[Entry] = []
@@ -238,7 +221,7 @@ class ObjKVTier(SecondaryTierManager):
             for key, row in zip(job.keys, job.chunk_ids, strict=True):
                 assert 0 <= row < self._row_count
                 entries.append(Entry(key, int(row), record(key) if job.is_promotion else None))
-            namespace = self._namespace_for(job.req_context)
+            namespace = self.home.of(job.req_context.req_id)
         except Exception:  # vLLM counts on an outcome of every job
             logger.exception("tier job not understood job=%s", job.job_id)
             entries = [Entry(key, 0) for key in job.keys]
@@ -248,8 +231,8 @@ class ObjKVTier(SecondaryTierManager):
         if outcome.failed:
             # Whoever still asks must not be told to wait for the same load again.
             self._store.lookups.deny(outcome.failed)
-        if outcome.done and self._namespace is not None:
-            self._store.touch(self._namespace, outcome.done)
+        if outcome.done and (namespace := self.home.namespace) is not None:
+            self._store.touch(namespace, outcome.done)
         self._tell(outcome.noted, removed=True)
         return self._result(outcome)
 

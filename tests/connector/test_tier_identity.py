@@ -32,8 +32,8 @@ def engines(tmp_path: Path) -> Iterator[Any]:
 
 def namespace(engine: Engine) -> str:
     engine.begin()
-    assert engine.tier._namespace is not None
-    return str(engine.tier._namespace)
+    assert engine.tier.home.namespace is not None
+    return str(engine.tier.home.namespace)
 
 
 def test_equal_engines_share(engines: Any) -> None:
@@ -139,7 +139,7 @@ def test_the_document_is_stored_beside_the_chunks(engines: Any, tmp_path: Path) 
     engine.compute(engine.begin(), {offload_key(1): row(1)})
     engine.settle()
     engine.close = lambda: None
-    name = str(engine.tier._namespace)
+    name = str(engine.tier.home.namespace)
     engine.manager.shutdown()
     document = json.loads((tmp_path / "chunks" / name / "identity.json").read_bytes())
     assert document["hash"] == "vllm-block-hash-1"
