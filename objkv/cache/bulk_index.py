@@ -6,7 +6,7 @@ what operators ask for reads every header. Nothing expires, nothing is counted, 
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import xxhash
@@ -21,6 +21,7 @@ from objkv.keys.topology import Shard
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
 _LENGTH_BYTES = 8
+_LOOKS_MAX = 3
 _NOT_READ = "none"
 """Of a codec that stands in a header nobody has read."""
 
@@ -51,9 +52,10 @@ class BulkIndex:
         parts = [(field, *_group_and_shard(field)) for field in fields]
         found: list[Shards | None] = [None] * len(prefix_hashes)
         for place, prefix_hash in enumerate(prefix_hashes):
+            stored = self._stored(namespace, prefix_hash, len(parts))
             shards = {}
             for field, group, shard in parts:
-                entry = self._store.head(ChunkKey(namespace, prefix_hash, group, shard).path())
+                entry = stored(ChunkKey(namespace, prefix_hash, group, shard).path())
                 if entry is not None:
                     shards[field] = _of_file(entry)
             if not shards:
@@ -117,6 +119,15 @@ class BulkIndex:
         keys = [entry.key for _, entry in self._chunks(_folder(namespace, prefix_hash))]
         deleted = [self._store.delete(key) for key in keys]
         return any(deleted)
+
+    def _stored(
+        self, namespace: str, prefix_hash: bytes, fields: int
+    ) -> Callable[[str], Entry | None]:
+        """What tells of a chunk's payloads: by one look each, or, for many, by one at all."""
+        if fields <= _LOOKS_MAX:
+            return self._store.head
+        entries = self._store.scan(_folder(namespace, prefix_hash))
+        return {entry.key: entry for entry in entries}.get
 
     def _record(self, namespace: str, prefix_hash: bytes) -> Record | None:
         if prefix_hash != SHAPES_HASH:

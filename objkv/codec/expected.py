@@ -37,8 +37,9 @@ from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 
-FORMS_MAX: Final = 16
-"""Tuples of layers whose form is kept; a process reads those of its own groups, which are few."""
+FORMS_MAX: Final = 512
+"""Tuples of layers whose form is kept, about 10 KiB each; a process reads those of its own groups,
+which are few, and of shards of other shapes, which may be dozens."""
 
 _OPENING = (
     OPENING.decode() + "0" * 32 + f'","format":"{FORMAT_NAME}","key":"%s","parent":"%s",'
@@ -196,7 +197,7 @@ def _remember(layers: tuple[LayerSpec, ...]) -> tuple[tuple[LayerSpec, ...], For
     except PayloadError:
         form = None
     with _making:
-        if len(_forms) >= FORMS_MAX:
-            _forms.clear()
+        while len(_forms) >= FORMS_MAX:
+            del _forms[next(iter(_forms))]
         _forms[id(layers)] = layers, form
     return layers, form

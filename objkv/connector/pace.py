@@ -68,7 +68,7 @@ class Pace:
             if plan.sync:
                 tokens = 0
             if len(self._loads) < _LOADS_MAX:
-                self._loads[plan.request_id] = _Load(*_tier_of(plan), plan.sync)
+                self._loads[plan.request_id] = _Load(*self._tier_of(plan), plan.sync)
         self._steps.append((tokens, self._clock()))
 
     def step_ended(self) -> None:
@@ -125,21 +125,20 @@ class Pace:
         nbytes, hot = self._reach.size(shards)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
+    def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
+        """The tier that a plan's load tells of, and the share of its bytes that came from there. Of
+        a mixed load that is bulk: the load ends when its last byte is there, and prompts whose head
+        is hot may be all that there is."""
+        nbytes = {_HOT: 0, _BULK: 0}
+        for load in plan.moves:
+            for record in self._reach.fetched(dict(load.records)):
+                nbytes[_HOT if record.hot else _BULK] += record.nbytes
+        if not nbytes[_BULK]:
+            return _HOT, 1.0
+        return _BULK, nbytes[_BULK] / (nbytes[_BULK] + nbytes[_HOT])
+
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:
     """Of requests that compute many tokens at once; 0 where others take most of the step."""
     tokens = sum(count for count in scheduled if count >= STEP_TOKENS_MIN)
     return tokens if 2 * tokens >= sum(scheduled) else 0
-
-
-def _tier_of(plan: LoadPlan) -> tuple[Tier, float]:
-    """The tier that a plan's load tells of, and the share of its bytes that came from there. Of a
-    mixed load that is bulk: the load ends when its last byte is there, and prompts whose head is
-    hot may be all that there is."""
-    nbytes = {_HOT: 0, _BULK: 0}
-    for load in plan.moves:
-        for _, record in load.records:
-            nbytes[_HOT if record.hot else _BULK] += record.nbytes
-    if not nbytes[_BULK]:
-        return _HOT, 1.0
-    return _BULK, nbytes[_BULK] / (nbytes[_BULK] + nbytes[_HOT])

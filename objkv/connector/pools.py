@@ -13,6 +13,7 @@ from objkv.errors import ConfigError
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.slabs import WideSlabs
 from objkv.transfer.sources import whole_payload_bytes_max
+from objkv.transfer.taskqueue import Task
 
 _PAGE = 4096
 _WIDE_SHARE = 4
@@ -50,7 +51,7 @@ def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: i
 
 def plan_wide(
     config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, *, pinned: bool
-) -> WideSlabs:
+) -> WideSlabs[Task]:
     """Slabs that hold any payload of the model, in pairs; memory is taken when they are needed."""
     largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
     slab_bytes = -(-largest // _PAGE) * _PAGE + _PAGE

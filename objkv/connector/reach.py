@@ -5,7 +5,7 @@ for every chunk of every prompt, on the scheduler's thread: what shards there ar
 bits, one for each head of each layer, and nothing is searched.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 
 from objkv.connector.geometry import Geometry
@@ -60,6 +60,12 @@ class Reach:
         """How many bytes a rank fetches, the first standing for all, and whether all are hot."""
         if not self._is_mixed():
             return _sum(shards.values(), self._shares)
+        return _sum(self.fetched(shards), 1)
+
+    def fetched(self, shards: Shards) -> Collection[ShardRecord]:
+        """About what ranks fetch, of all that is stored: of other shapes what the first needs."""
+        if not self._is_mixed():
+            return shards.values()
         groups: dict[int, list[str]] = {}
         for field in shards:
             if (held := self._held(field)) is not None:
@@ -69,7 +75,7 @@ class Reach:
             for group, fields in groups.items()
             for field in self._chosen(group, frozenset(fields))
         ]
-        return _sum([shards[field] for field in chosen], 1)
+        return [shards[field] for field in chosen]
 
     def is_possible(self, field: str) -> bool:
         """Whether a shard field can be one of this model, written by whatever shape."""

@@ -7,7 +7,7 @@ raises into the caller's thread.
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import monotonic, thread_time
@@ -54,7 +54,7 @@ class Loader:
         groups: Mapping[int, PagedGroup],
         slabs: SlabPool,
         *,
-        wide: WideSlabs | None = None,
+        wide: WideSlabs[Task] | None = None,
         lane_for_thread: Callable[[], Lane],
         limits: LoadLimits,
         recorder: Recorder,
@@ -170,11 +170,23 @@ class Loader:
             del task  # not kept while waiting for the next one
 
     def _run(self, lane: Lane, task: Task) -> None:
+        wide = self._wide if self._is_wide(task) else None
+        if wide is None:
+            self._run_in(self._slabs, lane, task)
+        elif wide.enter(task):
+            try:
+                self._run_in(wide, lane, task)
+            finally:
+                if (other := wide.leave()) is not None:
+                    self._queue.put_back(other)
+
+    def _run_in(self, slabs: SlabPool | WideSlabs[Task], lane: Lane, task: Task) -> None:
         job, index, _ = task
         done = False
         try:
             if job.wanted(index):
-                done = self._load(lane, task)
+                pool = slabs.pool() if isinstance(slabs, WideSlabs) else slabs
+                done = self._load(pool, lane, task)
                 self._trouble.worked()
         except UnwantedError:
             self._recorder.count("load_given_up")
@@ -195,12 +207,10 @@ class Loader:
         if job.is_over():
             self._over.set()
 
-    def _load(self, lane: Lane, task: Task) -> bool:
+    def _load(self, pool: SlabPool, lane: Lane, task: Task) -> bool:
         """Fetch, verify and write one span; True if all of it is in its blocks."""
         job, index, _ = task
         with ExitStack() as leases:
-            pool = leases.enter_context(self._pool(job, index))
-
             # The slabs are this span's, for its time only: chunks may be more than slabs.
             def lease() -> memoryview:
                 return leases.enter_context(pool.lease()).view
@@ -221,15 +231,14 @@ class Loader:
             self._span_done(job, index, fetched)
         return True
 
-    def _pool(self, job: LoadJob, index: int) -> AbstractContextManager[SlabPool]:
-        """The slabs that the payload of a move fits into."""
+    def _is_wide(self, task: Task) -> bool:
+        """Whether its payload does not fit into this rank's own slabs."""
+        job, index, _ = task
         load = job.plan.moves[index]
         if load.part is None or self._wide is None:
-            return nullcontext(self._slabs)
+            return False
         tokens = load.move.token_end - load.move.token_start
-        if self._sources.of(load).payload_bytes_max(tokens) <= self._slabs.slab_bytes:
-            return nullcontext(self._slabs)
-        return self._wide.admit(job.deadline - self._clock())
+        return self._sources.of(load).payload_bytes_max(tokens) > self._slabs.slab_bytes
 
     def _span_done(self, job: LoadJob, index: int, fetched: Fetched) -> None:
         if job.span_done(index):

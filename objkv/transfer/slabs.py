@@ -4,15 +4,19 @@ A slab is leased, never waited for: an empty pool is ``SlabsExhaustedError``, a 
 those for payloads of other shapes, which are few and may be huge, are taken in turns.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import BoundedSemaphore, Lock
+import logging
+from collections import deque
+from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import torch
 
 from objkv.errors import TransferError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class SlabsExhaustedError(TransferError):
@@ -112,46 +116,57 @@ class SlabPool:
         assert len(self._free) + self._leased == self._total
 
 
-class WideSlabs:
+class WideSlabs(Generic[T]):
     """Slabs for payloads larger than this rank's own. Made when the first comes: in most fleets
-    none ever does. Safe from many threads."""
+    none ever does. Safe from many threads, none of which waits here: tasks do."""
 
     def __init__(self, *, pairs: int, slab_bytes: int, pinned: bool) -> None:
         """``pairs``: how many loads at once, each with a slab for the payload and one to decode
         into."""
         assert pairs > 0
-        self._pairs = pairs
+        self._pairs = self._free = pairs
         self._slab_bytes = slab_bytes
         self._pinned = pinned
-        self._permits = BoundedSemaphore(pairs)
-        self._making = Lock()
+        self._waiting: deque[T] = deque()
+        self._lock = Lock()
         self._pool: SlabPool | None = None
 
-    @contextmanager
-    def admit(self, seconds: float) -> Iterator[SlabPool]:
-        """A pool with two slabs for the caller, after waiting for them at most so long. Raises
-        ``SlabsExhaustedError``, also where there is no memory for them."""
-        if not self._permits.acquire(timeout=max(0.0, seconds)):
-            raise SlabsExhaustedError(f"{self!r}: all in use until the deadline")
-        try:
-            yield self._made()
-        finally:
-            self._permits.release()
+    def enter(self, task: T) -> bool:
+        """Ask for a pair of slabs; after True, ``leave`` must follow. Otherwise the task waits for
+        the ``leave`` that gives it back."""
+        with self._lock:
+            if not self._free:
+                self._waiting.append(task)
+                return False
+            self._free -= 1
+            return True
+
+    def leave(self) -> T | None:
+        """Give the pair back, and somebody else's task to whoever can run it, if one waits."""
+        with self._lock:
+            self._free += 1
+            return self._waiting.popleft() if self._waiting else None
+
+    def pool(self) -> SlabPool:
+        """Two slabs for each who has entered. Raises ``SlabsExhaustedError`` where there is no
+        memory for them."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = self._make()
+            return self._pool
 
     def __repr__(self) -> str:
         made = "none made yet" if self._pool is None else "made"
         return f"<WideSlabs {self._pairs} pairs of {self._slab_bytes} B, {made}>"
 
-    def _made(self) -> SlabPool:
-        with self._making:
-            if self._pool is None:
-                try:
-                    self._pool = SlabPool(
-                        "wide",
-                        count=2 * self._pairs,
-                        slab_bytes=self._slab_bytes,
-                        pinned=self._pinned,
-                    )
-                except (RuntimeError, MemoryError) as exc:  # torch's way to say that there is none
-                    raise SlabsExhaustedError(f"{self!r}: {exc}") from exc
-            return self._pool
+    def _make(self) -> SlabPool:
+        count, size = 2 * self._pairs, self._slab_bytes
+        logger.warning(
+            "payloads of replicas of another shape take slabs of their own, beside "
+            "pinned_bytes_max nbytes=%d",
+            count * size,
+        )
+        try:
+            return SlabPool("wide", count=count, slab_bytes=size, pinned=self._pinned)
+        except (RuntimeError, MemoryError) as exc:  # torch's way to say that there is none
+            raise SlabsExhaustedError(f"{self!r}: {exc}") from exc

@@ -7,6 +7,7 @@ where what the rank wants of them goes. What does not fit exactly is refused.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from objkv.transfer.paging import ARRAY_WORDS, PagedGroup
 from objkv.transfer.plan import LoadMove, LoadPlan
 from objkv.transfer.reshape import Recast
 
-_KEPT_MAX = 64
+_KEPT_MAX = 1024
 """Sources, and covers: of a fleet's shapes there are few, but an index may say anything."""
 
 
@@ -92,12 +93,13 @@ class Source:
 
 
 class Sources:
-    """The sources of one rank, by part. Safe from many threads."""
+    """The sources of one rank, by part. Safe from many threads, but for ``spread``."""
 
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
         self._own = {g: Source(group, _own(group), _size(group)) for g, group in groups.items()}
         self._own_fields = {g: f"{g}.{source.shard}" for g, source in self._own.items()}
+        self._making = Lock()
         self._others: dict[tuple[int, Part], Source] = {}
         self._covers: dict[tuple[int, frozenset[str]], tuple[Part | None, ...]] = {}
 
@@ -110,9 +112,10 @@ class Sources:
         source = self._others.get(key)
         if source is None:
             source = Source(self._groups[group], load.part, _size(self._groups[group]))
-            if len(self._others) >= _KEPT_MAX:
-                self._others.clear()
-            self._others[key] = source
+            with self._making:
+                while len(self._others) >= _KEPT_MAX:
+                    del self._others[next(iter(self._others))]
+                self._others[key] = source
         return source
 
     def spread(self, plan: LoadPlan) -> LoadPlan:
@@ -136,8 +139,8 @@ class Sources:
         parts = self._covers.get((group, held))
         if parts is None:
             parts = self._cover(group, held)
-            if len(self._covers) >= _KEPT_MAX:
-                self._covers.clear()
+            while len(self._covers) >= _KEPT_MAX:
+                del self._covers[next(iter(self._covers))]
             self._covers[group, held] = parts
         for part in parts:
             yield load if part is None else replace(load, part=part)

@@ -48,15 +48,20 @@ class TaskQueue:
         return len(self._heap)
 
     def add(self, job: LoadJob) -> int:
-        """Queue the job's moves, as many as there is room for; how many those are."""
+        """Queue the job's moves, as many as there is room for; how many those are, with all their
+        parts."""
         with self._changed:
             room = 0 if self._closed else max(0, self._moves_max - self._moves)
-            taken = min(room, len(job.plan.moves))
             if not self._begun:
                 self._progress_s = monotonic()
-            for index in range(taken):
+            taken = 0
+            for index in range(len(job.plan.moves)):
+                if (counts := _counts(job, index)) and not room:
+                    break
+                room -= counts
+                self._moves += counts
                 self._push(job, index, None)
-            self._moves += taken
+                taken += 1
             self._changed.notify(taken)
             return taken
 
@@ -70,6 +75,17 @@ class TaskQueue:
                 self._push(job, index, span)
             self._changed.notify(len(spans))
 
+    def put_back(self, task: Task) -> None:
+        """Queue again what was taken and could not be done yet. It needs no room of its own."""
+        job, index, span = task
+        with self._changed:
+            if self._closed:
+                return
+            if span is None:
+                self._moves += _counts(job, index)
+            self._push(job, index, span)
+            self._changed.notify()
+
     def take(self) -> Task | None:
         """The next task, for ``finish``; blocks until there is one, and while others are quick to
         finish theirs. None: the queue was closed."""
@@ -80,7 +96,7 @@ class TaskQueue:
                 return None
             task = heappop(self._heap)[-1]
             if task[2] is None:
-                self._moves -= 1
+                self._moves -= _counts(task[0], task[1])
             self._begun[get_ident()] = monotonic()
             if self._heap and not self._is_watched:
                 self._changed.notify()
@@ -132,6 +148,13 @@ class TaskQueue:
         self._number += 1
         number = 0 if span is None else span.number
         heappush(self._heap, (not job.plan.sync, number, self._number, (job, index, span)))
+
+
+def _counts(job: LoadJob, index: int) -> int:
+    """1, but 0 for a further part of the move before it: a chunk is one move, in whatever number of
+    payloads it comes."""
+    moves = job.plan.moves
+    return int(not index or moves[index].move is not moves[index - 1].move)
 
 
 def _processors() -> int:

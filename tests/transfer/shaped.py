@@ -2,6 +2,7 @@
 they read of each other. What is computed is a fixed function of layer, head, token and element, so
 that every replica's own pages are known without asking another."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,6 +93,7 @@ class ShapedRank:
         ranks: tuple[int, int],
         store: WriteStore,
         index: MemoryIndex,
+        queue_max: int = 64,
     ) -> None:
         tp_rank, pp_rank = ranks
         self.model, self.shape = model, shape
@@ -120,7 +122,12 @@ class ShapedRank:
             wide=WideSlabs(pairs=1, slab_bytes=wide, pinned=False),
             lane_for_thread=HostLane,
             limits=LoadLimits(
-                2, 64, PATIENCE_S, PATIENCE_S, Cuts(step_spans_max=3, span_bytes_min=1), PATIENCE_S
+                2,
+                queue_max,
+                PATIENCE_S,
+                PATIENCE_S,
+                Cuts(step_spans_max=3, span_bytes_min=1),
+                PATIENCE_S,
             ),
             recorder=self.recorder,
         )
@@ -156,17 +163,30 @@ class ShapedRank:
         assert not self.saver.gather((SavePlan("r", NAMESPACE, tuple(moves)),))
         assert self.saver.drain(PATIENCE_S)
 
-    def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
-        """Load the prompt without its first ``skip`` blocks into blocks behind the first ones."""
+    def plan(
+        self,
+        index: MemoryIndex,
+        *,
+        skip: int = 0,
+        sync: bool = False,
+        fields: Collection[str] | None = None,
+    ) -> LoadPlan:
+        """The prompt without its first ``skip`` blocks, into blocks behind those that ``compute``
+        fills. ``fields``: of all that is stored only these."""
         each, moves = self.model.chunk // self.shape.block_size, []
         base = 1 + self.blocks
         for chunk, record in enumerate(index.lookup(NAMESPACE, self.model.hashes)):
             ids = tuple(range(base + chunk * each, base + (chunk + 1) * each))
             cut = min(each, max(0, skip - chunk * each))
             if cut < each:
-                shards = tuple(record.shards.items()) if record else ()
-                moves.append(LoadMove(self._move(chunk, cut, ids[cut:]), shards))
-        self.loader.submit(LoadPlan("r", NAMESPACE, tuple(moves), sync))
+                shards = record.shards.items() if record else ()
+                known = tuple(s for s in shards if fields is None or s[0] in fields)
+                moves.append(LoadMove(self._move(chunk, cut, ids[cut:]), known))
+        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+
+    def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
+        """Load what ``plan`` says; waits for the end."""
+        self.loader.submit(self.plan(index, skip=skip, sync=sync))
         found: list[LoadOutcome] = []
         wait_until(lambda: bool(found.extend(self.loader.take_finished(sync=sync)) or found))
         return found[0]
@@ -227,13 +247,18 @@ class ShapedReplica:
     shape: ShapeOfReplica
     store: WriteStore
     index: MemoryIndex
+    queue_max: int = 64
     ranks: list[ShapedRank] = field(default_factory=list)
 
     def __enter__(self) -> "ShapedReplica":
         for pp_rank in range(self.shape.pp):
             for tp_rank in range(self.shape.tp):
                 place = (tp_rank, pp_rank)
-                self.ranks.append(ShapedRank(self.model, self.shape, place, self.store, self.index))
+                self.ranks.append(
+                    ShapedRank(
+                        self.model, self.shape, place, self.store, self.index, self.queue_max
+                    )
+                )
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,8 @@
 """Replicas of other TP, PP and block sizes, and of other layouts, read each other's payloads."""
 
+from dataclasses import replace
 from itertools import product
+from threading import Event
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
+from objkv.transfer.plan import LoadOutcome
 from tests.transfer.shaped import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
-from tests.transfer.world import NAMESPACE
+from tests.transfer.world import NAMESPACE, PATIENCE_S, wait_until
 
 MODEL = Model(heads=8, layers=4)
 
@@ -157,6 +161,67 @@ def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
         first = 1 + rank.blocks + each
         assert outcome.failed_blocks == frozenset(range(first, first + 2 * each))
         assert outcome.rejected == {(NAMESPACE, MODEL.hashes[1])}
+
+
+class HeldStore(MemoryStore):
+    """Whose payloads of all heads wait for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.asked = Event(), 0
+
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+        self._wait(key)
+        return super().get_into(key, buffer, arrived)
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        self._wait(key)
+        return super().get_range_into(key, start, buffer, arrived)
+
+    def _wait(self, key: str) -> None:
+        if "H0-8." in key:
+            self.asked += 1
+            assert self.gate.wait(PATIENCE_S)
+
+
+def test_payloads_too_large_for_its_own_slabs_do_not_keep_a_rank_from_its_own() -> None:
+    store, index = HeldStore(), MemoryIndex()
+    for tp in (1, 8):
+        with ShapedReplica(MODEL, ShapeOfReplica(tp=tp), store, index) as one:
+            one.compute_and_save()
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as other:
+        rank = other.ranks[3]
+        foreign = rank.plan(index, fields={"0.L0-4_H0-8"})
+        rank.loader.submit(replace(foreign, request_id="foreign"))
+        wait_until(lambda: store.asked == 1)
+        for sync in (False, True):
+            assert not rank.load(index, sync=sync).failed
+            assert same(rank.loaded(), rank.expected())
+        assert store.asked == 1  # the others wait in the queue, no thread waits for their slabs
+        store.gate.set()
+        found: list[LoadOutcome] = []
+        wait_until(lambda: bool(found.extend(rank.loader.take_finished(sync=False)) or found))
+        assert not found[0].failed
+        assert store.asked == MODEL.chunks
+
+
+def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as one:
+        one.compute_and_save()
+    queue_max = MODEL.chunks
+    with ShapedReplica(MODEL, ShapeOfReplica(), store, index, queue_max=queue_max) as other:
+        (rank,) = other.ranks
+        for _ in range(3):  # what was taken has left its place
+            assert not rank.load(index).failed
+        assert rank.recorder.drain().get("load_refused", 0) == 0
+    with ShapedReplica(MODEL, ShapeOfReplica(), store, index, queue_max=queue_max - 1) as other:
+        (rank,) = other.ranks
+        each = MODEL.chunk // 4
+        last = 1 + 2 * rank.blocks - each
+        assert rank.load(index).failed_blocks == frozenset(range(last, last + each))
 
 
 def test_pages_that_are_not_canonical_are_refused_in_another_block_size() -> None:
