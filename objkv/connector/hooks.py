@@ -2,9 +2,9 @@
 
 EngineCore carries such calls out between steps, on the thread that schedules. It tells a connector
 only where it also drops its own prefix cache: ``sleep`` and a pause call ``reset_cache``. A weight
-update without a pause (``collective_rpc("reload_weights")``, ``update_weights``) tells nobody, and
-KV of the old weights would go on being loaded. So these methods of vLLM's classes are wrapped; what
-is heard never raises into them. Source: vLLM 0.31-0.33,
+update without a pause (``collective_rpc("reload_weights")``, ``update_weights``, any function that
+is sent to the workers) tells nobody, and KV of the old weights would go on being loaded. So these
+methods of vLLM's classes are wrapped; what is heard never raises into them. Source: vLLM 0.31-0.33,
 ``v1/engine/core.py`` (``collective_rpc``, ``add_lora``, ``remove_lora``, ``_reset_caches``) and
 ``v1/worker/gpu_worker.py`` (``sleep``, ``wake_up``, ``discard``).
 """
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CHANGES = re.compile(r"weight|param", re.IGNORECASE)
+_CHANGES = re.compile(r"weight|param|apply_model|load_|checkpoint|state_dict|refit", re.IGNORECASE)
 """Calls on all workers that may change weights: vLLM's own, and those of training frameworks
 (``update_weights_from_ipc``, ``load_weights``), by their names."""
+KEEPS_WEIGHTS = "objkv_keeps_weights"
+"""An attribute of functions, by which who wrote one says that it leaves weights alone."""
 _CHANGES_NOTHING = frozenset(
     {
         "compute_weight_checksums",
@@ -67,9 +69,7 @@ class Hearer(Protocol):
 class EngineHooks:
     """What the scheduler's side of one connector makes of what it hears."""
 
-    def __init__(
-        self, side: Hearer, manager: Callable[[], "KVCacheManager | None"]
-    ) -> None:
+    def __init__(self, side: Hearer, manager: Callable[[], "KVCacheManager | None"]) -> None:
         """``manager``: vLLM's, or None until the connector was bound to it."""
         self._side = side
         self._manager = manager
@@ -133,16 +133,30 @@ def follow_sleep(sleeper: Sleeper) -> None:
     wrap(Worker, "wake_up", after=_heard_wake)
 
 
-def may_change_weights(method: Any) -> bool:
-    """Whether a call on all workers, a name or a function, may change the model's weights."""
-    name = method if isinstance(method, str) else getattr(method, "__name__", "")
-    return name not in _CHANGES_NOTHING and _CHANGES.search(name) is not None
+def may_change_weights(method: Any, args: Any = ()) -> bool:
+    """Whether a call on all workers may change the model's weights.
+
+    ``method``: a name, a function, or a pickled function. Nobody can say what functions do, so each
+    may, unless its ``objkv_keeps_weights`` is True. ``args``: those of the call; the only one of
+    ``apply_model`` is such a function. Source: vLLM 0.31-0.33, ``run_method`` in
+    ``v1/serial_utils.py`` and ``apply_model`` in ``v1/engine/llm_engine.py``.
+    """
+    if method == "apply_model" and isinstance(args, tuple | list) and len(args) == 1:
+        (method,) = args
+        if isinstance(method, str):
+            return True
+    if not isinstance(method, str):
+        return getattr(method, KEEPS_WEIGHTS, False) is not True
+    return method not in _CHANGES_NOTHING and _CHANGES.search(method) is not None
 
 
-def _heard_call(method: Any = None, *_args: Any, **_more: Any) -> None:
-    if may_change_weights(method):
+def _heard_call(
+    method: Any = None, _timeout: Any = None, args: Any = (), *_args: Any, **_more: Any
+) -> None:
+    if may_change_weights(method, args):
+        how = method if isinstance(method, str) else getattr(method, "__qualname__", type(method))
         for hooks in list(_engine_hooks):
-            hooks.weights_changed(str(method))
+            hooks.weights_changed(str(how))
 
 
 def _heard_adapter(lora_request: Any, **_more: Any) -> None:

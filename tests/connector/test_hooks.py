@@ -2,10 +2,13 @@
 
 import inspect
 import logging
+import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import cloudpickle
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.engine.core import EngineCore
@@ -97,6 +100,12 @@ def hooks_of(side: Side, kept: Any) -> EngineHooks:
         "update_weights_from_ipc",
         "load_weights",
         "update_named_param",
+        "load_model",
+        "reload_from_disk",
+        "apply_model",
+        "checkpoint_restore",
+        "import_state_dict",
+        "refit",
     ],
 )
 def test_a_weight_update_leaves_the_namespace(engine: Any, method: str) -> None:
@@ -108,21 +117,87 @@ def test_a_weight_update_leaves_the_namespace(engine: Any, method: str) -> None:
     assert hooks is not None
 
 
-def test_a_function_is_judged_by_its_name(engine: Any) -> None:
-    def sync_weights(worker: Any) -> None:
+def look(worker: Any) -> None:
+    """What anybody may have the workers do."""
+    raise AssertionError(worker)
+
+
+def look_only(worker: Any) -> None:
+    """The same, and whoever wrote it says that it leaves weights alone."""
+    raise AssertionError(worker)
+
+
+look_only.objkv_keeps_weights = True  # type: ignore[attr-defined]
+
+
+class Looker:
+    """A function with something of its own."""
+
+    objkv_keeps_weights = True
+
+    def __call__(self, worker: Any) -> None:
         raise AssertionError(worker)
 
-    side = Side()
-    hooks = hooks_of(side, manager())
-    engine.collective_rpc(method=sync_weights)
-    engine.collective_rpc(lambda worker: worker)
-    assert side.resets == [True]
-    assert hooks is not None
+
+def compute_weight_checksums(worker: Any) -> None:
+    """A function's name says nothing, not even a name of vLLM's."""
+    raise AssertionError(worker)
 
 
 @pytest.mark.parametrize(
     "method",
-    ["compute_weight_checksums", "sleep", "profile", "init_weight_transfer_engine", "get_model"],
+    [
+        look,
+        compute_weight_checksums,
+        lambda worker: worker,
+        partial(look),
+        partial(look_only),
+        pickle.dumps(look),
+        pickle.dumps(look_only),
+        b"",
+        None,
+    ],
+)
+def test_a_function_may_change_weights_whatever_its_name(engine: Any, method: Any) -> None:
+    """vLLM takes functions, pickled ones too: nobody can say what they do."""
+    side = Side()
+    hooks = hooks_of(side, manager())
+    assert engine.collective_rpc(method=method) == ["done"]
+    assert engine.collective_rpc("apply_model", None, (method,)) == ["done"]
+    assert side.resets == [True, True]
+    assert hooks is not None
+
+
+@pytest.mark.parametrize(
+    "function", [look_only, Looker(), cloudpickle.loads(cloudpickle.dumps(look_only))]
+)
+def test_unless_it_says_that_it_keeps_them(engine: Any, function: Any) -> None:
+    side = Side()
+    hooks = hooks_of(side, manager())
+    engine.collective_rpc(function)
+    engine.collective_rpc(function, args=(look,))
+    engine.collective_rpc("apply_model", args=(function,))
+    engine.collective_rpc("apply_model", 1.0, [function], {})  # as it comes from a client
+    assert side.resets == []
+    assert hooks is not None
+
+
+@pytest.mark.parametrize("args", [(), (look_only, look_only), ("get_model",), None, 5])
+def test_only_the_call_that_vllm_makes_of_it_is_known(args: Any) -> None:
+    assert may_change_weights("apply_model", args)
+    assert may_change_weights("update_weights", (look_only,))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "compute_weight_checksums",
+        "sleep",
+        "profile",
+        "init_weight_transfer_engine",
+        "get_model",
+        "update_max_model_len",
+    ],
 )
 def test_other_calls_change_nothing(method: str) -> None:
     assert not may_change_weights(method)

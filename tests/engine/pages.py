@@ -97,6 +97,9 @@ def _heads_of_rank(worker: Any, tables: list[list[int]]) -> list[dict[str, list[
     ]
 
 
+_heads_of_rank.objkv_keeps_weights = True  # type: ignore[attr-defined]
+
+
 def stored_heads(payload: Path) -> dict[str, list[list[str]]]:
     """The same of one stored payload, uncompressed: per layer and block a digest of each head."""
     from safetensors.torch import load_file

@@ -23,3 +23,6 @@ def _make(worker: Any) -> bool:
         batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
     )
     return True
+
+
+_make.objkv_keeps_weights = True  # type: ignore[attr-defined]
