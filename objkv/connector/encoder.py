@@ -196,4 +196,4 @@ def _hear_resets(side: EncoderSchedulerSide) -> None:
 
 def _heard_reset() -> None:
     for side in list(_sides):
-        side.reset()
+        side.outputs_dropped()

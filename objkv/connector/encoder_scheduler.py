@@ -16,6 +16,7 @@ from objkv.connector.encoder_fetch import EncoderFetcher
 from objkv.connector.encoder_metadata import EncoderPlan, EncoderReport, ItemLoad, ItemSave, added
 from objkv.connector.encoder_read import State
 from objkv.connector.encoder_tracking import Item, ItemTracker, OutputForm, Tracked
+from objkv.connector.guard import guarded
 from objkv.connector.home import Home
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOCAL_MAX = 16_384
+"""Names of vLLM's own outputs that are remembered; one that is not may be loaded in vain."""
 _EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
 """How long a step with nothing to compute waits for an output: alone, and where the result of
 another step may be due."""
@@ -68,8 +71,8 @@ class EncoderSchedulerSide:
         self._promised: dict[tuple[str, str], Item] = {}
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
-        self._local: set[str] = set()
-        """Identifiers in vLLM's own encoder cache; at most as many as it has room for."""
+        self._local: dict[str, None] = {}
+        """Identifiers in vLLM's own encoder cache, as far as is known; the oldest first."""
         self._home = Home(identity, bulk, fetcher.submit, writes=roles.saves)
         self._home.announce()
         logger.info(
@@ -109,7 +112,7 @@ class EncoderSchedulerSide:
         True is a promise for this step: only what is held, and stays so until it is taken.
         """
         tracked = self._asking
-        self._local.discard(identifier)  # vLLM does not ask for what it has
+        self._local.pop(identifier, None)  # vLLM does not ask for what it has
         item = None if tracked is None else tracked.items.get(identifier)
         if tracked is None or item is None or self._state(item) is not State.HELD:
             return False
@@ -122,10 +125,13 @@ class EncoderSchedulerSide:
         return [self.has_item(feature.identifier) for feature in request.mm_features]
 
     def allocate(self, request: "Request", index: int) -> None:
-        """vLLM made room for an output, promised or to be encoded in this step."""
+        """vLLM made room for an output, promised or to be encoded in this step.
+
+        Raises only where what was promised cannot be given: without a save nothing is missing.
+        """
         identifier = request.mm_features[index].identifier
         item = self._promised.pop((request.request_id, identifier), None)
-        self._local.add(identifier)
+        self._note_local(identifier)
         if identifier in self._loads:
             return
         if item is not None:
@@ -134,12 +140,12 @@ class EncoderSchedulerSide:
             self._loads[identifier] = ItemLoad(identifier, item.output, pages)
             self._recorder.count("hits")
         elif self._roles.saves:
-            self._plan_save(self._track(request), identifier)
+            self._plan_save(request, identifier)
 
     def plan_step(self, output: "SchedulerOutput") -> EncoderPlan:
         """Everything that the workers do in this step."""
         for identifier in output.free_encoder_mm_hashes:
-            self._local.discard(identifier)
+            self._local.pop(identifier, None)
             self._loads.pop(identifier, None)
         plan = EncoderPlan(self.namespace, tuple(self._loads.values()), self._saves)
         self._saves = {}
@@ -172,12 +178,19 @@ class EncoderSchedulerSide:
         save any more.
 
         ``clean`` does not matter: outputs are saved when they are encoded, and what vLLM itself
-        holds is not saved again.
+        holds is not saved again, nor asked for.
         """
         for request_id, items in self._items.distrust():
             self._drop(request_id, items)
         self._promised.clear()
         return self._home.renew(clean=True)
+
+    def outputs_dropped(self) -> bool:
+        """vLLM dropped all of its own outputs, as it does when weights changed: ``reset``, and
+        what is asked for next may be stored, but is not in vLLM's cache."""
+        self._local.clear()
+        self._loads.clear()
+        return self.reset()
 
     def take_numbers(self) -> dict[str, float]:
         """What was counted since the last call, by this side and by the workers."""
@@ -203,7 +216,15 @@ class EncoderSchedulerSide:
             if item.output is not None:
                 self._fetcher.drop(request_id, item.output)
 
-    def _plan_save(self, tracked: Tracked, identifier: str) -> None:
+    def _note_local(self, identifier: str) -> None:
+        self._local.pop(identifier, None)
+        self._local[identifier] = None
+        if len(self._local) > _LOCAL_MAX:  # whatever vLLM says of what it frees
+            del self._local[next(iter(self._local))]
+
+    @guarded(None)
+    def _plan_save(self, request: "Request", identifier: str) -> None:
+        tracked = self._track(request)
         if not self._items.name(tracked) or (item := tracked.items.get(identifier)) is None:
             return
         state = self._state(item)

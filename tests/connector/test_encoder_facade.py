@@ -62,6 +62,15 @@ def step(tokens: int) -> Any:
     return SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=[])
 
 
+def core() -> Any:
+    """What of vLLM's ``EngineCore`` carries such calls out."""
+    executor = SimpleNamespace(reset_encoder_cache=lambda: None, collective_rpc=lambda *args: [])
+    scheduler = SimpleNamespace(
+        has_unfinished_requests=lambda: False, reset_encoder_cache=lambda: None
+    )
+    return SimpleNamespace(scheduler=scheduler, model_executor=executor)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
     """Starts engines on one store."""
@@ -111,6 +120,52 @@ def test_a_bug_costs_an_encode_not_the_engine(start: Any) -> None:
     one.worker.save_caches({}, "x")
 
 
+@pytest.mark.parametrize("broken", ["get", "name"])
+def test_a_save_that_cannot_be_planned_is_not_made(start: Any, broken: str) -> None:
+    """vLLM encodes the image in any case."""
+    first = start()
+    items = first.scheduler._scheduler._items
+
+    def fail(*_args: Any) -> None:
+        raise AttributeError(broken)
+
+    setattr(items, broken, fail)
+    assert first.see("x", OUTPUT)
+    first.shutdown()
+    assert start().see("x", OUTPUT)
+
+
+def test_a_promise_that_cannot_be_kept_is_told(start: Any) -> None:
+    """vLLM would not encode the image, and end without a reason."""
+    first = start()
+    first.see("x", OUTPUT)
+    first.shutdown()
+    one = start()
+    seen = request("b", "x")
+    while not one.scheduler.ensure_cache_available(seen, 0):
+        one.scheduler.build_connector_meta(step(0))
+    assert one.scheduler.has_cache_item("x")
+    one.scheduler._scheduler._fetcher._entries.clear()
+    with pytest.raises(KeyError):
+        one.scheduler.update_state_after_alloc(seen, 0)
+
+
+@pytest.mark.parametrize("how", ["encoder", "weights"])
+def test_what_vllm_dropped_itself_is_asked_for_again(start: Any, how: str) -> None:
+    """Only where it did drop it: after other changes it keeps its outputs."""
+    one = start()
+    one.see("x", OUTPUT)
+    dropped = how == "encoder"
+    if dropped:
+        EngineCore.reset_encoder_cache(core())
+    else:
+        EngineCore.collective_rpc(core(), "update_weights")
+    wanted: list[str] = []
+    one.scheduler._scheduler._fetcher.want = lambda owner, outputs: wanted.extend(outputs)
+    one.scheduler.ensure_cache_available(request("b", "x"), 0)
+    assert len(wanted) == dropped
+
+
 def test_the_older_question_for_all_items(start: Any) -> None:
     first = start()
     first.see("x", OUTPUT)
@@ -128,20 +183,12 @@ def test_after_weights_may_have_changed_nothing_old_is_loaded(start: Any, change
     first.see("x", OUTPUT)
     first.shutdown()
     second = start()
-    core: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(
-            has_unfinished_requests=lambda: False, reset_encoder_cache=lambda: None
-        ),
-        model_executor=SimpleNamespace(
-            reset_encoder_cache=lambda: None, collective_rpc=lambda *args: []
-        ),
-    )
     if change == "reset":
         assert second.scheduler.reset_cache()
     elif change == "encoder":
-        EngineCore.reset_encoder_cache(core)
+        EngineCore.reset_encoder_cache(core())
     else:
-        EngineCore.collective_rpc(core, "update_weights")
+        EngineCore.collective_rpc(core(), "update_weights")
     assert second.see("x", OUTPUT)
 
 

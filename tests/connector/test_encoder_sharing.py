@@ -95,6 +95,33 @@ def test_what_vllm_holds_itself_is_not_asked_for(place: Place, second: Replica) 
     assert second.see(request("d", "x")) == []
 
 
+def test_what_is_known_of_vllms_own_outputs_is_bounded(
+    place: Place, second: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that it does not say it freed are forgotten, the oldest first."""
+    monkeypatch.setattr("objkv.connector.encoder_scheduler._LOCAL_MAX", 2)
+    for name, *images in (("b", "x", "y"), ("c", "z")):
+        seen = request(name, *images)
+        second.see(seen)
+        second.side.finish(seen)
+    assert list(second.side._local) == ["y", "z"]
+    second.cache.clear()
+    assert second.see(request("d", "x")) == []
+
+
+def test_outputs_that_vllm_dropped_are_not_loaded_later(place: Place, second: Replica) -> None:
+    """Of a step that no worker looked at: what it would load is of the old weights."""
+    saved(place, "x")
+    seen = request("b", "x")
+    second.wait(seen)
+    assert second.side.has_item("x")
+    second.side.allocate(seen, 0)
+    assert second.plan(0).loads
+    second.side.outputs_dropped()
+    assert not second.plan(1).loads
+    assert second.see(request("c", "x")) == ["x"]
+
+
 def test_images_that_the_kv_covers_are_not_asked_for(place: Place, second: Replica) -> None:
     saved(place, "x", "y")
     assert second.side.is_ready(request("b", "x", "y"), 100)
