@@ -89,6 +89,7 @@ def told(report: StepReport | None = None, *, received: str | None = None) -> An
     return SimpleNamespace(
         finished_sending=None,
         finished_recving={received} if received else None,
+        failed_recving=set(),
         kv_connector_worker_meta=report,
     )
 

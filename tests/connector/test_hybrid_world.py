@@ -23,8 +23,7 @@ from objkv.transfer.plan import LoadOutcome
 from tests.connector.hybrid_engine import Answer, Engine, Layout, next_token
 
 PROMPT_MAX, NEW_TOKENS = 60, 5
-WINDOWED = ("sliding_window", "chunked_local")
-KINDS = ("full", "mla", "mamba", *WINDOWED)
+KINDS = ("full", "mla", "mamba", "sliding_window", "chunked_local")
 MIXES = (
     Layout((("full", 0),), (4,)),
     Layout((("mla", 0),), (4,)),
@@ -105,12 +104,19 @@ def best_end(engine: Engine, folder: Path, prompt: Sequence[int]) -> int:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Mixes that vLLM takes: with chunked local attention all blocks are of one size."""
+    """Mixes that vLLM takes: with chunked local attention all blocks are of one size, which divides
+    its chunks."""
     names = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     if set(names) == {"chunked_local"}:
         names.append("full")
-    kinds = tuple((n, draw(st.integers(2, 30)) if n in WINDOWED else 0) for n in names)
     one = draw(st.sampled_from((2, 4, 8)))
+
+    def window(name: str) -> int:
+        if name == "chunked_local":
+            return one * draw(st.integers(1, 32 // one))
+        return draw(st.integers(2, 30)) if name == "sliding_window" else 0
+
+    kinds = tuple((name, window(name)) for name in names)
     mixed = "chunked_local" not in names and draw(st.booleans())
     sizes = tuple(
         draw(st.sampled_from((2, 4, 8))) if mixed and name != "mamba" else one for name in names
