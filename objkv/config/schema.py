@@ -109,7 +109,9 @@ class Config(BaseModel):
     ttl_s: int = Field(default=86_400, ge=1)
     """Life of an index record after its last save or hit."""
     pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
-    """Pinned (page-locked) memory per worker, for loads and saves together."""
+    """Pinned (page-locked) memory per worker, for loads and saves together. Payloads of replicas
+    of larger shards take up to a quarter as much again, or twice the largest of them if that is
+    more, from the first of them on."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
