@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from objkv.config import Config
 from objkv.connector.encoder_tracking import OutputForm
+from objkv.connector.launcher import refuse_external_launcher
+from objkv.connector.media import scales_follow_media
 from objkv.connector.translate import further_settings, model_name, names_media, read_weights
 from objkv.connector.weights import local_folder
 from objkv.errors import ConfigError
@@ -59,8 +61,16 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
 
 
 def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
-    """What outputs look like. Raises ``ConfigError`` for a dtype that payloads cannot have."""
+    """What outputs look like. Raises ``ConfigError`` for a dtype that payloads cannot have, and for
+    engines whose outputs or ranks cannot agree."""
+    refuse_external_launcher(vllm_config)
     model, lora = vllm_config.model_config, vllm_config.lora_config
+    if scales_follow_media(model.multimodal_config):
+        raise ConfigError(
+            "objkv cannot share what an fp8 encoder makes of images while its scales follow the "
+            "images that it sees: give it --mm-encoder-fp8-scale-path, or run it without "
+            "ec_transfer_config"
+        )
     dtype = DTYPE_NAMES.get(model.dtype)
     if dtype is None:
         raise ConfigError(f"objkv cannot store encoder outputs of {model.dtype}: use bfloat16")
@@ -108,8 +118,6 @@ def _extra(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
     }
     if media:  # where a client names an image, its name does not say how it was read
         extra["media_io_kwargs"] = _text(media)
-    if dtype := getattr(multimodal, "mm_encoder_attn_dtype", None):
-        extra["mm_encoder_attn_dtype"] = str(dtype)
     return tuple(sorted(extra.items()))
 
 

@@ -18,6 +18,8 @@ from vllm.platforms import current_platform
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
 from objkv.connector.groups import read_chunk_tokens, read_group
+from objkv.connector.launcher import refuse_external_launcher
+from objkv.connector.media import encoder_settings, scales_follow_media
 from objkv.connector.pipeline import whole_groups
 from objkv.connector.scales import kv_dtype_name
 from objkv.connector.weights import local_folder, model_digest
@@ -148,11 +150,17 @@ def _why_between_steps(vllm_config: "VllmConfig", *, several: bool) -> str:
 
 
 def names_media(vllm_config: "VllmConfig") -> bool:
-    """Whether images, sounds and videos are named by what they hold. With both of its caches off
-    vLLM numbers them as they come, so that a name is another image's in another process. Source:
-    vLLM 0.32, ``_process_mm_uuids`` in ``renderers/base.py``.
+    """Whether the name of an image, sound or video says what the model makes of it. With both of
+    its caches off vLLM numbers them as they come, so that a name is another image's in another
+    process. Source: vLLM 0.32, ``_process_mm_uuids`` in ``renderers/base.py``.
     """
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if scales_follow_media(multimodal):
+        logger.warning(
+            "prompts with images are neither loaded nor saved: the fp8 scales of the encoder "
+            "follow the images that it sees, give it --mm-encoder-fp8-scale-path"
+        )
+        return False
     if (
         multimodal is None
         or vllm_config.cache_config.enable_prefix_caching
@@ -172,6 +180,7 @@ def copies_are_synchronous() -> bool:
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    refuse_external_launcher(vllm_config)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
@@ -255,6 +264,7 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None and multimodal.mm_processor_kwargs:
         extra["mm_processor_kwargs"] = _text(multimodal.mm_processor_kwargs)
+    extra |= encoder_settings(multimodal)
     if rate := getattr(multimodal, "video_pruning_rate", None):
         extra["video_pruning"] = f"{getattr(multimodal, 'video_pruning_method', 'evs')} {rate}"
     extra |= _adapter_settings(getattr(vllm_config, "lora_config", None), model.dtype)

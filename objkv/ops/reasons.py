@@ -113,6 +113,14 @@ _REASONS: dict[str, tuple[str, str]] = {
         "images, sounds and videos are prepared otherwise",
         "start both with the same --mm-processor-kwargs",
     ),
+    "extra.mm_encoder_attn_dtype": (
+        "the encoder of images looks at them in another type",
+        "start both with the same --mm-encoder-attn-dtype",
+    ),
+    "extra.mm_encoder_fp8_scales": (
+        "the fp8 scales of the encoder of images are others",
+        "start both with copies of one file as --mm-encoder-fp8-scale-path",
+    ),
     "extra.video_pruning": (
         "videos are pruned otherwise",
         "start both with the same --video-pruning-rate and method",

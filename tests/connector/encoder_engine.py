@@ -21,6 +21,7 @@ def engine(folder: Path, role: str = "ec_both", **more: Any) -> Any:
         mm_processor_kwargs=more.pop("mm_processor_kwargs", None),
         media_io_kwargs=more.pop("media_io_kwargs", {}),
         mm_encoder_attn_dtype=more.pop("mm_encoder_attn_dtype", None),
+        mm_encoder_fp8_scale_path=more.pop("mm_encoder_fp8_scale_path", None),
         video_pruning_rate=more.pop("video_pruning_rate", None),
         mm_processor_cache_gb=4,
     )
@@ -55,7 +56,9 @@ def engine(folder: Path, role: str = "ec_both", **more: Any) -> Any:
         ),
         lora_config=lora,
         ec_transfer_config=transfer,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, world_size=1, distributed_executor_backend="uni"
+        ),
         max_concurrent_batches=1,
         shutdown_timeout=15,
     )

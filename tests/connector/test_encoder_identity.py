@@ -119,6 +119,22 @@ def test_who_does_not_encode_counts_on_the_configuration(folder: Path) -> None:
     assert of(role="ec_consumer", widths={}, hf_config=deep) == 4 * 256
 
 
+def test_fp8_encoders_share_by_what_their_scales_are(folder: Path, tmp_path: Path) -> None:
+    def of(scales: str, name: str) -> str:
+        path = tmp_path / name
+        path.write_text(scales)
+        fp8 = {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": str(path)}
+        assert form_of(folder, **fp8).media_named
+        return namespace(folder, **fp8)
+
+    assert of("{}", "a") == of("{}", "b") != of('{"layers": {}}', "a")
+
+
+def test_fp8_encoders_whose_scales_follow_images_share_nothing(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--mm-encoder-fp8-scale-path"):
+        form_of(folder, mm_encoder_attn_dtype="fp8")
+
+
 def test_the_form_is_that_of_the_model(folder: Path) -> None:
     assert form_of(folder).dtype == "BF16"
     assert not form_of(folder).tower_lora

@@ -1,11 +1,14 @@
 """Settings of vLLM that change KV and that neither weights nor groups show."""
 
+from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from objkv.connector.translate import further_settings
+from objkv.errors import ConfigError
 
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
@@ -73,6 +76,28 @@ def test_replicas_that_prune_videos_differently_do_not_share() -> None:
     pruned = [settings(multimodal_config=videos(method, 0.5)) for method in ("evs", "other")]
     assert pruned[0] != pruned[1]
     assert unpruned not in pruned
+
+
+def fp8(scales: Path | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        mm_processor_kwargs=None,
+        mm_encoder_attn_dtype="fp8",
+        mm_encoder_fp8_scale_path=None if scales is None else str(scales),
+    )
+
+
+def test_replicas_that_look_at_images_in_fp8_share_where_their_scales_are_the_same(
+    tmp_path: Path,
+) -> None:
+    """By what the file says, not by where it is."""
+    found = [settings(), settings(multimodal_config=fp8(None))]
+    for name, content in (("a", "{}"), ("b", "{}"), ("a", '{"layers": {}}')):
+        (tmp_path / name).write_text(content)
+        found.append(settings(multimodal_config=fp8(tmp_path / name)))
+    assert found[2] == found[3]
+    assert all(a != b for a, b in combinations(found, 2) if a is not found[2])
+    with pytest.raises(ConfigError, match="scales"):
+        settings(multimodal_config=fp8(tmp_path / "gone"))
 
 
 def lora(**more: Any) -> SimpleNamespace:

@@ -45,6 +45,20 @@ def test_vllm_numbers_images_where_both_of_its_caches_are_off(
 
 
 @pytest.mark.parametrize(
+    ("dtype", "scales", "alike"),
+    [(None, None, True), ("fp8", "/scales.json", True), ("fp8", None, False)],
+)
+def test_what_fp8_encoders_make_of_an_image_depends_on_earlier_ones_without_given_scales(
+    dtype: str | None, scales: str | None, alike: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine(prefix_caching=True, cache_gb=4)
+    one.model_config.multimodal_config.mm_encoder_attn_dtype = dtype
+    one.model_config.multimodal_config.mm_encoder_fp8_scale_path = scales
+    assert names_media(one) is alike
+    assert ("--mm-encoder-fp8-scale-path" in caplog.text) is not alike
+
+
+@pytest.mark.parametrize(
     ("named", "images", "shared"), [(True, 1, 1), (False, 1, 0), (False, 0, 1)]
 )
 def test_a_prompt_with_an_image_that_only_has_a_number_is_left_alone(
