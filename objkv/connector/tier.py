@@ -18,9 +18,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from objkv.connector.eviction import holds_nothing
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks
 from objkv.connector.tier_adapters import TierAdapters
+from objkv.connector.tier_engine import find_engine
 from objkv.connector.tier_home import TierHome
 from objkv.connector.tier_identity import read_options, read_tier_identity
 from objkv.connector.tier_jobs import Entry, JobOutcome, TierJobs
@@ -80,7 +82,10 @@ class ObjKVTier(SecondaryTierManager):
         speak_as_vllm()
         self._options, config = read_options(options)
         self._row_count, row_bytes = _rows(primary_kv_view)
-        identity = read_tier_identity(offloading_spec, row_bytes, config, self._options)
+        self._engine = find_engine(offloading_spec)
+        identity = read_tier_identity(
+            offloading_spec, self._engine, row_bytes, config, self._options
+        )
         tokens = max(group.tokens_per_block for group in identity.groups)
         form = RowForm.of(row_bytes, identity.kv_dtype, tokens * identity.blocks_per_chunk)
         if self._options.locality is not None:
@@ -102,12 +107,15 @@ class ObjKVTier(SecondaryTierManager):
         self.home = TierHome(identity, self._store.announce)
         self._closed = False
         logger.info(
-            "objkv tier ready rows=%d row_bytes=%d weights=%s (quantization and overrides given to "
-            "vLLM belong into the tier's 'settings': it is not told)",
+            "objkv tier ready rows=%d row_bytes=%d weights=%s",
             self._row_count,
             row_bytes,
             identity.weights,
         )
+        if self._engine is None:
+            logger.warning(
+                "vLLM's configuration is not seen: replicas are told apart by 'settings' alone"
+            )
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
         # vLLM's blocks cannot be seen from here, and its CPU memory may hold old weights' KV when
         # the device's does not: only a reset of all of it opens the tier again.
@@ -160,7 +168,11 @@ class ObjKVTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """End all jobs at once, and leave the namespace: vLLM calls it when it resets its caches,
         and weights may have changed. Nothing that was computed before is loaded or saved again."""
-        self.reset(clean=self.home.idle)
+        engine = self._engine
+        if engine is not None and engine.connector is not None:
+            self.reset(clean=holds_nothing(engine.manager()))
+        else:  # who has no request under way holds no block
+            self.reset(clean=self.home.idle)
 
     @property
     def open(self) -> bool:

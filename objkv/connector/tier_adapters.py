@@ -13,7 +13,7 @@ from typing import Any
 class TierAdapters:
     """As ``EngineHooks`` wants it. The scheduler's thread only."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
         self._numbers: dict[str, int | None] = {}
         """Of each name that was heard; None when it was put away. Never forgotten: names of

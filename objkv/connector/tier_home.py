@@ -18,7 +18,7 @@ class TierHome:
         Args:
             announce: stores a namespace's document in the background; False if there is no room.
         """
-        self._identity = identity
+        self.identity = identity
         self._announce = announce
         self._announced: str | None = None
         self._name: str | None = None
@@ -41,12 +41,12 @@ class TierHome:
         """A request. vLLM chooses how it hashes after it made its tiers, and before the first."""
         self._live.add(request_id)
         if self._name is None and (first := none_hash()) is not None:
-            self._identity = replace(self._identity, none_hash=first)
-            self._name = self._identity.namespace()
+            self.identity = replace(self.identity, none_hash=first)
+            self._name = self.identity.namespace()
             logger.info("objkv tier namespace=%s", self._name)
         name = self.namespace
         if name is not None and self._announced != name:
-            document = self._identity.canonical()
+            document = self.identity.canonical()
             self._announced = name if self._announce(name, document) else None
 
     def end(self, request_id: str) -> None:
@@ -67,10 +67,10 @@ class TierHome:
         """
         self.open = clean
         self._distrusted |= self._live
-        extra = {**dict(self._identity.extra), "reset": secrets.token_hex(8)}
-        self._identity = replace(self._identity, extra=tuple(sorted(extra.items())))
+        extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
+        self.identity = replace(self.identity, extra=tuple(sorted(extra.items())))
         if self._name is not None:
-            self._name = self._identity.namespace()
+            self._name = self.identity.namespace()
         if clean:
             logger.warning(
                 "cache reset, the tier shares with nobody until a restart namespace=%s", self._name

@@ -1,8 +1,8 @@
 """What a secondary tier stores, and who may share it: the options of a tier, and its identity.
 
-A tier is told less than a connector: no configuration of the engine, and keys that are vLLM's own
-block hashes. So its namespaces are never those of ``ObjKVConnector``, and what vLLM does not tell
-it the operator has to name in ``settings``. Read against vLLM 0.32-0.33.
+A tier is told less than a connector: keys are vLLM's own block hashes, so its namespaces are never
+those of ``ObjKVConnector``, and the engine's configuration it has to look for; where that cannot be
+seen the operator has to name everything in ``settings``. Read against vLLM 0.32-0.33.
 """
 
 import hashlib
@@ -18,6 +18,9 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from objkv.config import Config, load_config
+from objkv.connector.scales import kv_dtype_name
+from objkv.connector.tier_engine import TierEngine, engine_settings, refuse_unshareable
+from objkv.connector.translate import read_weights
 from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json
@@ -38,10 +41,13 @@ class TierOptions(BaseModel):
     weights: str | None = None
     """Names the weights where they cannot be read from here: a digest, a release."""
     revision: str | None = None
-    """As given to vLLM: where in the hub's cache the weights are."""
+    """As given to vLLM, where its configuration cannot be seen."""
     settings: dict[str, str] = Field(default_factory=dict)
-    """Whatever else was told to vLLM that changes KV (``quantization``, ``hf_overrides``): part of
-    the identity, because vLLM does not tell a tier."""
+    """Names and values that are part of the identity: what the operator answers for, ``adapters``
+    for one."""
+    engine_unseen: bool = False
+    """Start also where vLLM's configuration cannot be seen: ``settings`` then names whatever was
+    told to vLLM that changes KV (``quantization``, ``hf_overrides``, ``dtype``)."""
     queue_max: int = Field(default=4096, ge=1)
     """Chunks that wait to be loaded, and as many to be saved; they wait in vLLM's own memory."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
@@ -101,12 +107,15 @@ class TierIdentity:
     """Hash that all of vLLM's block hashes begin with: stands for algorithm and seed."""
     weights_epoch: int
     tenant: str
+    engine: tuple[tuple[str, str], ...]
+    """Sorted (name, value) pairs: what vLLM was told besides; empty where that was not seen."""
     extra: tuple[tuple[str, str], ...] = ()
     """Sorted (name, value) pairs: the operator's ``settings``, and what a reset adds."""
 
     def __post_init__(self) -> None:
         assert self.groups
         assert self.row_bytes > 0
+        assert tuple(sorted(self.engine)) == self.engine
         assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
@@ -123,16 +132,29 @@ class TierIdentity:
 
 
 def read_tier_identity(
-    spec: "OffloadingSpec", row_bytes: int, config: Config, options: TierOptions
+    spec: "OffloadingSpec",
+    engine: TierEngine | None,
+    row_bytes: int,
+    config: Config,
+    options: TierOptions,
 ) -> TierIdentity:
     """All but ``none_hash``, which vLLM chooses after it made its tiers. Reads the model's files,
-    which takes up to seconds. Raises ``ConfigError`` where the weights have no name."""
+    which takes up to seconds. Raises ``ConfigError`` where the weights have no name, or an engine
+    cannot be shared with, or is not seen and nobody said that it may be."""
     told: OffloadingConfig = spec.config
+    if engine is not None:
+        refuse_unshareable(engine, frozenset(options.settings))
+    elif not options.engine_unseen:
+        raise ConfigError(
+            "objkv's secondary tier cannot see vLLM's configuration in this version of vLLM: "
+            "name all that changes KV in the tier's 'settings' (quantization, hf_overrides, dtype, "
+            "adapters, ...) and set 'engine_unseen' to true, or use ObjKVConnector"
+        )
     name = told.model.name
     return TierIdentity(
         model=config.model_id or (Path(name).name if Path(name).is_dir() else name),
-        weights=_weights(name, config, options),
-        kv_dtype=told.model.dtype,
+        weights=_weights(name, engine, config, options),
+        kv_dtype=kv_dtype_name(told.model.dtype),
         groups=tuple(
             TierGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names))
             for group in told.groups
@@ -146,6 +168,7 @@ def read_tier_identity(
         none_hash="",
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
+        engine=() if engine is None else engine_settings(engine),
         extra=tuple(sorted(options.settings.items())),
     )
 
@@ -162,7 +185,16 @@ def none_hash() -> str | None:
     return chosen.hex() if isinstance(chosen, bytes) else None
 
 
-def _weights(name: str, config: Config, options: TierOptions) -> str:
+def _weights(name: str, engine: TierEngine | None, config: Config, options: TierOptions) -> str:
+    if engine is not None:
+        model = engine.config.model_config
+        if options.revision not in (None, model.revision):
+            raise ConfigError(
+                f"the tier's 'revision' is {options.revision!r}, but vLLM's is {model.revision!r}: "
+                "leave it out of the tier's options"
+            )
+        if options.weights is None:
+            return read_weights(engine.config, config, local_folder(model.model, model.revision))
     if options.weights is not None:
         return options.weights
     folder = local_folder(name, options.revision)

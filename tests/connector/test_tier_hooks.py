@@ -1,4 +1,4 @@
-"""What a secondary tier hears of weights and adapters that change without its caches being reset."""
+"""What a secondary tier hears of weights and adapters that change with no cache being reset."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
 )
 
+from objkv.connector import scales
+from objkv.errors import ConfigError
 from tests.connector.tiering import Engine, init_hashes, offload_key, row
 
 
@@ -75,6 +78,101 @@ def test_what_the_operator_says_keeps_engines_apart(engines: Any, options: dict[
 def test_what_vllm_says_keeps_engines_apart(engines: Any, changes: dict[str, Any]) -> None:
     init_hashes()
     assert namespace(engines()) != namespace(engines(**changes))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"model_config": {"quantization": "fp8"}},
+        {"model_config": {"hf_overrides": {"rope_theta": 500_000}}},
+        {"model_config": {"dtype": "torch.float16"}},
+        {"model_config": {"revision": "v2"}, "load_config": {"load_format": "dummy"}},
+        {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}},
+    ],
+)
+def test_what_the_engine_was_told_keeps_engines_apart(engines: Any, engine: dict[str, Any]) -> None:
+    init_hashes()
+    plain = engines({"weights": None}, engine={"model_config": {"revision": "v1"}})
+    other = {name: {"revision": "v1"} | engine.get(name, {}) for name in ("model_config",)}
+    assert namespace(plain) != namespace(engines({"weights": None}, engine=engine | other))
+
+
+def test_weights_are_named_by_the_engines_revision(engines: Any) -> None:
+    init_hashes()
+    named = [
+        namespace(engines({"weights": None}, engine={"model_config": {"revision": revision}}))
+        for revision in ("v1", "v1", "v2")
+    ]
+    assert named[0] == named[1] != named[2]
+
+
+def test_both_kinds_of_fp8_are_told_apart(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    init_hashes()
+    model = OffloadingModelConfig("some/model", "fp8_e4m3")
+    one = namespace(engines(model=model))
+    monkeypatch.setattr(type(scales.current_platform), "is_fp8_fnuz", lambda *_: True)
+    assert namespace(engines(model=model)) != one
+
+
+def test_an_engine_that_is_not_seen_is_refused_unless_the_operator_answers_for_it(
+    engines: Any,
+) -> None:
+    init_hashes()
+    with pytest.raises(ConfigError, match="engine_unseen"):
+        engines(engine=None)
+    unseen = engines({"engine_unseen": True}, engine=None)
+    assert namespace(unseen) != namespace(engines({"engine_unseen": True}))
+    assert namespace(engines({"engine_unseen": True})) == namespace(engines())
+
+
+def test_unseen_weights_are_read_where_the_operator_says(engines: Any) -> None:
+    init_hashes()
+    options = {"engine_unseen": True, "weights": None, "revision": "v1"}
+    assert engines(options, engine=None).tier.home.open
+    with pytest.raises(ConfigError, match="'weights' or 'revision'"):
+        engines(options | {"revision": None}, engine=None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "word"),
+    [
+        ({"lora_config": {"lora_dtype": "auto"}}, "'adapters'"),
+        ({"speculative_config": {"method": "eagle3"}}, "'speculative'"),
+        (
+            {
+                "model_config": {
+                    "multimodal_config": SimpleNamespace(
+                        mm_processor_cache_gb=0, mm_processor_kwargs=None
+                    )
+                },
+                "cache_config": {"enable_prefix_caching": False},
+            },
+            "mm-processor-cache-gb",
+        ),
+        (
+            {"parallel_config": {"distributed_executor_backend": "external_launcher"}},
+            "external_launcher",
+        ),
+    ],
+)
+def test_what_keys_do_not_tell_is_refused(engines: Any, engine: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        engines(engine=engine, parallel={"world_size": 2, "tp_size": 2})
+
+
+def test_what_the_operator_names_is_not_refused(engines: Any) -> None:
+    init_hashes()
+    engine = {"lora_config": {"lora_dtype": "auto"}, "speculative_config": {"method": "eagle3"}}
+    settings = {"adapters": "release-1", "speculative": "draft-1"}
+    first = namespace(engines({"settings": settings}, engine=engine))
+    assert namespace(engines({"settings": settings | {"adapters": "2"}}, engine=engine)) != first
+    alone = {"parallel_config": {"distributed_executor_backend": "external_launcher"}}
+    assert engines(engine=alone).tier.home.open
+
+
+def test_a_revision_that_is_not_vllms_is_refused(engines: Any) -> None:
+    with pytest.raises(ConfigError, match="'revision'"):
+        engines({"revision": "v1"}, engine={"model_config": {"revision": "v2"}})
 
 
 def test_certified_bytes_are_shared_whatever_the_ranks(engines: Any) -> None:

@@ -3,9 +3,11 @@
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllm.config import VllmConfig
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
@@ -70,6 +72,38 @@ def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig
     return OffloadingConfig(**values)
 
 
+def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
+    """vLLM's configuration, as far as a tier reads it, with the very ``extra_config`` of ``told``;
+    ``changes`` by the parts' names."""
+    parts: dict[str, dict[str, Any]] = {
+        "kv_transfer_config": {"kv_connector_extra_config": told.extra_config},
+        "model_config": {
+            "model": told.model.name,
+            "revision": None,
+            "seed": 0,
+            "dtype": "torch.bfloat16",
+            "quantization": None,
+            "hf_overrides": {},
+            "hf_config_path": None,
+            "hf_text_config": SimpleNamespace(rope_parameters={}),
+            "multimodal_config": None,
+        },
+        "cache_config": {"enable_prefix_caching": True, "kv_cache_dtype_skip_layers": []},
+        "load_config": {"load_format": "auto"},
+        "parallel_config": {
+            "distributed_executor_backend": "mp",
+            "world_size": told.parallel.world_size,
+        },
+    }
+    config: VllmConfig = object.__new__(VllmConfig)
+    config.speculative_config = config.lora_config = None
+    for name, values in parts.items():
+        setattr(config, name, SimpleNamespace(**values | changes.pop(name, {})))
+    for name, value in changes.items():
+        setattr(config, name, SimpleNamespace(**value))
+    return config
+
+
 class Engine:
     """One replica's offloading, driven as ``OffloadingConnectorScheduler`` drives it."""
 
@@ -86,11 +120,18 @@ class Engine:
         } | (tier or {})
         rows = changes.pop("rows", ROWS)
         extra = {"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [options]}
-        self.spec = TieringOffloadingSpec(offloading_config(extra, **changes))
-        self.manager: TieringOffloadingManager = self.spec.get_manager()
+        seen = changes.pop("engine", {})
+        told = offloading_config(extra, **changes)
+        self.spec = TieringOffloadingSpec(told)
+        self.manager = self._make(None if seen is None else engine_config(told, **seen))
         (self.tier,) = self.manager.secondary_tiers
         assert isinstance(self.tier, ObjKVTier)
         self._requests = 0
+
+    def _make(self, vllm_config: VllmConfig | None) -> TieringOffloadingManager:
+        """With the engine's configuration where vLLM's scheduler has it: a local of this name."""
+        manager: TieringOffloadingManager = self.spec.get_manager()
+        return manager
 
     @property
     def view(self) -> memoryview:
