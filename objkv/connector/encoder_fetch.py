@@ -8,13 +8,14 @@ runs on background threads; the scheduler's thread asks, and never waits for a s
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread, get_ident
 from time import monotonic
 
 from objkv.connector.encoder_metadata import Output, Pages
 from objkv.connector.encoder_read import OutputReader, State
+from objkv.connector.encoder_room import Entry, Room
 from objkv.errors import StoreError
 from objkv.index.base import Shards, WriteIndex
 from objkv.keys.encoder import ENCODER_FIELD
@@ -40,21 +41,6 @@ class FetchLimits:
     """Life of an index record after a hit."""
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    output: Output
-    deadline: float
-    owners: set[str] = field(default_factory=set)
-    """Requests that want it; without any it is dropped."""
-    state: State = State.WAITING
-    pages: Pages | None = None
-    reserved: int = 0
-    """Bytes that count as held; given back when it is dropped and no thread works on it."""
-    announced: bool = False
-    wanted: bool = True
-    busy: bool = False
-
-
 _Key = tuple[str, bytes]
 
 
@@ -78,8 +64,8 @@ class EncoderFetcher:
         self._trouble = Trouble(logger, "encoder outputs")
         self._changed = Condition()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._entries: dict[_Key, _Entry] = {}
-        self._held_bytes = 0
+        self._entries: dict[_Key, Entry] = {}
+        self._room = Room(limits.held_bytes_max)
         self._begun: dict[int, float] = {}
         """When each thread that works took its job."""
         self._closed = False
@@ -93,15 +79,15 @@ class EncoderFetcher:
     def want(self, owner: str, outputs: Iterable[Output]) -> None:
         """Bring these in for ``owner``, unless they are on their way, or known already."""
         fresh = []
-        for output in outputs:
-            if (entry := self._entries.get(_key(output))) is None:
-                entry = _Entry(output, self.deadline())
-                self._entries[_key(output)] = entry
-                fresh.append(entry)
-            entry.owners.add(owner)
-        if not fresh:
-            return
         with self._changed:
+            for output in outputs:
+                if (entry := self._entries.get(_key(output))) is None:
+                    entry = Entry(output, self.deadline())
+                    self._entries[_key(output)] = entry
+                    fresh.append(entry)
+                entry.owners.add(owner)
+            if not fresh:
+                return
             waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
             room = self._limits.queue_max - (waiting - len(fresh))
             if self._closed or self._is_stuck():
@@ -119,7 +105,7 @@ class EncoderFetcher:
         if entry is None:
             return State.ABSENT
         if entry.state is State.WAITING and self.is_late(entry.deadline):
-            self._settle(entry, State.UNREAD if entry.announced else State.ABSENT)
+            self._settle(entry, State.UNREAD if entry.shards else State.ABSENT)
             self._recorder.count("load_deadlines")
         return entry.state
 
@@ -134,9 +120,12 @@ class EncoderFetcher:
         """``owner`` does not want it any more. If nobody does, what is under way ends by itself and
         is thrown away."""
         if (entry := self._entries.get(_key(output))) is not None:
-            entry.owners.discard(owner)
-            if not entry.owners:
-                self._forget(output)
+            with self._changed:
+                entry.owners.discard(owner)
+                if entry.owners:
+                    self._share_out()  # who is left may wait for memory
+                else:
+                    self._forget(output)
 
     def submit(self, job: Callable[[], None]) -> bool:
         """Run ``job`` on a background thread; False if too much waits. Counts a ``StoreError``."""
@@ -178,10 +167,15 @@ class EncoderFetcher:
         for thread in self._threads:
             thread.join(max(0.0, end - monotonic()))
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory for payloads under way and outputs held."""
+        return self._room.held_bytes
+
     def __repr__(self) -> str:
         held = sum(entry.state is State.HELD for entry in self._entries.values())
         limit = self._limits.held_bytes_max >> 20
-        return f"<EncoderFetcher {held} held, {self._held_bytes >> 20}/{limit} MiB>"
+        return f"<EncoderFetcher {held} held, {self.held_bytes >> 20}/{limit} MiB>"
 
     def _forget(self, output: Output) -> None:
         with self._changed:
@@ -213,32 +207,53 @@ class EncoderFetcher:
                 with self._changed:
                     del self._begun[get_ident()]
 
-    def _bring(self, entry: _Entry) -> None:
-        """Find one output and get it, or find out that it is not there.
+    def _bring(self, entry: Entry) -> None:
+        """Find one output and queue for its memory, or find out that it is not there.
 
         Each is looked up by itself: a folder that is its own index ends an answer at the first of
         several that it does not have, as prefixes do.
         """
-        state, pages = State.ABSENT, None
+        shards, nbytes = None, 0
         try:
-            if (shards := self._find(entry)) is None:
-                return
-            state = State.UNREAD
-            entry.announced = True
-            if self._reserve(entry, self._reader.bytes_needed(entry.output, shards)):
-                state, pages = self._reader.read(entry.output, shards)
-                self._trouble.worked()
+            if (found := self._find(entry)) is not None:
+                nbytes = self._reader.bytes_needed(entry.output, found)
+                shards = found
         except StoreError as exc:
-            self._recorder.count("load_errors" if entry.announced else "lookup_errors")
+            self._recorder.count("lookup_errors")
             self._trouble.failed(exc)
         finally:  # whatever was raised: somebody waits for it
+            if shards is None:
+                self._settle(entry, State.ABSENT)
+        if shards is None:
+            return
+        with self._changed:
+            if entry.wanted and entry.state is State.WAITING:
+                entry.shards = shards
+                self._room.ask(entry, nbytes)
+                self._share_out()
+
+    def _load(self, entry: Entry) -> None:
+        """Get one output for which there is memory."""
+        with self._changed:
+            shards = entry.shards
+            if shards is None or not entry.wanted or entry.state is not State.WAITING:
+                return
+            entry.busy = True
+        state, pages = State.UNREAD, None
+        try:
+            state, pages = self._reader.read(entry.output, shards)
+            self._trouble.worked()
+        except StoreError as exc:
+            self._recorder.count("load_errors")
+            self._trouble.failed(exc)
+        finally:  # as above
             with self._changed:
                 entry.busy = False
             self._settle(entry, state, pages)
         if pages is not None:
             self._touch(entry.output)
 
-    def _find(self, entry: _Entry) -> Shards | None:
+    def _find(self, entry: Entry) -> Shards | None:
         """What the index knows; None too if nobody waits any more."""
         if not entry.wanted or entry.state is not State.WAITING:
             return None
@@ -253,33 +268,31 @@ class EncoderFetcher:
         except StoreError:
             self._recorder.count("background_errors")
 
-    def _reserve(self, entry: _Entry, nbytes: int) -> bool:
-        """Whether there is memory for it, and somebody still waits."""
-        with self._changed:
-            if not entry.wanted or entry.state is not State.WAITING:
-                return False
-            if self._held_bytes + nbytes <= self._limits.held_bytes_max:
-                self._held_bytes += nbytes
-                entry.reserved, entry.busy = nbytes, True
-                return True
-        self._recorder.count("load_refused")
-        return False
-
-    def _settle(self, entry: _Entry, state: State, pages: Pages | None = None) -> None:
+    def _settle(self, entry: Entry, state: State, pages: Pages | None = None) -> None:
         """The end of the wait for ``entry``; the first end counts."""
         with self._changed:
             if entry.state is State.WAITING and entry.wanted:
                 entry.pages = pages
                 entry.state = state  # last: it is read without the lock
-            if entry.state is not State.HELD:
-                self._give_back(entry)
+            self._give_back(entry)
             self._changed.notify_all()
 
-    def _give_back(self, entry: _Entry) -> None:
+    def _give_back(self, entry: Entry) -> None:
         """Count its memory as free, unless a thread still writes there or somebody may use it."""
         if not entry.busy and (entry.state is not State.HELD or not entry.wanted):
-            self._held_bytes -= entry.reserved
-            entry.reserved = 0
+            self._room.free(entry)
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Go on with those for whom there is memory now, before those who came later."""
+        granted, refused = self._room.share_out()
+        for entry in refused:
+            entry.state = State.UNREAD
+            self._recorder.count("load_refused")
+        if not self._closed:
+            self._jobs.extendleft(partial(self._load, entry) for entry in reversed(granted))
+        if granted or refused:
+            self._changed.notify_all()
 
 
 def _key(output: Output) -> _Key:

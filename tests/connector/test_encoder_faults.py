@@ -122,7 +122,7 @@ def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Pla
         assert second.encoded == ["x"]
         assert second.count("saves") == second.count("save_existed") == 0
         assert repr(second.fetcher) == "<EncoderFetcher 0 held, 0/1 MiB>"
-        assert second.fetcher._held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -> None:
@@ -139,7 +139,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -
         place.store.mend()
         second.close()
         assert not second.fetcher._entries
-        assert second.fetcher._held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_a_request_that_is_aborted_does_not_take_it_from_another(place: Place) -> None:
@@ -151,7 +151,7 @@ def test_a_request_that_is_aborted_does_not_take_it_from_another(place: Place) -
         second.side.finish(one)
         assert second.see(other) == []
         second.side.finish(other)
-        assert second.fetcher._held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_a_promise_that_was_not_taken_up_holds_until_its_request_ends(place: Place) -> None:
@@ -163,7 +163,7 @@ def test_a_promise_that_was_not_taken_up_holds_until_its_request_ends(place: Pla
         assert second.side.has_item("x")
         assert not second.plan(1).loads
         assert second.see(seen) == []
-        assert second.fetcher._held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None:
@@ -252,9 +252,9 @@ def test_no_more_is_held_than_there_is_memory_for(place: Place) -> None:
         second.wait(seen)
         assert sum(second.side.has_items(seen)) == 2
         assert second.count("load_refused") == 1
-        assert second.fetcher._held_bytes == room
+        assert second.fetcher.held_bytes == room
         assert len(second.see(seen)) == 1
-        assert second.fetcher._held_bytes == 0
+        assert second.fetcher.held_bytes == 0
         assert second.see(request("c", "new")) == ["new"]
 
 
