@@ -87,6 +87,7 @@ def in_processes(folder: Path) -> Values:
     return values | {"payloads": len(payloads(folder / "store"))}
 
 
+@pytest.mark.wide
 def test_outputs_cross_from_the_scheduler_to_every_rank() -> None:
     runs = in_processes()
     assert answer(runs["two"])["tokens"] == answer(shared()["alone"])["tokens"]
@@ -197,6 +198,7 @@ def apart(folder: Path) -> Values:
     return values | {"empty": [str(path) for path in empty.glob("chunks/*")]}
 
 
+@pytest.mark.wide
 def test_a_consumer_reads_what_a_producer_saved() -> None:
     runs = apart()
     assert runs["saved"] == answer(runs["producer"])["encoded"] == 2
@@ -204,6 +206,7 @@ def test_a_consumer_reads_what_a_producer_saved() -> None:
     assert answer(runs["consumer"])["tokens"] == answer(shared()["alone"])["tokens"]
 
 
+@pytest.mark.wide
 def test_a_consumer_saves_nothing() -> None:
     runs = apart()
     assert answer(runs["alone"])["encoded"] == 2

@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, NUMBERS_TOLD, SharedStore, one_by_one
 from tests.engine.harness import run_replica, run_replicas
@@ -170,6 +172,7 @@ def test_the_device_is_told_of_as_without_objkv() -> None:
     assert of("writer", 0, "GPU") == of("alone", 0, "GPU")
 
 
+@pytest.mark.wide
 def test_what_two_ranks_saved_is_told_once_on_the_wire() -> None:
     (heard,) = [a for a in published_by_two_ranks()["pair"].answers if isinstance(a, list)]
     told = [event for event in heard if event["medium"] == "OBJKV"]

@@ -12,6 +12,7 @@ from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.model import ModelName
 from tests.engine.prompts import prompt_of
 
+pytestmark = pytest.mark.wide
 PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
 LOADED = [256, 512]
 SHARDS = {
