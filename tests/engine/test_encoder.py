@@ -167,6 +167,7 @@ def beside_kv(folder: Path) -> Values:
     return values
 
 
+@pytest.mark.wide
 def test_beside_the_kv_connector_both_hit() -> None:
     runs = beside_kv()
     for at in (0, 1):
@@ -177,6 +178,7 @@ def test_beside_the_kv_connector_both_hit() -> None:
     assert count(runs["second"], "hits") == 2
 
 
+@pytest.mark.wide
 def test_an_image_that_the_kv_covers_is_neither_encoded_nor_loaded() -> None:
     covered = beside_kv()["covered"]
     assert answer(covered)["cached"] == [64, 64]

@@ -28,7 +28,11 @@ LIVES: dict[str, dict[str, Any]] = {
     "async": {"load_deadline_ms": 300, "lookup_deadline_ms": 100, "save_queue_max": 4},
     "auto": {"step_load_deadline_ms": 300},
 }
-CASES = [("llama", "async"), ("llama", "auto"), ("gpt_oss", "async")]
+CASES = [
+    pytest.param("llama", "async", marks=pytest.mark.wide),
+    pytest.param("llama", "auto"),
+    pytest.param("gpt_oss", "async"),
+]
 
 
 def prompts(seed: int) -> list[Prompt]:
