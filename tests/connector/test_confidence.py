@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.config import Config
 from objkv.connector.confidence import Confidence
@@ -85,12 +86,9 @@ def step(*, sync_loads: bool) -> Any:
     )
 
 
-def told(report: StepReport | None = None, *, received: str | None = None) -> Any:
-    return SimpleNamespace(
-        finished_sending=None,
-        finished_recving={received} if received else None,
-        failed_recving=set(),
-        kv_connector_worker_meta=report,
+def told(report: StepReport | None = None, *, received: str | None = None) -> KVConnectorOutput:
+    return KVConnectorOutput(
+        finished_recving={received} if received else None, kv_connector_worker_meta=report
     )
 
 

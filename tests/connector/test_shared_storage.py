@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
@@ -103,12 +104,7 @@ class Replica:
 
     def told_received(self, request: Any, loads: Sequence[LoadPlan]) -> None:
         assert [load.request_id for load in loads] == [request.request_id]
-        report = SimpleNamespace(
-            finished_sending=None,
-            finished_recving={request.request_id},
-            kv_connector_worker_meta=None,
-        )
-        self.side.update(cast("Any", report))
+        self.side.update(KVConnectorOutput(finished_recving={request.request_id}))
 
     def save(self, plan: SavePlan) -> None:
         """As a worker does, of whatever pages."""
