@@ -6,11 +6,9 @@ a drop: counted, never waited for.
 """
 
 import hashlib
-import logging
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from threading import Condition, Thread
+from threading import Lock
 from time import monotonic, time
 from typing import Any
 
@@ -19,12 +17,9 @@ import torch
 from objkv.cache.tiered import ChunkCache, SaveOutcome
 from objkv.codec.payload import Provenance, encode, open_payload
 from objkv.connector.encoder_metadata import Output
-from objkv.errors import ObjkvError
-from objkv.telemetry import Recorder, Trouble
+from objkv.telemetry import Recorder
+from objkv.transfer.save_crew import SaveCrew
 
-logger = logging.getLogger(__name__)
-
-_JOIN_S = 1.0
 _THREADS = 2
 
 
@@ -51,6 +46,10 @@ class _Save:
     """CUDA event after which the tensor holds the output; None on the host."""
     deadline: float
 
+    @property
+    def path(self) -> str:
+        return self.output.claim.key.path()
+
 
 class EncoderSaver:
     """``submit`` belongs to the forward thread."""
@@ -67,18 +66,9 @@ class EncoderSaver:
         self._limits = limits
         self._recorder = recorder
         self._clock = clock
-        self._trouble = Trouble(logger, "encoder saves")
-        self._changed = Condition()
-        self._queue: deque[_Save] = deque()
-        self._busy = 0
+        self._lock = Lock()
         self._held_bytes = 0
-        self._closed = False
-        self._threads = [
-            Thread(target=self._work, name=f"objkv-encoder-save-{i}", daemon=True)
-            for i in range(_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._crew = SaveCrew("encoder saves", _THREADS, self._save, recorder, clock=clock)
 
     def submit(self, output: Output, tensor: torch.Tensor, *, replaces: bool = False) -> None:
         """Save ``tensor``, ``[embeds, width]``, which nobody writes any more. Never waits."""
@@ -96,73 +86,43 @@ class EncoderSaver:
             event = torch.cuda.Event()
             event.record()
         save = _Save(output, tensor, event, self._clock() + limits.deadline_s)
-        with self._changed:
-            full = len(self._queue) >= limits.queue_max
-            if not (self._closed or full or self._held_bytes + nbytes > limits.held_bytes_max):
-                self._queue.append(save)
-                self._held_bytes += nbytes
-                self._changed.notify()
-                return
-        self._drop(save)
+        with self._lock:
+            self._held_bytes += nbytes
+            fits = self._held_bytes <= limits.held_bytes_max
+        if not (fits and self._crew.waiting < limits.queue_max and self._crew.put((save,))):
+            self._drop(save)
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until all saves are through, at most so long; True if they are."""
-        end = self._clock() + deadline_s
-        with self._changed:
-            while self._queue or self._busy:
-                left = end - self._clock()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+        return self._crew.drain(deadline_s)
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop; what is left is dropped."""
-        if not self.drain(drain_s):
-            logger.warning("encoder outputs dropped at shutdown count=%d", len(self._queue))
-        with self._changed:
-            self._closed = True
-            left, self._queue = self._queue, deque()
-            self._changed.notify_all()
-        for save in left:
-            self._drop(save)
-        end = monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
+        self._crew.close(drain_s, self._drop_all)
 
     def __repr__(self) -> str:
-        return f"<EncoderSaver {len(self._queue)} waiting, {self._busy} under way>"
+        return f"<EncoderSaver {self._crew}>"
+
+    def _drop_all(self, saves: Iterable[_Save]) -> None:
+        for save in saves:
+            self._drop(save)
 
     def _drop(self, save: _Save) -> None:
-        self._cache.end_save(save.output.claim.key)
         self._recorder.count("save_drops")
+        self._release(save)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                save = self._queue.popleft()
-                self._busy += 1
-            try:
-                self._save(save)
-                self._trouble.worked()
-            except ObjkvError as exc:
-                self._recorder.count("save_errors")
-                self._trouble.failed(exc)
-            except Exception:  # a dead thread would keep tensors for ever
-                self._recorder.count("save_errors")
-                logger.exception("save failed unexpectedly")
-            finally:
-                self._cache.end_save(save.output.claim.key)
-                with self._changed:
-                    self._busy -= 1
-                    self._held_bytes -= save.output.layer.nbytes
-                    self._changed.notify_all()
+    def _release(self, save: _Save) -> None:
+        self._cache.end_save(save.output.claim.key)
+        with self._lock:
+            self._held_bytes -= save.output.layer.nbytes
 
     def _save(self, save: _Save) -> None:
+        try:
+            self._store(save)
+        finally:
+            self._release(save)
+
+    def _store(self, save: _Save) -> None:
         claim, key = save.output.claim, save.output.claim.key
         if self._clock() >= save.deadline:
             self._recorder.count("save_drops")

@@ -6,27 +6,22 @@ their slab: there they become the payload, and from there the store sends it.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from threading import Condition, Thread
 from time import monotonic
 
 from objkv.cache.tiered import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim
-from objkv.errors import ObjkvError
 from objkv.keys.chunk import ChunkKey
-from objkv.telemetry import Recorder, Trouble
+from objkv.telemetry import Recorder
 from objkv.transfer.encoding import Encoder
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import SaveMove, SavePlan
+from objkv.transfer.save_crew import SaveCrew
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
 logger = logging.getLogger(__name__)
-
-_JOIN_S = 1.0
-"""At least so long ``close`` waits for threads that have nothing left to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +58,10 @@ class _Gathered:
     mark: Mark
     deadline: float
 
+    @property
+    def path(self) -> str:
+        return self.chunk.claim.key.path()
+
 
 class Saver:
     """Executes save plans. ``gather``, ``fence``, ``left_device`` and ``forget`` belong to the
@@ -92,19 +91,11 @@ class Saver:
             writer=limits.writer,
             link=lambda: cache.link.bytes_per_s,
         )
-        self._queue: deque[_Gathered] = deque()
-        self._busy = 0
-        self._changed = Condition()
-        self._closed = False
-        self._trouble = Trouble(logger, "saves")
         self._marks: dict[str, Mark] = {}
         self._last_mark: Mark | None = None
-        self._threads = [
-            Thread(target=self._work, name=f"objkv-save-{i}", daemon=True)
-            for i in range(limits.threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._crew = SaveCrew(
+            "saves", limits.threads, self._save, recorder, start=lane.adopt_thread, clock=clock
+        )
 
     def gather(self, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
         """Copy the chunks of this step's plans out of their blocks, after the forward pass.
@@ -115,7 +106,7 @@ class Saver:
         self._lane.follow_compute()
         dropped: set[tuple[str, int]] = set()
         taken: dict[int, list[_Taken]] = {}
-        room = self._limits.queue_max - len(self._queue)
+        room = self._limits.queue_max - self._crew.waiting
         for plan in plans:
             for save in plan.moves:
                 group = self._groups.get(save.move.group)
@@ -156,41 +147,22 @@ class Saver:
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until all saves are through, at most so long; True if they are."""
-        end = self._clock() + deadline_s
-        with self._changed:
-            while self._queue or self._busy:
-                left = end - self._clock()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+        return self._crew.drain(deadline_s)
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop; what is left is dropped. No slab is leased any more
         afterwards, but one whose put does not end stays with its thread until then."""
-        end = monotonic() + drain_deadline_s
-        if not self.drain(drain_deadline_s):
-            logger.warning("saves dropped at shutdown chunks=%d", len(self._queue) + self._busy)
-        with self._changed:
-            self._closed = True
-            left, self._queue = self._queue, deque()
-            self._changed.notify_all()
-        # Nobody leases their slabs again, so copies under way harm nobody.
-        self._give_up(item.chunk for item in left)
-        end = max(end, monotonic() + _JOIN_S)
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
-        if stuck := [thread.name for thread in self._threads if thread.is_alive()]:
-            logger.warning("threads still saving at shutdown names=%s", ",".join(stuck))
+        # Nobody leases the slabs of what is left again, so copies under way harm nobody.
+        self._crew.close(drain_deadline_s, lambda left: self._give_up(item.chunk for item in left))
 
     def __repr__(self) -> str:
-        return f"<Saver {len(self._queue)} chunks waiting, {self._busy} under way>"
+        return f"<Saver {self._crew}>"
 
     def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> _Taken | None:
         move = save.move
         assert move.first_block == 0
         assert len(move.block_ids) == self._groups[key.group].shape.blocks
-        if self._closed:
+        if self._crew.is_closed:
             return None
         try:
             slab = self._slabs.lease()
@@ -215,11 +187,8 @@ class Saver:
             self._last_mark = mark
             self._marks |= {c.request_id: mark for c in chunks}
         deadline = self._clock() + self._limits.deadline_s
-        with self._changed:
-            if not self._closed:
-                self._queue.extend(_Gathered(c, mark, deadline) for c in chunks)
-                self._changed.notify(len(chunks))
-                return set()
+        if self._crew.put(_Gathered(c, mark, deadline) for c in chunks):
+            return set()
         return self._give_up(chunks)
 
     def _give_up(self, chunks: Iterable[_Taken]) -> set[tuple[str, int]]:
@@ -234,34 +203,15 @@ class Saver:
         self._count_drop(key)
         return request_id, save.move.chunk
 
-    def _work(self) -> None:
-        self._lane.adopt_thread()
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                item = self._queue.popleft()
-                self._busy += 1
-            try:
-                self._save(item)
-                self._trouble.worked()
-            except ObjkvError as exc:
-                self._recorder.count("save_errors")
-                self._trouble.failed(exc)
-            except Exception:  # a dead thread would keep slabs for ever
-                self._recorder.count("save_errors")
-                logger.exception("save failed unexpectedly key=%s", item.chunk.claim.key.path())
-            finally:
-                item.mark.wait()
-                item.chunk.slab.release()
-                self._cache.end_save(item.chunk.claim.key)
-                with self._changed:
-                    self._busy -= 1
-                    self._changed.notify_all()
-
     def _save(self, item: _Gathered) -> None:
+        try:
+            self._store(item)
+        finally:
+            item.mark.wait()
+            item.chunk.slab.release()
+            self._cache.end_save(item.chunk.claim.key)
+
+    def _store(self, item: _Gathered) -> None:
         chunk, key = item.chunk, item.chunk.claim.key
         if self._clock() >= item.deadline:
             self._count_drop(key)

@@ -157,7 +157,7 @@ def test_closing_ends_the_threads_and_gives_every_slab_back() -> None:
     replica = Replica(*stores(), seed=1)
     replica.save(range(2))
     replica.saver.close(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in replica.saver._threads)
+    assert not any(thread.is_alive() for thread in replica.saver._crew._threads)
     assert replica.save_slabs.leased == 0
     replica.loader.close()
 
@@ -172,7 +172,7 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
     assert store.asked.wait(PATIENCE_S)
     with caplog.at_level(logging.WARNING):
         replica.saver.close(0.0)
-    assert "saves dropped at shutdown chunks=3" in caplog.text
+    assert "saves dropped at shutdown count=3" in caplog.text
     assert "names=objkv-save-0" in caplog.text
     assert replica.recorder.value("save_drops") == 2
     assert replica.save_slabs.leased == 1, "the one that is on the wire"
