@@ -109,9 +109,9 @@ def test_one_saves_another_loads(start: Any, saves: str, loads: str, *, found: b
     assert torch.equal(second.cache["x"], OUTPUT) is found
 
 
-def test_a_bug_costs_an_encode_not_the_engine(start: Any) -> None:
+def test_a_bug_costs_an_encode_not_the_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = start()
-    one.scheduler._scheduler = None  # so that every method fails
+    monkeypatch.setattr(one.scheduler, "_scheduler", None)  # so that every method fails
     seen = request("b", "x", "y")
     assert one.scheduler.ensure_cache_available(seen, 0)
     assert not one.scheduler.has_cache_item("x")

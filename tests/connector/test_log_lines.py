@@ -18,6 +18,7 @@ def vllm_log() -> Iterator[io.StringIO]:
     handler = logging.StreamHandler(written)
     handler.setFormatter(logging.Formatter("%(levelname)s [%(filename)s] %(message)s"))
     ours.handlers, theirs.handlers = [], [handler]
+    ours.propagate = True  # pytest listens at each logger that keeps its records to itself
     theirs.setLevel(logging.INFO)
     yield written
     for log, handlers, level, propagate in before:

@@ -11,16 +11,18 @@ from tests.transfer.paged_cache import same_blocks
 from tests.transfer.world import PATIENCE_S, Replica, stores, wait_until
 
 
-def load_threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("objkv-load-")}
+def load_threads(replica: Replica) -> list[str]:
+    """Those that are alive; other tests' loaders may have threads of the same names."""
+    return [thread.name for thread in replica.loader._threads if thread.is_alive()]
 
 
 def test_closing_ends_all_threads(caplog: pytest.LogCaptureFixture) -> None:
-    assert not load_threads()
+    before = set(threading.enumerate())
     replica = Replica(*stores(), seed=1)
-    assert load_threads() == {"objkv-load-0", "objkv-load-1"}
+    assert load_threads(replica) == ["objkv-load-0", "objkv-load-1"]
     replica.close()
-    assert not load_threads()
+    assert not load_threads(replica)
+    assert not set(threading.enumerate()) - before
     assert "at shutdown" not in caplog.text
     replica.loader.close()
 
@@ -37,8 +39,8 @@ def test_closing_waits_for_no_network_beyond_its_bound_and_says_what_is_left(
     with caplog.at_level(logging.WARNING):
         replica.close()
     assert "loads still on the network at shutdown" in caplog.text
-    assert len(load_threads()) == 1
+    assert len(load_threads(replica)) == 1
     store.go.set()
-    wait_until(lambda: not load_threads())
+    wait_until(lambda: not load_threads(replica))
     assert same_blocks(before, range(32), replica.caches, range(32))
     assert replica.load_slabs.leased == 0

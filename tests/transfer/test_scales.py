@@ -1,6 +1,6 @@
 """Quantised pages reach only a cache whose scales are theirs: any other is a miss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -42,16 +42,20 @@ Opened = Callable[[int, str, str], Replica]
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     store, index = MemoryStore(), MemoryIndex()
+    replicas: list[Replica] = []
 
     def make(seed: int, dtype: str, scales: str) -> Replica:
         says = {name: Quantised(dtype, "1.0 1.0") for name in GROUP.layers}
         says[GROUP.layers[1]] = Quantised(dtype, scales)
         monkeypatch.setattr(world, "paged_group", partial(quantised_group, says=says))
-        return Replica(store, index, seed=seed)
+        replicas.append(Replica(store, index, seed=seed))
+        return replicas[-1]
 
-    return make
+    yield make
+    for replica in replicas:
+        replica.close()
 
 
 @pytest.mark.parametrize("sync", [False, True])
