@@ -3,11 +3,13 @@
     first = run_replica(Job(steps=(Generate(prompts=(Prompt(tokens=(5, 6, 7)),)),)), folder)
     assert first.tokens == [(...)]
 
-A replica takes about ten seconds, most of it for imports. Put what runs replicas into a
-``@scenario`` (see ``tests.engine.cache``), so that an unchanged one is replayed.
+A replica takes about five seconds; one that is several processes takes half a minute, most of it
+for imports. Put what runs replicas into a ``@scenario`` (see ``tests.engine.cache``), so that an
+unchanged one is replayed.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -19,8 +21,10 @@ from types import TracebackType
 from typing import Self
 
 from tests.engine.job import Job, Result
+from tests.engine.nursery import Fork, Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
+REPLICA = "tests.engine.replica"
 LOG_TAIL_LINES = 60
 # One thread: sums in one order, and two replicas do not fight over two cores.
 _ENVIRONMENT = {
@@ -54,17 +58,8 @@ class Replica:
         job_file = stem.with_suffix(".job.json")
         job_file.write_text(job.model_dump_json(indent=1))
         files = (str(job_file), str(self._result_file))
-        command = [sys.executable, "-m", "tests.engine.replica", *files]
         self._started = time.monotonic()
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=_environment(job),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.process = _start(job, files, self.log_file)
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +117,28 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
     finally:
         for replica in replicas:
             replica.kill()
+
+
+def _start(job: Job, files: tuple[str, str], log_file: Path) -> subprocess.Popen[bytes] | Fork:
+    log_file.touch()
+    environment = _environment(job)
+    if not job.processes and all(name.startswith(("OBJKV_", "VLLM_")) for name in job.env):
+        return nursery().fork(REPLICA, *files, environment=environment, log=log_file)
+    with log_file.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", REPLICA, *files],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """What this process forks replicas off."""
+    return Nursery(ROOT, _environment(Job(steps=())))
 
 
 def _environment(job: Job) -> dict[str, str]:
