@@ -122,7 +122,7 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 def _start(job: Job, files: tuple[str, str], log_file: Path) -> subprocess.Popen[bytes] | Fork:
     log_file.touch()
     environment = _environment(job)
-    if not job.processes and all(name.startswith(("OBJKV_", "VLLM_")) for name in job.env):
+    if not (job.fresh or job.processes):
         return nursery().fork(REPLICA, *files, environment=environment, log=log_file)
     with log_file.open("wb") as log:
         return subprocess.Popen(

@@ -88,9 +88,12 @@ class Job(_Value):
     engine: dict[str, Any] = {}
     """Arguments of ``vllm.LLM`` that differ from the harness's."""
     env: dict[str, str] = {}
-    """Added to the replica's environment, from which all ``OBJKV_`` and ``VLLM_`` are removed."""
+    """Added to the replica's environment, from which all ``OBJKV_`` and ``VLLM_`` are removed.
+    What Python or its libraries read as they start needs a ``fresh`` process."""
     processes: bool = False
     """Engine core and workers in processes of their own, as ``vllm serve`` has them. Slower."""
+    fresh: bool = False
+    """A Python of its own, not a fork of one: for what is told of a process's start and end."""
     timeout_s: float = 900.0
     """From start to exit; the whole process group is killed then. Far more than a busy machine
     needs: it is there for what hangs."""

@@ -156,9 +156,11 @@ def run(job: Job) -> Result:
     clock = time.perf_counter
     moments = [clock()]
     warnings = keep_warnings()
+    gc.disable()
     from vllm import LLM
 
     gc.freeze()  # Millions of objects that live as long as the process; vLLM collects often.
+    gc.enable()
     moments.append(clock())
     llm = LLM(**arguments(job))
     inside = not job.processes

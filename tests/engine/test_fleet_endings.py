@@ -49,7 +49,7 @@ def all_ways_to_end(folder: Path) -> Values:
         before = time_to_end(told=call is None) if processes else SLOW_SAVES
         generate = Generate(prompts=(PROMPTS[way],))
         job = store.job(before, generate, Touch(path=answered), last)
-        job = job.model_copy(update={"processes": processes})
+        job = job.model_copy(update={"processes": processes, "fresh": True})
         ends[way] = end_of(job, folder, answered, interrupt=call is None)
         with closing(sqlite3.connect(store.index_file)) as index:
             ends[way]["leases"] = index.execute("SELECT name FROM leases").fetchall()

@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SharedStore, one_by_one
 from tests.engine.harness import run_replica, run_replicas
@@ -112,7 +110,6 @@ def exchanges(folder: Path) -> Values:
     return {"first": first, "second": second, "alone": alone, "files": files}
 
 
-@pytest.mark.wide
 def test_an_adapter_exchanged_while_the_engine_runs_is_neither_loaded_nor_saved() -> None:
     """Whichever of the two vLLM computes with, which nobody tells: KV of the other would be wrong
     tokens here, or in every replica that loads it."""
@@ -125,7 +122,6 @@ def test_an_adapter_exchanged_while_the_engine_runs_is_neither_loaded_nor_saved(
     assert [w for w in run["first"].warnings if "adapter changed in place" in w.message]
 
 
-@pytest.mark.wide
 def test_a_replica_that_starts_afterwards_knows_the_new_one_by_its_files() -> None:
     run = exchanges()
     new = run["alone"].tokens[1]

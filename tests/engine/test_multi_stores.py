@@ -4,7 +4,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import pytest
 from safetensors.numpy import load_file
 
 from tests.engine.cache import Values, scenario
@@ -13,7 +12,6 @@ from tests.engine.harness import run_replica
 from tests.engine.job import Generate, Job, Settle
 from tests.engine.prompts import prompt_of
 
-pytestmark = pytest.mark.wide
 PROMPTS = (prompt_of(600), prompt_of(257, seed=1))
 LOADED = [512, 256]
 STEPS = (Generate(prompts=PROMPTS), Settle())

@@ -102,7 +102,6 @@ def half_precision(folder: Path) -> Values:
     return runs | {"kinds": sorted({layer.dtype for layer in header.frames.layers})}
 
 
-@pytest.mark.wide
 def test_float16_is_float16_on_both_sides() -> None:
     runs = half_precision()
     assert runs["kinds"] == ["F16"]
@@ -114,7 +113,7 @@ def test_float16_is_float16_on_both_sides() -> None:
 OTHER_KIND = {"fp8": "fp8_e5m2", "fp8_e5m2": "fp8"}
 QUANTISED = (
     pytest.param("float32", "fp8"),
-    pytest.param("bfloat16", "fp8_e5m2", marks=pytest.mark.wide),
+    ("bfloat16", "fp8_e5m2"),
 )
 """What the model computes in, and its cache: one process writes it, another one loads it."""
 
@@ -212,14 +211,12 @@ def scaled(folder: Path) -> Values:
     return runs
 
 
-@pytest.mark.wide
 def test_the_scales_of_a_checkpoint_are_in_its_payloads() -> None:
     runs = scaled()
     wanted = sorted(["F8_E4M3", f"{k} {v}"] for k, v in SCALES)
     assert [list(kind) for kind in runs["kinds"]] == wanted
 
 
-@pytest.mark.wide
 def test_checkpoints_that_differ_in_their_scales_alone_share_nothing() -> None:
     runs = scaled()
     assert runs["namespaces"] == len(SCALES)

@@ -12,14 +12,15 @@ from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.model import ModelName
 from tests.engine.prompts import prompt_of
 
-pytestmark = pytest.mark.wide
 PROMPTS = (prompt_of(300), prompt_of(600, seed=1))
 LOADED = [256, 512]
 SHARDS = {
     "llama": ["0.L0-2_H0-4", "0.L2-3_H0-4"],
     "gpt_oss": ["0.L0-1_H0-4", "0.L1-2_H0-4", "1.L0-1_H0-4", "1.L1-2_H0-4"],
 }
-MODELS: tuple[ModelName, ...] = ("llama", "gpt_oss")
+EACH_MODEL = pytest.mark.parametrize(
+    "model", ["llama", pytest.param("gpt_oss", marks=pytest.mark.wide)]
+)
 TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 BUFFERS = Call(function="tests.engine.pipeline:make_buffers")
 
@@ -47,7 +48,7 @@ def two_stages_and_one(folder: Path, model: ModelName) -> Values:
     }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EACH_MODEL
 def test_each_stage_saves_its_layers(model: ModelName) -> None:
     runs = two_stages_and_one(model)
     assert runs["first"].answers[0] == [False, True]
@@ -55,14 +56,14 @@ def test_each_stage_saves_its_layers(model: ModelName) -> None:
     assert runs["shards"] == SHARDS[model]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EACH_MODEL
 def test_each_stage_loads_its_layers(model: ModelName) -> None:
     first = two_stages_and_one(model)["first"]
     assert first.cached[2:] == LOADED
     assert first.tokens[2:] == first.tokens[:2]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@EACH_MODEL
 def test_a_replica_of_one_stage_loads_what_both_saved(model: ModelName) -> None:
     runs = two_stages_and_one(model)
     assert runs["alone"].cached == LOADED
