@@ -123,11 +123,19 @@ def one_by_one(prompts: Iterable[Prompt]) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def drain_saves(_llm: Any) -> bool:
-    """Wait until nothing is being saved any more."""
+def drain_saves(llm: Any) -> bool:
+    """Wait until no worker saves anything any more. For engines whose core is in this process."""
+    assert hasattr(llm.llm_engine.engine_core, "engine_core")
+    return all(llm.collective_rpc(_drain))
+
+
+def _drain(_worker: Any) -> bool:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     return not has_kv_transfer_group() or get_kv_transfer_group()._worker._saver.drain(300)
+
+
+_drain.objkv_keeps_weights = True  # type: ignore[attr-defined]
 
 
 def free_blocks(llm: Any) -> int:

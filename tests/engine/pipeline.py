@@ -5,7 +5,11 @@ worker does not do without compiling. Source: vLLM 0.32, ``_dummy_run`` in
 ``v1/worker/gpu_model_runner.py`` and ``warming_up_model`` in ``v1/worker/cpu_model_runner.py``.
 """
 
+import faulthandler
 from typing import Any
+
+LIFE_S = 60
+"""A stage that is still there so long after its buffers were made tells where it waits."""
 
 
 def make_buffers(llm: Any) -> list[bool]:
@@ -16,6 +20,7 @@ def make_buffers(llm: Any) -> list[bool]:
 def _make(worker: Any) -> bool:
     from vllm.distributed.parallel_state import get_pp_group
 
+    faulthandler.dump_traceback_later(LIFE_S)
     runner = worker.model_runner
     if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
         return False

@@ -192,15 +192,16 @@ def picture(seed: int) -> Any:
     return Image.fromarray(noise)
 
 
-def drain_saves(_llm: Any) -> None:
-    """Wait until this process saves nothing any more."""
+def drain_saves(llm: Any) -> None:
+    """Wait until this process saves nothing any more, nor a worker of its engine."""
     from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 
     if has_ec_transfer():
         worker = getattr(get_ec_transfer(), "_worker", None)
         if worker is not None and worker._saver is not None:
             assert worker._saver.drain(300)
-    fleet.drain_saves(_llm)
+    if hasattr(llm.llm_engine.engine_core, "engine_core"):
+        fleet.drain_saves(llm)
 
 
 def slow_gets(_llm: Any, seconds: float) -> None:
