@@ -1,7 +1,8 @@
 """Threads that save what a queue holds, in order, and how that ends.
 
 What is saved, and how long it may wait, is its owner's business; here it is a callable. No thread
-dies of what it saves: an error is counted, told to the log once, and the next save begins.
+dies of what it saves: an error is counted and told to the log, a store that keeps failing once, and
+the next save begins.
 """
 
 import logging

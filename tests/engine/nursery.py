@@ -1,4 +1,4 @@
-"""Replicas as forks of a process that has imported vLLM: seconds each instead of half a minute.
+"""Replicas as forks of a process that has imported vLLM: four seconds each instead of twenty.
 
 Each is a whole process with an engine of its own, in the environment that it is given before vLLM
 looks at it, and it ends as any Python process does. What it shares with the others is what is
