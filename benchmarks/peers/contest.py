@@ -226,4 +226,7 @@ def _same(told: dict[str, Any], digests: list[str]) -> dict[str, Any]:
 
 
 def _names(what: str, count: int) -> list[str]:
-    return [hashlib.sha1(f"{what}/{i}".encode()).hexdigest() for i in range(count)]
+    return [
+        hashlib.sha1(f"{what}/{i}".encode(), usedforsecurity=False).hexdigest()
+        for i in range(count)
+    ]

@@ -186,7 +186,7 @@ class Values:
                 return Answer(204)
             wanted = [
                 int(found.text or 0)
-                for found in ET.fromstring(bytes(body)).iter()
+                for found in ET.fromstring(bytes(body)).iter()  # noqa: S314  # from the test itself
                 if found.tag.endswith("PartNumber")
             ]
             if not wanted or any(number not in parts for number in wanted):
