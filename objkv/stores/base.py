@@ -12,7 +12,7 @@ that enforces the form, and every store calls it before it touches anything.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,19 @@ class Entry:
     """One stored value as a scan sees it."""
 
     key: str
+    nbytes: int
+    modified_s: float
+    """Seconds since the epoch, by the store's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Something that a writer which was killed left: no reader ever sees it."""
+
+    key: str
+    """Of what it was going to be, as far as the place tells; the folder of a temporary file."""
+    name: str
+    """The store's own, for ``discard``."""
     nbytes: int
     modified_s: float
     """Seconds since the epoch, by the store's clock."""
@@ -83,6 +96,11 @@ class ReadStore(Protocol):
         May miss or repeat what is added or removed meanwhile. Never loads everything at once.
         """
 
+    def folders(self, folder: str) -> list[str]:
+        """The names ``x`` for which keys begin with ``<folder>/x/``, sorted; of all keys for the
+        empty ``folder``. May name some below which there is no key; what names of keys cannot be is
+        left out. For operators: where a place has no folders it looks at every key."""
+
     def check(self) -> None:
         """One cheap round trip that proves the place is there and lets us in.
 
@@ -115,6 +133,12 @@ class PruneStore(WriteStore, Protocol):
     def delete(self, key: str) -> bool:
         """Remove the value; True if there was one (stores that cannot tell return True)."""
 
+    def unfinished(self) -> Iterator[Unfinished]:
+        """What killed writers left, and what is being written right now: only its age tells."""
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        """Remove what ``unfinished`` named; False if it is gone or has become a value."""
+
 
 def is_key(text: str) -> bool:
     """Whether ``text`` may name a value; scans leave out whatever else they find."""
@@ -131,6 +155,17 @@ def check_prefix(prefix: str) -> None:
     """Raise ``StoreError`` unless ``prefix`` may begin a key; the empty prefix begins them all."""
     if len(prefix) > KEY_BYTES_MAX or _PREFIX.fullmatch(prefix) is None:
         raise StoreError(f"not the beginning of a key: {prefix[:100]!r}")
+
+
+def folders_of(keys: Iterable[str], folder: str) -> list[str]:
+    """What ``ReadStore.folders`` says of a place where ``keys`` are all there is."""
+    start = f"{folder}/" if folder else ""
+    found = {
+        key[len(start) :].partition("/")[0]
+        for key in keys
+        if key.startswith(start) and "/" in key[len(start) :]
+    }
+    return sorted(found)
 
 
 def check_fits(key: str, nbytes: int, buffer: memoryview) -> None:

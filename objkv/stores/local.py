@@ -23,6 +23,7 @@ from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
+    Unfinished,
     check_fits,
     check_key,
     check_prefix,
@@ -114,6 +115,16 @@ class LocalStore:
             if not is_folder and is_key(key) and (entry := self.head(key)) is not None:
                 yield entry
 
+    def folders(self, folder: str) -> list[str]:
+        """One listing."""
+        check_prefix(f"{folder}/" if folder else "")
+        with translated("folders", folder or self._root):
+            try:
+                with os.scandir(self._path(folder)) as found:
+                    return sorted(e.name for e in found if e.is_dir() and is_key(e.name))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Link a synced temporary file to the key's name; the link fails where a file is."""
         with translated("put_if_absent", key):
@@ -142,11 +153,7 @@ class LocalStore:
                 os.unlink(self._path(key))
             except (FileNotFoundError, NotADirectoryError):
                 return False
-            folder = key.rpartition("/")[0]
-            with suppress(OSError):  # not empty, or somebody else removed it
-                while folder:
-                    os.rmdir(self._path(folder))
-                    folder = folder.rpartition("/")[0]
+            self._remove_empty(key.rpartition("/")[0])
             return True
 
     def check(self) -> None:
@@ -166,16 +173,40 @@ class LocalStore:
 
         Returns how many. Choose an age beyond any save's deadline: a younger file may be in use.
         """
-        removed = 0
         limit = self._clock() - older_than_s
-        for key, is_folder in self._walk("", ""):
-            if is_folder or not key.rpartition("/")[2].startswith(_TEMPORARY):
+        return sum(self.discard(left) for left in self.unfinished() if left.modified_s <= limit)
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Temporary files; of their key nothing but the folder is known."""
+        for path, is_folder in self._walk("", ""):
+            folder, _, name = path.rpartition("/")
+            if is_folder or not name.startswith(_TEMPORARY):
                 continue
-            with translated("sweep", key), suppress(FileNotFoundError):
-                if os.stat(self._path(key)).st_mtime <= limit:
-                    os.unlink(self._path(key))
-                    removed += 1
-        return removed
+            with translated("unfinished", path):
+                try:
+                    found = os.lstat(self._path(path))
+                except FileNotFoundError:
+                    continue
+            yield Unfinished(folder, name, found.st_size, found.st_mtime)
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        """Remove the file, and the folders that it leaves empty. Its value, if it became one, has
+        a name of its own."""
+        folder, name = unfinished.key, unfinished.name
+        assert name.startswith(_TEMPORARY)
+        with translated("discard", name):
+            try:
+                os.unlink(self._path(f"{folder}/{name}" if folder else name))
+            except FileNotFoundError:
+                return False
+            self._remove_empty(folder)
+            return True
+
+    def _remove_empty(self, folder: str) -> None:
+        with suppress(OSError):  # not empty, or somebody else removed it
+            while folder:
+                os.rmdir(self._path(folder))
+                folder = folder.rpartition("/")[0]
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root

@@ -8,10 +8,12 @@ from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
+    Unfinished,
     check_key,
     check_prefix,
     copy_into,
     copy_range_into,
+    folders_of,
 )
 
 
@@ -62,6 +64,12 @@ class MemoryStore:
             if (entry := self.head(key)) is not None:
                 yield entry
 
+    def folders(self, folder: str) -> list[str]:
+        """Found by looking at every key."""
+        check_prefix(f"{folder}/" if folder else "")
+        with self._lock:
+            return folders_of(list(self._values), folder)
+
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Keep a copy of ``value`` unless ``key`` exists; True if this call did."""
         check_key(key)
@@ -81,6 +89,14 @@ class MemoryStore:
         check_key(key)
         with self._lock:
             return self._values.pop(key, None) is not None
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Nothing is ever left."""
+        return iter(())
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        """There is nothing to discard."""
+        return False
 
     def check(self) -> None:
         """Always fine."""

@@ -21,11 +21,13 @@ from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
+    Unfinished,
     check_fits,
     check_key,
     check_prefix,
     copy_into,
     copy_range_into,
+    folders_of,
     is_key,
 )
 from objkv.stores.redis_values import UNDONE, RedisValues
@@ -142,6 +144,11 @@ class RedisStore:
                 return
             yield from (entry for entry in entries if entry is not None and is_key(entry.key))
 
+    def folders(self, folder: str) -> list[str]:
+        """Found by looking at every key."""
+        keys = (entry.key for entry in self.scan(f"{folder}/" if folder else ""))
+        return folders_of(keys, folder)
+
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """SET NX EX; True if this call wrote it."""
         name = self._name(key)
@@ -163,6 +170,14 @@ class RedisStore:
         name = self._name(key)
         with _translated("delete", key):
             return bool(self._client.unlink(name))
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Nothing is ever left."""
+        return iter(())
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        """There is nothing to discard."""
+        return False
 
     def check(self) -> None:
         """PING."""

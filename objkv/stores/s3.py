@@ -16,6 +16,7 @@ from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
+    Unfinished,
     check_key,
     check_prefix,
     copy_range_into,
@@ -26,6 +27,7 @@ from objkv.stores.s3_client import attempt_s, begun_by, error_code, is_missing, 
 from objkv.stores.s3_crew import Crew
 from objkv.stores.s3_hedge import Hedge
 from objkv.stores.s3_line import NoAnswer
+from objkv.stores.s3_listing import Listing
 from objkv.stores.s3_put import Writer
 from objkv.stores.s3_ranges import Ranges, Wanted
 from objkv.stores.s3_upload import Uploads
@@ -78,6 +80,7 @@ class S3Store:
         self._prefix = f"{prefix}/" if prefix else ""
         self._deadline_s = deadline_s
         self._attempt_s = attempt_s(client, deadline_s)
+        self._listing = Listing(client, bucket, self._prefix, self._begun_in_time)
         self._crew = Crew(ranges_max)
         self._wire = Wire(
             client,
@@ -182,17 +185,16 @@ class S3Store:
     def scan(self, prefix: str) -> Iterator[Entry]:
         """Entries in key order, a page of 1000 in memory; objects that are no keys are left out."""
         check_prefix(prefix)
-        lister = self._client.get_paginator("list_objects_v2")
-        pages = iter(lister.paginate(Bucket=self._bucket, Prefix=self._prefix + prefix))
-        while True:
-            with self._begun_in_time(), translated("scan", self._prefix + prefix or self._bucket):
-                page = next(pages, None)
-            if page is None:
-                return
+        for page in self._listing.pages("list_objects_v2", prefix):
             for found in page.get("Contents", ()):
                 key = found["Key"].removeprefix(self._prefix)
                 if is_key(key):
                     yield Entry(key, found["Size"], found["LastModified"].timestamp())
+
+    def folders(self, folder: str) -> list[str]:
+        """A request per 1000 names."""
+        check_prefix(f"{folder}/" if folder else "")
+        return self._listing.folders(folder)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """One conditional request; see the class for servers that have none."""
@@ -212,6 +214,14 @@ class S3Store:
         with self._begun_in_time(), translated("delete", key):
             self._client.delete_object(**self._place(key))
         return True
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Uploads in parts that nobody has completed."""
+        return self._listing.unfinished()
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        """Abort the upload."""
+        return self._listing.abort(unfinished)
 
     def check(self) -> None:
         """List one object: the answer to a listing names what is wrong, that to a HEAD does not."""

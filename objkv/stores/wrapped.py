@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
-from objkv.stores.base import Arrived, Buffer, Entry, PruneStore
+from objkv.stores.base import Arrived, Buffer, Entry, PruneStore, Unfinished
 
 T = TypeVar("T")
 
@@ -14,6 +14,7 @@ Verb = Literal[
     "get_range_into",
     "head",
     "scan",
+    "folders",
     "put_if_absent",
     "put",
     "delete",
@@ -23,8 +24,9 @@ Verb = Literal[
 class WrappedStore:
     """Delegates everything to ``inner``, whose owner it becomes: closing it closes ``inner``.
 
-    ``check`` and ``close`` pass by ``_around``: they ask the place itself. A scan passes through it
-    once per entry, so whoever holds something there does not hold it while the consumer works.
+    ``check``, ``close`` and what concerns leftovers pass by ``_around``: they ask the place itself.
+    A scan passes through it once per entry, so whoever holds something there does not hold it while
+    the consumer works.
     """
 
     def __init__(self, inner: PruneStore) -> None:
@@ -64,6 +66,10 @@ class WrappedStore:
         while (entry := self._around("scan", lambda: next(entries, None))) is not None:
             yield entry
 
+    def folders(self, folder: str) -> list[str]:
+        """As the inner store."""
+        return self._around("folders", lambda: self._inner.folders(folder))
+
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """As the inner store."""
         return self._around("put_if_absent", lambda: self._inner.put_if_absent(key, value))
@@ -75,6 +81,14 @@ class WrappedStore:
     def delete(self, key: str) -> bool:
         """As the inner store."""
         return self._around("delete", lambda: self._inner.delete(key))
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """As the inner store."""
+        return self._inner.unfinished()
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        """As the inner store."""
+        return self._inner.discard(unfinished)
 
     def check(self) -> None:
         """As the inner store."""

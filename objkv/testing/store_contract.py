@@ -263,6 +263,21 @@ class StoreContract(StoreRaces, StoreArrivals):
         with pytest.raises(StoreError):
             list(store.scan(prefix))
 
+    def test_folders_are_named_once_and_values_are_none(self, store: PruneStore) -> None:
+        for key in ("top", "ns1/aa/x", "ns1/ab/y", "ns1/ab/z", "ns1/file", "ns2/a/b/c", "ns10/a"):
+            store.put(key, b"1")
+        assert store.folders("") == ["ns1", "ns10", "ns2"]
+        assert store.folders("ns1") == ["aa", "ab"]
+        assert store.folders("ns2/a") == ["b"]
+        assert store.folders("ns1/aa") == store.folders("no/such") == store.folders("top") == []
+        with pytest.raises(StoreError):
+            store.folders("../x")
+
+    def test_what_is_finished_is_not_unfinished(self, store: PruneStore) -> None:
+        store.put("a/b", b"1")
+        store.put_if_absent("a/c", b"1")
+        assert list(store.unfinished()) == []
+
     def test_an_abandoned_scan_is_no_error(self, store: PruneStore) -> None:
         for number in range(3):
             store.put(f"a/{number}", b"")

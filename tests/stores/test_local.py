@@ -45,6 +45,8 @@ def test_left_over_temporary_files_are_no_values_and_are_swept_by_age(
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (modified_s, modified_s))
     assert [entry.key for entry in store.scan("")] == ["a/b"]
+    left = {found.name: (found.key, found.nbytes, found.modified_s) for found in store.unfinished()}
+    assert left == {"~tmp-1-old": ("a", 4, 1000.0), "~tmp-1-new": ("a", 4, 9990.0)}
     assert store.sweep_temporary(older_than_s=3600) == 1
     assert files(tmp_path) == ["a/b", "a/~tmp-1-new"]
 

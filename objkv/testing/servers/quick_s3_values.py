@@ -98,6 +98,7 @@ class Values:
         self._lock = threading.Lock()
         self._values: dict[str, _Value] = {}
         self._uploads: dict[str, dict[int, _Value]] = {}
+        self._begun: dict[str, tuple[str, float]] = {}
         self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)
         self._spare_bytes = 0
 
@@ -170,6 +171,7 @@ class Values:
             number = uuid.uuid4().hex
             with self._lock:
                 self._uploads[number] = {}
+                self._begun[number] = request.key.partition("/")[2], time.time()
             return _xml(
                 "<InitiateMultipartUploadResult>"
                 f"<UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
@@ -184,6 +186,12 @@ class Values:
             if request.method == "DELETE":
                 self._forget_upload(query["uploadId"])
                 return Answer(204)
+            if request.method == "GET":
+                rows = "".join(
+                    f"<Part><PartNumber>{n}</PartNumber><Size>{part.nbytes}</Size></Part>"
+                    for n, part in sorted(parts.items())
+                )
+                return _xml(f"<ListPartsResult>{rows}</ListPartsResult>")
             wanted = [
                 int(found.text or 0)
                 for found in ET.fromstring(bytes(body)).iter()  # noqa: S314  # from the test itself
@@ -207,7 +215,10 @@ class Values:
         if "uploads" in query:
             with self._lock:
                 found = "".join(
-                    f"<Upload><UploadId>{number}</UploadId></Upload>" for number in self._uploads
+                    f"<Upload><Key>{escape(key)}</Key><UploadId>{number}</UploadId>"
+                    f"<Initiated>{_time(begun_s)}</Initiated></Upload>"
+                    for number, (key, begun_s) in self._begun.items()
+                    if number in self._uploads and key.startswith(query.get("prefix", ""))
                 )
             return _xml(f"<ListMultipartUploadsResult>{found}</ListMultipartUploadsResult>")
         start = f"{bucket}/{query.get('prefix', '')}"
@@ -216,6 +227,17 @@ class Values:
         with self._lock:
             names = sorted(name for name in self._values if name.startswith(start) and name > after)
             page = [(name, self._values[name]) for name in names[:limit]]
+        folders = ""
+        if delimiter := query.get("delimiter"):
+            cut = {n: n[: n.find(delimiter, len(start)) + 1] for n in names}
+            known = sorted({folder for folder in cut.values() if folder})
+            page = [(name, value) for name, value in page if not cut[name]]
+            names = [name for name in names if not cut[name]]
+            folders = "".join(
+                f"<CommonPrefixes><Prefix>{self._shown(name, bucket, query)}</Prefix>"
+                "</CommonPrefixes>"
+                for name in known
+            )
         more = len(names) > limit
         rows = "".join(
             f"<Contents><Key>{self._shown(name, bucket, query)}</Key><Size>{value.nbytes}</Size>"
@@ -228,7 +250,7 @@ class Values:
         coding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
         return _xml(
             f"<ListBucketResult>{coding}<IsTruncated>{'true' if more else 'false'}</IsTruncated>"
-            f"{token}{rows}</ListBucketResult>"
+            f"{token}{rows}{folders}</ListBucketResult>"
         )
 
     def _shown(self, name: str, bucket: str, query: dict[str, str]) -> str:
@@ -236,6 +258,7 @@ class Values:
         return quote(key) if query.get("encoding-type") == "url" else escape(key)
 
     def _forget_upload(self, number: str) -> None:
+        self._begun.pop(number, None)
         for part in self._uploads.pop(number).values():
             self._drop(part)
 
