@@ -14,7 +14,7 @@ import xxhash
 from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.errors import PayloadError, StoreDenied
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
 from objkv.index.shapes import SHAPES_HASH, shape_path
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
@@ -71,6 +71,15 @@ class BulkIndex:
         """See ``ReadIndex``; walks the whole store."""
         return sorted({key.namespace for key, _ in self._chunks("")})
 
+    def usage(self) -> list[Usage]:
+        """See ``ReadIndex``; walks the whole store, and tells what is there."""
+        totals: dict[str, tuple[int, int]] = {}
+        for key, entry in self._chunks(""):
+            nbytes, payloads = totals.get(key.namespace, (0, 0))
+            totals[key.namespace] = (nbytes + entry.nbytes, payloads + 1)
+        now_s = int(time.time())
+        return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
+
     def check(self) -> None:
         """See ``ReadIndex``."""
         self._store.check()
@@ -110,7 +119,7 @@ class BulkIndex:
     def release(self, name: str, owner: str) -> None:
         """Nothing: nobody else was kept from it."""
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """Raises ``StoreDenied``: there is nowhere to write it down."""
         raise StoreDenied("a folder that is its own index keeps no pins: set index_url")
 
@@ -119,6 +128,9 @@ class BulkIndex:
         keys = [entry.key for _, entry in self._chunks(_folder(namespace, prefix_hash))]
         deleted = [self._store.delete(key) for key in keys]
         return any(deleted)
+
+    def set_usage(self, usage: Usage) -> None:
+        """Nothing: ``usage`` counts."""
 
     def _stored(
         self, namespace: str, prefix_hash: bytes, fields: int

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from objkv.assembly.backends import Backends
 from objkv.connector.metadata import StepReport, StoredShard
-from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord
+from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, Usage
 from objkv.index.wrapped import WrappedIndex
 
 if TYPE_CHECKING:
@@ -44,13 +44,17 @@ class PublishedIndex(WrappedIndex):
             published, self._published = self._published, set()
         return published
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """As the inner index."""
-        return self._place.pin(namespace, prefix_hash, pinned=pinned, ttl_s=ttl_s)
+        return self._place.pin(namespace, prefix_hash, until_s=until_s, ttl_s=ttl_s)
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """As the inner index."""
         return self._place.drop(namespace, prefix_hash)
+
+    def set_usage(self, usage: Usage) -> None:
+        """As the inner index."""
+        self._place.set_usage(usage)
 
 
 def watch_saves(

@@ -39,7 +39,32 @@ class Record:
     hits: int = 0
     touched_s: int = 0
     """Seconds since the epoch of the last touch, by the toucher's clock; 0 if never."""
-    pinned: bool = False
+    pinned_until_s: int = 0
+    """Seconds since the epoch when its pin ends; 0 where there is none, or none any longer."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is kept for now, however little it is used."""
+        return self.pinned_until_s > 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its payloads."""
+        return sum(shard.nbytes for shard in self.shards.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How much of a namespace is stored, by its index."""
+
+    namespace: str
+    nbytes: int
+    """Bytes of the payloads that are published, and neither forgotten nor dropped."""
+    payloads: int
+    counted_s: int
+    """Seconds since the epoch when this was last counted rather than added up, by the clock of
+    who counted; 0 if never. Records that expired, were evicted or were published by a process that
+    was killed since may make it wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +107,11 @@ class ReadIndex(Protocol):
     def namespaces(self) -> list[str]:
         """Namespaces that have records, sorted. May take long: for operators, not for requests."""
 
+    def usage(self) -> list[Usage]:
+        """How much is stored, by namespace, sorted; the records that say which shapes are in use do
+        not count. An index that can tell exactly does; others keep running totals. One round trip,
+        except where the index is the store itself: there it walks all of it."""
+
     def check(self) -> None:
         """One cheap round trip. ``StoreDenied`` with what to fix, or ``StoreUnavailable``."""
 
@@ -94,8 +124,9 @@ class WriteIndex(ReadIndex, Protocol):
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """Add or replace these shard fields of the chunk's record, and give the record ``ttl_s``
-        seconds from now (a pinned record keeps living). Called only after the payloads can be
-        read. Atomic per record: readers see all of these fields or none."""
+        seconds from now (a pinned one lives until its pin ends, if that is later). Called only
+        after the payloads can be read. Atomic per record: readers see all of these fields or
+        none."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Count one hit for each record that exists and renew its time to live."""
@@ -119,8 +150,13 @@ class WriteIndex(ReadIndex, Protocol):
 class PruneIndex(WriteIndex, Protocol):
     """An index that operators may change by hand."""
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
-        """Pin (no expiry) or unpin (expiry after ``ttl_s``); False if there is no such record."""
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
+        """Pin until ``until_s``, seconds since the epoch, or, with 0, unpin; False if there is no
+        such record. It lives for ``ttl_s`` from now, and at least until its pin ends."""
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """Remove a whole record whatever it says; True if there was one."""
+
+    def set_usage(self, usage: Usage) -> None:
+        """Replace a namespace's running totals by what was counted. An index that is exact by
+        itself ignores it."""

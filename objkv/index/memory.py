@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
 from objkv.index.fields import shards_of
+from objkv.index.shapes import is_shapes
 
 _PURGE_AT_LEAST = 1024
 _NEVER: tuple[Record | None, float] = (None, 0.0)
@@ -50,6 +51,18 @@ class MemoryIndex:
         with self._lock:
             return sorted({key[0] for key in list(self._records) if self._live(key)})
 
+    def usage(self) -> list[Usage]:
+        """See ``ReadIndex``; exact."""
+        totals: dict[str, tuple[int, int]] = {}
+        with self._lock:
+            for key in self._records:
+                record = self._live(key)
+                if record is not None and not is_shapes(record):
+                    nbytes, payloads = totals.get(key[0], (0, 0))
+                    totals[key[0]] = (nbytes + record.nbytes, payloads + len(record.shards))
+        now_s = int(self._clock())
+        return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
+
     def check(self) -> None:
         """Nothing can be wrong with it."""
 
@@ -70,7 +83,7 @@ class MemoryIndex:
                 shards={**(old.shards if old else {}), **shards},
                 hits=old.hits if old else 0,
                 touched_s=old.touched_s if old else 0,
-                pinned=old.pinned if old else False,
+                pinned_until_s=old.pinned_until_s if old else 0,
             )
             self._keep(key, record, ttl_s)
             self._purge()
@@ -115,14 +128,14 @@ class MemoryIndex:
             if self._leases.get(name, (None, 0.0))[0] == owner:
                 del self._leases[name]
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
         key = (namespace, prefix_hash)
         with self._lock:
             old = self._live(key)
             if old is None:
                 return False
-            self._keep(key, replace(old, pinned=pinned), ttl_s)
+            self._keep(key, replace(old, pinned_until_s=until_s), ttl_s)
             return True
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
@@ -133,13 +146,20 @@ class MemoryIndex:
             self._records.pop(key, None)
             return there
 
+    def set_usage(self, usage: Usage) -> None:
+        """Nothing: ``usage`` counts."""
+
     def _live(self, key: tuple[str, bytes]) -> Record | None:
         record, ends_s = self._records.get(key, _NEVER)
-        return record if ends_s > self._clock() else None
+        now = self._clock()
+        if record is None or ends_s <= now:
+            return None
+        if 0 < record.pinned_until_s <= now:
+            return replace(record, pinned_until_s=0)
+        return record
 
     def _keep(self, key: tuple[str, bytes], record: Record, ttl_s: int) -> None:
-        ends_s = float("inf") if record.pinned else self._clock() + ttl_s
-        self._records[key] = (record, ends_s)
+        self._records[key] = (record, max(self._clock() + ttl_s, record.pinned_until_s))
 
     def _purge(self) -> None:
         # Only when the index has doubled since the last time, so that it costs a constant each.

@@ -1,26 +1,28 @@
 """An index in Redis or Valkey (6.2 or newer, also clustered), shared by a fleet.
 
 Layout, commands and access rights are specified in ``docs/index.md``. No module commands are
-used, and every key has a time to live except those of pinned records.
+used, and every key but the one of the totals has a time to live.
 """
 
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import redis
 from redis import exceptions
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.errors import StoreError
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
 from objkv.index.fields import decode_shard, encode_shard, is_shard_field, shards_of
 from objkv.index.redis_errors import translated
 from objkv.index.redis_find import Finder
-from objkv.index.redis_script import FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
+from objkv.index.redis_script import DROP, FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
+from objkv.index.redis_usage import Command, Totals, read_totals, replaced
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 Client = redis.Redis | redis.RedisCluster
-_Command = tuple[str | bytes | int, ...]
 
 _SCAN_KEYS = 1_000
 _TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
@@ -41,6 +43,7 @@ class RedisIndex:
         self._prefix = prefix
         self._clock = clock
         self._finder = Finder(client)
+        self._totals = Totals(f"{prefix}:u:totals")
         self._key = re.compile(
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
@@ -53,8 +56,9 @@ class RedisIndex:
         replies = self._pipelined(
             [("HGETALL", self._chunk(namespace, prefix_hash)) for prefix_hash in prefix_hashes]
         )
+        now = self._clock()
         return [
-            _record(prefix_hash, reply)
+            _record(prefix_hash, reply, now)
             for prefix_hash, reply in zip(prefix_hashes, replies, strict=True)
         ]
 
@@ -91,6 +95,19 @@ class RedisIndex:
         """
         return sorted({namespace for namespace, _ in self._keys(f"{self._prefix}:i:*")})
 
+    def usage(self) -> list[Usage]:
+        """See ``ReadIndex``; running totals. Other processes may keep back what they changed in
+        the last seconds."""
+        told = self._totals.take(early=True)
+        *replies, reply = self._pipelined(
+            [*self._totals.commands(told), ("HGETALL", self._totals.key)]
+        )
+        self._retell(told, replies)
+        if isinstance(reply, Exception):
+            with translated("usage"):
+                raise reply
+        return read_totals(reply)
+
     def check(self) -> None:
         """See ``ReadIndex``; runs a script, which needs most of the rights that objkv needs."""
         self._run("check", RELEASE, f"{self._prefix}:l:check", "nobody")
@@ -98,6 +115,9 @@ class RedisIndex:
     def close(self) -> None:
         """See ``ReadIndex``."""
         with translated("close"):
+            if told := self._totals.take(early=True):
+                with suppress(StoreError):
+                    self._pipelined(self._totals.commands(told))
             self._finder.close()
             self._client.close()
 
@@ -110,7 +130,9 @@ class RedisIndex:
         args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
         for field, shard in shards.items():
             args += [field, encode_shard(shard)]
-        self._run("publish", PUBLISH, self._chunk(chunk.namespace, chunk.prefix_hash), *args)
+        key = self._chunk(chunk.namespace, chunk.prefix_hash)
+        nbytes, payloads = self._run("publish", PUBLISH, key, *args)
+        self._totals.add(chunk.namespace, chunk.prefix_hash, nbytes, payloads)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """See ``WriteIndex``; one pipelined round trip."""
@@ -130,39 +152,68 @@ class RedisIndex:
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""
         key = self._chunk(namespace, prefix_hash)
-        return self._run("forget", FORGET, key, field, encode_shard(expected))
+        gone = bool(self._run("forget", FORGET, key, field, encode_shard(expected)))
+        if gone:
+            self._totals.add(namespace, prefix_hash, -expected.nbytes, -1)
+        return gone
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
         """See ``WriteIndex``; the holder's end is renewed."""
-        return self._run("lease", LEASE, f"{self._prefix}:l:{name}", owner, ttl_ms)
+        return bool(self._run("lease", LEASE, f"{self._prefix}:l:{name}", owner, ttl_ms))
 
     def release(self, name: str, owner: str) -> None:
         """See ``WriteIndex``."""
         self._run("release", RELEASE, f"{self._prefix}:l:{name}", owner)
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
-        return self._run("pin", PIN, self._chunk(namespace, prefix_hash), int(pinned), ttl_s * 1000)
+        ttl_ms = max(ttl_s * 1000, int((until_s - self._clock()) * 1000))
+        return bool(self._run("pin", PIN, self._chunk(namespace, prefix_hash), until_s, ttl_ms))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``; also removes what is malformed."""
-        return self._execute("drop", ("DEL", self._chunk(namespace, prefix_hash)))
+        found, nbytes, payloads = self._run("drop", DROP, self._chunk(namespace, prefix_hash))
+        self._totals.add(namespace, prefix_hash, -nbytes, -payloads)
+        return bool(found)
+
+    def set_usage(self, usage: Usage) -> None:
+        """See ``PruneIndex``."""
+        self._totals.take(early=True)  # counted, too
+        with translated("set usage"):
+            run: Callable[..., object] = self._client.execute_command
+            run(*replaced(self._totals.key, usage))
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
 
-    def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> bool:
-        return self._execute(verb, script.known(key, *args), script.told(key, *args))
-
-    def _execute(self, verb: str, command: _Command, if_unknown: _Command = ()) -> bool:
+    def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> Any:
+        """What the script answers; in the same round trip, totals that are due are told."""
+        known, told = script.known(key, *args), self._totals.take()
         with translated(verb):
             run: Callable[..., object] = self._client.execute_command
             try:
-                return run(*command) == 1
+                if not told:
+                    return run(*known)
+                reply, *replies = self._telling(known, told)
+                self._retell(told, replies)
+                if isinstance(reply, Exception):
+                    raise reply
+                return reply
             except exceptions.NoScriptError:
-                return run(*if_unknown) == 1
+                return run(*script.told(key, *args))
 
-    def _pipelined(self, commands: Sequence[_Command]) -> list[Any]:
+    def _telling(self, command: Command, told: Mapping[str, int]) -> list[Any]:
+        try:
+            return self._pipelined([command, *self._totals.commands(told)])
+        except StoreError:
+            self._totals.put_back(told)
+            raise
+
+    def _retell(self, told: Mapping[str, int], replies: Sequence[object]) -> None:
+        pairs = zip(told.items(), replies, strict=True)
+        self._totals.put_back(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
+
+    def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
         """All replies, errors among them as values; one round trip, or one per cluster node."""
         if not commands:
             return []
@@ -174,7 +225,7 @@ class RedisIndex:
                 queue(*command, **self._where(command))
             return pipeline.execute(raise_on_error=False)
 
-    def _where(self, command: _Command) -> dict[str, Any]:
+    def _where(self, command: Command) -> dict[str, Any]:
         """Names the cluster node of a script's key, for which redis-py 8.1 would otherwise ask a
         server (``COMMAND GETKEYS``), one round trip for each command of a pipeline."""
         if command[0] in ("EVAL", "EVALSHA") and isinstance(self._client, redis.RedisCluster):
@@ -195,7 +246,7 @@ class RedisIndex:
                 yield match[1].decode("utf-8", "replace"), bytes.fromhex(match[2].decode("ascii"))
 
 
-def _record(prefix_hash: bytes, reply: Any) -> Record | None:
+def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
     """The record that ``HGETALL`` answered; None for none and for what no objkv wrote."""
     if isinstance(reply, Exception):
         if str(reply).startswith("WRONGTYPE"):
@@ -210,6 +261,7 @@ def _record(prefix_hash: bytes, reply: Any) -> Record | None:
         tokens = _TOKENS.fullmatch(reply[b"tokens"])
         parent_hash = bytes.fromhex(reply[b"parent"].decode("ascii"))
         hits, touched_s = int(reply.get(b"hits", 0)), int(reply.get(b"touched", 0))
+        pinned_until_s = int(reply.get(b"pin", 0))
     except (KeyError, ValueError):
         return None
     if not shards or tokens is None or len(parent_hash) != PREFIX_HASH_BYTES:
@@ -222,5 +274,5 @@ def _record(prefix_hash: bytes, reply: Any) -> Record | None:
         shards=shards,
         hits=hits,
         touched_s=touched_s,
-        pinned=b"pin" in reply,
+        pinned_until_s=pinned_until_s if pinned_until_s > now else 0,
     )

@@ -30,24 +30,42 @@ class Script:
         return ("EVAL", self.text, 1, key, *args)
 
 
-PUBLISH = Script("""\
+_LIVE = """\
+local ttl = tonumber(ARGV[1])
+if redis.call('HEXISTS', KEYS[1], 'pin') == 1 then
+  ttl = math.max(ttl, redis.call('PTTL', KEYS[1]))
+end
+redis.call('PEXPIRE', KEYS[1], string.format('%.0f', ttl))
+"""
+"""Gives the record its time to live, in ms; what is left of a pin is not shortened."""
+_SIZE = """\
+local function size(shard) return tonumber(string.match(shard, '^%[(%d+),')) or 0 end
+"""
+
+PUBLISH = Script(f"""\
+{_SIZE}
 local kind = redis.call('TYPE', KEYS[1])['ok']
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
-redis.call('HSET', KEYS[1], unpack(ARGV, 2))
-if redis.call('HEXISTS', KEYS[1], 'pin') == 0 then
-  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+local nbytes, payloads = 0, 0
+for i = 2, #ARGV, 2 do
+  if string.find(ARGV[i], '.', 1, true) then
+    local was = redis.call('HGET', KEYS[1], ARGV[i])
+    nbytes = nbytes + size(ARGV[i + 1]) - (was and size(was) or 0)
+    payloads = payloads + (was and 0 or 1)
+  end
 end
-return 1
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+{_LIVE}
+return {{nbytes, payloads}}
 """)
-"""ARGV: time to live in ms, then fields and values."""
+"""ARGV: time to live in ms, then fields and values. Answers by how many bytes and payloads there
+are more now."""
 
-TOUCH = Script("""\
+TOUCH = Script(f"""\
 if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
 local hits = tonumber(redis.call('HGET', KEYS[1], 'hits')) or 0
 redis.call('HSET', KEYS[1], 'hits', string.format('%.0f', hits + 1), 'touched', ARGV[2])
-if redis.call('HEXISTS', KEYS[1], 'pin') == 0 then
-  redis.call('PEXPIRE', KEYS[1], ARGV[1])
-end
+{_LIVE}
 return 1
 """)
 """ARGV: time to live in ms, seconds since the epoch."""
@@ -65,16 +83,29 @@ return 1
 
 PIN = Script("""\
 if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
-if ARGV[1] == '1' then
-  redis.call('HSET', KEYS[1], 'pin', '1')
-  redis.call('PERSIST', KEYS[1])
-else
+if ARGV[1] == '0' then
   redis.call('HDEL', KEYS[1], 'pin')
-  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+else
+  redis.call('HSET', KEYS[1], 'pin', ARGV[1])
 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """)
-"""ARGV: 1 or 0, time to live in ms."""
+"""ARGV: end of the pin in seconds since the epoch or 0, time to live in ms."""
+
+DROP = Script(f"""\
+{_SIZE}
+local nbytes, payloads = 0, 0
+if redis.call('TYPE', KEYS[1])['ok'] == 'hash' then
+  for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.find(field, '.', 1, true) then
+      nbytes, payloads = nbytes + size(redis.call('HGET', KEYS[1], field)), payloads + 1
+    end
+  end
+end
+return {{redis.call('DEL', KEYS[1]), nbytes, payloads}}
+""")
+"""Answers whether there was something, how many bytes, and how many payloads."""
 
 LEASE = Script("""\
 if redis.pcall('GET', KEYS[1]) == ARGV[1] then

@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
 from objkv.index.fields import decode_shard, encode_shard
+from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite_file import SqliteFile
+from objkv.index.sqlite_schema import nbytes_of
 
 _HASHES_MAX = 30_000
 """Per statement; SQLite itself allows 32,766 variables."""
 _SCAN_ROWS = 1_000
 _PURGE_ROWS = 100
 
-_COLUMNS = "c.hash, c.parent, c.token_start, c.token_end, c.hits, c.touched_s, c.ends_s"
-_LIVE = "(c.ends_s IS NULL OR c.ends_s > ?)"
+_COLUMNS = "c.hash, c.parent, c.token_start, c.token_end, c.hits, c.touched_s, c.pinned_s"
+_LIVE = "c.ends_s > ?"
 _JOINED = f"SELECT {_COLUMNS}, s.field, s.value FROM chunks c JOIN shards s USING (namespace, hash)"
 _FOUND = "SELECT hash, s.field, s.value FROM chunks c JOIN shards s USING (namespace, hash)"
 _PUBLISH_CHUNK = """
@@ -27,16 +29,25 @@ INSERT INTO chunks (namespace, hash, parent, token_start, token_end, ends_s)
 VALUES (?, ?, ?, ?, ?, ?)
 ON CONFLICT (namespace, hash) DO UPDATE SET
   parent = excluded.parent, token_start = excluded.token_start, token_end = excluded.token_end,
-  ends_s = CASE WHEN ends_s IS NULL THEN NULL ELSE excluded.ends_s END
+  ends_s = max(excluded.ends_s, pinned_s)
 """
 _PUBLISH_SHARD = """
 INSERT INTO shards (namespace, hash, field, value) VALUES (?, ?, ?, ?)
 ON CONFLICT (namespace, hash, field) DO UPDATE SET value = excluded.value
 """
 _TOUCH = f"""
-UPDATE chunks AS c SET hits = hits + 1, touched_s = ?,
-  ends_s = CASE WHEN ends_s IS NULL THEN NULL ELSE ? END
+UPDATE chunks AS c SET hits = hits + 1, touched_s = ?, ends_s = max(?, pinned_s)
 WHERE namespace = ? AND {_LIVE} AND hash IN
+"""
+_USAGE = f"""
+WITH expired AS (
+  SELECT namespace, sum({nbytes_of("s.value")}) AS nbytes, count(*) AS payloads
+  FROM chunks c JOIN shards s USING (namespace, hash)
+  WHERE c.ends_s <= ? AND hash <> ? GROUP BY namespace)
+SELECT namespace, t.nbytes - ifnull(e.nbytes, 0) AS nbytes,
+  t.payloads - ifnull(e.payloads, 0) AS payloads
+FROM totals t LEFT JOIN expired e USING (namespace)
+WHERE t.payloads > ifnull(e.payloads, 0) ORDER BY namespace
 """
 _LEASE = """
 INSERT INTO leases (name, owner, ends_s) VALUES (?, ?, ?)
@@ -71,7 +82,7 @@ class SqliteIndex:
                     f"{_JOINED} WHERE namespace = ? AND {_LIVE} AND hash IN {_marks(part)}",
                     (namespace, self._clock(), *part),
                 )
-                found |= {record.prefix_hash: record for record in _records(rows)}
+                found |= {record.prefix_hash: record for record in _records(rows, self._clock())}
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
     def find(
@@ -107,7 +118,7 @@ class SqliteIndex:
                 ).fetchall()
             if not rows:
                 return
-            yield from _records(rows)
+            yield from _records(rows, self._clock())
             after = rows[-1][0]
 
     def namespaces(self) -> list[str]:
@@ -118,6 +129,13 @@ class SqliteIndex:
                 (self._clock(),),
             ).fetchall()
         return [str(namespace) for (namespace,) in rows]
+
+    def usage(self) -> list[Usage]:
+        """See ``ReadIndex``; exact: what has expired and is not removed yet is taken off."""
+        now = self._clock()
+        with self._file.read() as connection:
+            rows = connection.execute(_USAGE, (now, SHAPES_HASH)).fetchall()
+        return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
     def check(self) -> None:
         """See ``ReadIndex``; proves that the file can be written as well."""
@@ -190,13 +208,14 @@ class SqliteIndex:
         with self._file.write() as connection:
             connection.execute("DELETE FROM leases WHERE name = ? AND owner = ?", (name, owner))
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
         now = self._clock()
         with self._file.write() as connection:
             changed = connection.execute(
-                f"UPDATE chunks AS c SET ends_s = ? WHERE namespace = ? AND hash = ? AND {_LIVE}",
-                (None if pinned else now + ttl_s, namespace, prefix_hash, now),
+                "UPDATE chunks AS c SET pinned_s = ?, ends_s = ?"
+                f" WHERE namespace = ? AND hash = ? AND {_LIVE}",
+                (until_s, max(now + ttl_s, until_s), namespace, prefix_hash, now),
             ).rowcount
         return changed == 1
 
@@ -208,6 +227,9 @@ class SqliteIndex:
                 (namespace, prefix_hash, self._clock()),
             ).rowcount
         return changed == 1
+
+    def set_usage(self, usage: Usage) -> None:
+        """Nothing: triggers keep the totals, in the transactions that change what is stored."""
 
 
 def _purge(connection: sqlite3.Connection, now: float) -> None:
@@ -231,7 +253,7 @@ def _marks(values: Sequence[object]) -> str:
     return f"({','.join('?' * len(values))})"
 
 
-def _records(rows: Iterable[tuple[Any, ...]]) -> Iterator[Record]:
+def _records(rows: Iterable[tuple[Any, ...]], now: float) -> Iterator[Record]:
     """The records of joined rows; chunks without a readable shard are left out."""
     chunks: dict[bytes, tuple[Any, ...]] = {}
     shards: dict[bytes, dict[str, ShardRecord]] = {}
@@ -240,7 +262,7 @@ def _records(rows: Iterable[tuple[Any, ...]]) -> Iterator[Record]:
         if isinstance(value, bytes) and (shard := decode_shard(value)):
             chunks[chunk[0]] = tuple(chunk)
             shards.setdefault(chunk[0], {})[field] = shard
-    for prefix_hash, (_, parent, start, end, hits, touched_s, ends_s) in chunks.items():
+    for prefix_hash, (_, parent, start, end, hits, touched_s, pinned_s) in chunks.items():
         yield Record(
             prefix_hash=prefix_hash,
             parent_hash=parent,
@@ -249,5 +271,5 @@ def _records(rows: Iterable[tuple[Any, ...]]) -> Iterator[Record]:
             shards=shards[prefix_hash],
             hits=hits,
             touched_s=touched_s,
-            pinned=ends_s is None,
+            pinned_until_s=pinned_s if pinned_s > now else 0,
         )

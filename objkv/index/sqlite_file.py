@@ -1,4 +1,4 @@
-"""The SQLite file of an index: its schema, its connections, and what its errors mean.
+"""The SQLite file of an index: its connections, and what its errors mean.
 
 The file is shared by threads and processes of one machine through WAL, which does not work on
 network file systems.
@@ -14,36 +14,8 @@ from pathlib import Path
 from threading import Lock
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.index.sqlite_schema import APPLICATION_ID, SCHEMA_VERSION, create, upgrade
 
-SCHEMA_VERSION = 1
-APPLICATION_ID = 0x6F6B7631
-"""``okv1``: tells an index from somebody else's SQLite file."""
-
-_SCHEMA = """
-CREATE TABLE chunks (
-  namespace TEXT NOT NULL,
-  hash BLOB NOT NULL,
-  parent BLOB NOT NULL,
-  token_start INTEGER NOT NULL,
-  token_end INTEGER NOT NULL,
-  hits INTEGER NOT NULL DEFAULT 0,
-  touched_s INTEGER NOT NULL DEFAULT 0,
-  ends_s REAL,
-  PRIMARY KEY (namespace, hash)
-) WITHOUT ROWID;
-CREATE INDEX chunks_by_end ON chunks (ends_s) WHERE ends_s IS NOT NULL;
-CREATE TABLE shards (
-  namespace TEXT NOT NULL,
-  hash BLOB NOT NULL,
-  field TEXT NOT NULL,
-  value BLOB NOT NULL,
-  PRIMARY KEY (namespace, hash, field),
-  FOREIGN KEY (namespace, hash) REFERENCES chunks ON DELETE CASCADE
-) WITHOUT ROWID;
-CREATE TABLE leases (name TEXT PRIMARY KEY, owner TEXT NOT NULL, ends_s REAL NOT NULL)
-WITHOUT ROWID;
-CREATE INDEX leases_by_end ON leases (ends_s);
-"""
 _WAL_RETRY_S = 0.01
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -131,7 +103,7 @@ class SqliteFile:
         version = _pragma(connection, "user_version")
         if version == 0:
             self._use_wal(connection)
-            version = self._create(connection)
+            version = self._change(connection)
         if version > SCHEMA_VERSION:
             raise StoreDenied(
                 f"index {self.path} was written by a newer objkv (schema {version}, this one knows "
@@ -141,6 +113,8 @@ class SqliteFile:
             raise StoreDenied(
                 f"{self.path} is an SQLite file, but not of objkv: set index_url to another file"
             )
+        if version < SCHEMA_VERSION:
+            self._change(connection)
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
         # Switching the mode does not wait for others as other statements do, so it is repeated.
@@ -154,17 +128,17 @@ class SqliteFile:
                     raise
             time.sleep(_WAL_RETRY_S)
 
-    def _create(self, connection: sqlite3.Connection) -> int:
+    def _change(self, connection: sqlite3.Connection) -> int:
+        """Create or upgrade the tables, unless another process just did; the version now."""
         connection.execute("BEGIN IMMEDIATE")
         try:
             version = _pragma(connection, "user_version")
             tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
             if version == 0 and tables == 0:
-                for statement in _SCHEMA.split(";\n"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-                version = SCHEMA_VERSION
+                create(connection)
+            elif 0 < version < SCHEMA_VERSION:
+                upgrade(connection)
+            version = _pragma(connection, "user_version")
         except BaseException:
             connection.rollback()
             raise

@@ -3,12 +3,21 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, WriteIndex
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage, WriteIndex
 
 T = TypeVar("T")
 
 Verb = Literal[
-    "lookup", "find", "scan", "namespaces", "publish", "touch", "forget", "lease", "release"
+    "lookup",
+    "find",
+    "scan",
+    "namespaces",
+    "usage",
+    "publish",
+    "touch",
+    "forget",
+    "lease",
+    "release",
 ]
 
 
@@ -45,6 +54,10 @@ class WrappedIndex:
     def namespaces(self) -> list[str]:
         """As the inner index."""
         return self._around("namespaces", self._inner.namespaces)
+
+    def usage(self) -> list[Usage]:
+        """As the inner index."""
+        return self._around("usage", self._inner.usage)
 
     def check(self) -> None:
         """As the inner index."""

@@ -16,22 +16,11 @@ from objkv.testing.index_samples import (
     prefix_hash,
     shard,
 )
+from objkv.testing.timed_contract import TimedContract
 
 
-class FindContract:
+class FindContract(TimedContract):
     """Held to by every ``PruneIndex``; fixtures as in ``IndexContract``."""
-
-    short_s = 100
-    """A time to live that ``pass_time`` outlives, and that no test does."""
-
-    @pytest.fixture
-    def clock(self) -> ManualClock:
-        """What the index under test reads the time from."""
-        return ManualClock()
-
-    def pass_time(self, clock: ManualClock, seconds: float) -> None:
-        """Let ``seconds`` pass for the index."""
-        clock.advance(seconds)
 
     def test_finding_keeps_the_order_and_the_repetitions_of_its_question(
         self, index: PruneIndex

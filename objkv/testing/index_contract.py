@@ -23,11 +23,13 @@ from objkv.testing.index_samples import (
     prefix_hash,
     shard,
 )
+from objkv.testing.pin_contract import PinContract
+from objkv.testing.usage_contract import UsageContract
 
 THREADS = 12
 
 
-class IndexContract(FindContract):
+class IndexContract(FindContract, PinContract, UsageContract):
     """Held to by every ``PruneIndex``."""
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:
@@ -109,7 +111,7 @@ class IndexContract(FindContract):
         index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
         self.pass_time(clock, self.short_s)
         assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
-        assert not index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
+        assert not index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
         assert not index.drop(NAMESPACE, prefix_hash(1))
         assert get(index) is None
@@ -138,10 +140,12 @@ class IndexContract(FindContract):
         assert first.touched_s > 0
         assert third is None
 
-    def test_publishing_again_keeps_hits_and_pin(self, index: PruneIndex) -> None:
+    def test_publishing_again_keeps_hits_and_pin(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
+        index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
         index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=LONG_S)
         record = get(index)
         assert record is not None
@@ -164,18 +168,20 @@ class IndexContract(FindContract):
         forget = partial(index.forget, NAMESPACE, prefix_hash(1), FIELD, shard())
         assert sorted(map(bool, at_once([forget] * THREADS))) == [False] * (THREADS - 1) + [True]
 
-    def test_hits_touches_and_pins_do_not_count_when_forgetting(self, index: PruneIndex) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
-        assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
-
-    def test_a_record_without_fields_disappears_with_its_hits_and_pin(
-        self, index: PruneIndex
+    def test_hits_touches_and_pins_do_not_count_when_forgetting(
+        self, index: PruneIndex, clock: ManualClock
     ) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
+        index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
+        assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
+
+    def test_a_record_without_fields_disappears_with_its_hits_and_pin(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+        index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
         index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
         assert get(index) is None
         assert index.namespaces() == []
@@ -184,36 +190,18 @@ class IndexContract(FindContract):
         assert record is not None
         assert (record.hits, record.pinned) == (0, False)
 
-    def test_pinned_records_do_not_expire(self, index: PruneIndex, clock: ManualClock) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
-        assert index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=self.short_s)
-        index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=self.short_s)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
-        self.pass_time(clock, self.short_s)
-        record = get(index)
-        assert record is not None
-        assert record.pinned
-
-    def test_unpinned_records_expire(self, index: PruneIndex, clock: ManualClock) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
-        assert index.pin(NAMESPACE, prefix_hash(1), pinned=False, ttl_s=self.short_s)
-        record = get(index)
-        assert record is not None
-        assert not record.pinned
-        self.pass_time(clock, self.short_s)
-        assert get(index) is None
-
     def test_there_is_nothing_to_pin_or_drop_where_there_is_no_record(
-        self, index: PruneIndex
+        self, index: PruneIndex, clock: ManualClock
     ) -> None:
-        assert not index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
+        assert not index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
         assert not index.drop(NAMESPACE, prefix_hash(1))
         assert get(index) is None
 
-    def test_dropping_removes_a_pinned_record_too(self, index: PruneIndex) -> None:
+    def test_dropping_removes_a_pinned_record_too(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
+        index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
         assert index.drop(NAMESPACE, prefix_hash(1))
         assert get(index) is None
 

@@ -151,7 +151,7 @@ def test_dropping_a_chunk_deletes_all_its_payloads(store: LocalStore, index: Bul
 
 def test_a_pin_is_refused_with_what_to_do(index: BulkIndex) -> None:
     with pytest.raises(StoreDenied, match="set index_url"):
-        index.pin(NAMESPACE, HASHES[0], pinned=True, ttl_s=1)
+        index.pin(NAMESPACE, HASHES[0], until_s=2**33, ttl_s=1)
 
 
 def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: BulkIndex) -> None:

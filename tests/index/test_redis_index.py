@@ -107,14 +107,16 @@ def test_a_record_is_written_as_documented(client: redis.Redis) -> None:
     }
 
 
-def test_every_key_expires_except_pinned_records(client: redis.Redis) -> None:
+def test_every_key_expires_but_the_totals(client: redis.Redis) -> None:
     index = RedisIndex(client)
     for number in (1, 2, 3):
         index.publish(chunk(number), {FIELD: shard()}, ttl_s=LONG_S)
     index.touch(NAMESPACE, [prefix_hash(n) for n in (1, 2, 3, 4)], ttl_s=LONG_S)
     index.lease("x", "me", ttl_ms=LONG_S)
-    index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
-    assert [key for key in client.scan_iter() if client.pttl(key) == -1] == [KEY.encode()]
+    index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
+    index.usage()
+    lasting = [key for key in client.scan_iter() if client.pttl(key) == -1]
+    assert lasting == [b"objkv:u:totals"]
 
 
 def test_a_record_really_expires(client: redis.Redis) -> None:

@@ -101,9 +101,9 @@ def test_prefixes_are_chains_from_root_to_leaf(bulk: MemoryStore, index: MemoryI
 def test_a_chain_is_pinned_when_all_of_it_is(bulk: MemoryStore, index: MemoryIndex) -> None:
     keys = save(bulk, index)
     for key in keys[:-1]:
-        index.pin(NAMESPACE, key.prefix_hash, pinned=True, ttl_s=60)
+        index.pin(NAMESPACE, key.prefix_hash, until_s=2**33, ttl_s=60)
     assert not list_prefixes(index, NAMESPACE)[0].pinned
-    index.pin(NAMESPACE, keys[-1].prefix_hash, pinned=True, ttl_s=60)
+    index.pin(NAMESPACE, keys[-1].prefix_hash, until_s=2**33, ttl_s=60)
     assert list_prefixes(index, NAMESPACE)[0].pinned
 
 

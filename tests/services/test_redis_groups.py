@@ -107,9 +107,10 @@ def test_a_user_with_the_documented_rights_can_use_a_cluster(cluster: ServerGrou
     index.touch(NAMESPACE, HASHES, ttl_s=LONG_S)
     assert all_there(index)
     assert index.lease("x", "me", ttl_ms=60_000)
-    assert index.pin(NAMESPACE, HASHES[0], pinned=True, ttl_s=LONG_S)
+    assert index.pin(NAMESPACE, HASHES[0], until_s=2**33, ttl_s=LONG_S)
     assert index.forget(NAMESPACE, HASHES[0], FIELD, shard())
     assert index.drop(NAMESPACE, HASHES[1])
+    assert [one.payloads for one in index.usage()] == [CHUNKS - 2]
     assert len(list(index.scan(NAMESPACE))) == CHUNKS - 2
 
 

@@ -13,7 +13,7 @@ from redis.retry import Retry
 from objkv.assembly.redis import connect_redis
 from objkv.config import Config
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import PruneIndex
+from objkv.index.base import PruneIndex, Usage
 from objkv.index.redis import RedisIndex
 from objkv.testing.clock import ManualClock
 from objkv.testing.index_contract import IndexContract
@@ -112,13 +112,15 @@ def test_a_user_with_the_documented_rights_can_do_everything(guarded: RedisServe
     index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
     assert index.lease("x", "me", ttl_ms=60_000)
     index.release("x", "me")
-    assert index.pin(NAMESPACE, prefix_hash(1), pinned=True, ttl_s=LONG_S)
-    assert index.pin(NAMESPACE, prefix_hash(1), pinned=False, ttl_s=LONG_S)
+    assert index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
+    assert index.pin(NAMESPACE, prefix_hash(1), until_s=0, ttl_s=LONG_S)
     assert get(index) is not None
     assert len(list(index.scan(NAMESPACE))) == 1
     assert index.namespaces() == [NAMESPACE]
     assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
     index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+    assert [one.payloads for one in index.usage()] == [1]
+    index.set_usage(Usage(NAMESPACE, 1, 1, counted_s=1))
     assert index.drop(NAMESPACE, prefix_hash(1))
 
 

@@ -1,0 +1,113 @@
+"""Running totals in Redis: what drifts, what mends it, and what a save pays for it."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from objkv.index.base import Usage
+from objkv.index.redis import RedisIndex
+from objkv.index.redis_usage import Totals, read_totals
+from objkv.testing.clock import ManualClock
+from objkv.testing.index_samples import FIELD, LONG_S, NAMESPACE, OTHER, chunk, prefix_hash, shard
+from objkv.testing.servers.redis import RedisServer
+from objkv.testing.servers.round_trips import RoundTrips
+from tests.index.test_redis_index import counted
+
+KEY = "objkv:u:totals"
+
+
+@pytest.fixture
+def client(valkey: RedisServer) -> Iterator[redis.Redis]:
+    with valkey.client() as client:
+        client.flushall()
+        yield client
+
+
+def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:
+    index, clock = RedisIndex(client), ManualClock()
+    index._totals = Totals(KEY, clock=clock)
+    return index, clock
+
+
+def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) -> None:
+    trips = RoundTrips()
+    index, clock = timed(counted(valkey, trips))
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    for number in (2, 3, 4):
+        clock.advance(10)
+        before = trips.count
+        index.publish(chunk(number), {FIELD: shard(10)}, ttl_s=LONG_S)
+        assert trips.count - before == 1
+    index.close()
+
+
+def test_others_hear_of_what_was_published_within_seconds(client: redis.Redis) -> None:
+    index, clock = timed(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    assert RedisIndex(client).usage() == []
+    clock.advance(5)
+    index.lease("x", "me", ttl_ms=1000)
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_closing_tells_the_rest(client: redis.Redis, valkey: RedisServer) -> None:
+    index = RedisIndex(valkey.client())
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.close()
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_what_expires_is_counted_until_somebody_counts_again(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    client.delete(f"objkv:i:{NAMESPACE}:{prefix_hash(1).hex()}")
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
+    index.set_usage(Usage(NAMESPACE, 4, 1, counted_s=1_700_000_000))
+    assert index.usage() == [Usage(NAMESPACE, 4, 1, 1_700_000_000)]
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert index.usage() == [Usage(NAMESPACE, 7, 2, 1_700_000_000)]
+
+
+def test_a_namespace_without_payloads_is_forgotten(client: redis.Redis) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.set_usage(Usage(NAMESPACE, 0, 0, counted_s=1_700_000_000))
+    assert index.usage() == []
+    assert client.exists(KEY) == 0
+
+
+def test_totals_that_cannot_be_told_cost_no_save_and_are_told_later(client: redis.Redis) -> None:
+    index, clock = timed(client)
+    client.set(KEY, "theirs")
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    clock.advance(5)
+    index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert all(index.lookup(NAMESPACE, [prefix_hash(1), prefix_hash(2)]))
+    client.delete(KEY)
+    assert index.usage() == [Usage(NAMESPACE, 13, 2, 0)]
+
+
+def test_a_server_that_forgot_the_script_is_taught_while_totals_are_told(
+    client: redis.Redis,
+) -> None:
+    index, clock = timed(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    client.script_flush()
+    clock.advance(5)
+    index.publish(chunk(2, OTHER), {FIELD: shard(3)}, ttl_s=LONG_S)
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0), Usage(OTHER, 3, 1, 0)]
+
+
+def test_what_no_objkv_wrote_into_the_totals_is_left_out() -> None:
+    reply = {
+        b"a:nbytes": b"7",
+        b"a:payloads": b"1",
+        b"b:nbytes": b"-5",
+        b"b:payloads": b"2",
+        b"c:nbytes": b"many",
+        b"d": b"1",
+        b"e:colour": b"1",
+        b"f:nbytes": b"0",
+    }
+    assert read_totals(reply) == [Usage("a", 7, 1, 0), Usage("b", 0, 2, 0)]
