@@ -124,7 +124,7 @@ def test_a_key_of_the_file_is_refused_naming_the_file(tmp_path: Path) -> None:
 def test_every_known_scheme_of_the_index_is_accepted(scheme: str) -> None:
     plain = {"memory": "memory:", "sqlite": "sqlite:///i", "bulk": "bulk:"}
     url = plain.get(scheme, f"{scheme}://h:1,i:2/0")
-    given = {"bulk_url": "file:///b", "index_url": url}
+    given = {"bulk_url": "file:///b", "index_url": url, "allow_plaintext": True}
     assert load_config(given, environ={}).index_url == url
 
 
@@ -161,7 +161,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 def test_secrets_are_masked_wherever_settings_are_shown() -> None:
     config = load_config(
         {
-            "index_url": "redis://me:hunter2@host:6379/0?sentinel_password=hunter2&x=1",
+            "index_url": "rediss://me:hunter2@host:6379/0?sentinel_password=hunter2&x=1",
             "bulk_url": "s3://bucket/x",
             "s3_endpoint_url": "https://me:hunter2@host",
             "s3_access_key_id": "hunter2",
@@ -172,7 +172,7 @@ def test_secrets_are_masked_wherever_settings_are_shown() -> None:
     )
     shown = config.public()
     assert "hunter2" not in str(shown)
-    assert shown["index_url"] == "redis://me:***@host:6379/0?sentinel_password=***&x=1"
+    assert shown["index_url"] == "rediss://me:***@host:6379/0?sentinel_password=***&x=1"
     assert shown["redis_password"] == "***"
 
 

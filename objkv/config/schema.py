@@ -10,12 +10,14 @@ from objkv.config.urls import (
     INDEX_SCHEMES,
     cache_folder,
     check_url,
+    refuse_clear,
     without_password,
 )
 
 LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
+Role = Literal["reader", "writer", "sweeper"]
 _SECRETS = ("s3_access_key_id", "s3_secret_access_key", "redis_password")
 
 
@@ -73,6 +75,9 @@ class Config(BaseModel):
     """Overrides the URL's, so that secrets can stay out of URLs."""
     redis_password: str | None = Field(default=None, repr=False)
     """Overrides the URL's, so that secrets can stay out of URLs."""
+    redis_prefix: str = Field(default="objkv", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Every key in Redis begins with it and a colon: tenants that must not read each other's have
+    one each, and rights to no other."""
     redis_calls_max: int = Field(default=16, ge=1)
     """Connections to Redis, per process: so many for the index, and as many for payloads."""
 
@@ -98,6 +103,13 @@ class Config(BaseModel):
     """Bytes that a worker copies to Redis in this way within an hour. 0: none."""
     tenant: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Part of the identity: tenants never share."""
+    role: Role = "writer"
+    """What this process may do in both stores, as its rights are: ``reader`` loads, and writes
+    nothing, no hits either; ``sweeper`` is for operators' commands, and no replica starts with
+    it."""
+    allow_plaintext: bool = False
+    """Whether stores on other machines may be reached without TLS: credentials, keys and payloads
+    then cross the network in clear. This machine's own always may."""
     model_id: str | None = None
     """Overrides the model's name in the identity, e.g. when mount paths differ."""
     weights_epoch: int = Field(default=0, ge=0)
@@ -145,9 +157,12 @@ class Config(BaseModel):
     lease_ms: int = Field(default=30_000, ge=1)
     """How long one replica alone may be saving a chunk."""
     breaker_failures: int = Field(default=5, ge=1)
-    """Failures in a row after which a store is left alone for ``breaker_reset_ms``."""
-    breaker_reset_ms: int = Field(default=5_000, ge=1)
-    """How long a failing store is left alone before one call tries it again."""
+    """Failures in a row after which reads, or writes, of a store are left alone for a while."""
+    breaker_reset_ms: int = Field(default=1_000, ge=1)
+    """How long they are left alone at most before one call tries again; twice as long each time it
+    fails."""
+    breaker_reset_max_ms: int = Field(default=15_000, ge=1)
+    """The longest such pause: so long after a store is back, it is tried at the latest."""
 
     admission: AdmissionMode = "auto"
     """Which matches are loaded: ``auto``, those that were measured to be sooner loaded than
@@ -170,6 +185,13 @@ class Config(BaseModel):
                 return values | {"index_url": "bulk:"}
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_reader_copies_nothing(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("role") == "reader":
+            return values | {"hot_promote_bytes_max": 0}
+        return values
+
     @model_validator(mode="after")
     def _urls_are_known(self) -> Self:
         check_url("bulk_url", self.bulk_url, BULK_SCHEMES)
@@ -178,6 +200,12 @@ class Config(BaseModel):
             raise ValueError(
                 "index_url 'bulk:': only a folder (bulk_url file:///) can be its index"
             )
+        if not self.allow_plaintext:
+            urls = {"index_url": self.index_url}
+            if self.bulk_url.startswith("s3:"):
+                urls["s3_endpoint_url"] = self.s3_endpoint_url or ""
+            for name, url in urls.items():
+                refuse_clear(name, url)
         return self
 
     def public(self) -> dict[str, Any]:

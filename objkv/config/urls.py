@@ -1,5 +1,6 @@
 """URLs and paths in settings: what is allowed, where defaults lie, and what may be shown."""
 
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -48,6 +49,44 @@ def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
     elif scheme not in ("memory", "bulk") and not _names_host(rest):
         what = "bucket" if scheme == "s3" else "host"
         raise ValueError(f"{name} {shown!r}: names no {what}; write {scheme}://{what}")
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether ``host`` is a name or an address of the loopback interface. Names are not resolved:
+    whoever answers for DNS would decide what is sent in clear."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def clear_hosts(url: str) -> list[str]:
+    """The hosts that ``url`` names and that would be spoken to in clear over a network."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return []
+    if parts.scheme not in ("http", *_REDIS_KINDS):
+        return []
+    places = parts.netloc.rpartition("@")[2].split(",")
+    hosts = [re.sub(r":\d*$", "", place) for place in places]
+    return [host for host in hosts if not is_this_machine(host)]
+
+
+def refuse_clear(name: str, url: str) -> None:
+    """Raise ``ValueError``, naming what to write, if ``url`` leads to another machine without
+    TLS."""
+    if clear_hosts(url):
+        scheme = url.partition("://")[0]
+        secure = "https" if scheme.lower() == "http" else scheme.replace("redis", "rediss", 1)
+        raise ValueError(
+            f"{name} {without_password(url)!r}: credentials and payloads would cross the network "
+            f"in clear; write {secure}://, or set allow_plaintext to true if nobody "
+            "else can listen there"
+        )
 
 
 def _names_host(rest: str) -> bool:

@@ -72,7 +72,7 @@ def test_errors_and_reprs_carry_no_password() -> None:
 
 
 def test_user_and_password_come_from_the_url_unless_they_are_set() -> None:
-    url = "redis://user:p%40ss@h"
+    url = "redis://user:p%40ss@localhost"
     assert options(url)["username"] == "user"
     assert options(url)["password"] == "p@ss"
     both = options(url, redis_username="other", redis_password="hush")
@@ -80,7 +80,7 @@ def test_user_and_password_come_from_the_url_unless_they_are_set() -> None:
 
 
 def test_pools_are_bounded_and_wait() -> None:
-    for url in ("redis://h", "redis+sentinel://h?service=s"):
+    for url in ("redis://localhost", "redis+sentinel://localhost?service=s"):
         client = connect_redis(url, Config(index_url=url, redis_calls_max=3))
         assert isinstance(client, redis.Redis)
         pool = client.connection_pool
@@ -89,13 +89,16 @@ def test_pools_are_bounded_and_wait() -> None:
 
 
 def test_time_outs_grow_with_the_lookup_deadline_but_have_floors() -> None:
-    quick, slow = options("redis://h"), options("redis://h", lookup_deadline_ms=5_000)
+    quick, slow = (
+        options("redis://localhost"),
+        options("redis://localhost", lookup_deadline_ms=5_000),
+    )
     assert (quick["socket_connect_timeout"], quick["socket_timeout"]) == (1.0, 2.0)
     assert (slow["socket_connect_timeout"], slow["socket_timeout"]) == (5.0, 10.0)
 
 
 def test_answers_are_bytes_and_the_client_has_a_name() -> None:
-    given = options("redis://h")
+    given = options("redis://localhost")
     assert given["decode_responses"] is False
     assert given["client_name"] == "objkv"
 
@@ -117,7 +120,7 @@ def test_tls_checks_certificate_and_host_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "names", "words"),
     [
-        ("redis://h", ["redis_ca_file"], "redis_ca_file: no use without TLS"),
+        ("redis://localhost", ["redis_ca_file"], "redis_ca_file: no use without TLS"),
         ("rediss://h", ["redis_cert_file"], "set both or none"),
         ("rediss://h", ["redis_ca_file"], "No such file"),
     ],

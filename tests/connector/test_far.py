@@ -11,7 +11,7 @@ from objkv.connector.worker import _is_far
     [
         ("s3://bucket/prefix", None, True),
         ("s3://bucket", "https://s3.example.org", True),
-        ("s3://bucket", "http://10.0.0.7:9000", True),
+        ("s3://bucket", "https://10.0.0.7:9000", True),
         ("s3://bucket", "http://127.0.0.1:9000", False),
         ("s3://bucket", "http://localhost:9000", False),
         ("s3://bucket", "http://[::1]:9000", False),

@@ -1,0 +1,90 @@
+"""What would cross a network in clear is refused by the settings, unless it is allowed by name."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.config import Config, load_config
+from objkv.config.urls import clear_hosts, is_this_machine
+from objkv.errors import ConfigError
+
+HERE = ("127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST.", "a.localhost", "[::1]")
+ELSEWHERE = (
+    *("h", "minio.svc", "10.0.0.7", "192.168.1.1", "[fe80::1]", "[::]"),
+    *("127.0.0.1.example", "localhost.example", "127.1", "0x7f.0.0.1", "2130706433"),
+)
+
+
+def settings(**given: object) -> Config:
+    return load_config({"bulk_url": "memory:", **given}, environ={})
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
+@pytest.mark.parametrize("host", HERE)
+def test_this_machine_is_spoken_to_in_clear(scheme: str, host: str) -> None:
+    url = f"{scheme}://u:p@{host}:7000,{host}/0?service=s"
+    assert settings(index_url=url).index_url == url
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "redis+sentinel"])
+@pytest.mark.parametrize("host", ELSEWHERE)
+def test_another_machine_is_not_though_it_is_one_of_several(scheme: str, host: str) -> None:
+    url = f"{scheme}://u:p@127.0.0.1,{host}:7000/0"
+    with pytest.raises(ConfigError) as caught:
+        settings(index_url=url)
+    secure = scheme.replace("redis", "rediss", 1)
+    assert f"write {secure}://, or set allow_plaintext to true" in str(caught.value)
+    assert ":p@" not in str(caught.value)
+    assert settings(index_url=url.replace("redis", "rediss", 1)).index_url != url
+    assert settings(index_url=url, allow_plaintext=True).index_url == url
+
+
+@pytest.mark.parametrize("host", ELSEWHERE)
+def test_an_s3_endpoint_on_another_machine_wants_https(host: str) -> None:
+    place = {"bulk_url": "s3://bucket/p", "s3_endpoint_url": f"http://{host}:9000"}
+    with pytest.raises(ConfigError, match=r"s3_endpoint_url .*write https://, or set allow_plain"):
+        settings(**place)
+    settings(**place, allow_plaintext=True)
+    settings(**place | {"s3_endpoint_url": f"https://{host}:9000"})
+
+
+def test_an_s3_endpoint_that_is_not_used_is_not_judged() -> None:
+    assert settings(s3_endpoint_url="http://minio.svc").s3_endpoint_url == "http://minio.svc"
+
+
+@pytest.mark.parametrize("host", HERE)
+def test_an_s3_endpoint_on_this_machine_may_be_http(host: str) -> None:
+    settings(bulk_url="s3://bucket", s3_endpoint_url=f"http://{host}:9000")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://evil?x=@localhost", "redis://localhost:1@evil", "http://evil/@localhost",
+     "http://evil#@localhost", "HTTP://evil"],
+)  # fmt: skip
+def test_what_only_looks_like_this_machine_is_another(url: str) -> None:
+    assert clear_hosts(url) == ["evil"]
+
+
+@given(st.text())
+def test_a_host_is_this_machine_by_its_spelling_alone(host: str) -> None:
+    """Nothing is resolved: whoever answers for DNS must not decide what is sent in clear."""
+    is_this_machine(host)
+
+
+def test_a_password_that_was_not_escaped_is_not_shown_as_a_host() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(index_url="redis://user:hunter2/x@h")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "a:b", "a*", "a b", "a/b", "x" * 65])
+def test_a_redis_prefix_cannot_reach_into_another(prefix: str) -> None:
+    """A colon ends it, and no character of it is a pattern: ``a:*`` allows nobody ``ab:…``."""
+    with pytest.raises(ConfigError, match="redis_prefix"):
+        settings(redis_prefix=prefix)
+
+
+def test_a_reader_promotes_nothing() -> None:
+    assert settings(role="reader", hot_promote_bytes_max=7).hot_promote_bytes_max == 0
+    assert settings(hot_promote_bytes_max=7).hot_promote_bytes_max == 7
