@@ -20,6 +20,7 @@ from benchmarks.soak_prompts import (
     shard_of,
 )
 from objkv.assembly.backends import open_backends
+from objkv.breaker import Change
 from objkv.cache.lookup import LookupLimits, LookupService, Records
 from objkv.cache.match import usable_chunks
 from objkv.cache.tiered import CacheSettings, ChunkCache
@@ -171,9 +172,9 @@ class Replica:
         self.lookups.close()
         self._backends.close()
 
-    def _count_change(self, end: str, given_up: bool) -> None:
-        if given_up:
-            self.recorder.count(f"{end}_given_up")
+    def _count_change(self, change: Change) -> None:
+        if change.error is not None:
+            self.recorder.count(f"{change.end}_given_up")
 
 
 def _move(prompt_: Prompt, chunk: int, group: int, tables: Tables) -> ChunkMove:

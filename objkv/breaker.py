@@ -1,51 +1,98 @@
 """Leaves a failing server alone for a while, so that nobody waits for what will not come.
 
-pybreaker keeps the state and counts. It is told outcomes rather than given calls to make, because
-its own ``call`` holds one lock for as long as the call lasts: every get would queue behind another.
+One breaker each for reading and for writing: a full disk, a replica that may only read, a primary
+that is gone stop writes, and reads go on. pybreaker keeps the state and counts. It is told outcomes
+rather than given calls to make, because its own ``call`` holds one lock for as long as the call
+lasts: every get would queue behind another. When to try again, and by how many calls at once, is
+decided here. See ``docs/decisions/0020``.
 """
 
+import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 from threading import Lock
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import pybreaker
 
-from objkv.errors import StoreError, StoreUnavailable
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.telemetry import Recorder
 
 T = TypeVar("T")
 
+Direction = Literal["read", "write"]
+DIRECTIONS: tuple[Direction, ...] = ("read", "write")
+
+_PROBES_MAX = 2
+"""Calls that try a server again and do not return, before nobody else does: a file system that
+hangs keeps the threads of all who ask it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """When a server is given up, and when it is tried again."""
+
+    failures: int = 5
+    """So many in a row."""
+    reset_s: float = 1.0
+    """The longest first pause. Each pause is twice as long as the one before at most."""
+    reset_max_s: float = 15.0
+    """The longest pause: so long after a server is back, at the latest, it is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """News of one breaker."""
+
+    end: str
+    """``bulk``, ``hot`` or ``index``."""
+    direction: Direction
+    error: StoreError | None
+    """Why it was given up; None: it is back."""
+
+
+OnChange = Callable[[Change], None]
+"""Told when something was given up, when it turned out to be refused rather than unanswered, and
+when it is back. From any thread, under a lock: it only logs or counts."""
+
 
 class Breaker:
-    """After ``failures`` transient errors in a row, answers ``StoreUnavailable`` at once.
+    """After enough failures in a row, answers ``StoreUnavailable`` at once.
 
-    ``reset_s`` later one call is let through as a probe: if it succeeds the server is back, if not
-    it is left alone for another ``reset_s``. Errors that time does not mend prove that the server
-    answers, and count as success. ``on_change(True)`` is called once when it is given up,
-    ``on_change(False)`` once when it is back: from the calling thread, under a lock, so it only
-    logs or counts. Safe from many threads.
+    A failure is an error that time may mend, or a denial; any other error proves that the server
+    answers, and counts as success. After a pause one call is let through as a probe: if it succeeds
+    the server is back, if not the next pause is longer, up to ``reset_max_s``. A probe that does
+    not return is not waited for: another follows. Each pause is drawn from its upper half, so that
+    many replicas do not probe in step. Safe from many threads.
     """
 
     def __init__(
         self,
-        what: str,
-        *,
-        failures: int,
-        reset_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[bool], None] = lambda _: None,
+        end: str,
+        direction: Direction,
+        patience: Patience,
+        recorder: Recorder,
+        on_change: OnChange = lambda _: None,
     ) -> None:
-        self._what = what
-        self._reset_s = reset_s
-        self._clock = clock
+        self._change = Change(end, direction, None)
+        self._patience = patience
+        self._recorder = recorder
         self._on_change = on_change
+        self.clock: Callable[[], float] = time.monotonic
+        self.draw: Callable[[], float] = random.random
+        """A number in [0, 1)."""
         self._lock = Lock()
-        self._probing = False
-        self._opened_s = 0.0
+        self._numbers = count()
+        self._probes: set[int | None] = set()
+        self._pauses = 0
+        self._again_s = 0.0
+        self._denied = False
         self._breaker = pybreaker.CircuitBreaker(
-            fail_max=failures,
-            exclude=[lambda exc: not (isinstance(exc, StoreError) and exc.transient)],
+            fail_max=patience.failures,
+            exclude=[lambda exc: not _is_failure(exc)],
             throw_new_error_on_trip=False,
         )
 
@@ -61,34 +108,39 @@ class Breaker:
 
     def call(self, verb: str, call: Callable[[], T]) -> T:
         """Make ``call``, or raise ``StoreUnavailable`` without making it."""
-        probe = self.is_open and self._enter(verb)
+        probe = self._enter(verb) if self.is_open else None
         try:
             value = call()
         except StoreError as exc:
-            self._leave(exc, probe=probe)
+            self._leave(probe, exc)
             raise
         except BaseException:  # an interrupt says nothing of the server
-            if probe:
-                self._probing = False
+            if probe is not None:
+                self._interrupted(probe)
             raise
-        self._leave(None, probe=probe)
+        self._leave(probe, None)
         return value
 
-    def _enter(self, verb: str) -> bool:
-        """Whether the call about to be made is the probe; refuses all others."""
+    def _enter(self, verb: str) -> int | None:
+        """The number of the probe about to be made; None if the call is none."""
         with self._lock:
             if not self.is_open:
-                return False
-            if self._probing or self._clock() < self._opened_s + self._reset_s:
+                return None
+            if self.clock() < self._again_s or len(self._probes) >= _PROBES_MAX:
+                what = self._change
+                self._recorder.count(f"breaker_refused_{what.end}_{what.direction}")
                 raise StoreUnavailable(
-                    f"{verb}: the {self._what} keeps failing and is left alone for a while"
+                    f"{verb}: {what.end} {what.direction}s keep failing and are left alone for a "
+                    "while"
                 )
-            self._probing = True
+            probe = next(self._numbers)
+            self._probes.add(probe)
+            self._pause()  # as if it failed: whether it ever returns nobody knows
             self._breaker.half_open()
-            return True
+            return probe
 
-    def _leave(self, error: StoreError | None, *, probe: bool) -> None:
-        if error is None and not probe and not self._breaker.fail_counter:
+    def _leave(self, probe: int | None, error: StoreError | None) -> None:
+        if error is None and probe is None and not self._breaker.fail_counter:
             return  # the usual case, without a lock
 
         def outcome() -> None:
@@ -96,12 +148,72 @@ class Breaker:
                 raise error
 
         with self._lock:
-            if self.is_open and not probe:
-                return  # a call that began before the server was given up
+            self._probes.discard(probe)
+            was_open = self.is_open
+            if was_open:
+                if probe is None:
+                    return  # a call that began before the server was given up
+                self._breaker.half_open()
             with suppress(StoreError):
                 self._breaker.call(outcome)
-            if self.is_open:
-                self._opened_s = self._clock()
-            if self.is_open != probe:
-                self._on_change(self.is_open)
-            self._probing = self._probing and not probe
+            if self.is_open and not was_open:
+                self._opened(error)
+            elif was_open and not self.is_open:
+                self._closed()
+            elif was_open and isinstance(error, StoreDenied) and not self._denied:
+                self._denied = True
+                self._tell(error)
+
+    def _interrupted(self, probe: int) -> None:
+        with self._lock:
+            self._probes.discard(probe)
+            self._again_s = self.clock()
+
+    def _opened(self, error: StoreError | None) -> None:
+        self._pauses = 0
+        self._pause()
+        self._denied = isinstance(error, StoreDenied)
+        self._recorder.count(f"breaker_openings_{self._change.end}_{self._change.direction}")
+        self._tell(error)
+
+    def _closed(self) -> None:
+        self._denied = False
+        self._tell(None)
+
+    def _pause(self) -> None:
+        longest_s = min(
+            self._patience.reset_max_s, self._patience.reset_s * 2.0 ** min(self._pauses, 60)
+        )
+        self._pauses += 1
+        self._again_s = self.clock() + longest_s * (1 + self.draw()) / 2
+
+    def _tell(self, error: StoreError | None) -> None:
+        end, direction = self._change.end, self._change.direction
+        self._recorder.level(f"breaker_open_{end}_{direction}", float(self.is_open))
+        self._on_change(Change(end, direction, error))
+
+
+class Breakers:
+    """The two breakers of one end: what one direction suffers does not stop the other."""
+
+    def __init__(
+        self,
+        end: str,
+        patience: Patience,
+        recorder: Recorder,
+        *,
+        on_change: OnChange = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.read = Breaker(end, "read", patience, recorder, on_change)
+        self.write = Breaker(end, "write", patience, recorder, on_change)
+        self.read.clock = self.write.clock = clock
+
+    @property
+    def state(self) -> str:
+        """Both states: ``reads closed, writes open``."""
+        return f"reads {self.read.state}, writes {self.write.state}"
+
+
+def _is_failure(error: BaseException) -> bool:
+    return isinstance(error, StoreDenied) or (isinstance(error, StoreError) and error.transient)

@@ -4,9 +4,13 @@ Pure modules and stores never log and never know who listens. Counting is thread
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from logging import Logger
 from threading import Lock
 from typing import Protocol
+
+_LEVELS = "breaker_open_"
+"""How the names of levels begin."""
 
 
 class Recorder(Protocol):
@@ -17,6 +21,9 @@ class Recorder(Protocol):
 
     def observe(self, name: str, value: float) -> None:
         """Add one observation (a duration in seconds, a size in bytes) to ``name``."""
+
+    def level(self, name: str, value: float) -> None:
+        """From now on ``name`` is ``value``, until told otherwise. 0 is the usual."""
 
 
 class Trouble:
@@ -54,6 +61,23 @@ class NullRecorder:
     def observe(self, name: str, value: float) -> None:
         """Forget it."""
 
+    def level(self, name: str, value: float) -> None:
+        """Forget it."""
+
+
+def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    """What two recorders told, together: sums by name; of maxima and levels the larger."""
+    sums = dict(one)
+    for name, value in other.items():
+        mine = sums.get(name, 0.0)
+        sums[name] = max(mine, value) if name.endswith("_max") or is_level(name) else mine + value
+    return sums
+
+
+def is_level(name: str) -> bool:
+    """Whether ``name`` is told as a level. Reports of many processes carry names only."""
+    return name.startswith(_LEVELS)
+
 
 class MemoryRecorder:
     """Keeps counters, and (count, sum, max) per observed name, until somebody drains them."""
@@ -62,6 +86,7 @@ class MemoryRecorder:
         self._lock = Lock()
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._observed: dict[str, tuple[int, float, float]] = {}
+        self._levels: dict[str, float] = {}
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add ``amount`` to the counter ``name``."""
@@ -74,16 +99,24 @@ class MemoryRecorder:
             n, total, largest = self._observed.get(name, (0, 0.0, value))
             self._observed[name] = (n + 1, total + value, max(largest, value))
 
-    def value(self, name: str) -> float:
-        """The counter ``name`` since the last drain; 0 if it was never counted."""
+    def level(self, name: str, value: float) -> None:
+        """From now on ``name`` is ``value``."""
+        assert is_level(name)
         with self._lock:
-            return self._counters.get(name, 0.0)
+            self._levels[name] = value
+
+    def value(self, name: str) -> float:
+        """The level ``name``, or the counter since the last drain; 0 if it was never told."""
+        with self._lock:
+            return self._levels.get(name, self._counters.get(name, 0.0))
 
     def drain(self) -> dict[str, float]:
         """Everything since the last drain, flat: counters by name, observations as
-        ``name_count``, ``name_sum`` and ``name_max``. Empty if nothing happened."""
+        ``name_count``, ``name_sum`` and ``name_max``; levels that are not 0, and those that have
+        just become so. Empty if nothing happened."""
         with self._lock:
-            out = dict(self._counters)
+            out = self._counters | self._levels
+            self._levels = {name: value for name, value in self._levels.items() if value}
             for name, (n, total, largest) in self._observed.items():
                 out |= {f"{name}_count": float(n), f"{name}_sum": total, f"{name}_max": largest}
             self._counters.clear()

@@ -12,10 +12,11 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from objkv.assembly.redis import connect_redis
+from objkv.breaker import Breakers, Change, OnChange, Patience
 from objkv.cache.bulk_index import BulkIndex
 from objkv.config import Config, local_path, without_password
 from objkv.errors import ConfigError, StoreDenied, StoreError
-from objkv.index.base import PruneIndex, WriteIndex
+from objkv.index.base import PruneIndex, Usage, WriteIndex
 from objkv.index.breaker import BreakerIndex
 from objkv.index.memory import MemoryIndex
 from objkv.index.observe import ObserveIndex
@@ -38,10 +39,6 @@ logger = logging.getLogger(__name__)
 
 HOT_PREFIX = "objkv:p:"
 """Beside the index's own ``objkv:i:`` and ``objkv:l:``, so that one ACL pattern allows all."""
-
-OnChange = Callable[[str, bool], None]
-"""Told ``bulk``, ``hot`` or ``index``, and whether it was given up (True) or is back (False). From
-any thread, under a lock: it only logs or counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +82,9 @@ def open_backends(
     ``on_change`` hears when an end is given up and when it is back; by default that is logged.
     Raises ``ConfigError``.
     """
-    told = on_change or log_change
-    bulk = open_bulk(config, recorder, on_change=told)
-    index = open_index(config, recorder, on_change=told)
-    hot = open_hot(config, recorder, on_change=told)
+    bulk = open_bulk(config, recorder, on_change=on_change)
+    index = open_index(config, recorder, on_change=on_change)
+    hot = open_hot(config, recorder, on_change=on_change)
     return Backends(bulk, hot, index)
 
 
@@ -98,15 +94,9 @@ def open_bulk(
     """The bulk store. Innermost first: each call is observed, waiting for a slot is not; a store
     that fails is left alone, while one that is merely busy is not; a burst for one key is one
     call."""
-    told = on_change or log_change
     wait_s = config.load_deadline_ms / 1000
     store = ObserveStore(_bulk_place(config, recorder), recorder, "bulk")
-    guarded = BreakerStore(
-        store,
-        failures=config.breaker_failures,
-        reset_s=config.breaker_reset_ms / 1000,
-        on_change=lambda given_up: told("bulk", given_up),
-    )
+    guarded = BreakerStore(store, _breakers("bulk", config, recorder, on_change))
     limited = LimitStore(guarded, calls_max=config.bulk_calls_max, wait_s=wait_s)
     return SingleflightStore(limited, wait_s=wait_s)
 
@@ -125,14 +115,8 @@ def open_hot(
     if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
     client = connect_redis(config.index_url, config)
-    told = on_change or log_change
     store = ObserveStore(RedisStore(client, prefix=HOT_PREFIX, ttl_s=config.ttl_s), recorder, "hot")
-    return BreakerStore(
-        store,
-        failures=config.breaker_failures,
-        reset_s=config.breaker_reset_ms / 1000,
-        on_change=lambda given_up: told("hot", given_up),
-    )
+    return BreakerStore(store, _breakers("hot", config, recorder, on_change))
 
 
 def open_index(
@@ -142,13 +126,9 @@ def open_index(
     on_change: OnChange | None = None,
 ) -> PruneIndex:
     """The index. Innermost first: each call is observed; an index that fails is left alone."""
-    told = on_change or log_change
     place = _index_place(config)
     guarded = BreakerIndex(
-        ObserveIndex(place, recorder),
-        failures=config.breaker_failures,
-        reset_s=config.breaker_reset_ms / 1000,
-        on_change=lambda given_up: told("index", given_up),
+        ObserveIndex(place, recorder), _breakers("index", config, recorder, on_change)
     )
     return _OperatorIndex(guarded, place)
 
@@ -179,12 +159,15 @@ def check_backends(backends: Backends, config: Config) -> None:
             )
 
 
-def log_change(name: str, given_up: bool) -> None:
-    """The one line in the log when an end is given up, and the one when it is back."""
-    if given_up:
-        logger.warning("%s keeps failing, serving without it", name)
+def log_change(change: Change) -> None:
+    """The one line in the log for each change of a breaker."""
+    what = f"{change.end} {change.direction}s"
+    if change.error is None:
+        logger.warning("%s work again", what)
+    elif isinstance(change.error, StoreDenied):  # only an operator can end that
+        logger.error("%s are refused, serving without them reason=%s", what, change.error)
     else:
-        logger.warning("%s is back", name)
+        logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
 
 
 class _OperatorIndex(WrappedIndex):
@@ -197,13 +180,26 @@ class _OperatorIndex(WrappedIndex):
     def __repr__(self) -> str:
         return f"<OperatorIndex of {self._inner!r}>"
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, pinned: bool, ttl_s: int) -> bool:
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
-        return self._place.pin(namespace, prefix_hash, pinned=pinned, ttl_s=ttl_s)
+        return self._place.pin(namespace, prefix_hash, until_s=until_s, ttl_s=ttl_s)
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``."""
         return self._place.drop(namespace, prefix_hash)
+
+    def set_usage(self, usage: Usage) -> None:
+        """See ``PruneIndex``."""
+        self._place.set_usage(usage)
+
+
+def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange | None) -> Breakers:
+    patience = Patience(
+        config.breaker_failures,
+        config.breaker_reset_ms / 1000,
+        config.breaker_reset_max_ms / 1000,
+    )
+    return Breakers(end, patience, recorder, on_change=on_change or log_change)
 
 
 def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:

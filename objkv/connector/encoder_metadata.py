@@ -18,6 +18,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 from objkv.codec.payload import Claim, LayerSpec
 from objkv.keys.encoder import encoder_key, encoder_root
+from objkv.telemetry import added
 
 LAYER = "encoder"
 """Name of an output's one layer in its payload."""
@@ -90,12 +91,3 @@ class EncoderReport(ECConnectorWorkerMetadata):
         """All workers' numbers together."""
         assert isinstance(other, EncoderReport)
         return EncoderReport(added(self.numbers, other.numbers))
-
-
-def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The sums by name; of names that end in ``_max`` the larger."""
-    sums = dict(one)
-    for name, value in other.items():
-        mine = sums.get(name, 0.0)
-        sums[name] = max(mine, value) if name.endswith("_max") else mine + value
-    return sums

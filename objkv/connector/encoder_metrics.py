@@ -11,7 +11,8 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
     ECConnectorStats,
 )
 
-from objkv.connector.encoder_metadata import added
+from objkv.connector.breaker_metrics import BREAKER_COUNTERS, BREAKER_GAUGES
+from objkv.telemetry import added
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,11 +44,13 @@ ENCODER_COUNTERS = {
     "adapters_unknown": "Requests not shared because their adapter cannot be told.",
     "hot_hits": "Outputs read from the hot store.",
     "hot_misses": "Outputs promised hot that were read from bulk.",
+    **BREAKER_COUNTERS,
 }
+_KNOWN = ENCODER_COUNTERS | BREAKER_GAUGES
 
 
 class ObjKVECStats(ECConnectorStats):
-    """Flat numbers since the last report; sums add up, ``_max`` do not."""
+    """Flat numbers since the last report; sums add up, ``_max`` and levels do not."""
 
     data: dict[str, float]
 
@@ -62,7 +65,7 @@ class ObjKVECStats(ECConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         """What vLLM logs for an interval."""
-        shown = {name: value for name, value in self.data.items() if name in ENCODER_COUNTERS}
+        shown = {name: value for name, value in self.data.items() if name in _KNOWN}
         return {
             f"objkv_encoder_{name}": round(value, 3)
             for name, value in sorted(shown.items())
@@ -75,7 +78,7 @@ class ObjKVECStats(ECConnectorStats):
 
 
 class ObjKVECPromMetrics(ECConnectorPromMetrics):
-    """``ObjKVECStats`` as Prometheus counters, per engine."""
+    """``ObjKVECStats`` as Prometheus counters and gauges, per engine."""
 
     def __init__(
         self,
@@ -91,6 +94,15 @@ class ObjKVECPromMetrics(ECConnectorPromMetrics):
             )
             for name, text in ENCODER_COUNTERS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:objkv_encoder_{name}",
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for name, text in BREAKER_GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
@@ -98,3 +110,5 @@ class ObjKVECPromMetrics(ECConnectorPromMetrics):
         for name, value in transfer_stats_data.items():
             if counter := self._counters.get(name):
                 counter.labels(*labels).inc(value)
+            elif gauge := self._gauges.get(name):
+                gauge.labels(*labels).set(value)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from objkv.connector.adapters import Adapters
 from objkv.connector.encoder_fetch import EncoderFetcher
-from objkv.connector.encoder_metadata import EncoderPlan, EncoderReport, ItemLoad, ItemSave, added
+from objkv.connector.encoder_metadata import EncoderPlan, EncoderReport, ItemLoad, ItemSave
 from objkv.connector.encoder_read import State
 from objkv.connector.encoder_tracking import Item, ItemTracker, OutputForm, Tracked
 from objkv.connector.guard import guarded
 from objkv.connector.home import Home
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import MemoryRecorder, added
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,6 +1,7 @@
 """objkv's numbers in vLLM's statistics: logged per interval, and as Prometheus metrics.
 
-Counters are named ``vllm:objkv_<name>_total``; durations are kept as ``_seconds`` sums and counts.
+Counters are named ``vllm:objkv_<name>_total``, gauges ``vllm:objkv_<name>``; durations are kept
+as ``_seconds`` sums and counts.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from objkv.codec.payload import CODECS
+from objkv.connector.breaker_metrics import BREAKER_COUNTERS, BREAKER_GAUGES
+from objkv.telemetry import added
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,11 +59,14 @@ COUNTERS = {
     "hot_promote_errors": "Such copies not made because of a store or a bad payload.",
     **{f"save_codec_{codec}": f"Payloads saved whose frames are all {codec}." for codec in CODECS},
     "save_codec_mixed": "Payloads saved with frames of a codec and frames that gained too little.",
+    **BREAKER_COUNTERS,
 }
+GAUGES = BREAKER_GAUGES
 
 
 class ObjKVStats(KVConnectorStats):
-    """Flat numbers since the last report; sums add up over workers and steps, ``_max`` do not."""
+    """Flat numbers since the last report; sums add up over workers and steps; of ``_max`` and
+    levels the largest counts."""
 
     data: dict[str, float]
 
@@ -73,16 +79,13 @@ class ObjKVStats(KVConnectorStats):
         # Into a dict of its own: vLLM hands the same report to all of its loggers, each of which
         # adds the next ones to it. Source: vLLM 0.32, ``KVConnectorLogging`` in
         # ``distributed/kv_transfer/kv_connector/v1/metrics.py``.
-        merged = dict(self.data)
-        for name, value in other.data.items():
-            mine = merged.get(name, 0.0)
-            merged[name] = max(mine, value) if name.endswith("_max") else mine + value
-        self.data = merged
+        self.data = added(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """What vLLM logs for an interval."""
-        shown = {k: v for k, v in self.data.items() if k in COUNTERS and not k.endswith("_count")}
+        known = COUNTERS.keys() | GAUGES.keys()
+        shown = {k: v for k, v in self.data.items() if k in known and not k.endswith("_count")}
         return {name: round(value, 3) for name, value in sorted(shown.items())}
 
     def is_empty(self) -> bool:
@@ -91,7 +94,7 @@ class ObjKVStats(KVConnectorStats):
 
 
 class ObjKVPromMetrics(KVConnectorPromMetrics):
-    """``ObjKVStats`` as Prometheus counters, per engine."""
+    """``ObjKVStats`` as Prometheus counters and gauges, per engine."""
 
     def __init__(
         self,
@@ -107,6 +110,15 @@ class ObjKVPromMetrics(KVConnectorPromMetrics):
             )
             for name, text in COUNTERS.items()
         }
+        self._gauges = {
+            name: self._gauge_cls(
+                name=f"vllm:objkv_{name}",
+                documentation=text,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            for name, text in GAUGES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
@@ -114,3 +126,5 @@ class ObjKVPromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.items():
             if counter := self._counters.get(name):
                 counter.labels(*labels).inc(value)
+            elif gauge := self._gauges.get(name):
+                gauge.labels(*labels).set(value)

@@ -1,7 +1,9 @@
-"""A secondary tier's numbers in vLLM's statistics of offloading, as Prometheus counters."""
+"""A secondary tier's numbers in vLLM's statistics of offloading, as Prometheus metrics."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from objkv.connector.breaker_metrics import BREAKER_COUNTERS, BREAKER_GAUGES
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -9,6 +11,8 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
+_TIER = "tier_"
+"""Of names that a KV connector in the same engine may have, too."""
 COUNTERS = {
     "tier_loads": "Chunks loaded, verified and given to vLLM.",
     "tier_load_bytes": "Payload bytes of them.",
@@ -28,15 +32,19 @@ COUNTERS = {
     "tier_lookup_deadlines": "Keys not answered in time.",
     "tier_lookup_errors": "Questions that the index failed to answer.",
     "tier_lookup_refused": "Keys not asked for because the queue was full.",
+    **{_TIER + name: text for name, text in BREAKER_COUNTERS.items()},
 }
+GAUGES = {_TIER + name: text for name, text in BREAKER_GAUGES.items()}
 _PREFIX = "vllm:objkv_"
 
 
 def tier_metric_definitions() -> dict[str, "OffloadingMetricMetadata"]:
     """By full name, what ``tier_stats`` may tell."""
-    from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-    return {_PREFIX + name: OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
+    counters = {_PREFIX + name: OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
+    gauges = {_PREFIX + name: OffloadingGaugeMetadata(text) for name, text in GAUGES.items()}
+    return {**counters, **gauges}
 
 
 def tier_stats(numbers: Mapping[str, float]) -> "OffloadingConnectorStats | None":
@@ -45,10 +53,14 @@ def tier_stats(numbers: Mapping[str, float]) -> "OffloadingConnectorStats | None
         OffloadingConnectorStats,
     )
 
-    told = {name: value for name, value in numbers.items() if name in COUNTERS}
+    named = {_TIER + n if n.startswith("breaker_") else n: v for n, v in numbers.items()}
+    told = {name: value for name, value in named.items() if name in COUNTERS | GAUGES}
     if not told:
         return None
     stats = OffloadingConnectorStats()
     for name, value in told.items():
-        stats.increase_counter(_PREFIX + name, value)
+        if name in COUNTERS:
+            stats.increase_counter(_PREFIX + name, value)
+        else:
+            stats.set_gauge(_PREFIX + name, value)
     return stats

@@ -1,40 +1,32 @@
-"""A index behind a breaker: see ``objkv.breaker``."""
+"""An index behind breakers: see ``objkv.breaker``."""
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.breaker import Breaker
+from objkv.breaker import Breaker, Breakers
 from objkv.index.base import WriteIndex
 from objkv.index.wrapped import Verb, WrappedIndex
 
 T = TypeVar("T")
 
+_WRITES: frozenset[Verb] = frozenset({"publish", "touch", "forget", "lease", "release"})
+
 
 class BreakerIndex(WrappedIndex):
-    """Every verb goes through one breaker, whose settings these are."""
+    """Every verb goes through the breaker of its direction."""
 
-    def __init__(
-        self,
-        inner: WriteIndex,
-        *,
-        failures: int,
-        reset_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[bool], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, inner: WriteIndex, breakers: Breakers) -> None:
         super().__init__(inner)
-        self._breaker = Breaker(
-            "index", failures=failures, reset_s=reset_s, clock=clock, on_change=on_change
-        )
+        self._breakers = breakers
 
     def __repr__(self) -> str:
-        return f"<BreakerIndex {self._breaker.state} of {self._inner!r}>"
+        return f"<BreakerIndex {self._breakers.state} of {self._inner!r}>"
 
     @property
-    def is_open(self) -> bool:
-        """Whether the index is being left alone."""
-        return self._breaker.is_open
+    def breakers(self) -> Breakers:
+        """Those of both directions."""
+        return self._breakers
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
-        return self._breaker.call(verb, call)
+        breaker: Breaker = self._breakers.write if verb in _WRITES else self._breakers.read
+        return breaker.call(verb, call)

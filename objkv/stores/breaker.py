@@ -1,40 +1,32 @@
-"""A store behind a breaker: see ``objkv.breaker``."""
+"""A store behind breakers: see ``objkv.breaker``."""
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.breaker import Breaker
+from objkv.breaker import Breaker, Breakers
 from objkv.stores.base import PruneStore
 from objkv.stores.wrapped import Verb, WrappedStore
 
 T = TypeVar("T")
 
+_WRITES: frozenset[Verb] = frozenset({"put_if_absent", "put", "delete"})
+
 
 class BreakerStore(WrappedStore):
-    """Every verb goes through one breaker, whose settings these are."""
+    """Every verb goes through the breaker of its direction."""
 
-    def __init__(
-        self,
-        inner: PruneStore,
-        *,
-        failures: int,
-        reset_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[bool], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, inner: PruneStore, breakers: Breakers) -> None:
         super().__init__(inner)
-        self._breaker = Breaker(
-            "store", failures=failures, reset_s=reset_s, clock=clock, on_change=on_change
-        )
+        self._breakers = breakers
 
     def __repr__(self) -> str:
-        return f"<BreakerStore {self._breaker.state} of {self._inner!r}>"
+        return f"<BreakerStore {self._breakers.state} of {self._inner!r}>"
 
     @property
-    def is_open(self) -> bool:
-        """Whether the store is being left alone."""
-        return self._breaker.is_open
+    def breakers(self) -> Breakers:
+        """Those of both directions."""
+        return self._breakers
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
-        return self._breaker.call(verb, call)
+        breaker: Breaker = self._breakers.write if verb in _WRITES else self._breakers.read
+        return breaker.call(verb, call)

@@ -9,11 +9,13 @@ import pytest
 from objkv.assembly.backends import (
     Backends,
     check_backends,
+    log_change,
     open_backends,
     open_hot,
     open_index,
 )
 from objkv.assembly.describe import describe_index
+from objkv.breaker import Change
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
@@ -49,7 +51,7 @@ def test_a_folder_alone_is_bulk_store_and_index(tmp_path: Path) -> None:
         found = backends.index.find(NAMESPACE, [key.prefix_hash for key in keys], [field])
         assert all(shards is not None for shards in found)
         with pytest.raises(StoreDenied, match="set index_url"):
-            backends.index.pin(NAMESPACE, keys[0].prefix_hash, pinned=True, ttl_s=1)
+            backends.index.pin(NAMESPACE, keys[0].prefix_hash, until_s=2**33, ttl_s=1)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
@@ -124,15 +126,15 @@ def test_calls_are_counted_by_end(tmp_path: Path) -> None:
 
 
 def test_an_index_that_keeps_failing_is_given_up_and_that_is_told_once(tmp_path: Path) -> None:
-    told: list[tuple[str, bool]] = []
+    told: list[Change] = []
     config = config_of(tmp_path, index_url=NOBODY, breaker_failures=2)
-    index = open_index(
-        config, NullRecorder(), on_change=lambda name, given_up: told.append((name, given_up))
-    )
+    index = open_index(config, NullRecorder(), on_change=told.append)
     for _ in range(4):
         with pytest.raises(StoreUnavailable):
             index.lookup("ab", [b"x" * 20])
-    assert told == [("index", True)]
+    [change] = told
+    assert (change.end, change.direction) == ("index", "read")
+    assert isinstance(change.error, StoreUnavailable)
 
 
 def test_by_default_a_change_is_one_line_in_the_log(
@@ -142,8 +144,22 @@ def test_by_default_a_change_is_one_line_in_the_log(
     for _ in range(3):
         with pytest.raises(StoreUnavailable):
             index.lookup("ab", [b"x" * 20])
-    assert [record.message for record in caplog.records] == [
-        "index keeps failing, serving without it"
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("index reads keep failing, serving without them reason=")
+
+
+def test_what_only_an_operator_can_mend_is_an_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log_change(Change("bulk", "write", StoreDenied("put k: no space left, free some")))
+    log_change(Change("bulk", "write", None))
+    assert [(record.levelno, record.message) for record in caplog.records] == [
+        (
+            logging.ERROR,
+            "bulk writes are refused, serving without them reason=put k: no space left, free some",
+        ),
+        (logging.WARNING, "bulk writes work again"),
     ]
 
 
@@ -190,7 +206,7 @@ def test_a_refusal_at_the_start_is_always_the_operators(tmp_path: Path, at_start
 def test_an_end_that_does_not_answer_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = config_of(tmp_path, index_url="redis://me:hunter2@host")
+    config = config_of(tmp_path, index_url="rediss://me:hunter2@host")
     for backends in ends_failing_with(StoreUnavailable("refused")):
         caplog.clear()
         check_backends(backends, config)
@@ -216,7 +232,7 @@ def test_all_ends_are_closed_although_one_fails() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"index_url": "redis://h:x"}, "is no host:port"),
+        ({"index_url": "rediss://h:x"}, "is no host:port"),
         ({"index_url": "rediss://h", "redis_ca_file": "/nowhere"}, "redis_ca_file /nowhere"),
         ({"bulk_url": "s3://b", "s3_ca_bundle": "/nowhere"}, "s3_ca_bundle"),
     ],

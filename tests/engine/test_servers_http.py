@@ -26,8 +26,8 @@ CHUNK, LOADED = 256, 512
 NOTICED_S = 120.0
 """Until a server that is asked short prompts has noticed that the index is gone, or back."""
 PAUSE_MS = 120_000
-GIVEN_UP = "index keeps failing, serving without it"
-BACK = "index is back"
+GIVEN_UP = "index reads keep failing, serving without them"
+BACK = "index reads work again"
 SETTINGS = {
     "OBJKV_HOT_PAYLOAD_BYTES_MAX": str(8 << 20),
     "OBJKV_HOT_SAVE_BYTES_MAX": str(8 << 20),

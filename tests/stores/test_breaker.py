@@ -5,9 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.breaker import Breakers, Change, Patience
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.stores.breaker import BreakerStore
 from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.flaky import FlakyStore
 from objkv.testing.store_contract import StoreContract
 
@@ -17,23 +19,31 @@ DOWN = StoreUnavailable("down")
 class TestBreakerStore(StoreContract):
     @pytest.fixture
     def store(self) -> BreakerStore:
-        return BreakerStore(MemoryStore(), failures=5, reset_s=60)
+        return BreakerStore(MemoryStore(), Breakers("bulk", Patience(), NullRecorder()))
 
 
 class Scene:
-    """A breaker that opens after three failures for ten seconds, and its clock."""
+    """Breakers that open after three failures for ten seconds, and their clock."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.news: list[bool] = []
         self.inner = FlakyStore(MemoryStore())
-        self.store = BreakerStore(
-            self.inner,
-            failures=3,
-            reset_s=10,
+        self.recorder = MemoryRecorder()
+        self.breakers = Breakers(
+            "bulk",
+            Patience(failures=3, reset_s=10, reset_max_s=10),
+            self.recorder,
             clock=lambda: self.now_s,
-            on_change=self.news.append,
+            on_change=self._hear,
         )
+        self.breakers.read.draw = self.breakers.write.draw = lambda: 1.0
+        self.store = BreakerStore(self.inner, self.breakers)
+
+    def _hear(self, change: Change) -> None:
+        assert change.end == "bulk"
+        assert change.direction == "read"
+        self.news.append(change.error is not None)
 
     def fail(self, times: int, error: StoreError = DOWN) -> None:
         self.inner.fail_next(error, times)
@@ -65,10 +75,17 @@ def test_a_success_in_between_starts_the_count_again(scene: Scene) -> None:
     assert scene.news == []
 
 
-def test_errors_that_time_does_not_mend_do_not_count(scene: Scene) -> None:
-    scene.fail(10, StoreDenied("403"))
+def test_errors_that_nobody_can_mend_do_not_count(scene: Scene) -> None:
+    scene.fail(10, ValueTooLong("an answer all the same"))
     assert scene.store.get("k") is None
     assert scene.news == []
+
+
+def test_a_store_that_refuses_is_left_alone_too(scene: Scene) -> None:
+    scene.fail(3, StoreDenied("403"))
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    assert scene.news == [True]
 
 
 def test_a_probe_that_succeeds_brings_the_store_back(scene: Scene) -> None:
@@ -95,12 +112,19 @@ def test_a_probe_that_fails_leaves_it_alone_again_without_news(scene: Scene) -> 
     assert scene.news == [True, False]
 
 
-def test_a_denial_of_the_probe_proves_that_the_store_is_back(scene: Scene) -> None:
+def test_a_store_that_answers_the_probe_with_a_refusal_is_not_back_and_that_is_news(
+    scene: Scene,
+) -> None:
     scene.fail(3)
+    for _ in range(2):
+        scene.now_s += 10
+        scene.fail(1, StoreDenied("403"))
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+    assert scene.news == [True, True]
     scene.now_s += 10
-    scene.fail(1, StoreDenied("403"))
     assert scene.store.get("k") is None
-    assert scene.news == [True, False]
+    assert scene.news == [True, True, False]
 
 
 def test_one_probe_at_a_time(scene: Scene) -> None:
@@ -163,6 +187,48 @@ def test_check_asks_the_place_itself(scene: Scene) -> None:
 
 
 def test_repr_is_a_status_line(scene: Scene) -> None:
-    assert repr(scene.store).startswith("<BreakerStore closed of")
+    assert repr(scene.store).startswith("<BreakerStore reads closed, writes closed of")
     scene.fail(3)
-    assert repr(scene.store).startswith("<BreakerStore open of")
+    assert repr(scene.store).startswith("<BreakerStore reads open, writes closed of")
+
+
+@pytest.mark.parametrize("error", [DOWN, StoreDenied("no space left")])
+def test_writes_that_fail_do_not_stop_reads(error: StoreError) -> None:
+    inner = FlakyStore(MemoryStore())
+    store = BreakerStore(inner, Breakers("bulk", Patience(failures=3), NullRecorder()))
+    for write in (
+        lambda: store.put_if_absent("k", b"v"),
+        lambda: store.put("k", b"v"),
+        lambda: store.delete("k"),
+    ):
+        inner.fail_next(error)
+        with pytest.raises(type(error), match=str(error)):
+            write()
+        assert store.get("k") is None
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        store.put("k", b"v")
+    assert store.head("k") is None
+    assert list(store.scan("")) == []
+
+
+def test_reads_that_fail_do_not_stop_writes(scene: Scene) -> None:
+    scene.fail(3)
+    assert scene.store.put_if_absent("k", b"v")
+
+
+def test_state_openings_and_refused_calls_are_told(scene: Scene) -> None:
+    scene.fail(3)
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+    numbers = scene.recorder.drain()
+    assert numbers == {
+        "breaker_open_bulk_read": 1,
+        "breaker_openings_bulk_read": 1,
+        "breaker_refused_bulk_read": 4,
+    }
+    assert scene.recorder.drain() == {"breaker_open_bulk_read": 1}
+    scene.now_s += 10
+    scene.store.get("k")
+    assert scene.recorder.drain() == {"breaker_open_bulk_read": 0}
+    assert scene.recorder.drain() == {}
