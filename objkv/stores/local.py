@@ -29,7 +29,8 @@ from objkv.stores.base import (
     check_prefix,
     is_key,
 )
-from objkv.stores.local_disk import make_folders, read_into, some_of, sync_folder, translated
+from objkv.stores.local_beneath import FOLDER, PLACE, VALUE, Beneath
+from objkv.stores.local_disk import ABSENT, failed, read_into, some_of, translated
 
 # "~" is not allowed in keys, so a temporary file can neither be read nor collide with a value.
 _TEMPORARY = "~tmp-"
@@ -40,12 +41,14 @@ class LocalStore:
     """Values as files under ``root``, which is created by the first put or ``check``.
 
     Files and folders get the modes that the umask leaves (as with ``cp``), so a group can share a
-    folder by its umask. Keys cannot lead out of ``root``; symbolic links that somebody with write
-    access put there are followed.
+    folder by its umask. Nothing leads out of ``root``, whose own path may go through symbolic
+    links: below it they are refused, and no scan tells of them. What is neither a file nor a folder
+    is no value, and nobody waits for it.
     """
 
     def __init__(self, root: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._root = os.path.abspath(root)
+        self._beneath = Beneath(self._root)
         self._clock = clock
 
     def __repr__(self) -> str:
@@ -99,62 +102,57 @@ class LocalStore:
     def head(self, key: str) -> Entry | None:
         """Size and age of the file, or None."""
         check_key(key)
-        with translated("head", key):
-            try:
-                found = os.stat(self._path(key))
-            except (FileNotFoundError, NotADirectoryError):
+        try:
+            fd = self._beneath.open(key, PLACE)
+        except OSError as exc:
+            if exc.errno in ABSENT:
                 return None
-            if not stat.S_ISREG(found.st_mode):
-                return None
-            return Entry(key, found.st_size, found.st_mtime)
+            raise failed("head", key, exc) from exc
+        try:
+            found = os.fstat(fd)
+        finally:
+            os.close(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        return Entry(key, found.st_size, found.st_mtime)
 
     def scan(self, prefix: str) -> Iterator[Entry]:
         """Entries in key order, one folder's listing in memory at a time (per level)."""
         check_prefix(prefix)
-        for key, is_folder in self._walk(prefix.rpartition("/")[0], prefix):
-            if not is_folder and is_key(key) and (entry := self.head(key)) is not None:
-                yield entry
+        for key, found in self._walk(prefix.rpartition("/")[0], prefix):
+            if stat.S_ISREG(found.st_mode) and is_key(key):
+                yield Entry(key, found.st_size, found.st_mtime)
 
     def folders(self, folder: str) -> list[str]:
         """One listing."""
         check_prefix(f"{folder}/" if folder else "")
-        with translated("folders", folder or self._root):
-            try:
-                with os.scandir(self._path(folder)) as found:
-                    return sorted(e.name for e in found if e.is_dir() and is_key(e.name))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        listed = self._listed(folder)
+        return sorted(name for name, found in listed if found is None and is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Link a synced temporary file to the key's name; the link fails where a file is."""
-        with translated("put_if_absent", key):
-            if self.head(key) is not None:  # spares the write; the link below decides
+        if self.head(key) is not None:  # spares the write; the link below decides
+            return False
+        with translated("put_if_absent", key), self._written(key, value) as (fd, temporary):
+            name = key.rpartition("/")[2]
+            try:
+                os.link(temporary, name, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+            except FileExistsError:
                 return False
-            with self._written(key, value) as temporary:
-                try:
-                    os.link(temporary, self._path(key))
-                except FileExistsError:
-                    return False
-                sync_folder(os.path.dirname(temporary))
-                return True
+            os.fsync(fd)
+            return True
 
     def put(self, key: str, value: Buffer) -> None:
         """Rename a synced temporary file to the key's name."""
-        with translated("put", key), self._written(key, value) as temporary:
-            os.rename(temporary, self._path(key))
-            with suppress(FileNotFoundError):  # somebody deleted the value, and its folder with it
-                sync_folder(os.path.dirname(temporary))
+        with translated("put", key), self._written(key, value) as (fd, temporary):
+            os.rename(temporary, key.rpartition("/")[2], src_dir_fd=fd, dst_dir_fd=fd)
+            os.fsync(fd)
 
     def delete(self, key: str) -> bool:
-        """Remove the file, and the folders that it leaves empty."""
+        """Remove the file, or a symbolic link in its place, and the folders left empty."""
         check_key(key)
         with translated("delete", key):
-            try:
-                os.unlink(self._path(key))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-            self._remove_empty(key.rpartition("/")[0])
-            return True
+            return self._removed(*_split(key))
 
     def check(self) -> None:
         """Create the folder if there is none, and look into it."""
@@ -178,48 +176,49 @@ class LocalStore:
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Temporary files; of their key nothing but the folder is known."""
-        for path, is_folder in self._walk("", ""):
-            folder, _, name = path.rpartition("/")
-            if is_folder or not name.startswith(_TEMPORARY):
-                continue
-            with translated("unfinished", path):
-                try:
-                    found = os.lstat(self._path(path))
-                except FileNotFoundError:
-                    continue
-            yield Unfinished(folder, name, found.st_size, found.st_mtime)
+        for path, found in self._walk("", ""):
+            folder, name = _split(path)
+            if name.startswith(_TEMPORARY):
+                yield Unfinished(folder, name, found.st_size, found.st_mtime)
 
     def discard(self, unfinished: Unfinished) -> bool:
         """Remove the file, and the folders that it leaves empty. Its value, if it became one, has
         a name of its own."""
-        folder, name = unfinished.key, unfinished.name
-        assert name.startswith(_TEMPORARY)
-        with translated("discard", name):
-            try:
-                os.unlink(self._path(f"{folder}/{name}" if folder else name))
-            except FileNotFoundError:
-                return False
-            self._remove_empty(folder)
-            return True
+        assert unfinished.name.startswith(_TEMPORARY)
+        with translated("discard", unfinished.name):
+            return self._removed(unfinished.key, unfinished.name)
 
-    def _remove_empty(self, folder: str) -> None:
+    def _removed(self, folder: str, name: str) -> bool:
+        try:
+            with self._at(folder) as fd:
+                os.unlink(name, dir_fd=fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         with suppress(OSError):  # not empty, or somebody else removed it
             while folder:
-                os.rmdir(self._path(folder))
-                folder = folder.rpartition("/")[0]
+                folder, name = _split(folder)
+                with self._at(folder) as fd:
+                    os.rmdir(name, dir_fd=fd)
+        return True
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{key}" if key else self._root
+    @contextmanager
+    def _at(self, folder: str, flags: int = PLACE) -> Iterator[int]:
+        fd = self._beneath.open(folder, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
         """The file's descriptor and length in bytes, or None if there is no such file."""
         check_key(key)
-        with translated("get", key):
-            try:
-                fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-            except (FileNotFoundError, NotADirectoryError):
-                fd = -1
+        try:
+            fd = self._beneath.open(key, VALUE)
+        except OSError as exc:
+            if exc.errno not in ABSENT:
+                raise failed("get", key, exc) from exc
+            fd = -1
         if fd < 0:
             yield None
             return
@@ -230,12 +229,12 @@ class LocalStore:
             os.close(fd)
 
     @contextmanager
-    def _written(self, key: str, value: Buffer) -> Iterator[str]:
-        """The path of a temporary file beside the key's place that holds ``value``, on the disk."""
+    def _written(self, key: str, value: Buffer) -> Iterator[tuple[int, str]]:
+        """The key's folder, and in it the name of a temporary file that holds ``value``, on the
+        disk."""
         check_key(key)
-        folder = os.path.dirname(self._path(key))
-        path = f"{folder}/{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-        fd = self._create(path, folder)
+        temporary = f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+        folder, fd = self._create(key.rpartition("/")[0], temporary)
         try:
             try:
                 with memoryview(value) as view:
@@ -245,34 +244,56 @@ class LocalStore:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            yield path
+            yield folder, temporary
         finally:
             with suppress(FileNotFoundError):  # renamed
-                os.unlink(path)
+                os.unlink(temporary, dir_fd=folder)
+            os.close(folder)
 
-    def _create(self, path: str, folder: str) -> int:
+    def _create(self, folder: str, name: str) -> tuple[int, int]:
+        """Descriptors of the folder, and of a new file in it."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for _ in range(_FOLDER_TRIES):
             try:
-                return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                fd = self._beneath.open(folder, FOLDER)
+                try:
+                    return fd, os.open(name, flags, 0o666, dir_fd=fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
             except FileNotFoundError:  # also when a delete removed the empty folder just now
-                make_folders(folder)
+                self._beneath.make_folders(folder)
         raise StoreUnavailable(f"put: {folder} is removed as fast as it is created")
 
-    def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, bool]]:
-        """(key, is a folder) of all that is under ``folder`` and may start with ``prefix``, in
-        key order: a folder sorts as the keys in it do, with its ``/``."""
-        with translated("scan", folder):
-            try:
-                with os.scandir(self._path(folder)) as found:
-                    names = [e.name + "/" if e.is_dir() else e.name for e in found]
-            except (FileNotFoundError, NotADirectoryError):
-                return
+    def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """All that is under ``folder`` and may start with ``prefix``, but for folders, in key
+        order: a folder sorts as the keys in it do, with its ``/``."""
+        names = {f"{n}/" if found is None else n: found for n, found in self._listed(folder)}
         for name in sorted(names):
-            key = f"{folder}/{name}" if folder else name
+            key, found = f"{folder}/{name}" if folder else name, names[name]
             if not key.startswith(prefix):
                 continue
-            if key.endswith("/"):
-                yield key[:-1], True
+            if found is None:
                 yield from self._walk(key[:-1], prefix)
             else:
-                yield key, False
+                yield key, found
+
+    def _listed(self, folder: str) -> list[tuple[str, os.stat_result | None]]:
+        """What is in ``folder``, None for folders; of a symbolic link, what it is itself."""
+        listed: list[tuple[str, os.stat_result | None]] = []
+        with translated("scan", folder or self._root):
+            try:
+                with self._at(folder, FOLDER) as fd, os.scandir(fd) as found:
+                    for entry in found:
+                        with suppress(FileNotFoundError):  # removed meanwhile
+                            is_folder = entry.is_dir(follow_symlinks=False)
+                            about = None if is_folder else entry.stat(follow_symlinks=False)
+                            listed.append((entry.name, about))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return listed
+
+
+def _split(path: str) -> tuple[str, str]:
+    folder, _, name = path.rpartition("/")
+    return folder, name

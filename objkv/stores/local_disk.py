@@ -1,10 +1,10 @@
-"""What a directory's store asks of the file system: reading into buffers, folders that last, and
-errors that say what to fix."""
+"""What a directory's store asks of the file system: reading into buffers, and errors that say what
+to fix."""
 
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.base import Arrived
@@ -24,8 +24,12 @@ _FIX = {
     errno.EISDIR: "a folder stands where a value is needed",
     errno.EOPNOTSUPP: "the file system has no hard links: choose another folder",
     errno.ENAMETOOLONG: "the path of the folder is too long: choose a shorter one",
-    errno.ELOOP: "the path goes through a loop of symbolic links",
+    errno.ELOOP: "remove the symbolic link in the folder, where none is followed; or the folder's "
+    "own path is a loop of them",
 }
+ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV))
+"""What opening says where no value is; the last two, of sockets and of devices that are not there.
+"""
 _MENDS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
 
 
@@ -39,7 +43,7 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
         try:
             got = os.preadv(fd, [buffer[at : at + step]], start + at)
         except OSError as exc:
-            raise _error("get_into", key, exc) from exc
+            raise failed("get_into", key, exc) from exc
         if not got:
             raise StoreError(f"get_into {key}: the file became shorter while being read")
         at += got
@@ -47,28 +51,6 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
             arrived(at)
     if not size and arrived is not None:
         arrived(0)
-
-
-def make_folders(folder: str) -> None:
-    """``makedirs`` that syncs the parent of each folder it makes, so that a crash keeps them."""
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_folders(os.path.dirname(folder))
-        with suppress(FileExistsError):
-            os.mkdir(folder)
-    sync_folder(os.path.dirname(folder))
-
-
-def sync_folder(folder: str) -> None:
-    """Make the names in ``folder`` last through a crash."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def some_of(part: bytes, key: str) -> bytes:
@@ -84,10 +66,11 @@ def translated(verb: str, key: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise _error(verb, key, exc) from exc
+        raise failed(verb, key, exc) from exc
 
 
-def _error(verb: str, key: str, exc: OSError) -> StoreError:
+def failed(verb: str, key: str, exc: OSError) -> StoreError:
+    """What the file system's ``exc`` is, to whoever uses a store."""
     reason = f"{verb} {key}: {exc.strerror or exc}"
     if exc.errno in _MENDS:
         return StoreUnavailable(reason)

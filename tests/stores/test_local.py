@@ -63,8 +63,8 @@ def test_a_value_that_is_deleted_the_moment_it_is_there_was_put(
 ) -> None:
     rename = os.rename
 
-    def rename_and_delete(source: str, target: str) -> None:
-        rename(source, target)
+    def rename_and_delete(source: str, target: str, **folders: int) -> None:
+        rename(source, target, **folders)
         assert store.delete("ab/cd/key")
 
     monkeypatch.setattr(os, "rename", rename_and_delete)

@@ -1,0 +1,268 @@
+"""A folder into which somebody plants links, pipes and the like: nothing outside is touched."""
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from objkv.cache.bulk_index import BulkIndex
+from objkv.errors import StoreDenied
+from objkv.stores import local_beneath
+from objkv.stores.base import Unfinished
+from objkv.stores.local import LocalStore
+from objkv.stores.local_beneath import PLACE, Beneath, kernel_opens, walking_opens
+from objkv.testing.index_samples import NAMESPACE
+from objkv.testing.store_contract import StoreContract
+
+SECRET = b"somebody else's"
+KEY = "ns/aa/hash/0.payload"
+
+Use = Callable[[LocalStore], object]
+READS: dict[str, Use] = {
+    "get": lambda store: store.get(KEY),
+    "get_range": lambda store: store.get_range(KEY, 0, 4),
+    "get_into": lambda store: store.get_into(KEY, memoryview(bytearray(100))),
+    "get_range_into": lambda store: store.get_range_into(KEY, 0, memoryview(bytearray(4))),
+    "head": lambda store: store.head(KEY),
+    "put_if_absent": lambda store: store.put_if_absent(KEY, b"value"),
+}
+BELOW: dict[str, Use] = {
+    **READS,
+    "put": lambda store: store.put(KEY, b"value"),
+    "delete": lambda store: store.delete(KEY),
+    "scan": lambda store: list(store.scan("ns/aa/hash/")),
+    "folders": lambda store: store.folders("ns/aa/hash"),
+    "discard": lambda store: store.discard(Unfinished("ns/aa/hash", "~tmp-1-0", 0, 0)),
+}
+
+
+@pytest.fixture(params=["kernel", "walking"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> LocalStore:
+    if request.param == "walking":
+        monkeypatch.setattr(local_beneath, "kernel_opens", lambda: None)
+    store = LocalStore(tmp_path / "chunks")
+    store.put("ns/aa/other/0.payload", b"ours")
+    return store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "chunks"
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    for path in (folder / "0.payload", folder / "aa" / "hash" / "0.payload"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(SECRET)
+        path.with_name("~tmp-1-0").write_bytes(SECRET)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class TestWalkingStore(StoreContract):
+    """Where the kernel has no ``openat2``."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+        monkeypatch.setattr(local_beneath, "kernel_opens", lambda: None)
+        return LocalStore(tmp_path / "chunks")
+
+
+class TestStoreBehindALink(StoreContract):
+    """Operators mount so."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> LocalStore:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "chunks").symlink_to(tmp_path / "disk")
+        return LocalStore(tmp_path / "chunks" / "here")
+
+
+@pytest.mark.parametrize("use", BELOW)
+def test_a_link_in_place_of_a_folder_is_not_followed(
+    store: LocalStore, root: Path, outside: Path, use: str
+) -> None:
+    before = contents(outside)
+    (root / "ns" / "aa" / "hash").symlink_to(outside)
+    with pytest.raises(StoreDenied, match="symbolic link"):
+        BELOW[use](store)
+    assert contents(outside) == before
+    assert store.get("ns/aa/other/0.payload") == b"ours"
+
+
+@pytest.mark.parametrize("use", BELOW)
+def test_a_link_in_place_of_a_namespace_is_not_followed(
+    store: LocalStore, root: Path, outside: Path, use: str
+) -> None:
+    before = contents(outside)
+    (root / "ns").rename(root / "away")
+    (root / "ns").symlink_to(outside)
+    with pytest.raises(StoreDenied, match="symbolic link"):
+        BELOW[use](store)
+    assert contents(outside) == before
+
+
+@pytest.mark.parametrize("target", ["0.payload", "missing", "aa"])
+@pytest.mark.parametrize("use", READS)
+def test_a_link_in_place_of_a_value_is_not_followed(
+    store: LocalStore, root: Path, outside: Path, use: str, target: str
+) -> None:
+    before = contents(outside)
+    (root / "ns" / "aa" / "hash").mkdir()
+    (root / KEY).symlink_to(outside / target)
+    with pytest.raises(StoreDenied, match="symbolic link"):
+        READS[use](store)
+    assert contents(outside) == before
+    assert not (outside / "missing").exists()
+
+
+def test_a_link_in_place_of_a_value_is_replaced_or_deleted_itself(
+    store: LocalStore, root: Path, outside: Path
+) -> None:
+    before = contents(outside)
+    (root / "ns" / "aa" / "hash").mkdir()
+    (root / KEY).symlink_to(outside / "0.payload")
+    store.put(KEY, b"value")
+    assert store.get(KEY) == b"value"
+    (root / KEY).unlink()
+    (root / KEY).symlink_to(outside / "0.payload")
+    assert store.delete(KEY)
+    assert not (root / KEY).is_symlink()
+    assert contents(outside) == before
+
+
+def test_scans_and_sweeps_see_no_more_than_the_folder(
+    store: LocalStore, root: Path, outside: Path
+) -> None:
+    before = contents(outside)
+    (root / "linked").symlink_to(outside)
+    (root / "ns" / "bb").symlink_to(outside / "aa")
+    (root / "ns" / "aa" / "hash").mkdir()
+    (root / KEY).symlink_to(outside / "0.payload")
+    (root / "ns" / "~tmp-2-0").symlink_to(outside / "0.payload")
+    assert [entry.key for entry in store.scan("")] == ["ns/aa/other/0.payload"]
+    assert [entry.key for entry in store.scan("ns/")] == ["ns/aa/other/0.payload"]
+    assert store.folders("") == ["ns"]
+    assert [left.name for left in store.unfinished()] == ["~tmp-2-0"]
+    assert store.sweep_temporary(-60) == 1
+    assert contents(outside) == before
+
+
+def test_an_index_of_files_follows_no_link(root: Path, outside: Path) -> None:
+    root.mkdir()
+    (root / NAMESPACE).symlink_to(outside)
+    index = BulkIndex(LocalStore(root))
+    with pytest.raises(StoreDenied, match="symbolic link"):
+        index.find(NAMESPACE, [bytes(20)], ["0.L0-1_H0-1"])
+    with pytest.raises(StoreDenied, match="symbolic link"):
+        index.drop(NAMESPACE, bytes(20))
+    assert index.namespaces() == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder"])
+def test_what_is_no_file_is_no_value_and_nobody_waits(
+    store: LocalStore, root: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = root / "ns" / "aa" / "hash" / "0.payload"
+    place.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        monkeypatch.chdir(place.parent)  # the whole path would be too long for a socket
+        with socket.socket(socket.AF_UNIX) as end:
+            end.bind(place.name)
+    assert store.get(KEY) is None
+    assert store.get_range(KEY, 0, 4) is None
+    assert store.get_into(KEY, memoryview(bytearray(4))) is None
+    assert store.get_range_into(KEY, 0, memoryview(bytearray(4))) is None
+    assert store.head(KEY) is None
+    assert store.put_if_absent(KEY, b"value") is False
+    assert [entry.key for entry in store.scan("")] == ["ns/aa/other/0.payload"]
+
+
+def test_a_second_name_of_a_file_is_a_value(store: LocalStore, root: Path) -> None:
+    (root / "ns" / "aa" / "hash").mkdir()
+    (root / KEY).hardlink_to(root / "ns/aa/other/0.payload")
+    assert store.get(KEY) == b"ours"
+
+
+def test_a_folder_that_becomes_a_loop_is_an_error_for_everybody(
+    store: LocalStore, root: Path
+) -> None:
+    root.rename(root.with_name("gone"))
+    root.symlink_to(root)
+    for use in BELOW.values():
+        with pytest.raises(StoreDenied, match="loop"):
+            use(store)
+    with pytest.raises(StoreDenied):
+        store.check()
+
+
+def test_a_folder_that_becomes_a_link_is_followed(store: LocalStore, root: Path) -> None:
+    root.rename(root.with_name("disk"))
+    root.symlink_to(root.with_name("disk"))
+    assert store.get("ns/aa/other/0.payload") == b"ours"
+    assert store.put_if_absent(KEY, b"value")
+    assert store.delete(KEY)
+
+
+def test_both_ways_of_opening_agree(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_bytes(b"")
+    (tmp_path / "a" / "link").symlink_to("b")
+    (tmp_path / "a" / "b" / "loop").symlink_to("loop")
+    root = os.open(tmp_path, PLACE)
+    kernel = kernel_opens()
+    assert kernel is not None, "Linux has had openat2 since 5.6"
+
+    def ended(opens: local_beneath.Opens, path: str, flags: int) -> tuple[int, int] | str:
+        try:
+            fd = opens(root, path.encode(), flags)
+        except OSError as exc:
+            return errno.errorcode[exc.errno or 0]
+        try:
+            found = os.fstat(fd)
+            return found.st_ino, found.st_mode
+        finally:
+            os.close(fd)
+
+    before = len(os.listdir("/proc/self/fd"))
+    for path in (
+        "a", "a/b", "a/b/file", "a/b/none", "a/none/file", "a/b/file/x", "a/link", "a/link/file",
+        "a/b/loop", "a/b/loop/x", "none",
+    ):  # fmt: skip
+        for flags in (local_beneath.FOLDER, local_beneath.PLACE, local_beneath.VALUE):
+            assert ended(kernel, path, flags) == ended(walking_opens, path, flags), (path, flags)
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(root)
+
+
+def test_no_descriptor_is_left_open(store: LocalStore, root: Path, outside: Path) -> None:
+    (root / "ns" / "aa" / "hash").symlink_to(outside)
+    before = len(os.listdir("/proc/self/fd"))
+    for use in BELOW.values():
+        with pytest.raises(StoreDenied):
+            use(store)
+    (root / "ns" / "aa" / "hash").unlink()
+    for use in BELOW.values():
+        use(store)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_root_itself_can_be_opened(tmp_path: Path) -> None:
+    beneath = Beneath(str(tmp_path))
+    fd = beneath.open("", PLACE)
+    assert os.fstat(fd).st_ino == tmp_path.stat().st_ino
+    os.close(fd)
