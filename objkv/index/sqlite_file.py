@@ -14,9 +14,12 @@ from pathlib import Path
 from threading import Lock
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.index.sqlite_place import prepare
 from objkv.index.sqlite_schema import APPLICATION_ID, SCHEMA_VERSION, create, upgrade
 
 _WAL_RETRY_S = 0.01
+_VALUE_BYTES_MAX = 16 << 20
+"""Of one row; no record comes near."""
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -81,15 +84,15 @@ class SqliteFile:
             connection.close()
 
     def _open(self) -> sqlite3.Connection:
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as exc:
-            raise StoreDenied(f"index {self.path}: {exc.strerror}: {exc.filename}") from exc
+        prepare(self.path)
         # A connection is used by one thread at a time, but not always by the same one.
         connection = sqlite3.connect(
             self.path, timeout=self._busy_s, isolation_level=None, check_same_thread=False
         )
         try:
+            # The file is not trusted: no functions in its schema, no values of any length.
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_BYTES_MAX)
             connection.execute("PRAGMA foreign_keys = ON")
             # A commit lost with the power costs hits, so it is not worth an fsync.
             connection.execute("PRAGMA synchronous = NORMAL")
