@@ -20,6 +20,7 @@ from objkv.index.base import PruneIndex, Usage, WriteIndex
 from objkv.index.breaker import BreakerIndex
 from objkv.index.memory import MemoryIndex
 from objkv.index.observe import ObserveIndex
+from objkv.index.readonly import ReadOnlyIndex
 from objkv.index.redis import RedisIndex
 from objkv.index.sqlite import SqliteIndex
 from objkv.index.wrapped import WrappedIndex
@@ -29,6 +30,7 @@ from objkv.stores.limit import LimitStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.stores.observe import ObserveStore
+from objkv.stores.readonly import ReadOnlyStore
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import S3Store
 from objkv.stores.s3_client import open_s3_client
@@ -36,9 +38,6 @@ from objkv.stores.singleflight import SingleflightStore
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
-
-HOT_PREFIX = "objkv:p:"
-"""Beside the index's own ``objkv:i:`` and ``objkv:l:``, so that one ACL pattern allows all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def open_bulk(
     store = ObserveStore(_bulk_place(config, recorder), recorder, "bulk")
     guarded = BreakerStore(store, _breakers("bulk", config, recorder, on_change))
     limited = LimitStore(guarded, calls_max=config.bulk_calls_max, wait_s=wait_s)
-    return SingleflightStore(limited, wait_s=wait_s)
+    return _for_role(config, SingleflightStore(limited, wait_s=wait_s))
 
 
 def open_hot(
@@ -115,8 +114,10 @@ def open_hot(
     if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
     client = connect_redis(config.index_url, config)
-    store = ObserveStore(RedisStore(client, prefix=HOT_PREFIX, ttl_s=config.ttl_s), recorder, "hot")
-    return BreakerStore(store, _breakers("hot", config, recorder, on_change))
+    # Beside the index's own keys, so that one ACL pattern allows all.
+    place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
+    store = ObserveStore(place, recorder, "hot")
+    return _for_role(config, BreakerStore(store, _breakers("hot", config, recorder, on_change)))
 
 
 def open_index(
@@ -130,15 +131,19 @@ def open_index(
     guarded = BreakerIndex(
         ObserveIndex(place, recorder), _breakers("index", config, recorder, on_change)
     )
+    if config.role == "reader":
+        return _OperatorIndex(ReadOnlyIndex(guarded), None)
     return _OperatorIndex(guarded, place)
 
 
 def check_backends(backends: Backends, config: Config) -> None:
-    """One round trip to each end, judged by ``at_start``.
+    """One round trip to each end, judged by ``at_start``, before a replica uses them.
 
     A refusal is always a ``ConfigError``: the operator can act. An end that does not answer is a
     warning, or with ``strict`` a ``StoreError`` that names it.
     """
+    if config.role == "sweeper":
+        raise ConfigError("role is sweeper, which no replica is: set it to writer or reader")
     ends: tuple[tuple[str, Callable[[], None], str], ...] = (
         ("bulk store", backends.bulk.check, config.bulk_url),
         ("index", backends.index.check, config.index_url),
@@ -173,12 +178,19 @@ def log_change(change: Change) -> None:
 class _OperatorIndex(WrappedIndex):
     """The wrapped index, and beside it what operators do by hand, which nothing wraps."""
 
-    def __init__(self, inner: WriteIndex, place: PruneIndex) -> None:
+    def __init__(self, inner: WriteIndex, place: PruneIndex | None) -> None:
+        """``place``: None where ``role`` is reader."""
         super().__init__(inner)
-        self._place = place
+        self._reached = place
 
     def __repr__(self) -> str:
         return f"<OperatorIndex of {self._inner!r}>"
+
+    @property
+    def _place(self) -> PruneIndex:
+        if self._reached is None:
+            raise StoreDenied("role is reader, and this would write: set role to sweeper")
+        return self._reached
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
@@ -191,6 +203,11 @@ class _OperatorIndex(WrappedIndex):
     def set_usage(self, usage: Usage) -> None:
         """See ``PruneIndex``."""
         self._place.set_usage(usage)
+
+
+def _for_role(config: Config, store: PruneStore) -> PruneStore:
+    """Replicas that only read do not try to write; should one, it is told so here."""
+    return ReadOnlyStore(store) if config.role == "reader" else store
 
 
 def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange | None) -> Breakers:
@@ -232,4 +249,4 @@ def _index_place(config: Config) -> PruneIndex:
         return BulkIndex(LocalStore(local_path(config.bulk_url)))
     if scheme == "sqlite":
         return SqliteIndex(local_path(config.index_url))
-    return RedisIndex(connect_redis(config.index_url, config))
+    return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)

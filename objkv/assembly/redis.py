@@ -18,6 +18,7 @@ from redis.cluster import ClusterNode
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
+from objkv.assembly.redis_clear import ClearConnection, ClearSentinelConnection
 from objkv.config import Config, without_password
 from objkv.errors import ConfigError
 
@@ -73,8 +74,12 @@ def connect_redis(url: str, config: Config) -> Client:
             )
             return redis.Redis.from_pool(pool)
         case "sentinel":
+            if not (place.tls or config.allow_plaintext):
+                options["connection_class"] = ClearSentinelConnection
             return _sentinel(place, options)
         case "cluster":
+            if not (place.tls or config.allow_plaintext):
+                options["connection_class"] = ClearConnection
             return cast(redis.RedisCluster, _LazyCluster(lambda: _cluster(place, options)))
 
 

@@ -4,7 +4,7 @@ Later sources win: defaults, the TOML file (``OBJKV_CONFIG_FILE``), environment 
 ``kv_connector_extra_config`` in the engine or the options of the command line.
 """
 
-from objkv.config.schema import CodecName, Config, LoadMode
+from objkv.config.schema import CodecName, Config, LoadMode, Role
 from objkv.config.sources import (
     CONFIG_FILE_VARIABLE,
     ENV_PREFIX,
@@ -13,7 +13,7 @@ from objkv.config.sources import (
     load_config,
     resolve_config,
 )
-from objkv.config.urls import cache_folder, local_path, without_password
+from objkv.config.urls import cache_folder, clear_hosts, is_this_machine, local_path, without_password
 
 __all__ = [
     "CONFIG_FILE_VARIABLE",
@@ -22,8 +22,11 @@ __all__ = [
     "Config",
     "LoadMode",
     "Resolved",
+    "Role",
     "Source",
     "cache_folder",
+    "clear_hosts",
+    "is_this_machine",
     "load_config",
     "local_path",
     "resolve_config",

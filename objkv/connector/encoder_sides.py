@@ -13,6 +13,7 @@ from objkv.connector.encoder_read import OutputReader
 from objkv.connector.encoder_saver import EncoderSaveLimits, EncoderSaver
 from objkv.connector.encoder_scheduler import EncoderRoles, EncoderSchedulerSide
 from objkv.connector.encoder_worker import EncoderWorkerSide
+from objkv.connector.role import saves
 from objkv.connector.sides import open_cache
 from objkv.connector.translate import tell_of_sudden_end, tensor_rank
 from objkv.telemetry import MemoryRecorder
@@ -39,11 +40,12 @@ def open_encoder_scheduler(
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     identity = read_encoder_identity(vllm_config, config)
-    if transfer.is_ec_producer:
+    saving = saves(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
+    if saving:
         tell_of_sudden_end(vllm_config)
     roles = EncoderRoles(
         loads=transfer.is_ec_consumer and config.admission != "never",
-        saves=transfer.is_ec_producer,
+        saves=saving,
         steps_overlap=vllm_config.max_concurrent_batches > 1,
     )
     reader = OutputReader(open_cache(config, backends, writer, recorder), recorder)
@@ -71,7 +73,8 @@ def open_encoder_worker(
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     saver = None
-    if transfer.is_ec_producer and tensor_rank(vllm_config) == 0:
+    saving = saves(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
+    if saving and tensor_rank(vllm_config) == 0:
         limits = EncoderSaveLimits(
             queue_max=config.save_queue_max,
             held_bytes_max=HELD_BYTES_MAX,

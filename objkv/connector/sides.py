@@ -10,6 +10,7 @@ from objkv.assembly.backends import Backends
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
+from objkv.connector.role import saves
 from objkv.connector.scales import read_quantised
 from objkv.connector.scheduler import Roles, SchedulerSide
 from objkv.connector.translate import (
@@ -55,13 +56,14 @@ def open_scheduler_side(
         # to objkv a payload that cannot be loaded is a miss like any other.
         transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
-    if transfer.is_kv_producer:
+    saving = saves(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
+    if saving:
         tell_of_sudden_end(vllm_config)
     return SchedulerSide(
         safe_load_mode(vllm_config, geometry, config),
         Roles(
             loads=transfer.is_kv_consumer,
-            saves=transfer.is_kv_producer,
+            saves=saving,
             copies_are_synchronous=copies_are_synchronous(),
             steps_in_flight=max(1, vllm_config.max_concurrent_batches),
             media_named=names_media(vllm_config),

@@ -85,6 +85,8 @@ class TierStore:
 
     def announce(self, namespace: str, document: bytes) -> bool:
         """Store an identity document in the background; False if there is no room to try."""
+        if self._config.role == "reader":
+            return True
         bulk = self._backends.bulk
 
         def put() -> None:
@@ -135,7 +137,11 @@ class TierStore:
                 part.note(key)
 
     def _save(self, part: Part) -> None:
-        """Notes what is stored for certain."""
+        """Notes what is stored for certain. A reader stores nothing."""
+        if self._config.role == "reader":
+            for entry in part.entries:
+                part.finish(entry.key)
+            return
         stored = self._stored(part)
         for key, row, _ in part.entries:
 
