@@ -2,18 +2,21 @@
 
 For a shared folder and nothing else beside it, also on a network file system, where SQLite must not
 be used. What costs nothing elsewhere costs something here: a lookup asks for every payload, and
-what operators ask for reads every header. Nothing expires, nothing is counted, nothing is pinned.
+what operators ask for reads every header. Nothing expires, nothing is counted, and what is pinned
+stands in the documents of ``objkv.cache.pins``.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import xxhash
 
+from objkv.cache.pins import read_pins
 from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
-from objkv.errors import PayloadError, StoreDenied
+from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
 from objkv.index.shapes import SHAPES_HASH, shape_path
 from objkv.keys.chunk import ChunkKey
@@ -34,15 +37,20 @@ class BulkIndex:
     lets one writer win.
     """
 
-    def __init__(self, store: PruneStore) -> None:
+    def __init__(self, store: PruneStore, *, clock: Callable[[], float] = time.time) -> None:
         self._store = store
+        self._clock = clock
 
     def __repr__(self) -> str:
         return f"<BulkIndex of {self._store!r}>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``; reads the header of every payload of these chunks."""
-        return [self._record(namespace, prefix_hash) for prefix_hash in prefix_hashes]
+        pins = read_pins(self._store, namespace) if prefix_hashes else {}
+        return [
+            record and self._pinned(record, pins)
+            for record in (self._record(namespace, prefix_hash) for prefix_hash in prefix_hashes)
+        ]
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
@@ -65,7 +73,9 @@ class BulkIndex:
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``; reads the header of every payload."""
-        return self._records(f"{namespace}/")
+        pins = read_pins(self._store, namespace)
+        for record in self._records(f"{namespace}/"):
+            yield self._pinned(record, pins)
 
     def namespaces(self) -> list[str]:
         """See ``ReadIndex``; walks the whole store."""
@@ -120,8 +130,9 @@ class BulkIndex:
         """Nothing: nobody else was kept from it."""
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """Raises ``StoreDenied``: there is nowhere to write it down."""
-        raise StoreDenied("a folder that is its own index keeps no pins: set index_url")
+        """Whether there is such a chunk: its pin's document, of which whoever pins takes care, is
+        all that there is to tell."""
+        return any(self._chunks(_folder(namespace, prefix_hash)))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``: the payloads are deleted."""
@@ -131,6 +142,10 @@ class BulkIndex:
 
     def set_usage(self, usage: Usage) -> None:
         """Nothing: ``usage`` counts."""
+
+    def _pinned(self, record: Record, pins: Mapping[bytes, int]) -> Record:
+        until_s = pins.get(record.prefix_hash, 0)
+        return replace(record, pinned_until_s=until_s) if until_s > self._clock() else record
 
     def _stored(
         self, namespace: str, prefix_hash: bytes, fields: int

@@ -1,5 +1,6 @@
 """What is stored: namespaces and prefixes as the index knows them, or counted in the bulk store."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from objkv.ops.identities import read_identity
 from objkv.stores.base import ReadStore
 
 _PROGRESS_EVERY = 1_000
+_KEPT = re.compile(r"^[0-9a-f]{32}/(shapes|pins)/")
+"""Small documents of a namespace that are no payloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def count_bulk(
         try:
             key = ChunkKey.parse(entry.key)
         except ValueError:
-            if entry.key.endswith("/identity.json") or "/shapes/" in entry.key:
+            if entry.key.endswith("/identity.json") or _KEPT.search(entry.key):
                 totals.setdefault(entry.key.partition("/")[0], _Totals())
             else:
                 other_entries, other_bytes = other_entries + 1, other_bytes + entry.nbytes

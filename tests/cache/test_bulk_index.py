@@ -149,9 +149,16 @@ def test_dropping_a_chunk_deletes_all_its_payloads(store: LocalStore, index: Bul
     assert [store.head(key.path()) is None for key in keys] == [True, True] + [False] * 4
 
 
-def test_a_pin_is_refused_with_what_to_do(index: BulkIndex) -> None:
-    with pytest.raises(StoreDenied, match="set index_url"):
-        index.pin(NAMESPACE, HASHES[0], until_s=2**33, ttl_s=1)
+def test_usage_is_what_lies_there(store: LocalStore, index: BulkIndex) -> None:
+    assert index.usage() == []
+    keys = save(store, None, shards=(LEFT, RIGHT))
+    save_identity(store)
+    (usage,) = index.usage()
+    entries = [store.head(key.path()) for key in keys]
+    assert (usage.namespace, usage.payloads) == (NAMESPACE, 6)
+    assert usage.nbytes == sum(entry.nbytes for entry in entries if entry is not None)
+    index.set_usage(replace(usage, nbytes=1))
+    assert index.usage()[0].nbytes == usage.nbytes
 
 
 def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: BulkIndex) -> None:

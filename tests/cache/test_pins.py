@@ -1,0 +1,91 @@
+"""Pins as documents: what is written is read, and nothing else is."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.cache.pins import DOCUMENT_BYTES_MAX, Pin, parse_pin, pin_path, read_pins, scan_pins
+from objkv.errors import PayloadError
+from objkv.stores.memory import MemoryStore
+
+NAMESPACE = "0" * 32
+OTHER = "1" * 32
+HASHES = tuple(bytes([number]) * 20 for number in range(4))
+
+
+def pin(*chunks: bytes, until_s: int = 2_000) -> Pin:
+    return Pin(NAMESPACE, chunks, 256 * len(chunks), until_s, 1_000)
+
+
+@given(
+    st.lists(st.binary(min_size=20, max_size=20), min_size=1, max_size=9),
+    st.integers(0, 2**50),
+    st.integers(1, 2**39),
+    st.integers(0, 2**50),
+)
+def test_what_is_written_is_read(
+    chunks: list[bytes], tokens: int, until_s: int, created_s: int
+) -> None:
+    written = Pin(NAMESPACE, tuple(chunks), tokens, until_s, created_s)
+    assert parse_pin(written.document(), written.path()) == written
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"namespace": OTHER},
+        {"namespace": None},
+        {"chunks": []},
+        {"chunks": "ab"},
+        {"chunks": [7]},
+        {"chunks": ["AB" * 20]},
+        {"chunks": [HASHES[0].hex()]},
+        {"chunks": None},
+        {"tokens": "3"},
+        {"tokens": True},
+        {"until_s": 0},
+        {"until_s": 1e9},
+        {"until_s": 1 << 60},
+        {"created_s": None},
+    ],
+)
+def test_other_documents_are_refused(changes: dict[str, Any]) -> None:
+    good = pin(HASHES[0], HASHES[1])
+    document = json.dumps(json.loads(good.document()) | changes).encode()
+    with pytest.raises(PayloadError, match="not a pin"):
+        parse_pin(document, good.path())
+
+
+@given(st.binary(max_size=60) | st.text('[{]}":1,', max_size=40).map(str.encode))
+def test_any_bytes_are_a_pin_or_refused(document: bytes) -> None:
+    with pytest.raises(PayloadError):
+        parse_pin(document, pin_path(NAMESPACE, HASHES[0]))
+
+
+def test_deep_json_is_refused() -> None:
+    with pytest.raises(PayloadError):
+        parse_pin(b"[" * 100_000, pin_path(NAMESPACE, HASHES[0]))
+
+
+def test_chunks_are_pinned_until_the_last_of_their_pins_ends() -> None:
+    store = MemoryStore()
+    for one in (pin(*HASHES[:2], until_s=30), pin(*HASHES[:3], until_s=20)):
+        store.put(one.path(), one.document())
+    until = {HASHES[0]: 30, HASHES[1]: 30, HASHES[2]: 20}
+    assert read_pins(store, NAMESPACE) == until
+    assert read_pins(store, OTHER) == {}
+
+
+def test_a_document_that_cannot_be_read_pins_nothing_and_is_told() -> None:
+    store = MemoryStore()
+    good = pin(HASHES[0])
+    store.put(good.path(), good.document())
+    store.put(pin_path(NAMESPACE, HASHES[1]), b"{}")
+    store.put(pin_path(NAMESPACE, HASHES[2]), b" " * (DOCUMENT_BYTES_MAX + 1))
+    assert read_pins(store, NAMESPACE) == {HASHES[0]: 2_000}
+    found = list(scan_pins(store, NAMESPACE))
+    assert [type(one) for one in found] == [Pin, PayloadError, PayloadError]

@@ -1,0 +1,202 @@
+"""Pinning and unpinning: what survives what, and what a crash in between leaves."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.pins import read_pins
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.base import PruneIndex
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
+from objkv.stores.base import PruneStore
+from objkv.stores.local import LocalStore
+from objkv.stores.memory import MemoryStore
+from objkv.testing.clock import ManualClock
+from tests.ops.world import CHUNK, NAMESPACE, TOKENS, save
+
+DAY_S = 86_400
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def index(clock: ManualClock) -> MemoryIndex:
+    return MemoryIndex(clock=clock)
+
+
+@pytest.fixture
+def pinner(bulk: MemoryStore, index: MemoryIndex, clock: ManualClock) -> Pinner:
+    return Pinner(bulk, index, 3_600, clock)
+
+
+def hashes(keys: list[ChunkKey]) -> list[bytes]:
+    return [key.prefix_hash for key in keys]
+
+
+def until(index: PruneIndex, wanted: list[bytes]) -> list[int | None]:
+    records = index.lookup(NAMESPACE, wanted)
+    return [None if record is None else record.pinned_until_s for record in records]
+
+
+def test_a_prefix_is_pinned_with_all_that_comes_before_it(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    chunks = hashes(save(bulk, index))
+    end = int(clock()) + DAY_S
+    done = pinner.pin(NAMESPACE, chain_of(index, NAMESPACE, chunks[1]), until_s=end)
+    assert (done.leaf, done.tokens, done.chunks, done.missing) == (chunks[1], 2 * CHUNK, 2, 0)
+    assert until(index, chunks) == [end, end, 0]
+    assert read_pins(bulk, NAMESPACE) == dict.fromkeys(chunks[:2], end)
+    clock.advance(2 * 3_600)
+    assert until(index, chunks) == [end, end, None]
+
+
+def test_what_prefixes_share_is_pinned_as_long_as_one_of_them(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    chunks = hashes(save(bulk, index))
+    other = hashes(save(bulk, index, (*TOKENS[:CHUNK], *range(500, 500 + CHUNK))))
+    soon, late = int(clock()) + DAY_S, int(clock()) + 2 * DAY_S
+    pinner.pin(NAMESPACE, chain_of(index, NAMESPACE, other[1]), until_s=late)
+    pinner.pin(NAMESPACE, chain_of(index, NAMESPACE, chunks[2]), until_s=soon)
+    assert until(index, [*chunks, other[1]]) == [late, soon, soon, late]
+    assert pinner.unpin(NAMESPACE, other[1]) is not None
+    assert until(index, [*chunks, other[1]]) == [soon, soon, soon, 0]
+    assert pinner.unpin(NAMESPACE, chunks[2]) is not None
+    assert until(index, chunks) == [0, 0, 0]
+    assert read_pins(bulk, NAMESPACE) == {}
+
+
+def test_a_pin_can_be_made_longer_or_shorter(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    chunks = hashes(save(bulk, index))
+    chain = chain_of(index, NAMESPACE, chunks[0])
+    for days in (2, 5, 1):
+        end = int(clock()) + days * DAY_S
+        pinner.pin(NAMESPACE, chain, until_s=end)
+        assert until(index, chunks[:1]) == [end]
+
+
+def test_what_is_not_stored_cannot_be_pinned(bulk: MemoryStore, index: MemoryIndex) -> None:
+    chunks = hashes(save(bulk, index))
+    with pytest.raises(ConfigError, match=r"objkv ls [0-9a-f]{8} lists"):
+        chain_of(index, NAMESPACE, b"x" * 20)
+    index.drop(NAMESPACE, chunks[0])
+    with pytest.raises(ConfigError, match=r"what comes before it is not stored \(tokens before 16"):
+        chain_of(index, NAMESPACE, chunks[2])
+
+
+def test_records_that_name_each_other_as_parents_are_no_chain(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    chunks = hashes(save(bulk, index))
+    [record] = index.lookup(NAMESPACE, chunks[1:2])
+    assert record is not None
+    for changed in (
+        replace(record, parent_hash=record.prefix_hash),
+        replace(record, token_start=record.token_end),
+    ):
+        index._records[(NAMESPACE, chunks[1])] = (changed, float("inf"))
+        with pytest.raises(ConfigError):
+            chain_of(index, NAMESPACE, chunks[1])
+
+
+def test_a_pin_ends_in_the_future(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    chain = chain_of(index, NAMESPACE, hashes(save(bulk, index))[0])
+    for end in (0, int(clock()), 1 << 50):
+        with pytest.raises(ConfigError, match="in the future"):
+            pinner.pin(NAMESPACE, chain, until_s=end)
+    assert read_pins(bulk, NAMESPACE) == {}
+
+
+def breaking(index: MemoryIndex, after: int) -> Callable[..., bool]:
+    """The index's ``pin``, which fails after so many calls."""
+    left = [after]
+
+    def pin(*arguments: object, **options: object) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoreUnavailable("gone")
+        return MemoryIndex.pin(index, *arguments, **options)  # type: ignore[arg-type]
+
+    return pin
+
+
+def test_what_broke_off_is_completed_by_saying_it_again(
+    pinner: Pinner,
+    bulk: MemoryStore,
+    index: MemoryIndex,
+    clock: ManualClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = hashes(save(bulk, index))
+    chain, end = chain_of(index, NAMESPACE, chunks[2]), int(clock()) + DAY_S
+    monkeypatch.setattr(index, "pin", breaking(index, 1))
+    with pytest.raises(StoreUnavailable):
+        pinner.pin(NAMESPACE, chain, until_s=end)
+    monkeypatch.undo()
+    assert read_pins(bulk, NAMESPACE) == dict.fromkeys(chunks, end), "a sweep spares it already"
+    pinner.pin(NAMESPACE, chain, until_s=end)
+    assert until(index, chunks) == [end] * 3
+    monkeypatch.setattr(index, "pin", breaking(index, 1))
+    with pytest.raises(StoreUnavailable):
+        pinner.unpin(NAMESPACE, chunks[2])
+    monkeypatch.undo()
+    assert pinner.unpin(NAMESPACE, chunks[2]) is not None
+    assert until(index, chunks) == [0] * 3
+    assert pinner.unpin(NAMESPACE, chunks[2]) is None
+
+
+def test_pins_are_listed_the_next_to_end_first_and_ended_ones_removed(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    chunks = hashes(save(bulk, index))
+    for days, leaf in ((3, chunks[0]), (1, chunks[2])):
+        chain = chain_of(index, NAMESPACE, leaf)
+        pinner.pin(NAMESPACE, chain, until_s=int(clock()) + days * DAY_S)
+    bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
+    found = list_pins(bulk, index, [NAMESPACE], now_s=clock())
+    assert [(pin.leaf, pin.chunks) for pin in found.pins] == [(chunks[2], 3), (chunks[0], 1)]
+    assert found.pins[1].nbytes > 0
+    assert len(found.problems) == 1
+    index.drop(NAMESPACE, chunks[1])
+    assert list_pins(bulk, index, [NAMESPACE], now_s=clock()).pins[0].missing == 1
+    clock.advance(2 * DAY_S)
+    assert remove_ended_pins(bulk, NAMESPACE, now_s=clock()) == 1
+    listed = list_pins(bulk, index, [NAMESPACE], now_s=clock()).pins
+    assert [pin.leaf for pin in listed] == [chunks[0]]
+
+
+def test_a_pin_that_cannot_be_read_is_removed_by_unpinning(
+    pinner: Pinner, bulk: MemoryStore
+) -> None:
+    bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
+    assert pinner.unpin(NAMESPACE, bytes.fromhex("9" * 40)) is not None
+    assert bulk.head(f"{NAMESPACE}/pins/{'9' * 40}.json") is None
+
+
+def test_a_folder_that_is_its_own_index_has_pins_too(tmp_path: Path, clock: ManualClock) -> None:
+    store: PruneStore = LocalStore(tmp_path)
+    index = BulkIndex(store, clock=clock)
+    chunks = hashes(save(store, None))
+    end = int(clock()) + DAY_S
+    pinner = Pinner(store, index, 3_600, clock)
+    done = pinner.pin(NAMESPACE, chain_of(index, NAMESPACE, chunks[1]), until_s=end)
+    assert done.missing == 0
+    assert until(index, chunks) == [end, end, 0]
+    assert {r.prefix_hash: r.pinned for r in index.scan(NAMESPACE)} == dict(
+        zip(chunks, (True, True, False), strict=True)
+    )
+    clock.advance(DAY_S)
+    assert until(index, chunks) == [0, 0, 0]
