@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from objkv.assembly.redis import connect_redis
 from objkv.breaker import Breakers, Change, OnChange, Patience
 from objkv.cache.bulk_index import BulkIndex
-from objkv.config import Config, local_path, without_password
+from objkv.config import Config, cache_folder, local_path, without_password
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import PruneIndex, Usage, WriteIndex
 from objkv.index.breaker import BreakerIndex
@@ -225,7 +225,7 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
     if scheme == "memory":
         return MemoryStore()
     if scheme == "file":
-        return LocalStore(local_path(url))
+        return _folder(url)
     assert scheme == "s3"
     parts = urlsplit(url)
     return S3Store(
@@ -241,12 +241,17 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
     )
 
 
+def _folder(url: str) -> LocalStore:
+    # The default one holds what this user's prompts made; of others the umask decides.
+    return LocalStore(local_path(url), private=cache_folder())
+
+
 def _index_place(config: Config) -> PruneIndex:
     scheme = config.index_url.partition(":")[0]
     if scheme == "memory":
         return MemoryIndex()
     if scheme == "bulk":
-        return BulkIndex(LocalStore(local_path(config.bulk_url)))
+        return BulkIndex(_folder(config.bulk_url))
     if scheme == "sqlite":
         return SqliteIndex(local_path(config.index_url))
     return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)

@@ -11,6 +11,7 @@ from objkv.config import Resolved
 from objkv.errors import ObjkvError
 from objkv.index.base import PruneIndex
 from objkv.ops.engine import check_engine, library_versions
+from objkv.ops.privacy import check_privacy
 from objkv.ops.probes import BAD, Check, failure, probe_index, probe_store
 from objkv.ops.server import ServerFacts, judge_server
 from objkv.stores.base import PruneStore
@@ -82,6 +83,7 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
         *index,
         *_examine_reach(resolved, "index", "bulk"),
         *hot,
+        *check_privacy(resolved.config),
         check_engine(),
     ]
     values = resolved.config.public()

@@ -46,9 +46,12 @@ class LocalStore:
     is no value, and nobody waits for it.
     """
 
-    def __init__(self, root: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, root: Path, *, private: Path | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``private``: a folder above ``root`` that nobody else may enter, if it is made here."""
         self._root = os.path.abspath(root)
-        self._beneath = Beneath(self._root)
+        self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
         self._clock = clock
 
     def __repr__(self) -> str:
@@ -157,7 +160,7 @@ class LocalStore:
     def check(self) -> None:
         """Create the folder if there is none, and look into it."""
         with translated("check", self._root):
-            os.makedirs(self._root, exist_ok=True)
+            self._beneath.make_folders("")
             with os.scandir(self._root) as found:
                 next(found, None)
             if not os.access(self._root, os.R_OK | os.X_OK):
@@ -190,24 +193,16 @@ class LocalStore:
 
     def _removed(self, folder: str, name: str) -> bool:
         try:
-            with self._at(folder) as fd:
+            with self._beneath.at(folder, PLACE) as fd:
                 os.unlink(name, dir_fd=fd)
         except (FileNotFoundError, NotADirectoryError):
             return False
         with suppress(OSError):  # not empty, or somebody else removed it
             while folder:
                 folder, name = _split(folder)
-                with self._at(folder) as fd:
+                with self._beneath.at(folder, PLACE) as fd:
                     os.rmdir(name, dir_fd=fd)
         return True
-
-    @contextmanager
-    def _at(self, folder: str, flags: int = PLACE) -> Iterator[int]:
-        fd = self._beneath.open(folder, flags)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
@@ -283,7 +278,7 @@ class LocalStore:
         listed: list[tuple[str, os.stat_result | None]] = []
         with translated("scan", folder or self._root):
             try:
-                with self._at(folder, FOLDER) as fd, os.scandir(fd) as found:
+                with self._beneath.at(folder, FOLDER) as fd, os.scandir(fd) as found:
                     for entry in found:
                         with suppress(FileNotFoundError):  # removed meanwhile
                             is_folder = entry.is_dir(follow_symlinks=False)

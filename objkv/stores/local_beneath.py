@@ -13,8 +13,8 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Final
 
@@ -40,8 +40,10 @@ class Beneath:
     """Opens by paths relative to ``root``, an absolute path. Thread-safe; keeps nothing open, so
     that ``root`` may come, go, and be mounted while it is in use."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, private: str | None = None) -> None:
+        """``private``: the one of the folders above ``root`` that is made for this user alone."""
         self.root = root
+        self._private = private
         self._start = os.fsencode(root) + b"/"
         self._opens = kernel_opens()
         # The kernel refuses links in all of a path. Without one in the root's own that is one call.
@@ -68,10 +70,19 @@ class Beneath:
         finally:
             os.close(root)
 
+    @contextmanager
+    def at(self, path: str, flags: int) -> Iterator[int]:
+        """``open``, closed afterwards."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
     def make_folders(self, folder: str) -> None:
         """Make ``folder`` and those above it, the root's included, where they are missing. The
         parent of each is synced, so that a crash keeps them. They may be gone again afterwards."""
-        _make_root(self.root)
+        self._make_root(self.root)
         with suppress(FileNotFoundError):
             current = os.open(self.root, FOLDER | os.O_CLOEXEC)
             try:
@@ -85,21 +96,21 @@ class Beneath:
             finally:
                 os.close(current)
 
-
-def _make_root(folder: str) -> None:
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        _make_root(os.path.dirname(folder))
-        with suppress(FileExistsError):
-            os.mkdir(folder)
-    fd = os.open(os.path.dirname(folder), FOLDER | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def _make_root(self, folder: str) -> None:
+        mode = 0o700 if folder == self._private else 0o777
+        try:
+            os.mkdir(folder, mode)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._make_root(os.path.dirname(folder))
+            with suppress(FileExistsError):
+                os.mkdir(folder, mode)
+        fd = os.open(os.path.dirname(folder), FOLDER | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def walking_opens(folder: int, path: bytes, flags: int) -> int:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +267,19 @@ def test_the_root_itself_can_be_opened(tmp_path: Path) -> None:
     fd = beneath.open("", PLACE)
     assert os.fstat(fd).st_ino == tmp_path.stat().st_ino
     os.close(fd)
+
+
+def test_a_private_folder_is_made_for_this_user_alone_and_left_as_it_is(tmp_path: Path) -> None:
+    private = tmp_path / "cache" / "objkv"
+    old = os.umask(0o022)
+    try:
+        for use in (LocalStore.check, lambda store: store.put("ns/a", b"")):
+            use(LocalStore(private / "chunks", private=private))
+            modes = [path.stat().st_mode & 0o777 for path in (private.parent, private)]
+            assert modes == [0o755, 0o700]
+            shutil.rmtree(private.parent)
+        private.mkdir(parents=True)
+        LocalStore(private / "chunks", private=private).put("ns/a", b"")
+        assert private.stat().st_mode & 0o777 == 0o755
+    finally:
+        os.umask(old)
