@@ -9,7 +9,15 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
@@ -81,6 +89,24 @@ class Output:
         ) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done: progress.update(task, description=f"{what}: {done:,}")
+
+    @contextmanager
+    def steps(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """A function to tell how many steps of how many are done; shown while somebody watches a
+        terminal."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        disable = not self._progress.is_terminal
+        with Progress(
+            *columns, console=self._progress, transient=True, disable=disable
+        ) as progress:
+            task = progress.add_task(what, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -1,0 +1,92 @@
+"""``objkv rebuild``: the index, restored from the bulk store alone."""
+
+from typing import Annotated
+
+import typer
+
+from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import size
+from objkv.cli.upkeep import WORKERS, Upkeep, refuse_memory, upkeep
+from objkv.ops.ends import read_namespace, stored_namespaces, stored_parts
+from objkv.ops.rebuild import Rebuild
+
+_COUNTS = ("restored", "corrected", "present", "written", "unreadable", "foreign", "other")
+_MEANS = {
+    "restored": "had no record",
+    "corrected": "had a record that said otherwise",
+    "present": "had their record",
+    "written": "were being written by others",
+    "unreadable": "no payloads of objkv, or damaged: objkv sweep removes them",
+    "foreign": "claim to be another's: objkv sweep removes them",
+    "other": "entries that are no payloads",
+}
+
+
+@command
+def rebuild(
+    session: Session,
+    namespace: Annotated[
+        str | None, typer.Option(help="Of this namespace only, in full.", metavar="NS")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and write nothing.")] = False,
+    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
+    ] = False,
+) -> int:
+    """Restore the index from the bulk store: records, pins, shapes, totals."""
+    refuse_memory(session, "rebuild")
+    if session.config.index_url.startswith("bulk:"):
+        return _nothing_to_do(session)
+    with upkeep(
+        session, "rebuild", namespace, dry_run, writes=not dry_run, workers=workers, restart=restart
+    ) as run:
+        bulk = run.ends.bulk
+        with session.out.waiting("reading namespaces"):
+            names = stored_namespaces(bulk)
+            found = {n: read_namespace(bulk, n) for n in names if namespace in (None, n)}
+            parts = stored_parts(bulk, list(found))
+        work = Rebuild(run.ends, apply=not dry_run)
+        run.run("restoring records", work.parts(parts, found))
+        run.run("restoring what stands on them", work.namespaces(found))
+        _show(run, len(found), dry_run)
+        counts = run.tally.counts
+        return run.code(FOUND if counts["unreadable"] or counts["foreign"] else FINE)
+
+
+def _nothing_to_do(session: Session) -> int:
+    if session.out.machine:
+        session.out.document({"command": "rebuild", "ending": "complete", "own_index": True})
+    else:
+        session.out.line("the folder is its own index: there is nothing to rebuild")
+    return FINE
+
+
+def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
+    tally, out = run.tally, run.session.out
+    counted = {kind: tally.counts[kind] for kind in _COUNTS}
+    if out.machine:
+        document = run.report(
+            "rebuild",
+            applied=not dry_run,
+            own_index=False,
+            namespaces=namespaces,
+            **counted,
+            pins=tally.counts["pins"],
+            shapes=tally.counts["shapes"],
+        )
+        out.document(document)
+        return
+    rows = [
+        (kind, counted[kind], size(tally.nbytes[kind]), _MEANS[kind])
+        for kind in _COUNTS
+        if counted[kind] or kind == "restored"
+    ]
+    out.table(("", ">payloads", ">bytes", ""), rows)
+    pins, shapes = tally.counts["pins"], tally.counts["shapes"]
+    out.line(f"{namespaces:,} namespaces; {pins:,} chunks pinned; {shapes:,} shards announced")
+    for finding in tally.findings:
+        out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
+    if dry_run:
+        out.line("nothing was written: --dry-run")
+    run.tell_end()

@@ -1,0 +1,132 @@
+"""``objkv sweep``: what nobody can use, found and removed."""
+
+from typing import Annotated
+
+import typer
+
+from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import size
+from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.errors import ConfigError
+from objkv.ops.sweep import Sweep
+from objkv.ops.sweep_records import RecordSweep
+from objkv.ops.sweep_remove import CATEGORIES, Category, Remover, SweepLimits
+from objkv.ops.sweep_survey import refuse_wrong_ends, survey
+
+_MEANS: dict[Category, str] = {
+    "orphan": "payloads without a record",
+    "ghost": "records without a payload",
+    "expired": "payloads that nobody used while a record lives",
+    "over_quota": "ends of prefixes that are used least",
+    "old_epoch": "of an earlier weights_epoch",
+    "stranger": "in namespaces without identity document: removed with --strangers",
+    "temporary": "left by killed writers",
+    "quarantined": "taken out of use by objkv verify",
+}
+
+
+@command
+def sweep(
+    session: Session,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Remove what is found. Without it: only say.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="A category; give it again for more.", metavar="CATEGORY"),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Of this namespace only, in full.", metavar="NS")
+    ] = None,
+    grace_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Leave younger ones alone; sweep_grace_s.", metavar="SECONDS"),
+    ] = None,
+    strangers: Annotated[bool, typer.Option("--strangers", help="Remove strangers, too.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Although an end looks wiped or wrong.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Remove at most so many.", metavar="N")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
+    ] = False,
+) -> int:
+    """Find what nobody can use, and with --apply remove it."""
+    config = session.config
+    limits = SweepLimits(
+        apply=apply,
+        grace_s=config.sweep_grace_s if grace_s is None else grace_s,
+        only=_categories(only),
+        strangers=strangers,
+        force=force,
+        removals_max=limit,
+    )
+    settings = (apply, sorted(limits.only), namespace, limits.grace_s, strangers)
+    with upkeep(session, "sweep", *settings, writes=apply, workers=workers, restart=restart) as run:
+        with session.out.waiting("reading namespaces"):
+            found = survey(run.ends, namespace)
+            if not force:
+                refuse_wrong_ends(run.ends, found)
+        remover = Remover(run.ends, limits, lambda: run.crew.halt("limit"))
+        work = Sweep(run.ends, found, limits, remover)
+        records = RecordSweep(run.ends, found, limits, remover, workers=workers)
+        run.run("sweeping leftovers", work.leftovers())
+        run.run("sweeping payloads", work.parts())
+        run.run("sweeping records", records.ghosts())
+        if namespace is None:  # a tenant's quota is for all of its namespaces
+            high, low = (
+                config.quota_high_percent,
+                config.quota_low_percent,
+            )
+            quota = config.quota_bytes
+            run.run(
+                "sweeping beyond quotas",
+                records.quotas(quota, high_percent=high, low_percent=low),
+            )
+        run.run("sweeping documents", work.documents())
+        _show(run, apply)
+        is_found = any(run.tally.counts[category] for category in CATEGORIES)
+        return run.code(FOUND if is_found and not apply else FINE)
+
+
+def _categories(only: list[str] | None) -> tuple[Category, ...]:
+    for name in only or ():
+        if name not in CATEGORIES:
+            raise ConfigError(f"--only {name}: write one of {', '.join(CATEGORIES)}")
+    return tuple(one for one in CATEGORIES if not only or one in only)
+
+
+def _show(run: Upkeep, apply: bool) -> None:
+    tally, out = run.tally, run.session.out
+    counts, nbytes = tally.counts, tally.nbytes
+    beside = {
+        name: counts[name] for name in ("young", "pinned", "busy", "changed", "documents", "other")
+    }
+    if out.machine:
+        categories = {one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES}
+        document = run.report(
+            "sweep",
+            applied=apply,
+            categories=categories,
+            removed=counts["removed"],
+            removed_bytes=nbytes["removed"],
+            kept=beside,
+        )
+        out.document(document)
+        return
+    rows = [(one, counts[one], size(nbytes[one]), _MEANS[one]) for one in CATEGORIES if counts[one]]
+    if rows:
+        out.table(("", ">payloads", ">bytes", ""), rows)
+    else:
+        out.line("nothing to sweep")
+    told = [f"{count:,} {name}" for name, count in beside.items() if count]
+    if told:
+        out.line("left alone: " + ", ".join(told))
+    if apply:
+        out.line(f"removed {counts['removed']:,}, {size(nbytes['removed'])}")
+    elif rows:
+        out.line("nothing was removed: --apply does it")
+    run.tell_end()

@@ -1,0 +1,140 @@
+"""What the long commands share (``rebuild``, ``sweep``, ``verify``): both ends, threads, a place to
+go on from, and how a report ends."""
+
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from objkv.assembly.seal import open_seal
+from objkv.cli.command import INTERRUPTED, Session
+from objkv.codec.seal import Seal
+from objkv.config.urls import cache_folder
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.ops.checkpoint import Checkpoint, checkpoint_file
+from objkv.ops.crew import Crew, Unit
+from objkv.ops.ends import Ends
+from objkv.ops.patient import PatientIndex, PatientStore
+from objkv.ops.tally import Tally
+
+WORKERS = 16
+_GO_ON = "run the same command again to go on"
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """One run of a long command."""
+
+    session: Session
+    ends: Ends
+    crew: Crew
+    checkpoint: Checkpoint
+
+    def run(self, what: str, units: Iterable[Unit]) -> None:
+        """Do them, and show how far they are."""
+        with self.session.out.steps(what) as tell:
+            self.crew.run(units, tell)
+
+    @property
+    def tally(self) -> Tally:
+        """What was found, by earlier runs that this one continues too."""
+        total = Tally()
+        total.add(self.checkpoint.tally)
+        total.add(self.crew.partial)
+        return total
+
+    def report(self, command: str, **more: Any) -> dict[str, Any]:
+        """The JSON document's common part, and ``more`` before the findings."""
+        tally = self.tally
+        return {
+            "command": command,
+            "ending": self.crew.ending,
+            "resumed": self.checkpoint.resumed,
+            **more,
+            "findings": tally.findings,
+            "omitted": tally.omitted,
+        }
+
+    def tell_end(self) -> None:
+        """Say how it ended, if that was early."""
+        out, ending = self.session.out, self.crew.ending
+        if ending != "complete" and not out.machine:
+            goes_on = self.checkpoint.is_kept or ending == "limit"
+            kept = f": {_GO_ON}" if goes_on else ""
+            words = {
+                "interrupted": "interrupted",
+                "deadline": "the time is over",
+                "limit": "the limit is reached",
+            }
+            out.line(f"not complete, {words[ending]}{kept}", "yellow")
+
+    def code(self, otherwise: int) -> int:
+        """The exit code."""
+        return INTERRUPTED if self.crew.ending == "interrupted" else otherwise
+
+
+@contextmanager
+def upkeep(
+    session: Session,
+    command: str,
+    *settings: object,
+    writes: bool,
+    workers: int,
+    deadline_s: float | None = None,
+    restart: bool = False,
+    resumable: bool = True,
+) -> Iterator[Upkeep]:
+    """Open both ends and the checkpoint of ``command`` with these ``settings``, which decide what
+    it does. Raises ``ConfigError`` where there is nothing to work on."""
+    refuse_memory(session, command)
+    config = session.config
+    if writes and config.role == "reader":
+        raise ConfigError(f"{command} writes, and role is reader: set role to sweeper")
+    with session.backends() as backends:
+        with session.out.waiting("asking both ends"):
+            backends.bulk.check()
+            backends.index.check()
+        ends = Ends(
+            bulk=PatientStore(backends.bulk),
+            hot=None if backends.hot is None else PatientStore(backends.hot),
+            index=PatientIndex(backends.index),
+            is_own_index=config.index_url.startswith("bulk:"),
+            ttl_s=config.ttl_s,
+            lease_ms=config.lease_ms,
+            owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+            seal_of=lru_cache(lambda tenant: _seal(session, tenant)),
+        )
+        place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
+        file = checkpoint_file(cache_folder(), command, place, settings)
+        if restart:
+            file.unlink(missing_ok=True)
+        checkpoint = Checkpoint(file if resumable else None)
+        crew = Crew(checkpoint, workers=workers, deadline_s=deadline_s)
+        is_done = False
+        try:
+            yield Upkeep(session, ends, crew, checkpoint)
+            is_done = crew.ending in ("complete", "limit")
+        except StoreUnavailable as exc:
+            if not checkpoint.is_kept:
+                raise
+            raise StoreUnavailable(f"{exc}; {_GO_ON}") from exc
+        finally:
+            checkpoint.close(complete=is_done)
+
+
+def refuse_memory(session: Session, command: str) -> None:
+    """Raises ``ConfigError`` where an end is in the memory of this process, and so empty."""
+    for name in ("bulk_url", "index_url"):
+        if getattr(session.config, name).startswith("memory:"):
+            raise ConfigError(
+                f"{name} is memory:, which only the replica itself sees: there is nothing for "
+                f"{command} to work on"
+            )
+
+
+def _seal(session: Session, tenant: str | None) -> Seal | None:
+    return open_seal(session.config, tenant=tenant)

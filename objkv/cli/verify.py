@@ -1,0 +1,125 @@
+"""``objkv verify``: stored payloads, checked to the last byte."""
+
+from typing import Annotated
+
+import typer
+
+from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import size
+from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.errors import ConfigError
+from objkv.ops.ends import Ends, Namespace, Part, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.verify import Verify, choose_sample
+from objkv.ops.verify_payload import Budget
+
+SAMPLE = 200
+MEMORY_BYTES = 1 << 30
+_WRONG = ("missing", "corrupt", "foreign", "mismatch", "hot")
+_DONE = ("quarantined", "forgotten", "mended")
+
+
+@command
+def verify(
+    session: Session,
+    namespace: Annotated[
+        str | None, typer.Option(help="Of this namespace only, in full.", metavar="NS")
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(min=1, help="Check so many, chosen by chance.", metavar="N")
+    ] = SAMPLE,
+    every: Annotated[bool, typer.Option("--all", help="Check all of them.")] = False,
+    quarantine: Annotated[
+        bool,
+        typer.Option("--quarantine", help="Take what is wrong out of use. Without it: only say."),
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the sample.", metavar="N")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
+    ] = None,
+    memory_bytes: Annotated[
+        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
+    ] = MEMORY_BYTES,
+    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
+    ] = False,
+) -> int:
+    """Check stored payloads: every byte, their claims, and their records."""
+    with upkeep(
+        session,
+        "verify",
+        namespace,
+        quarantine,
+        writes=quarantine,
+        workers=workers,
+        deadline_s=deadline_s,
+        restart=restart,
+        resumable=every,
+    ) as run:
+        with session.out.waiting("reading namespaces"):
+            found, parts, indexed = _places(run.ends, namespace)
+        if quarantine:
+            _refuse_wrong_bulk(found, indexed)
+        work = Verify(
+            run.ends,
+            found,
+            quarantine=quarantine,
+            budget=Budget(memory_bytes),
+            workers=workers,
+        )
+        if every:
+            run.run("checking payloads", work.parts(parts))
+            run.run("looking for missing payloads", work.missing(indexed))
+        else:
+            with session.out.waiting("choosing a sample"):
+                keys = choose_sample(run.ends, indexed, parts, size=sample, seed=seed)
+            run.run("checking payloads", work.sample(keys))
+        _show(run, every, quarantine)
+        return run.code(FOUND if any(run.tally.counts[kind] for kind in _WRONG) else FINE)
+
+
+def _places(
+    ends: Ends, namespace: str | None
+) -> tuple[dict[str, Namespace], list[Part], list[str]]:
+    names = [name for name in stored_namespaces(ends.bulk) if namespace in (None, name)]
+    known = [] if ends.is_own_index else ends.index.namespaces()
+    indexed = [name for name in known if namespace in (None, name)]
+    found = {name: read_namespace(ends.bulk, name) for name in names}
+    return found, stored_parts(ends.bulk, names), indexed
+
+
+def _refuse_wrong_bulk(found: dict[str, Namespace], indexed: list[str]) -> None:
+    if indexed and not any(name in found for name in indexed):
+        raise ConfigError(
+            "none of the index's namespaces is in the bulk store: do bulk_url and index_url belong "
+            "together?"
+        )
+
+
+def _show(run: Upkeep, every: bool, quarantine: bool) -> None:
+    tally, out = run.tally, run.session.out
+    counts = tally.counts
+    checked = sum(counts[kind] for kind in ("ok", *_WRONG))
+    nbytes = sum(tally.nbytes[kind] for kind in ("ok", *_WRONG))
+    if out.machine:
+        document = run.report(
+            "verify",
+            every=every,
+            quarantine=quarantine,
+            checked=checked,
+            checked_bytes=nbytes,
+            **{kind: counts[kind] for kind in ("ok", *_WRONG, "unindexed", "changed", *_DONE)},
+        )
+        out.document(document)
+        return
+    wrong = sum(counts[kind] for kind in _WRONG)
+    out.line(f"checked {checked:,} payloads, {size(nbytes)}: {wrong:,} wrong")
+    if counts["unindexed"]:
+        out.line(f"{counts['unindexed']:,} more have no record: objkv sweep lists them")
+    out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in tally.findings])
+    done = [f"{counts[kind]:,} {kind}" for kind in _DONE if counts[kind]]
+    if done:
+        out.line(", ".join(done))
+    elif wrong:
+        out.line("nothing was changed: --quarantine takes them out of use")
+    run.tell_end()

@@ -1,0 +1,131 @@
+"""Many units of work by several threads: it can be stopped at any time, and go on later.
+
+Whatever ends it, every unit is either done and told to the checkpoint, or done once more next time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from threading import Event, Lock
+from time import monotonic
+from typing import Literal
+
+from objkv.ops.checkpoint import Checkpoint
+from objkv.ops.tally import Tally
+
+Ending = Literal["complete", "interrupted", "deadline", "limit"]
+Check = Callable[[], None]
+Tell = Callable[[int, int], None]
+"""Told how many units are done, and of how many."""
+_AHEAD = 2
+"""Units under way or waiting, per thread."""
+
+
+class Halted(Exception):
+    """There is no time, or no allowance, for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Some work, whose name is the same in every run."""
+
+    name: str
+    work: Callable[[Tally, Check], None]
+    """Counts what it finds; calls the check now and then, and lets what that raises pass."""
+
+
+class Crew:
+    """Runs units, as often as it is asked. Its owner's thread waits, and may be interrupted."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        workers: int,
+        deadline_s: float | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``deadline_s``: from now on; nothing is begun afterwards."""
+        self._checkpoint = checkpoint
+        self._workers = workers
+        self._clock = clock
+        self._ends = None if deadline_s is None else clock() + deadline_s
+        self._stop = Event()
+        self._lock = Lock()
+        self.ending: Ending = "complete"
+        self.partial = Tally()
+        """What units found that did not finish: it will be found again."""
+
+    def run(self, units: Iterable[Unit], tell: Tell = lambda done, total: None) -> None:
+        """Run those that are not done yet; nothing, if an earlier run of this crew was stopped.
+
+        Raises the first error of a unit, after those under way have ended.
+        """
+        every = list(units)
+        left = [unit for unit in every if unit.name not in self._checkpoint.done]
+        if self.ending != "complete":
+            return
+        pool = ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-ops")
+        try:
+            self._wait_for(pool, left, lambda now: tell(len(every) - len(left) + now, len(every)))
+        except KeyboardInterrupt:
+            self.halt("interrupted")
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            if self.ending == "complete":
+                self._stop.clear()
+
+    def halt(self, why: Ending) -> None:
+        """No unit begins any more; those under way end at their next check."""
+        with self._lock:
+            if self.ending == "complete":
+                self.ending = why
+        self._stop.set()
+
+    def check(self) -> None:
+        """Raises ``Halted`` if it is time to end."""
+        if self._ends is not None and self._clock() >= self._ends:
+            self.halt("deadline")
+        if self._stop.is_set():
+            raise Halted
+
+    def _wait_for(
+        self, pool: ThreadPoolExecutor, left: list[Unit], tell: Callable[[int], None]
+    ) -> None:
+        units, running, done = iter(left), dict[Future[Tally | None], Unit](), 0
+        tell(done)
+        while True:
+            for unit in _some(units, _AHEAD * self._workers - len(running)):
+                running[pool.submit(self._work, unit)] = unit
+            if not running:
+                return
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                unit, found = running.pop(future), future.result()
+                if found is not None:
+                    self._checkpoint.finish(unit.name, found)
+                    done += 1
+            tell(done)
+
+    def _work(self, unit: Unit) -> Tally | None:
+        found = Tally()
+        try:
+            self.check()
+            unit.work(found, self.check)
+        except BaseException as exc:
+            with self._lock:
+                self.partial.add(found)
+            if isinstance(exc, Halted):
+                return None
+            self._stop.set()
+            raise
+        return found
+
+
+def _some(units: Iterator[Unit], most: int) -> Iterator[Unit]:
+    for _ in range(most):
+        unit = next(units, None)
+        if unit is None:
+            return
+        yield unit

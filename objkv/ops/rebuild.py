@@ -1,0 +1,176 @@
+"""Restores the index from the bulk store alone: every payload says whose it is, and is believed as
+far as its header's checksum, or its seal, goes.
+
+It adds what the index lacks and corrects what is not so; it removes nothing. Replicas may go on
+meanwhile, and others may rebuild as well.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from objkv.cache.pins import read_pins
+from objkv.cache.tiered import shard_record
+from objkv.codec.payload import Header
+from objkv.codec.seal import Seal
+from objkv.errors import PayloadError
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Usage
+from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
+from objkv.ops.crew import Check, Unit
+from objkv.ops.ends import (
+    Ends,
+    Namespace,
+    Part,
+    Stored,
+    stored_header,
+    stored_payloads,
+)
+from objkv.ops.tally import Tally
+
+HOT_ASK_BYTES_MAX = 1 << 20
+"""Larger payloads are not looked for in the hot store."""
+
+
+class Rebuild:
+    """Units that restore records, and, after them, units that restore what stands on these."""
+
+    def __init__(self, ends: Ends, *, apply: bool, clock: Callable[[], float] = time.time) -> None:
+        """``apply``: False counts only."""
+        assert not ends.is_own_index
+        self._ends = ends
+        self._apply = apply
+        self._clock = clock
+
+    def parts(self, parts: list[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+        """Restore the records of payloads. Counts ``restored``, ``corrected`` (a record said
+        otherwise), ``present``, ``written`` (meanwhile, by others), ``other`` (no payloads), and
+        finds ``unreadable`` and ``foreign`` (of another key)."""
+        for part in parts:
+            seal = self._ends.seal_of(namespaces[part.namespace].tenant)
+            yield Unit(f"records {part.name}", self._part_work(part, seal))
+
+    def namespaces(self, namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+        """Restore pins, which shards are in use, and totals. Counts ``pins`` and ``shapes``."""
+        for namespace in namespaces.values():
+            yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace))
+
+    def _part_work(self, part: Part, seal: Seal | None) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            def other(_: object) -> None:
+                tally.count("other")
+
+            batches = stored_payloads(self._ends, part, other=other)
+            for batch in batches:
+                for stored in batch:
+                    check()
+                    self._restore(stored, seal, tally)
+
+        return work
+
+    def _restore(self, stored: Stored, seal: Seal | None, tally: Tally) -> None:
+        entry, known = stored.entry, stored.shard
+        try:
+            header = stored_header(self._ends.bulk, entry, seal)
+        except PayloadError as exc:
+            tally.find("unreadable", entry.key, entry.nbytes, str(exc))
+            return
+        if header is None:  # deleted meanwhile
+            return
+        if header.claim.key != stored.key:
+            claimed = f"claims to be {header.claim.key.path()}"
+            tally.find("foreign", entry.key, entry.nbytes, claimed)
+            return
+        if known is not None and is_same(known, header) and is_chunk_same(stored.record, header):
+            tally.count("present", entry.nbytes)
+            return
+        if self._apply and not self._publish(stored, header, seal):
+            tally.count("written", entry.nbytes)
+            return
+        tally.count("restored" if known is None else "corrected", entry.nbytes)
+
+    def _publish(self, stored: Stored, header: Header, seal: Seal | None) -> bool:
+        """False if somebody else writes or has written this payload or its record."""
+        ends, key = self._ends, stored.key
+        if not ends.index.lease(key.path(), ends.owner, ttl_ms=ends.lease_ms):
+            return False  # whoever saves it publishes it
+        try:
+            # What was read of both may be old by now; with the lease it stays as it is.
+            [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
+            if replace(stored, record=record).shard != stored.shard:
+                return False
+            now = ends.bulk.head(key.path())
+            if now is None or now.modified_s != stored.entry.modified_s:
+                return False
+            claim = header.claim
+            chunk = ChunkEntry(
+                key.namespace,
+                key.prefix_hash,
+                claim.parent_hash,
+                claim.token_start,
+                claim.token_end,
+            )
+            shard = replace(shard_record(header), hot=self._is_hot(header))
+            ends.index.publish(chunk, {key.field: shard}, ttl_s=ends.ttl_s)
+        finally:
+            ends.index.release(key.path(), ends.owner)
+        return True
+
+    def _is_hot(self, header: Header) -> bool:
+        hot = self._ends.hot
+        if hot is None or header.nbytes > HOT_ASK_BYTES_MAX:
+            return False
+        copy = hot.head(header.claim.key.path())
+        return copy is not None and copy.nbytes == header.nbytes
+
+    def _namespace_work(self, namespace: Namespace) -> Callable[[Tally, Check], None]:
+        ends, name = self._ends, namespace.name
+
+        def work(tally: Tally, check: Check) -> None:
+            fields, nbytes, payloads = set[str](), 0, 0
+            for record in ends.index.scan(name):
+                check()
+                if record.prefix_hash == SHAPES_HASH:
+                    continue
+                fields |= record.shards.keys()
+                nbytes, payloads = nbytes + record.nbytes, payloads + len(record.shards)
+            if namespace.has_shapes and fields:
+                tally.counts["shapes"] += self._announce(name, fields)
+            if not self._apply:
+                return
+            ends.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
+            self._restore_pins(name, tally)
+
+        return work
+
+    def _announce(self, namespace: str, fields: set[str]) -> int:
+        """Say which shards are in use, those that are not said to be; how many."""
+        index = self._ends.index
+        [known] = index.lookup(namespace, [SHAPES_HASH])
+        missing = sorted(fields.difference(known.shards if known else ()))[:FIELDS_MAX]
+        if missing and self._apply:
+            empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
+            entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+            index.publish(entry, dict.fromkeys(missing, empty), ttl_s=self._ends.ttl_s)
+        return len(missing)
+
+    def _restore_pins(self, namespace: str, tally: Tally) -> None:
+        now_s = self._clock()
+        for prefix_hash, until_s in read_pins(self._ends.bulk, namespace).items():
+            if until_s > now_s and self._ends.index.pin(
+                namespace, prefix_hash, until_s=until_s, ttl_s=self._ends.ttl_s
+            ):
+                tally.count("pins")
+
+
+def is_same(record: ShardRecord, header: Header) -> bool:
+    """Whether the record says what it should of this payload; a copy in the hot store aside."""
+    return replace(record, hot=False) == shard_record(header)
+
+
+def is_chunk_same(record: Record | None, header: Header) -> bool:
+    """Whether the record says what it should of this payload's chunk."""
+    if record is None:
+        return False
+    claim = header.claim
+    said = record.parent_hash, record.token_start, record.token_end
+    return said == (claim.parent_hash, claim.token_start, claim.token_end)

@@ -1,0 +1,126 @@
+"""Finds, and removes where it may, what nobody can use: see ``Category`` in ``sweep_remove``."""
+
+import time
+from collections.abc import Callable, Iterator
+
+from objkv.index.shapes import shape_path
+from objkv.keys.identity import identity_path
+from objkv.ops.crew import Check, Unit
+from objkv.ops.ends import QUARANTINE, Ends, Part, Stored, stored_payloads
+from objkv.ops.pin import remove_ended_pins
+from objkv.ops.sweep_remove import Category, Remover, SweepLimits
+from objkv.ops.sweep_survey import Survey
+from objkv.ops.tally import Tally
+from objkv.stores.base import Entry
+
+
+class Sweep:
+    """Units of work on what the bulk store has. Those on records: ``RecordSweep``."""
+
+    def __init__(
+        self,
+        ends: Ends,
+        found: Survey,
+        limits: SweepLimits,
+        remover: Remover,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._ends = ends
+        self._found = found
+        self._limits = limits
+        self._remover = remover
+        self._clock = clock
+
+    def leftovers(self) -> Iterator[Unit]:
+        """What killed writers left, and what lies in quarantine."""
+        if "temporary" in self._limits.only:
+            yield Unit("temporary", self._temporary)
+        if "quarantined" in self._limits.only:
+            yield Unit("quarantined", self._quarantined)
+
+    def parts(self) -> Iterator[Unit]:
+        """Payloads, by what is known of their namespace and by their records."""
+        if {"orphan", "expired", "old_epoch", "stranger"}.isdisjoint(self._limits.only):
+            return
+        for part in self._found.parts:
+            yield Unit(f"payloads {part.name}", self._part_work(part))
+
+    def documents(self) -> Iterator[Unit]:
+        """What stands beside payloads and is of no use any more: documents of old epochs of which
+        nothing is left, and of pins that have ended. Counted as ``documents``, not as findings."""
+        if not self._limits.apply:
+            return
+        for name in sorted(self._found.namespaces):
+            yield Unit(f"documents {name}", self._document_work(name))
+
+    def _temporary(self, tally: Tally, check: Check) -> None:
+        for found in self._ends.bulk.unfinished():
+            check()
+            if self._is_old(found.modified_s):
+                self._remover.leftover(found, tally)
+
+    def _quarantined(self, tally: Tally, check: Check) -> None:
+        for entry in self._ends.bulk.scan(f"{QUARANTINE}/"):
+            check()
+            if self._is_old(entry.modified_s):
+                self._remover.entry("quarantined", entry, tally)
+
+    def _part_work(self, part: Part) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            def other(entry: Entry) -> None:
+                tally.count("other", entry.nbytes)
+
+            for batch in stored_payloads(self._ends, part, other=other):
+                for stored in batch:
+                    check()
+                    self._judge(part.namespace, stored, tally)
+
+        return work
+
+    def _judge(self, namespace: str, stored: Stored, tally: Tally) -> None:
+        key, entry, record = stored.key, stored.entry, stored.record
+        kind = self._kind(namespace, stored)
+        if kind is None or kind not in self._limits.only:
+            tally.count("kept", entry.nbytes)
+            return
+        is_pinned = key.prefix_hash in self._found.pins[namespace]
+        if is_pinned or (record is not None and record.pinned):
+            tally.count("pinned", entry.nbytes)
+        elif not self._is_old(max(entry.modified_s, record.touched_s if record else 0)):
+            tally.count("young", entry.nbytes)
+        else:
+            self._remover.payload(kind, key, entry, stored.shard, tally)
+
+    def _kind(self, namespace: str, stored: Stored) -> Category | None:
+        if not self._found.namespaces[namespace].is_known:
+            return "stranger"
+        if namespace in self._found.old:
+            return "old_epoch"
+        if stored.shard is not None or self._ends.is_own_index:
+            return None
+        age_s = self._clock() - stored.entry.modified_s
+        return "expired" if age_s >= self._ends.ttl_s else "orphan"
+
+    def _document_work(self, name: str) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            bulk = self._ends.bulk
+            tally.counts["documents"] += remove_ended_pins(bulk, name, now_s=self._clock())
+            if name not in self._found.old or "old_epoch" not in self._limits.only:
+                return
+            beside = []
+            for entry in bulk.scan(f"{name}/"):
+                check()
+                beside.append(entry.key)
+                is_beside = entry.key.startswith(shape_path(name, ""))
+                if not (is_beside or entry.key == identity_path(name)):
+                    return  # something is left
+                if not self._is_old(entry.modified_s):
+                    return
+            for key in beside:
+                tally.counts["documents"] += bulk.delete(key)
+
+        return work
+
+    def _is_old(self, modified_s: float) -> bool:
+        return self._clock() - modified_s >= self._limits.grace_s

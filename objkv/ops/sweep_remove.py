@@ -1,0 +1,148 @@
+"""Removes payloads and records while replicas go on: index first, bulk second, under the lease that
+savers take, and only what is still as it was found.
+
+A crash between two steps leaves an orphan, which the next sweep removes.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from threading import Lock
+from typing import Literal, get_args
+
+from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
+from objkv.ops.crew import Halted
+from objkv.ops.ends import Ends
+from objkv.ops.tally import Tally
+from objkv.stores.base import Entry, Unfinished
+
+Category = Literal[
+    "orphan", "ghost", "expired", "over_quota", "old_epoch", "stranger", "temporary", "quarantined"
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepLimits:
+    """What a sweep may touch."""
+
+    apply: bool
+    """False: everything is counted, nothing is removed."""
+    grace_s: float
+    """What is younger is left alone: somebody may be about to announce it."""
+    only: Collection[Category] = CATEGORIES
+    strangers: bool = False
+    """Whether namespaces without an identity document are removed, too."""
+    force: bool = False
+    """Whether to go on where one end looks as if it were the wrong one, or wiped."""
+    removals_max: int | None = None
+
+
+class Remover:
+    """Counts what it is given as found, and removes it if that is allowed. Safe from many threads,
+    each with a ``Tally`` of its own."""
+
+    def __init__(self, ends: Ends, limits: SweepLimits, halt: Callable[[], None]) -> None:
+        """``halt``: called once when no further removal is allowed."""
+        self._ends = ends
+        self._limits = limits
+        self._halt = halt
+        self._lock = Lock()
+        self._left = limits.removals_max
+
+    def payload(
+        self, kind: Category, key: ChunkKey, entry: Entry, shard: ShardRecord | None, tally: Tally
+    ) -> None:
+        """Remove a payload, and first its record, if ``shard`` is what it says. Neither is touched
+        if one of them has changed since."""
+        if not self._may(kind):
+            tally.find(kind, entry.key, entry.nbytes)
+            return
+        ends, path = self._ends, key.path()
+        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+            tally.count("busy")
+            return
+        try:
+            is_removed = self._remove(key, entry, shard)
+        finally:
+            ends.index.release(path, ends.owner)
+        if is_removed:
+            tally.find(kind, entry.key, entry.nbytes)
+            tally.count("removed", entry.nbytes)
+        else:
+            tally.count("changed")
+
+    def record(self, key: ChunkKey, shard: ShardRecord, tally: Tally) -> None:
+        """Forget the record of a payload that is not there."""
+        if not self._may("ghost"):
+            tally.find("ghost", key.path(), shard.nbytes)
+            return
+        ends, path = self._ends, key.path()
+        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+            tally.count("busy")
+            return
+        try:
+            is_forgotten = ends.bulk.head(path) is None and ends.index.forget(
+                key.namespace, key.prefix_hash, key.field, shard
+            )
+            if is_forgotten:
+                self._remove_copy(path, shard)
+        finally:
+            ends.index.release(path, ends.owner)
+        if is_forgotten:
+            tally.find("ghost", path, shard.nbytes)
+            tally.count("removed")
+        else:
+            tally.count("changed")
+
+    def leftover(self, found: Unfinished, tally: Tally) -> None:
+        """Discard what a killed writer left."""
+        where = f"{found.key}/{found.name}" if found.name.startswith("~") else found.key
+        if self._may("temporary"):
+            if not self._ends.bulk.discard(found):
+                return
+            tally.count("removed", found.nbytes)
+        tally.find("temporary", where, found.nbytes)
+
+    def entry(self, kind: Category, entry: Entry, tally: Tally) -> None:
+        """Remove something that no index knows."""
+        if self._may(kind):
+            self._ends.bulk.delete(entry.key)
+            tally.count("removed", entry.nbytes)
+        tally.find(kind, entry.key, entry.nbytes)
+
+    def _may(self, kind: Category) -> bool:
+        """Whether to remove one more. Raises ``Halted`` if there were enough."""
+        if not self._limits.apply or (kind == "stranger" and not self._limits.strangers):
+            return False
+        with self._lock:
+            if self._left is None:
+                return True
+            if self._left > 0:
+                self._left -= 1
+                return True
+        self._halt()
+        raise Halted
+
+    def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None) -> bool:
+        ends, path = self._ends, key.path()
+        now = ends.bulk.head(path)
+        if now is None or (now.modified_s, now.nbytes) != (entry.modified_s, entry.nbytes):
+            return False
+        if not ends.is_own_index:
+            [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
+            known = None if record is None else record.shards.get(key.field)
+            if known != shard:
+                return False
+            if shard is not None and not ends.index.forget(
+                key.namespace, key.prefix_hash, key.field, shard
+            ):
+                return False
+        ends.bulk.delete(path)
+        self._remove_copy(path, shard)
+        return True
+
+    def _remove_copy(self, path: str, shard: ShardRecord | None) -> None:
+        # Of what had no record nobody knows whether there is a copy; it ends by itself.
+        if self._ends.hot is not None and shard is not None and shard.hot:
+            self._ends.hot.delete(path)

@@ -1,0 +1,204 @@
+"""Stores with known defects: for the tests of the commands that find them, and for trying them.
+
+``python -m objkv.testing.damage --bulk-url URL --index-url URL`` fills both ends, which it expects
+empty, and prints what it planted as one JSON document.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import numpy as np
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.cache.tiered import shard_record
+from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
+from objkv.config import load_config
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.topology import Shard
+from objkv.telemetry import NullRecorder
+
+CHUNK = 16
+CHAIN_CHUNKS = 8
+"""Chunks of one prompt."""
+SHARDS = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+IDENTITY = Identity(
+    model="acme/damaged",
+    weights="0" * 16,
+    quantization=None,
+    kv_dtype="bfloat16",
+    groups=(GroupIdentity("full", None, ("l.0", "l.1"), heads=2, content=32, block_size=8),),
+    page_layout="canonical",
+    chunk_tokens=CHUNK,
+    weights_epoch=3,
+    tenant="default",
+)
+_CODECS = ("none", "zstd", "blosc")
+
+
+@dataclass(frozen=True, slots=True)
+class Defects:
+    """How many payloads of each kind to plant."""
+
+    good: int = 64
+    orphan: int = 0
+    """Without a record."""
+    ghost: int = 0
+    """A record without a payload."""
+    old_epoch: int = 0
+    """Of the same model's epoch before."""
+    stranger: int = 0
+    """Of a namespace that has no document."""
+    header: int = 0
+    """A flipped bit in the header."""
+    frame: int = 0
+    """A flipped bit in a frame."""
+    short: int = 0
+    """The last byte is missing."""
+    empty: int = 0
+    """Of no length at all."""
+    foreign: int = 0
+    """Another chunk's payload, whole and right."""
+    mismatch: int = 0
+    """A record that says otherwise."""
+    hot: int = 0
+    """A copy in the hot store with a flipped bit; none without a hot store."""
+
+
+@dataclass(slots=True)
+class Planted:
+    """What is where, by kind: paths of payloads."""
+
+    namespace: str
+    paths: dict[str, list[str]] = field(default_factory=dict)
+
+    def __getitem__(self, kind: str) -> list[str]:
+        return self.paths.get(kind, [])
+
+
+class DamagedStore:
+    """Writes payloads as replicas do, and then damages some."""
+
+    def __init__(self, ends: Backends, *, seed: int = 0, ttl_s: int = 86_400) -> None:
+        self._ends = ends
+        self._seed = seed
+        self._ttl_s = ttl_s
+        self._made = 0
+        self._chain: list[tuple[ChunkEntry, Sequence[int]]] = []
+        self.planted = Planted(IDENTITY.namespace())
+
+    def plant(self, defects: Defects) -> Planted:
+        """Fill both ends."""
+        old = replace(IDENTITY, weights_epoch=IDENTITY.weights_epoch - 1)
+        for identity in (IDENTITY, old) if defects.old_epoch else (IDENTITY,):
+            self._ends.bulk.put(identity_path(identity.namespace()), identity.canonical())
+        for kind in (one.name for one in fields(defects)):
+            count = getattr(defects, kind)
+            if kind == "hot" and self._ends.hot is None:
+                count = 0
+            self.planted.paths[kind] = sorted(self._one(kind, old) for _ in range(count))
+        self._announce(IDENTITY.namespace())
+        return self.planted
+
+    def _one(self, kind: str, old: Identity) -> str:
+        namespace = IDENTITY.namespace()
+        if kind == "old_epoch":
+            namespace = old.namespace()
+        if kind == "stranger":
+            namespace = "5" * 32
+        chunk, tokens = self._next(namespace)
+        key = ChunkKey(namespace, chunk.prefix_hash, 0, SHARDS[self._made % len(SHARDS)])
+        payload = make_payload(key, chunk, tokens, codec=_CODECS[self._made % len(_CODECS)])
+        header = read_header(payload)
+        record = shard_record(header)
+        if spoil := _SPOILERS.get(kind):
+            payload = spoil(payload, header)
+        if kind == "foreign":
+            other = ChunkKey(namespace, bytes(20), 0, key.shard)
+            payload = make_payload(other, chunk, tokens, codec="none")
+        if kind != "ghost":
+            self._ends.bulk.put_if_absent(key.path(), payload)
+        if kind == "mismatch":
+            record = replace(record, header_checksum="0" * 32)
+        if kind == "hot" and self._ends.hot is not None:
+            self._ends.hot.put(key.path(), _flipped(payload, len(payload) - 1))
+            record = replace(record, hot=True)
+        if kind not in ("orphan", "stranger"):
+            self._ends.index.publish(chunk, {key.field: record}, ttl_s=self._ttl_s)
+        return key.path()
+
+    def _next(self, namespace: str) -> tuple[ChunkEntry, Sequence[int]]:
+        """The next chunk of prompts that no two calls share."""
+        number, place = divmod(self._made, CHAIN_CHUNKS)
+        self._made += 1
+        first = self._seed * 1_000_000 + number * CHAIN_CHUNKS * CHUNK
+        tokens = range(first, first + (place + 1) * CHUNK)
+        hashes = prefix_hashes(namespace, tokens, CHUNK)
+        parent = hashes[-2] if place else root_hash(namespace)
+        start = place * CHUNK
+        chunk = ChunkEntry(namespace, hashes[-1], parent, start, start + CHUNK)
+        return chunk, tokens[start:]
+
+    def _announce(self, namespace: str) -> None:
+        empty = ShardRecord(0, 0, "none", False, "", int(time.time()))
+        shapes = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+        names = {f"0.{shard}": empty for shard in SHARDS}
+        self._ends.index.publish(shapes, names, ttl_s=self._ttl_s)
+
+
+def make_payload(
+    key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], *, codec: str, layer_items: int = 32
+) -> bytes:
+    """A payload of pages that only its key and length decide, and that can be compressed."""
+    heads = key.shard.head_end - key.shard.head_start
+    layers = [
+        LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, layer_items)) for name in ("l.0", "l.1")
+    ]
+    chance = np.random.default_rng(list(key.prefix_hash))
+    pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
+    claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
+    provenance = Provenance(token_digest(tokens), "damage:0", 1_700_000_000)
+    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
+
+
+def _flipped(payload: bytes, place: int) -> bytes:
+    spoilt = bytearray(payload)
+    spoilt[place] ^= 4
+    return bytes(spoilt)
+
+
+_SPOILERS: dict[str, Callable[[bytes, Header], bytes]] = {
+    "header": lambda payload, header: _flipped(payload, 200),
+    "frame": lambda payload, header: _flipped(payload, header.frames.starts[-1]),
+    "short": lambda payload, header: payload[:-1],
+    "empty": lambda payload, header: b"",
+}
+
+
+def main() -> None:
+    """The script."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bulk-url", required=True)
+    parser.add_argument("--index-url", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    for one in fields(Defects):
+        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
+    given = vars(parser.parse_args())
+    urls = {"bulk_url": given.pop("bulk_url"), "index_url": given.pop("index_url")}
+    seed = given.pop("seed")
+    config = load_config(urls)
+    with open_backends(config, NullRecorder()) as ends:
+        planted = DamagedStore(ends, seed=seed, ttl_s=config.ttl_s).plant(Defects(**given))
+    json.dump(asdict(planted), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()
