@@ -11,7 +11,10 @@ from objkv.cli.diff import diff
 from objkv.cli.doctor import doctor
 from objkv.cli.ls import ls
 from objkv.cli.match import match
+from objkv.cli.rebuild import rebuild
 from objkv.cli.show import show
+from objkv.cli.sweep import sweep
+from objkv.cli.verify import verify
 
 app = typer.Typer(
     name="objkv",
@@ -55,6 +58,9 @@ app.command("ls")(ls)
 app.command("show")(show)
 app.command("match")(match)
 app.command("diff")(diff)
+app.command("verify")(verify)
+app.command("sweep")(sweep)
+app.command("rebuild")(rebuild)
 
 
 def main() -> None:

@@ -120,6 +120,9 @@ class Config(BaseModel):
     first start. The two never share: all replicas must use the same."""
     ttl_s: int = Field(default=86_400, ge=1)
     """Life of an index record after its last save or hit."""
+    sweep_grace_s: int = Field(default=21_600, ge=0)
+    """What ``objkv sweep`` finds without use is left alone until it is so old: longer than a save
+    takes by far, since whoever saves announces last."""
     pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
     """Pinned (page-locked) memory per worker, for loads and saves together. Payloads of replicas
     of larger shards take up to a quarter as much again, or twice the largest of them if that is

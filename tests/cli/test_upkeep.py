@@ -1,0 +1,270 @@
+"""``objkv verify``, ``sweep`` and ``rebuild`` on stores whose defects are known: they find exactly
+these, mend them, and harm nothing else."""
+
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.config import load_config
+from objkv.index.base import Record
+from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import identity_path
+from objkv.telemetry import NullRecorder
+from objkv.testing.damage import IDENTITY, DamagedStore, Defects, Planted
+from tests.cli.conftest import Run
+
+ALL = Defects(
+    good=40, orphan=3, ghost=4, old_epoch=5, stranger=2, header=2, frame=3, short=2, empty=1,
+    foreign=2, mismatch=3, hot=2,
+)  # fmt: skip
+CORRUPT = ("header", "frame", "short", "empty")
+NAMESPACE = IDENTITY.namespace()
+
+
+def found(document: Any) -> dict[str, list[str]]:
+    """What a report names, by kind."""
+    by_kind = defaultdict(list)
+    for finding in document["findings"]:
+        by_kind[finding["kind"]].append(finding["key"])
+    assert document["omitted"] == 0
+    assert document["ending"] == "complete"
+    return {kind: sorted(keys) for kind, keys in by_kind.items()}
+
+
+def planted_as(planted: Planted, **kinds: tuple[str, ...]) -> dict[str, list[str]]:
+    """What was planted, by the kinds that a command calls it."""
+    merged = {
+        kind: sorted(path for one in of for path in planted[one]) for kind, of in kinds.items()
+    }
+    return {kind: paths for kind, paths in merged.items() if paths}
+
+
+def records(ends: Backends, namespace: str) -> dict[bytes, Record]:
+    """All of a namespace, as far as a rebuilt index is equal."""
+    return {
+        one.prefix_hash: one for one in ends.index.scan(namespace) if one.prefix_hash != SHAPES_HASH
+    }
+
+
+def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
+    """The whole story; both ends are empty, and where ``run`` finds them."""
+    planted = DamagedStore(ends).plant(ALL)
+    wrong = planted_as(
+        planted, corrupt=CORRUPT, foreign=("foreign",), missing=("ghost",), mismatch=("mismatch",),
+        hot=("hot",),
+    )  # fmt: skip
+    verified = run("verify", "--all", "--json")
+    assert found(verified.document) == wrong
+    assert verified.code == 1
+    assert verified.document["unindexed"] == ALL.orphan + ALL.stranger
+    assert verified.document["ok"] == ALL.good + ALL.old_epoch
+
+    useless = planted_as(
+        planted, orphan=("orphan",), ghost=("ghost",), old_epoch=("old_epoch",),
+        stranger=("stranger",),
+    )  # fmt: skip
+    swept = run("sweep", "--grace-s", "0", "--json")
+    assert found(swept.document) == useless
+    assert (swept.code, swept.document["removed"]) == (1, 0)
+
+    rebuilt = run("rebuild", "--dry-run", "--json")
+    unreadable = planted_as(planted, unreadable=("header", "short", "empty"), foreign=("foreign",))
+    assert found(rebuilt.document) == unreadable
+    counted = {kind: rebuilt.document[kind] for kind in ("restored", "corrected", "present")}
+    assert counted == {
+        "restored": ALL.orphan + ALL.stranger,
+        "corrected": ALL.mismatch,
+        "present": ALL.good + ALL.old_epoch + ALL.frame + len(planted["hot"]),
+    }
+
+    mended = run("verify", "--all", "--quarantine", "--json")
+    assert found(mended.document) == wrong
+    right = run("verify", "--all", "--json")
+    assert (right.code, found(right.document)) == (0, {})
+    removed = run("sweep", "--apply", "--strangers", "--grace-s", "0", "--json")
+    taken_away = sorted(path for kind in (*CORRUPT, "foreign") for path in planted[kind])
+    del useless["ghost"]  # verify has forgotten them
+    useless["quarantined"] = [f"quarantine/{path}" for path in taken_away]
+    assert found(removed.document) == useless
+    nothing = run("sweep", "--grace-s", "0", "--json")
+    assert (nothing.code, found(nothing.document)) == (0, {})
+
+    kept = sorted(planted["good"] + planted["mismatch"] + planted["hot"])
+    left = [entry.key for entry in ends.bulk.scan("") if "/shapes/" not in entry.key]
+    assert sorted(left) == sorted([*kept, identity_path(NAMESPACE)])
+    assert run("verify", "--all", "--json").document["ok"] == len(kept)
+    totals = {one.namespace: (one.payloads, one.nbytes) for one in ends.index.usage()}
+    nbytes = sum(one.nbytes for one in records(ends, NAMESPACE).values())
+    assert totals[NAMESPACE] == (len(kept), nbytes)
+
+
+def check_that_a_wiped_index_is_restored(run: Run, ends: Backends) -> None:
+    """``ends`` hold what the story above left, or anything right."""
+    before, shapes = records(ends, NAMESPACE), ends.index.lookup(NAMESPACE, [SHAPES_HASH])[0]
+    for prefix_hash in (*before, SHAPES_HASH):
+        ends.index.drop(NAMESPACE, prefix_hash)
+    refused = run("sweep", "--grace-s", "0", "--json")
+    assert refused.code == 2
+    assert "objkv rebuild" in refused.err
+    restored = run("rebuild", "--json").document
+    assert restored["restored"] == sum(len(one.shards) for one in before.values())
+    assert records(ends, NAMESPACE) == before
+    again = ends.index.lookup(NAMESPACE, [SHAPES_HASH])[0]
+    assert again is not None
+    assert shapes is not None
+    assert again.shards.keys() == shapes.shards.keys()
+    assert run("rebuild", "--json").document["restored"] == 0
+
+
+@pytest.fixture
+def ends(home: Path) -> Any:
+    with open_backends(load_config({}), NullRecorder()) as opened:
+        yield opened
+
+
+def test_all_defects_are_found_and_mended(run: Run, ends: Backends) -> None:
+    check_that_all_is_found_and_mended(run, ends)
+    check_that_a_wiped_index_is_restored(run, ends)
+
+
+def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path: Path) -> None:
+    urls = ("--bulk-url", f"file://{tmp_path}/own", "--index-url", "bulk:")
+    config = load_config({"bulk_url": f"file://{tmp_path}/own", "index_url": "bulk:"})
+    with open_backends(config, NullRecorder()) as ends:
+        planted = DamagedStore(ends).plant(
+            Defects(good=10, header=1, frame=1, short=1, foreign=1, old_epoch=2)
+        )
+        wrong = planted_as(planted, corrupt=("header", "frame", "short"), foreign=("foreign",))
+        for options in (("--all",), ("--sample", "50")):
+            assert found(run("verify", "--json", *options, *urls).document) == wrong
+        old = {"old_epoch": planted["old_epoch"]}
+        assert found(run("sweep", "--json", "--grace-s", "0", *urls).document) == old
+        run("verify", "--all", "--quarantine", *urls)
+        run("sweep", "--apply", "--grace-s", "0", *urls)
+        left = [entry.key for entry in ends.bulk.scan("") if "/shapes/" not in entry.key]
+        assert sorted(left) == sorted([*planted["good"], identity_path(NAMESPACE)])
+        assert run("verify", "--all", *urls).code == 0
+        said = run("rebuild", *urls)
+        assert (said.code, said.out) == (
+            0, "the folder is its own index: there is nothing to rebuild\n",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
+def test_memory_is_refused(run: Run, command: str) -> None:
+    ran = run(command, "--bulk-url", "memory:")
+    assert ran.code == 2
+    assert "only the replica itself sees" in ran.err
+
+
+@pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
+def test_nothing_stored_is_fine(run: Run, command: str) -> None:
+    assert run(command).code == 0
+
+
+def test_what_is_young_is_left_alone(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=4, orphan=2))
+    document = run("sweep", "--apply", "--json").document
+    assert (found(document), document["kept"]["young"]) == ({}, 2)
+
+
+def test_what_is_older_than_a_record_lives_has_expired(
+    run: Run, ends: Backends, home: Path
+) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=4, orphan=2))
+    long_ago = time.time() - 10 * 86_400
+    for path in planted["orphan"]:
+        os.utime(home / "objkv" / "chunks" / path, (long_ago, long_ago))
+    swept = run("sweep", "--apply", "--json")
+    assert found(swept.document) == {"expired": planted["orphan"]}
+    assert swept.code == 0
+    assert ends.bulk.head(planted["orphan"][0]) is None
+
+
+def test_pinned_payloads_are_not_swept_although_their_record_is_gone(
+    run: Run, ends: Backends
+) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=6, orphan=1))
+    run("pin", "--help")  # fails unless the command is there
+    from objkv.cache.pins import Pin
+
+    key = ChunkKey.parse(planted["orphan"][0])
+    pin = Pin(NAMESPACE, (key.prefix_hash,), 16, int(time.time()) + 1000, 0)
+    ends.bulk.put(pin.path(), pin.document())
+    document = run("sweep", "--apply", "--grace-s", "0", "--json").document
+    assert (found(document), document["kept"]["pinned"]) == ({}, 1)
+    assert run("rebuild", "--json").document["pins"] == 1
+    [record] = ends.index.lookup(NAMESPACE, [key.prefix_hash])
+    assert record is not None
+    assert record.pinned_until_s == pin.until_s
+
+
+def test_no_more_is_removed_than_the_limit_says(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=8, orphan=5))
+    options = ("--apply", "--grace-s", "0", "--json", "--limit", "2")
+    document = run("sweep", *options).document
+    assert (document["ending"], document["removed"]) == ("limit", 2)
+    left = [path for path in planted["orphan"] if ends.bulk.head(path)]
+    assert len(left) == 3
+    assert run("sweep", *options).document["removed"] == 2
+    assert run("sweep", *options).document["removed"] == 1
+    assert not any(ends.bulk.head(path) for path in planted["orphan"])
+    assert all(ends.bulk.head(path) for path in planted["good"])
+
+
+def test_only_the_categories_that_were_named_are_swept(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, ghost=2, old_epoch=2))
+    run("sweep", "--apply", "--grace-s", "0", "--only", "ghost", "--only", "old_epoch")
+    left = found(run("sweep", "--grace-s", "0", "--json").document)
+    assert left == {"orphan": planted["orphan"]}
+    assert run("sweep", "--only", "ghosts").code == 2
+
+
+def test_an_index_of_another_bucket_is_not_emptied(
+    run: Run, ends: Backends, tmp_path: Path
+) -> None:
+    DamagedStore(ends).plant(Defects(good=8))
+    other = (
+        "--bulk-url", f"file://{tmp_path}/other",
+        "--index-url", f"sqlite://{tmp_path}/objkv/index.sqlite",
+    )  # fmt: skip
+    for command in (("sweep", "--apply"), ("verify", "--all", "--quarantine")):
+        ran = run(*command, *other)
+        assert ran.code == 2, ran.out
+    assert len(records(ends, NAMESPACE)) == 8
+
+
+def test_leftovers_of_killed_writers_are_swept_by_age(run: Run, ends: Backends, home: Path) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=2))
+    folder = home / "objkv" / "chunks" / Path(planted["good"][0]).parent
+    for name, age_s in {"~tmp-1-a": 90_000, "~tmp-1-b": 10}.items():
+        (folder / name).write_bytes(b"half")
+        os.utime(folder / name, (time.time() - age_s, time.time() - age_s))
+    document = run("sweep", "--apply", "--json").document
+    assert [key.rpartition("/")[2] for key in found(document)["temporary"]] == ["~tmp-1-a"]
+    assert sorted(path.name for path in folder.glob("~*")) == ["~tmp-1-b"]
+
+
+def test_a_sample_checks_so_many(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=30))
+    assert run("verify", "--sample", "7", "--json").document["checked"] == 7
+    assert run("verify", "--json").document["checked"] == 30
+
+
+def test_people_see_what_was_found(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=8, frame=1, orphan=1))
+    said = run("verify", "--all").out
+    assert "checked 9 payloads" in said
+    assert f"corrupt  {planted['frame'][0]}" in said
+    assert "--quarantine takes them out of use" in said
+    said = run("sweep", "--grace-s", "0").out
+    assert "orphan" in said
+    assert "nothing was removed: --apply does it" in said
+    assert "removed 1, " in run("sweep", "--grace-s", "0", "--apply").out
+    assert "had their record" in run("rebuild").out
