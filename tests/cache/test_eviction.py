@@ -1,0 +1,212 @@
+"""What is given up: ends first, nothing pinned, enough but not much more, whatever the order."""
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.cache.eviction import Candidate, Worth, by_use, choose, usual_pause_s
+
+NOW_S = 1_000_000
+SIZE = 256
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(20, "big")
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Candidate]:
+    """Chains that fork, some without their beginnings, some pinned."""
+    count = draw(st.integers(0, 24))
+    starts: list[int] = []
+    out = []
+    for number in range(count):
+        parent = draw(st.integers(-2, number - 1))  # -1: the first of a prompt; -2: it is gone
+        start = {-1: 0, -2: 5 * SIZE}.get(parent, starts[parent] + SIZE if parent >= 0 else 0)
+        starts.append(start)
+        out.append(
+            Candidate(
+                prefix_hash=name(number),
+                parent_hash=name(parent) if parent >= 0 else b"\xff" * 20,
+                token_start=start,
+                token_end=start + SIZE,
+                nbytes=draw(st.integers(0, 50)),
+                hits=draw(st.integers(0, 5)),
+                touched_s=draw(st.integers(0, 2 * NOW_S)),
+                created_s=draw(st.integers(0, 2 * NOW_S)),
+                pinned=draw(st.integers(0, 9)) == 0,
+            )
+        )
+    return out
+
+
+def ancestors(one: Candidate, known: dict[bytes, Candidate]) -> set[bytes]:
+    found = set()
+    while (parent := known.get(one.parent_hash)) is not None:
+        found.add(parent.prefix_hash)
+        one = parent
+    return found
+
+
+def pinned_with_ancestors(candidates: Sequence[Candidate]) -> set[bytes]:
+    known = {one.prefix_hash: one for one in candidates}
+    kept = set()
+    for one in candidates:
+        if one.pinned:
+            kept |= {one.prefix_hash} | ancestors(one, known)
+    return kept
+
+
+@given(forests(), st.integers(-5, 1_000))
+def test_enough_is_freed_unless_all_the_rest_is_pinned(
+    candidates: list[Candidate], free_bytes: int
+) -> None:
+    chosen = choose(candidates, free_bytes=free_bytes, now_s=NOW_S)
+    freed = sum(one.nbytes for one in chosen)
+    rest = {one.prefix_hash for one in candidates} - {one.prefix_hash for one in chosen}
+    assert freed >= free_bytes or rest == pinned_with_ancestors(candidates)
+    # The last one was needed.
+    assert not chosen or freed - chosen[-1].nbytes < free_bytes
+
+
+@given(forests(), st.integers(0, 1_000))
+def test_nothing_pinned_goes_nor_what_it_continues(
+    candidates: list[Candidate], free_bytes: int
+) -> None:
+    chosen = choose(candidates, free_bytes=free_bytes, now_s=NOW_S)
+    assert not pinned_with_ancestors(candidates) & {one.prefix_hash for one in chosen}
+
+
+@given(forests(), st.integers(0, 1_000))
+def test_no_chunk_goes_before_all_that_continue_it(
+    candidates: list[Candidate], free_bytes: int
+) -> None:
+    """At whatever point a sweep breaks off."""
+    left = {one.prefix_hash: one for one in candidates}
+    for one in choose(candidates, free_bytes=free_bytes, now_s=NOW_S):
+        assert not any(other.parent_hash == one.prefix_hash for other in left.values())
+        del left[one.prefix_hash]
+
+
+@given(forests(), st.integers(0, 1_000), st.randoms(use_true_random=False))
+def test_the_order_of_the_candidates_and_repetitions_do_not_matter(
+    candidates: list[Candidate], free_bytes: int, rng: random.Random
+) -> None:
+    mixed = [*candidates, *rng.choices(candidates, k=3)] if candidates else []
+    rng.shuffle(mixed)
+    expected = choose(candidates, free_bytes=free_bytes, now_s=NOW_S)
+    assert choose(mixed, free_bytes=free_bytes, now_s=NOW_S) == expected
+
+
+@given(forests(), st.integers(0, 300), st.integers(0, 300))
+def test_who_needs_more_gives_up_the_same_and_then_more(
+    candidates: list[Candidate], less: int, more: int
+) -> None:
+    less, more = sorted((less, more))
+    first = choose(candidates, free_bytes=less, now_s=NOW_S)
+    assert choose(candidates, free_bytes=more, now_s=NOW_S)[: len(first)] == first
+
+
+def chain(
+    length: int, *, first: int = 0, used_s: int = NOW_S, hits: int = 0, nbytes: int = 10
+) -> list[Candidate]:
+    return [
+        Candidate(
+            name(first + depth),
+            name(first + depth - 1) if depth else b"\xff" * 20,
+            depth * SIZE,
+            (depth + 1) * SIZE,
+            nbytes,
+            hits,
+            used_s if hits else 0,
+            used_s,
+            pinned=False,
+        )
+        for depth in range(length)
+    ]
+
+
+def given_up(candidates: list[Candidate], free_bytes: int) -> list[int]:
+    chosen = choose(candidates, free_bytes=free_bytes, now_s=NOW_S)
+    return [int.from_bytes(one.prefix_hash, "big") for one in chosen]
+
+
+def test_a_chain_loses_its_end() -> None:
+    assert given_up(chain(5), 25) == [4, 3, 2]
+
+
+def test_what_was_used_longer_ago_goes_first() -> None:
+    candidates = chain(2, used_s=NOW_S - 10) + chain(2, first=10, used_s=NOW_S - 5_000)
+    assert given_up(candidates, 20) == [11, 10]
+
+
+def test_what_was_hit_more_often_stays_longer() -> None:
+    candidates = chain(1, used_s=NOW_S - 9, hits=9) + chain(1, first=10, used_s=NOW_S - 9)
+    assert given_up(candidates, 5) == [10]
+
+
+def test_of_equal_use_what_takes_more_bytes_goes_first() -> None:
+    candidates = chain(1, nbytes=10) + chain(1, first=10, nbytes=1_000)
+    assert given_up(candidates, 5) == [10]
+
+
+def test_what_has_lost_its_beginning_goes_before_all_else() -> None:
+    lost = chain(4, first=10, hits=50)[2:]
+    assert given_up(chain(3, used_s=0) + lost, 30) == [13, 12, 2]
+
+
+def test_fame_of_long_ago_does_not_keep_what_nobody_asks_for() -> None:
+    usual = [
+        Candidate(name(n), name(99), SIZE, 2 * SIZE, 1, 1, NOW_S, NOW_S - 60, pinned=True)
+        for n in range(100, 120)
+    ]
+    famous = chain(1, used_s=NOW_S - 90_000, hits=1_000)
+    famous[0] = Candidate(
+        name(0), b"\xff" * 20, 0, SIZE, 10, 1_000, NOW_S - 90_000, NOW_S - 99_000, pinned=False
+    )
+    assert usual_pause_s(usual + famous) == 60
+    assert given_up([*usual, *famous, *chain(1, first=10, used_s=NOW_S - 8_000)], 5) == [0]
+
+
+def test_records_that_name_each_other_as_parents_end() -> None:
+    one, two = chain(2)
+    looped = [
+        Candidate(name(0), name(1), 0, SIZE, 1, 0, 0, 0, pinned=False),
+        Candidate(name(1), name(0), SIZE, 0, 1, 0, 0, 0, pinned=False),
+    ]
+    assert len(choose(looped, free_bytes=100, now_s=NOW_S)) == 2
+    assert len(choose([one, two], free_bytes=100, now_s=NOW_S)) == 2
+
+
+def test_clocks_that_differ_change_no_more_than_the_order() -> None:
+    candidates = chain(3, used_s=2 * NOW_S) + chain(3, first=10, used_s=-5)
+    assert sorted(given_up(candidates, 60)) == [0, 1, 2, 10, 11, 12]
+
+
+def test_another_policy_may_rank_ends_but_not_change_their_order_in_a_chain() -> None:
+    def deepest_last(candidates: Sequence[Candidate], now_s: float) -> Worth:
+        return lambda one: float(one.token_start)
+
+    chosen = choose(chain(3), free_bytes=30, now_s=NOW_S, policy=deepest_last)
+    assert [one.token_start for one in chosen] == [2 * SIZE, SIZE, 0]
+
+
+def test_many_chunks_take_no_more_comparisons_than_sorting_them() -> None:
+    """Counted, not timed: a policy is asked once for each chunk that may go."""
+    asked = 0
+
+    def counting(candidates: Sequence[Candidate], now_s: float) -> Worth:
+        worth = by_use(candidates, now_s)
+
+        def counted(one: Candidate) -> float:
+            nonlocal asked
+            asked += 1
+            return worth(one)
+
+        return counted
+
+    candidates = [one for n in range(300) for one in chain(10, first=100 * n)]
+    chosen = choose(candidates, free_bytes=30_000, now_s=NOW_S, policy=counting)
+    assert len(chosen) == len(candidates) == asked
