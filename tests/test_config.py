@@ -1,5 +1,6 @@
 """Settings: which source wins, what is refused, what messages say, what is kept secret."""
 
+import shutil
 import traceback
 from pathlib import Path
 
@@ -200,3 +201,19 @@ def test_passwords_in_urls_are_masked(url: str, shown: str) -> None:
 def test_every_setting_is_documented_where_it_is_declared() -> None:
     undocumented = [name for name, field in Config.model_fields.items() if not field.description]
     assert undocumented == []
+
+
+def test_the_default_folder_has_a_quota_and_no_other_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "there" / "yet"))
+    fifth = shutil.disk_usage(tmp_path).total // 5
+    assert load_config({}, environ={}).quota_bytes == min(50 << 30, fifth)
+    assert load_config({"quota_bytes": 0}, environ={}).quota_bytes == 0
+    assert load_config({"quota_bytes": 7}, environ={}).quota_bytes == 7
+    assert load_config({"bulk_url": "s3://b/x"}, environ={}).quota_bytes == 0
+
+
+def test_watermarks_out_of_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match="quota_low_percent 60: not above quota_high_percent 50"):
+        load_config({"quota_low_percent": 60, "quota_high_percent": 50}, environ={})

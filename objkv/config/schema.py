@@ -10,6 +10,7 @@ from objkv.config.urls import (
     INDEX_SCHEMES,
     cache_folder,
     check_url,
+    default_quota_bytes,
     refuse_clear,
     without_password,
 )
@@ -120,6 +121,15 @@ class Config(BaseModel):
     first start. The two never share: all replicas must use the same."""
     ttl_s: int = Field(default=86_400, ge=1)
     """Life of an index record after its last save or hit."""
+    quota_bytes: int = Field(default=0, ge=0)
+    """Bytes of payloads that each tenant may have in this place, all namespaces together. Above
+    ``quota_high_percent`` of it nothing more is saved, and ``objkv sweep`` gives up what is used
+    least. 0: no quota. Left unset with the default ``bulk_url``: 50 GiB, or a fifth of the disk if
+    that is less."""
+    quota_high_percent: int = Field(default=95, ge=1, le=100)
+    """Of the quota: when this is reached saves stop, and a sweep begins to give chunks up."""
+    quota_low_percent: int = Field(default=85, ge=0, le=100)
+    """Of the quota: down to this a sweep gives chunks up."""
     sweep_grace_s: int = Field(default=21_600, ge=0)
     """What ``objkv sweep`` finds without use is left alone until it is so old: longer than a save
     takes by far, since whoever saves announces last."""
@@ -194,6 +204,22 @@ class Config(BaseModel):
         if isinstance(values, dict) and values.get("role") == "reader":
             return values | {"hot_promote_bytes_max": 0}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _the_users_folder_does_not_fill_the_disk(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.keys() & {"bulk_url", "quota_bytes"}:
+            return values | {"quota_bytes": default_quota_bytes()}
+        return values
+
+    @model_validator(mode="after")
+    def _watermarks_are_in_order(self) -> Self:
+        if self.quota_low_percent > self.quota_high_percent:
+            raise ValueError(
+                f"quota_low_percent {self.quota_low_percent}: not above quota_high_percent "
+                f"{self.quota_high_percent}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _urls_are_known(self) -> Self:

@@ -3,9 +3,11 @@
 import ipaddress
 import os
 import re
+import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
+_DEFAULT_QUOTA_BYTES = 50 << 30
 BULK_SCHEMES = ("file", "memory", "s3")
 _REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
 _TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
@@ -16,6 +18,19 @@ def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/objkv``, by default ``~/.cache/objkv``: shared by the user's replicas."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "objkv"
+
+
+def default_quota_bytes() -> int:
+    """What the default place may take of the user's disk: 50 GiB, or a fifth of it if that is
+    less."""
+    place = cache_folder()
+    while True:
+        try:
+            return min(_DEFAULT_QUOTA_BYTES, shutil.disk_usage(place).total // 5)
+        except OSError:
+            if place == place.parent:
+                return _DEFAULT_QUOTA_BYTES
+        place = place.parent
 
 
 def local_path(url: str) -> Path:
