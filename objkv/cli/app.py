@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from objkv.cli.access import access
 from objkv.cli.bench import bench
 from objkv.cli.demo import demo
 from objkv.cli.diff import diff
@@ -51,6 +52,7 @@ def root(
     ctx.obj = debug
 
 
+app.command("access")(access)
 app.add_typer(bench)
 app.command("demo")(demo)
 app.command("doctor")(doctor)

@@ -54,7 +54,8 @@ def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
     if any(isinstance(c, exceptions.NoPermissionError) for c in chain) or _RIGHTS_WORDS.search(
         words
     ):
-        return StoreDenied, f"{words}: give the user the rights listed in docs/index.md"
+        fix = "give the user the rights that objkv access prints, or set role to those it has"
+        return StoreDenied, f"{words}: {fix}"
     if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
         return StoreDenied, f"{words}: check redis_username and redis_password"
     if "Cluster mode is not enabled" in words:

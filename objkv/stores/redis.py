@@ -229,7 +229,9 @@ def _translated(verb: str, key: str) -> Iterator[None]:
 def _translation(reason: str, exc: Exception) -> StoreError:
     words = str(exc)
     if isinstance(exc, _DENIED) or words.startswith(_DENIED_WORDS):
-        return StoreDenied(f"{reason}: check the Redis user, its password and its ACL")
+        return StoreDenied(
+            f"{reason}: check the Redis user, its password and its ACL, which objkv access prints"
+        )
     if isinstance(exc, _LATER) or words.startswith(_LATER_WORDS):
         return StoreUnavailable(reason)
     return StoreError(reason)

@@ -127,11 +127,11 @@ def test_a_user_with_the_documented_rights_can_do_everything(guarded: RedisServe
 def test_missing_rights_are_denied_with_where_they_are_listed(guarded: RedisServer) -> None:
     reader = opened(guarded.url, redis_username="reader", redis_password="secret")
     assert get(reader) is None
-    with pytest.raises(StoreDenied, match="the rights listed in docs/index"):
+    with pytest.raises(StoreDenied, match="the rights that objkv access prints"):
         reader.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
     stranger = opened(guarded.url, redis_username="stranger", redis_password="secret")
     for call in (stranger.check, lambda: get(stranger)):
-        with pytest.raises(StoreDenied, match="the rights listed in docs/index"):
+        with pytest.raises(StoreDenied, match="the rights that objkv access prints"):
             call()
 
 

@@ -1,0 +1,188 @@
+"""The rights of each role, as text: what they allow nobody, and what no setting can make of them.
+
+That they are enough, and that servers understand them so, is shown in ``tests/services``.
+"""
+
+import json
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.config import Config, load_config
+from objkv.errors import ConfigError
+from objkv.ops.access import ROLES, Access, access_of, acl_commands, as_text, iam_policy
+
+TENANTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", fullmatch=True)
+PLACE = {"bulk_url": "s3://bucket/objkv", "index_url": "rediss://h"}
+
+
+def access(role: str, tenant: str | None = None, **changes: Any) -> Access:
+    return access_of(load_config(PLACE | changes, environ={}), role, tenant=tenant)  # type: ignore[arg-type]
+
+
+def actions(found: Access) -> set[str]:
+    assert found.iam is not None
+    return {action for one in found.iam["Statement"] for action in one["Action"]}
+
+
+def allows(policy: dict[str, Any], action: str, key: str) -> bool:
+    """Whether ``policy`` allows ``action`` on an object, or a listing of what begins with it."""
+    for one in policy["Statement"]:
+        if action not in one["Action"]:
+            continue
+        if action == "s3:ListBucket":
+            prefixes = one.get("Condition", {}).get("StringLike", {}).get("s3:prefix", ["*"])
+            if any(_like(key, pattern) for pattern in prefixes):
+                return True
+        elif any(_like(f"arn:aws:s3:::bucket/{key}", pattern) for pattern in one["Resource"]):
+            return True
+    return False
+
+
+def _like(value: str, pattern: str) -> bool:
+    parts = [".*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)]
+    return re.fullmatch("".join(parts), value, re.DOTALL) is not None
+
+
+def test_only_who_sweeps_deletes_and_only_who_saves_puts_payloads() -> None:
+    assert actions(access("reader")) == {"s3:ListBucket", "s3:GetObject"}
+    saves = {"s3:PutObject", "s3:AbortMultipartUpload"}
+    assert actions(access("writer")) == actions(access("reader")) | saves
+    sweeps = {"s3:DeleteObject", "s3:PutObject"}
+    assert actions(access("sweeper")) == actions(access("reader")) | sweeps
+    policy = access("sweeper").iam
+    assert policy is not None
+    payload = f"{'0' * 32}/ab/{'ab' * 20}.0.L0-1_H0-1.safetensors"
+    assert not allows(policy, "s3:PutObject", f"objkv/{payload}")
+    assert allows(policy, "s3:PutObject", f"objkv/{'0' * 32}/pins/{'ab' * 20}.json")
+    assert allows(policy, "s3:PutObject", f"objkv/quarantine/{payload}")
+    assert allows(policy, "s3:DeleteObject", f"objkv/{payload}")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_nothing_is_allowed_wholesale(role: str) -> None:
+    found = access(role)
+    assert not [action for action in actions(found) if "*" in action]
+    assert found.acl is not None
+    assert " -@all " in found.acl
+    assert "+@" not in found.acl
+    assert "~* " not in found.acl
+    assert "allkeys" not in found.acl
+
+
+@given(st.sampled_from(ROLES), TENANTS, TENANTS, st.text(max_size=8))
+def test_no_tenant_reaches_into_another(role: str, mine: str, theirs: str, rest: str) -> None:
+    own = access(role, mine)
+    assert own.iam is not None
+    assert own.acl is not None
+    pattern = re.search(r" ~(\S+) ", own.acl)
+    assert pattern is not None
+    verbs = ("s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject")
+    keys = [f"objkv/{theirs}/{rest}", f"objkv/{theirs}", "objkv/", "objkv", ""]
+    if mine != theirs:
+        assert not [key for key in keys for verb in verbs if allows(own.iam, verb, key)]
+        assert not fnmatchcase(f"objkv-{theirs}:i:{rest}", pattern[1])
+        assert not fnmatchcase("objkv:i:", pattern[1])
+    assert allows(own.iam, "s3:GetObject", f"objkv/{mine}/{rest}")
+    assert allows(own.iam, "s3:ListBucket", f"objkv/{mine}/")
+    assert fnmatchcase(f"objkv-{mine}:i:", pattern[1])
+
+
+@given(st.sampled_from(ROLES), TENANTS)
+def test_a_tenants_settings_are_settings(role: str, tenant: str) -> None:
+    """What it is told to set leads to what it has rights to, with or without ``--tenant``."""
+    found = access(role, tenant)
+    again = access_of(load_config(PLACE | found.settings, environ={}), found.role)
+    assert (again.iam, again.acl) == (found.iam, found.acl)
+
+
+def test_commands_follow_the_places() -> None:
+    plain = {"has_hot": False, "is_cluster": False, "has_database": False}
+    assert acl_commands("reader", **plain) == [
+        *("ping", "client|setname", "hget", "hmget", "hgetall"),
+    ]
+    for role in ROLES:
+        with_hot = acl_commands(role, **plain | {"has_hot": True})
+        assert set(with_hot) > set(acl_commands(role, **plain))
+        assert len(with_hot) == len(set(with_hot))
+    assert access("reader", index_url="rediss://h/2").acl != access("reader").acl
+    assert access("reader", hot_payload_bytes_max=0).acl != access("reader").acl
+    assert "+cluster|slots +command" in str(access("reader", index_url="rediss+cluster://h").acl)
+
+
+def test_a_reader_has_no_command_that_writes() -> None:
+    writes = {"eval", "evalsha", "set", "hset", "hdel", "del", "unlink", "pexpire", "hincrby"}
+    every = acl_commands("reader", has_hot=True, is_cluster=True, has_database=True)
+    assert writes.isdisjoint(every)
+
+
+def test_only_a_sweeper_walks_all_keys_whose_names_no_acl_hides() -> None:
+    for role in ROLES:
+        every = acl_commands(role, has_hot=True, is_cluster=True, has_database=True)
+        assert ("scan" in every) == (role == "sweeper")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a*", "s3://bucket/${aws:x}", "s3://b@c/x"])
+def test_a_place_that_a_policy_would_misread_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="bulk_url"):
+        access("reader", bulk_url=url)
+
+
+@pytest.mark.parametrize("tenant", ["", "a/b", "a*", "a:b", "..", "x" * 49])
+def test_a_tenants_name_is_a_name(tenant: str) -> None:
+    with pytest.raises(ConfigError, match="tenant"):
+        access("reader", tenant)
+
+
+def test_the_whole_bucket_may_be_one_tenants() -> None:
+    policy = iam_policy("reader", "arn:aws:s3:::bucket", "")
+    assert policy["Statement"][0].keys() == {"Sid", "Effect", "Action", "Resource"}
+    assert policy["Statement"][1]["Resource"] == ["arn:aws:s3:::bucket/*"]
+
+
+def test_a_bucket_that_a_key_encrypts() -> None:
+    found = [
+        iam_policy(role, "arn", "p", kms_key_arn="arn:aws:kms:r:1:key/2")["Statement"][-1]
+        for role in ROLES
+    ]
+    assert [one["Resource"] for one in found] == [["arn:aws:kms:r:1:key/2"]] * 3
+    assert found[0]["Action"] == ["kms:Decrypt"]
+    assert found[1]["Action"] == ["kms:Decrypt", "kms:GenerateDataKey"]
+
+
+def test_places_without_rights_have_none() -> None:
+    found = access_of(Config(bulk_url="memory:", index_url="memory:"), "writer")
+    assert (found.iam, found.acl) == (None, None)
+    assert found.settings == {"role": "writer", "tenant": "default"}
+
+
+def test_no_secret_is_in_it() -> None:
+    secrets = {
+        "index_url": "rediss://me:hunter2@h/1",
+        "redis_password": "hunter2",
+        "s3_secret_access_key": "hunter2",
+        "s3_access_key_id": "hunter2",
+        "s3_endpoint_url": "https://u:hunter2@h",
+    }
+    for role in ROLES:
+        found = access(role, **secrets)
+        assert "hunter2" not in str(found)
+        assert "hunter2" not in as_text(found.iam or {})
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "access.md"
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
+    text = DOCS.read_text()
+    for role in ROLES:
+        found = access(role, "a")
+        block = re.search(rf"<!-- iam {role} -->\n```json\n(.*?)```", text, re.DOTALL)
+        assert block is not None, role
+        assert json.loads(block[1]) == found.iam
+        assert f"\n{found.acl}\n" in text

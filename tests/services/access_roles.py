@@ -1,0 +1,193 @@
+"""What a process of each role does with its stores, by objkv's own code; a refusal is an error."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from objkv.assembly.backends import Backends, check_backends, open_backends
+from objkv.assembly.redis import connect_redis
+from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
+from objkv.codec.payload import Claim, read_header
+from objkv.config import Config, Role
+from objkv.index.base import ChunkEntry, Usage
+from objkv.index.redis import RedisIndex
+from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.identity import identity_path
+from objkv.telemetry import MemoryRecorder
+from objkv.testing.index_samples import LONG_S
+from tests.codec.payloads import CLAIM, sample
+
+PAYLOAD = bytes(sample("none"))
+HEADER = read_header(PAYLOAD)
+KEY = CLAIM.key
+NAMESPACE, HASH, FIELD = KEY.namespace, KEY.prefix_hash, KEY.field
+DOCUMENT = b"{}"
+SMALL_BYTES = 1 << 20
+
+
+def open_cache(ends: Backends, recorder: MemoryRecorder, name: str) -> ChunkCache:
+    settings = CacheSettings(name, LONG_S, 60_000, SMALL_BYTES, SMALL_BYTES)
+    return ChunkCache(ends.bulk, ends.hot, ends.index, settings, recorder)
+
+
+def claim_of(number: int) -> Claim:
+    """Chunks that differ in their hash alone."""
+    return replace(CLAIM, key=replace(KEY, prefix_hash=number.to_bytes(20, "big")))
+
+
+def no_errors(recorder: MemoryRecorder) -> None:
+    """Counted, and forgotten: nothing that a role does may be that."""
+    counted = recorder.drain()
+    assert {n: v for n, v in counted.items() if "error" in n or "denied" in n} == {}
+
+
+def save(ends: Backends, recorder: MemoryRecorder, name: str) -> SaveOutcome:
+    """As a replica saves a chunk, with its identity document."""
+    ends.bulk.put_if_absent(identity_path(NAMESPACE), DOCUMENT)
+    cache = open_cache(ends, recorder, name)
+    assert cache.begin_save(KEY)
+    assert cache.take_lease(KEY)
+    try:
+        return cache.save(CLAIM, PAYLOAD, HEADER)
+    finally:
+        cache.release_lease(KEY)
+        cache.end_save(KEY)
+
+
+def load(ends: Backends, recorder: MemoryRecorder) -> bool:
+    """As a replica finds and loads a chunk; whether it was a hit."""
+    found = ends.index.find(NAMESPACE, [HASH], [FIELD])[0]
+    if found is None or FIELD not in found:
+        return False
+    cache, buffer = open_cache(ends, recorder, "loader"), memoryview(bytearray(len(PAYLOAD)))
+    for hot in {found[FIELD].hot, False}:
+        assert cache.get_into(KEY, buffer, hot=hot) == len(PAYLOAD)
+        assert buffer == PAYLOAD
+        part = buffer[:100]
+        assert cache.get_range_into(KEY, 50, part, hot=hot) == 100
+        assert part == PAYLOAD[50:150]
+    cache.note_load(CLAIM, HEADER, hot=False)
+    ends.index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
+    return True
+
+
+def read(config: Config) -> None:
+    """A replica that loads what another saved, and does not find what nobody did."""
+    recorder = MemoryRecorder()
+    with open_backends(config, recorder) as ends:
+        check_backends(ends, config)
+        if config.index_url.startswith("redis"):
+            assert ends.index.lookup(NAMESPACE, [SHAPES_HASH]) == [None]
+            assert load(ends, recorder)
+        else:
+            assert ends.bulk.get(KEY.path()) == PAYLOAD
+        cache, buffer = open_cache(ends, recorder, "reader"), memoryview(bytearray(10))
+        missing = claim_of(404).key
+        assert cache.get_into(missing, buffer, hot=ends.hot is not None) is None
+        assert cache.get_range_into(missing, 0, buffer, hot=ends.hot is not None) is None
+        assert ends.bulk.get(missing.path()) is None
+        assert ends.bulk.head(missing.path()) is None
+        assert [entry.key for entry in ends.bulk.scan(NAMESPACE[:4])] == (
+            [entry.key for entry in ends.bulk.scan("")]
+        )
+        no_errors(recorder)
+    _finds_in_one_trip(config)
+
+
+def write(config: Config) -> None:
+    """A replica that saves, is beaten to it, loads, and finds something corrupt."""
+    read_first = config.model_copy(update={"role": "reader"})
+    recorder = MemoryRecorder()
+    with open_backends(config, recorder) as ends:
+        check_backends(ends, config)
+        assert save(ends, recorder, "first") is SaveOutcome.SAVED
+        assert save(ends, recorder, "second") is SaveOutcome.EXISTED
+        index = ends.index
+        assert index.lease("x", "first", ttl_ms=60_000)
+        assert index.lease("x", "first", ttl_ms=60_000)
+        assert not index.lease("x", "second", ttl_ms=60_000)
+        index.release("x", "first")
+        assert index.lease("x", "second", ttl_ms=60_000)
+        index.release("x", "second")
+        if config.index_url.startswith("redis"):
+            assert load(ends, recorder)
+            assert [(one.nbytes, one.payloads) for one in index.usage()] == [(len(PAYLOAD), 1)]
+            [record] = index.lookup(NAMESPACE, [HASH])
+            assert record is not None
+            assert record.hits == 1
+            records = record.shards
+            cache = open_cache(ends, recorder, "first")
+            cache.reject(KEY, records, corrupt=True)
+            assert index.lookup(NAMESPACE, [HASH]) == [None]
+            assert cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+        no_errors(recorder)
+    read(read_first)
+
+
+def sweep(config: Config) -> None:
+    """Operators' commands: look at everything, pin, rebuild, remove."""
+    recorder = MemoryRecorder()
+    with open_backends(config, recorder) as ends:
+        ends.bulk.check()
+        ends.index.check()
+        bulk = ends.bulk
+        assert bulk.get(KEY.path()) == PAYLOAD
+        assert bulk.head(KEY.path()) is not None
+        assert bulk.folders("") == [NAMESPACE]
+        assert KEY.path() in [entry.key for entry in bulk.scan(f"{NAMESPACE}/")]
+        for path in (f"{NAMESPACE}/pins/{HASH.hex()}.json", f"quarantine/{KEY.path()}"):
+            bulk.put(path, DOCUMENT)
+            bulk.delete(path)
+            assert bulk.get(path) is None
+        if config.index_url.startswith("redis"):
+            _sweep_index(ends)
+        bulk.delete(KEY.path())
+        assert bulk.get(KEY.path()) is None
+        no_errors(recorder)
+    _finds_in_one_trip(config)
+
+
+def _sweep_index(ends: Backends) -> None:
+    index = ends.index
+    assert index.namespaces() == [NAMESPACE]
+    [record] = index.scan(NAMESPACE)
+    assert index.find(NAMESPACE, [HASH], [FIELD, "0.other"]) != [None]
+    assert index.pin(NAMESPACE, HASH, until_s=2**33, ttl_s=LONG_S)
+    index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
+    assert index.pin(NAMESPACE, HASH, until_s=0, ttl_s=LONG_S)
+    assert index.lease(KEY.path(), "sweeper", ttl_ms=60_000)
+    assert index.lease(KEY.path(), "sweeper", ttl_ms=60_000)
+    if ends.hot is not None:
+        assert ends.hot.get(KEY.path()) == PAYLOAD
+        entry = ends.hot.head(KEY.path())
+        assert entry is not None
+        assert entry.nbytes == len(PAYLOAD)
+        assert ends.hot.delete(KEY.path())
+    assert index.forget(NAMESPACE, HASH, FIELD, record.shards[FIELD])
+    assert index.usage() == []
+    index.release(KEY.path(), "sweeper")
+    assert index.lease(KEY.path(), "saver", ttl_ms=60_000)
+    index.release(KEY.path(), "saver")
+    key = claim_of(2).key
+    chunk = ChunkEntry(NAMESPACE, key.prefix_hash, HASH, 0, 1)
+    index.publish(chunk, {FIELD: record.shards[FIELD]}, ttl_s=LONG_S)
+    assert [one.payloads for one in index.usage()] == [1]
+    assert index.drop(key.namespace, key.prefix_hash)
+    index.set_usage(Usage(NAMESPACE, 7, 7, 7))
+    assert index.usage() == [Usage(NAMESPACE, 7, 7, 7)]
+    index.set_usage(Usage(NAMESPACE, 0, 0, 7))
+    assert index.usage() == []
+
+
+def _finds_in_one_trip(config: Config) -> None:
+    """Also without the rights for that chunks are found, but by slower commands."""
+    if config.index_url.startswith("redis"):
+        index = RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
+        place = f"{config.redis_prefix}:i:{NAMESPACE}:"
+        try:
+            for fields in ([FIELD], [FIELD, "0.other"]):
+                assert index._finder.find(place, [HASH], fields) is not None
+        finally:
+            index.close()
+
+
+WORK: dict[Role, Callable[[Config], None]] = {"reader": read, "writer": write, "sweeper": sweep}
