@@ -1,6 +1,5 @@
 """Makes payloads: raw pages in, one contiguous payload out, sealed where a seal is given."""
 
-import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -8,10 +7,19 @@ import numpy as np
 
 from objkv.codec.compress import CODECS, Buffer, compress
 from objkv.codec.expected import Form, form_of
-from objkv.codec.header import bytes_max, checksum_of, digest
-from objkv.codec.header import render as _render
+from objkv.codec.header import bytes_max, checksum_of, digest, render
 from objkv.codec.seal import Seal
-from objkv.codec.values import LAYER_BYTES_MAX, Claim, Frame, Frames, Header, LayerSpec, Provenance
+from objkv.codec.sealing import Sealing
+from objkv.codec.values import (
+    LAYER_BYTES_MAX,
+    Claim,
+    Frame,
+    Frames,
+    Header,
+    LayerSpec,
+    Place,
+    Provenance,
+)
 from objkv.errors import PayloadError
 
 
@@ -41,7 +49,9 @@ def encode(
         assert raw.nbytes == layer.nbytes
         np.copyto(buffer[offset : offset + layer.nbytes], raw)
         offset += layer.nbytes
-    payload, _ = encode_in_place(claim, layers, buffer.data, codec=codec, provenance=provenance)
+    payload, _ = encode_in_place(
+        claim, layers, buffer.data, codec=codec, provenance=provenance, seal=seal
+    )
     return payload
 
 
@@ -60,14 +70,16 @@ def encode_in_place(
     layers, one after the other, from byte ``header_room(layers, tokens=...)`` on. They are
     overwritten, and the payload is a view of ``buffer`` that need not begin at its beginning. At
     most one frame at a time is in memory of its own, and none with codec ``none``. What is written
-    is what ``encode`` returns for the same pages. Raises ``PayloadError`` as ``encode`` does.
+    is what ``encode`` returns for the same pages, but for the salt where ``seal`` encrypts; token
+    ids must not be in ``provenance`` then. Raises ``PayloadError`` as ``encode`` does.
     """
     assert codec in CODECS
     assert layers
-    if codec == "none" and isinstance(layers, tuple) and (form := form_of(layers)) is not None:
-        made = _encode_plain(claim, form, buffer, provenance)
-        if made is not None:
-            return made
+    sealing = Sealing(claim, provenance, len(layers), seal)
+    if codec == "none" and isinstance(layers, tuple):
+        form = form_of(layers, sealing.marks)
+        if form is not None and (told := form.told(sealing.provenance)) is not None:
+            return _encode_plain(claim, form, buffer, sealing, told)
     assert len({layer.name for layer in layers}) == len(layers)
     start = header_room(layers, tokens=len(provenance.tokens or ()))
     assert buffer.nbytes >= start + sum(layer.nbytes for layer in layers)
@@ -75,36 +87,34 @@ def encode_in_place(
     # A frame is never longer than its pages, so the frames up to here end before the pages of the
     # next layer begin: nothing is overwritten that was not read.
     source = target = start
-    for layer in layers:
+    for number, layer in enumerate(layers):
         if layer.nbytes > LAYER_BYTES_MAX:
             raise PayloadError(f"layer {layer.name!r}: {layer.nbytes} bytes")
         raw = buffer[source : source + layer.nbytes]
         used, content = compress(codec, raw, layer.item_bytes)
-        checksum = digest(content)
-        raw_checksum = checksum if used == "none" else digest(raw)
-        frames.append(Frame(layer, used, target - start, len(content), checksum, raw_checksum))
-        _move(content, buffer[target : target + len(content)])
+        raw_checksum = None if used == "none" else digest(raw)
+        room = buffer[target : target + len(content)]
+        frame = sealing.store(Place(number, used, layer), content, raw_checksum, room)
+        frames.append(frame._replace(offset=target - start))
         source += layer.nbytes
         target += len(content)
-    text = _render(claim, frames, provenance)
+    text = render(claim, frames, sealing.provenance, sealing.marks, seal)
     assert len(text) <= start
     buffer[start - len(text) : start] = text
     payload = buffer[start - len(text) : target]
-    return payload, _header(claim, frames, provenance, text)
+    return payload, _header(claim, frames, sealing, text)
 
 
 def _encode_plain(
-    claim: Claim, form: Form, buffer: memoryview, provenance: Provenance
-) -> tuple[memoryview, Header] | None:
-    """``encode_in_place`` where nothing moves but the header comes; None if its form is another."""
+    claim: Claim, form: Form, buffer: memoryview, sealing: Sealing, told: bytes
+) -> tuple[memoryview, Header]:
+    """``encode_in_place`` where nothing moves but the header comes."""
     start = form.room
     assert buffer.nbytes >= start + form.ends[-1]
     pages = buffer[start : start + form.ends[-1]]
-    checksums = tuple([digest(pages[begin:end]) for begin, end in pairwise(form.ends)])
-    made = form.write(claim, checksums, provenance)
-    if made is None:
-        return None
-    text, header = made
+    spans = [pages[begin:end] for begin, end in pairwise(form.ends)]
+    sums = sealing.store_pages(form.layers, spans)
+    text, header = form.write(claim, told, sums, sealing)
     assert len(text) <= start
     buffer[start - len(text) : start] = text
     return buffer[start - len(text) : start + len(pages)], header
@@ -124,7 +134,7 @@ def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
 
 
-def _header(claim: Claim, frames: Sequence[Frame], provenance: Provenance, text: bytes) -> Header:
+def _header(claim: Claim, frames: Sequence[Frame], sealing: Sealing, text: bytes) -> Header:
     placed = Frames.of(frame._replace(offset=frame.offset + len(text)) for frame in frames)
     return Header(
         claim=claim,
@@ -133,15 +143,10 @@ def _header(claim: Claim, frames: Sequence[Frame], provenance: Provenance, text:
         nbytes=placed.ends[-1],
         raw_bytes=sum(layer.nbytes for layer in placed.layers),
         checksum=checksum_of(text),
-        provenance=provenance,
+        provenance=sealing.provenance,
+        marks=sealing.marks,
+        opened=sealing.opened,
     )
-
-
-def _move(source: Buffer, target: memoryview) -> None:
-    """Copy bytes that may overlap, without the GIL."""
-    content, place = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-    if content.ctypes.data != place.ctypes.data:
-        ctypes.memmove(place.ctypes.data, content.ctypes.data, content.nbytes)
 
 
 def _view(buffer: Buffer) -> memoryview:

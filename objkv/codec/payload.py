@@ -6,21 +6,23 @@ bytes are, reading raises ``PayloadError`` and nothing else. Specified in ``docs
 """
 
 from bisect import bisect_right
-from itertools import islice
 
 from objkv.codec.compress import CODECS, Buffer, decompress_into
 from objkv.codec.encode import encode, encode_in_place, header_room, payload_bytes_max
 from objkv.codec.expected import parse_expected
 from objkv.codec.header import ALIGNMENT, HEADER_BYTES_MAX, bytes_needed, digest, parse
-from objkv.codec.seal import Seal
+from objkv.codec.seal import Seal, proof_of
+from objkv.codec.seal_frames import compressed_memory
 from objkv.codec.values import (
     DTYPE_BYTES,
+    ENCRYPTED,
     LAYER_BYTES_MAX,
     Claim,
     Frame,
     Frames,
     Header,
     LayerSpec,
+    Place,
     Provenance,
     check_layers,
 )
@@ -68,7 +70,7 @@ def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
     The header's own checksum is verified, nothing is compared with what the reader expects. Raises
     ``PayloadError``.
     """
-    return parse(_view(payload))
+    return parse(_view(payload), seal)
 
 
 def read_claimed(
@@ -77,7 +79,7 @@ def read_claimed(
     """``read_header`` for who knows the claim, and what the layers most probably are: much sooner
     if they are, uncompressed. ``layers`` should be the same object every time, and is kept. Length
     and layers remain to be compared. Raises ``PayloadError``, also for another claim."""
-    header = parse_expected(_view(payload), claim, layers)
+    header = parse_expected(_view(payload), claim, layers, seal)
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"claims to be {header.claim}, expected {claim}")
     return header
@@ -88,7 +90,7 @@ def read_expected(
 ) -> Header:
     """``read_claimed`` that compares the layers too; the length remains to be compared. Raises
     ``PayloadError``, also one that names the first difference."""
-    header = read_claimed(payload, claim, layers)
+    header = read_claimed(payload, claim, layers, seal=seal)
     check_layers(header.frames.layers, layers)
     return header
 
@@ -100,7 +102,7 @@ def open_payload(
 
     The frames are not read: ``frame_pages`` verifies each.
     """
-    header = read_expected(payload, claim, layers)
+    header = read_expected(payload, claim, layers, seal=seal)
     nbytes = memoryview(payload).nbytes
     if header.nbytes != nbytes:
         raise PayloadError(f"{nbytes} bytes where the header says {header.nbytes}")
@@ -123,21 +125,59 @@ def frame_pages(
     stored = _view(payload)[start:end]
     if len(stored) != end - start:
         raise PayloadError(f"cut short in layer {frames.layers[index].name!r}")
-    if digest(stored) != frames.checksums[index]:
-        raise _mismatch(header, index)
+    if header.opened is not None and header.opened.cipher is not None:
+        return _decrypted(header, index, stored, _room(header, index, scratch))
+    if header.opened is not None or digest(stored) != frames.checksums[index]:
+        _check_stored(header, index, stored)
     codec = frames.codecs[index]
     if codec == "none":
         return stored
-    layer = frames.layers[index]
+    pages = _room(header, index, scratch)
+    decompress_into(codec, stored, pages)  # which knows no codec of an encrypted frame
+    if digest(pages) != frames.raw_checksums[index]:
+        raise PayloadError(f"layer {frames.layers[index].name!r} was decoded wrongly")
+    return pages
+
+
+def _decrypted(header: Header, index: int, stored: memoryview, pages: memoryview) -> memoryview:
+    """``frame_pages`` of an encrypted frame: its tag stands for its bytes as they are stored."""
+    frames = header.frames
+    assert header.opened is not None
+    cipher = header.opened.cipher
+    assert cipher is not None
+    place = Place(index, frames.codecs[index], frames.layers[index])
+    codec, tag = place.codec.removesuffix(ENCRYPTED), frames.proofs[index]
+    if codec == "none":
+        cipher.decrypt(place, stored, pages, tag)
+        return pages
+    frame = compressed_memory(len(stored))
+    cipher.decrypt(place, stored, frame, tag)
+    decompress_into(codec, frame, pages)
+    if cipher.blinded(index, digest(pages)) != frames.raw_checksums[index]:
+        raise PayloadError(f"layer {place.layer.name!r} was decoded wrongly")
+    return pages
+
+
+def _room(header: Header, index: int, scratch: memoryview | None) -> memoryview:
+    layer = header.frames.layers[index]
     if scratch is None or scratch.nbytes < layer.nbytes:
         raise PayloadError(
             f"layer {layer.name!r} needs a buffer of {layer.nbytes} bytes to decode into"
         )
-    pages = _view(scratch)[: layer.nbytes]
-    decompress_into(codec, stored, pages)
-    if digest(pages) != frames.raw_checksums[index]:
-        raise PayloadError(f"layer {layer.name!r} was decoded wrongly")
-    return pages
+    return _view(scratch)[: layer.nbytes]
+
+
+def _check_stored(header: Header, index: int, stored: memoryview) -> None:
+    """Raises ``PayloadError`` unless the frame's bytes, as stored, are those that the header tells
+    of. Where that was signed, and they are not encrypted, nobody can have made others."""
+    frames = header.frames
+    is_signed = header.opened is not None and header.opened.cipher is None
+    if is_signed:
+        matches = proof_of(stored) == frames.proofs[index]
+    else:
+        matches = digest(stored) == frames.checksums[index]
+    if not matches:
+        raise PayloadError(f"the checksum of layer {frames.layers[index].name!r} does not match")
 
 
 def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
@@ -149,16 +189,9 @@ def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
     """
     whole, frames = _view(payload), header.frames
     until = bisect_right(frames.ends, len(whole))
-    columns = zip(frames.starts, frames.ends, frames.checksums, strict=True)
-    for index, (start, end, checksum) in enumerate(islice(columns, first, until), first):
-        if digest(whole[start:end]) != checksum:
-            raise _mismatch(header, index)
+    for index in range(first, until):
+        _check_stored(header, index, whole[frames.starts[index] : frames.ends[index]])
     return max(first, until)
-
-
-def _mismatch(header: Header, index: int) -> PayloadError:
-    name = header.frames.layers[index].name
-    return PayloadError(f"the checksum of layer {name!r} does not match")
 
 
 def _view(buffer: Buffer) -> memoryview:

@@ -4,10 +4,36 @@ A seal is None where nobody asked for one: then nothing is signed, checked or en
 whatever is not sealed as it says is refused. Specified in ``docs/format.md``.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-KEY_BYTES = 32
+from objkv.codec.compress import Buffer
+from objkv.codec.layout import CHECKSUM_END, SIGNATURE_AT, SIGNATURE_END
+from objkv.codec.seal_frames import SALT_BYTES, AesFrames, load_aes
+from objkv.codec.values import (
+    ENCRYPTED,
+    UNSEALED,
+    Claim,
+    Header,
+    Marks,
+    Opened,
+    Provenance,
+)
+from objkv.errors import PayloadError
+
+KEY_BYTES: Final = 32
+KEY_ID: Final = "[A-Za-z0-9._-]{1,64}"
+"""Regular expression of a key's id."""
+
+_DOMAIN = b"objkv-signature-1\n"
+_BLANK = b"0" * (SIGNATURE_END - SIGNATURE_AT)
+_SIGNATURE = re.compile(rf'","signature":"([0-9a-f]{{64}}) ({KEY_ID})"'.encode())
+_MARK = re.compile(rf"([0-9a-f]{{64}}) ({KEY_ID})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +47,139 @@ class SealKey:
     secret: bytes = field(repr=False)
     """``KEY_BYTES`` random bytes."""
 
+    def __post_init__(self) -> None:
+        assert re.fullmatch(KEY_ID, self.id)
+        assert len(self.secret) == KEY_BYTES
+
 
 class Seal:
     """What one tenant's payloads are signed and encrypted with. Safe from many threads."""
 
-    def __init__(self, signing: Sequence[SealKey] = (), encryption: Sequence[SealKey] = ()) -> None:
+    def __init__(
+        self,
+        signing: Sequence[SealKey] = (),
+        encryption: Sequence[SealKey] = (),
+        *,
+        random: Callable[[int], bytes] = os.urandom,
+    ) -> None:
         """The first key of each kind seals, all of them open; without keys of a kind payloads are
-        not sealed in that way, and not looked at in that way."""
+        not sealed in that way. Raises ImportError if there is no library to encrypt with.
+
+        ``random``: where salts come from; others than the system's own are for tests.
+        """
         assert signing or encryption
-        self._signing = {key.id: key for key in reversed(signing)}
-        self._encryption = {key.id: key for key in reversed(encryption)}
+        self._signing = {key.id: key for key in signing}
+        self._encryption = {key.id: key for key in encryption}
+        assert len(self._signing) == len(signing)
+        assert len(self._encryption) == len(encryption)
+        self._random = random
+        self._signer = signing[0] if signing else None
+        self._encrypter = encryption[0] if encryption else None
+        if encryption:
+            load_aes()
 
     @property
     def signs(self) -> bool:
         """Whether payloads are signed, and refused without a signature of a known key."""
-        return bool(self._signing)
+        return self._signer is not None
 
     @property
     def encrypts(self) -> bool:
         """Whether payloads are encrypted, and refused where a frame is not."""
-        return bool(self._encryption)
+        return self._encrypter is not None
+
+    def begin(
+        self, claim: Claim, provenance: Provenance, frames: int
+    ) -> tuple[Marks, Provenance, Opened]:
+        """For a new payload of so many frames: what its header says of the seal, its provenance as
+        it may be told, and what its frames are sealed with."""
+        signed_by = "" if self._signer is None else self._signer.id
+        if self._encrypter is None:
+            return Marks(signed_by), provenance, Opened(True, None)
+        assert provenance.tokens is None, "token ids are the prompt: they are not to be told"
+        salt = self._random(SALT_BYTES)
+        cipher = AesFrames(self._encrypter.secret, salt, claim, frames)
+        told = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
+        cipher.bind(told.token_digest)
+        return Marks(signed_by, self._encrypter.id, salt.hex()), told, Opened(self.signs, cipher)
+
+    def sign(self, header: bytearray) -> None:
+        """Write the signature into a whole header with zeros in its place, and its checksum's."""
+        assert self._signer is not None
+        header[SIGNATURE_AT:SIGNATURE_END] = _signature(self._signer, header)
+
+    def verify(self, header: bytearray) -> None:
+        """Raises ``PayloadError`` unless ``header``, with zeros where its checksum was, is signed
+        with a known key; leaves zeros where the signature was."""
+        match = _SIGNATURE.match(header, CHECKSUM_END)
+        if match is None:
+            raise PayloadError("not signed, and only signed payloads are loaded here")
+        told, key_id = bytes(match[1]), match[2].decode()
+        key = self._signing.get(key_id)
+        if key is None:
+            raise PayloadError(f"signed with key {key_id!r}, which is not known here")
+        header[SIGNATURE_AT:SIGNATURE_END] = _BLANK
+        if not hmac.compare_digest(told, _signature(key, header)):
+            raise PayloadError(f"the signature of key {key_id!r} does not match")
+
+    def open(self, header: Header) -> Opened:
+        """What the frames of ``header`` are to be held against, whose text went through ``verify``
+        if this seal signs. Raises ``PayloadError`` for frames that are not sealed as they must."""
+        frames, marks = header.frames, header.marks
+        encrypted = [codec.endswith(ENCRYPTED) for codec in frames.codecs]
+        if self._encrypter is None:
+            if any(encrypted):
+                raise PayloadError("encrypted, and no payload is here")
+            if not all(frames.proofs):
+                raise PayloadError("signed, but not every frame of it")
+            return Opened(True, None)
+        if not all(encrypted):
+            raise PayloadError("not encrypted, and only encrypted payloads are loaded here")
+        key = self._encryption.get(marks.encrypted_by)
+        if key is None:
+            raise PayloadError(
+                f"encrypted with key {marks.encrypted_by!r}, which is not known here"
+            )
+        cipher = AesFrames(key.secret, bytes.fromhex(marks.salt), header.claim, len(frames))
+        cipher.bind(header.provenance.token_digest)
+        return Opened(self.signs, cipher)
 
     def __repr__(self) -> str:
-        names = [("signing", self._signing), ("encryption", self._encryption)]
-        return f"<Seal {', '.join(f'{n} {list(k)}' for n, k in names if k)}>"
+        kinds = [("signing", self._signing), ("encryption", self._encryption)]
+        return f"<Seal {', '.join(f'{kind} {list(keys)}' for kind, keys in kinds if keys)}>"
+
+
+def proof_of(stored: Buffer) -> str:
+    """What a signature vouches for of a frame that is not encrypted: SHA-256, 64 hex digits."""
+    return hashlib.sha256(stored).hexdigest()
+
+
+def seal_metadata(marks: Marks) -> dict[str, str]:
+    """What metadata says of the seal, first of all after the checksum; not signed yet."""
+    metadata = {}
+    if marks.signed_by:
+        metadata["signature"] = f"{_BLANK.decode()} {marks.signed_by}"
+    if marks.encrypted_by:
+        metadata["encryption"] = f"{marks.salt} {marks.encrypted_by}"
+    return metadata
+
+
+def read_marks(metadata: dict[str, str]) -> Marks:
+    """What metadata says of the seal. Raises ``PayloadError`` if that is malformed."""
+    _, signed_by = _mark(metadata, "signature")
+    salt, encrypted_by = _mark(metadata, "encryption")
+    return Marks(signed_by, encrypted_by, salt) if signed_by or encrypted_by else UNSEALED
+
+
+def _mark(metadata: dict[str, str], name: str) -> tuple[str, str]:
+    text = metadata.get(name)
+    if text is None:
+        return "", ""
+    match = _MARK.fullmatch(text)
+    if match is None:
+        raise PayloadError(f"metadata {name!r} is malformed")
+    return match[1], match[2]
+
+
+def _signature(key: SealKey, header: bytearray) -> bytes:
+    return hmac.digest(key.secret, _DOMAIN + header, "sha256").hex().encode()

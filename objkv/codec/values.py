@@ -1,10 +1,11 @@
 """What a payload says: the claim, its layers and frames, where it comes from. Plain values."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
+from objkv.codec.compress import Buffer
 from objkv.codec.scales import is_scales
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
@@ -16,6 +17,8 @@ LAYER_BYTES_MAX: Final = 1 << 30
 NAME_CHARS_MAX: Final = 512
 """Of a layer's name."""
 WRITER_CHARS_MAX: Final = 256
+ENCRYPTED: Final = "+aes256gcm"
+"""Ends the codec's name of a frame that is encrypted, so that whoever cannot open it refuses it."""
 
 TYPED_BYTES: Final = {
     "U8": 1,
@@ -97,7 +100,11 @@ class Frame(NamedTuple):
     checksum: str
     """xxh3_128 of the bytes as stored, 32 hex digits."""
     raw_checksum: str
-    """xxh3_128 of the decoded pages; equal to ``checksum`` where the codec is ``none``."""
+    """xxh3_128 of the decoded pages, of an encrypted frame blinded; equal to ``checksum`` where
+    nothing was compressed."""
+    proof: str = ""
+    """What a signature vouches for: of an encrypted frame its tag, 32 hex digits; else SHA-256 of
+    the bytes as stored, 64; empty where nothing is sealed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +119,22 @@ class Frames:
     ends: tuple[int, ...]
     checksums: tuple[str, ...]
     raw_checksums: tuple[str, ...]
+    proofs: tuple[str, ...]
 
     @classmethod
     def of(cls, frames: Iterable[Frame]) -> "Frames":
         """The columns of ``frames``, at least one."""
-        layers, codecs, starts, sizes, checksums, raw_checksums = zip(*frames, strict=True)
+        layers, codecs, starts, sizes, checksums, raw_checksums, proofs = zip(*frames, strict=True)
         ends = tuple(start + size for start, size in zip(starts, sizes, strict=True))
-        return cls(layers, codecs, starts, ends, checksums, raw_checksums)
+        return cls(layers, codecs, starts, ends, checksums, raw_checksums, proofs)
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, index: int) -> Frame:
         start, end = self.starts[index], self.ends[index]
-        checksums = self.checksums[index], self.raw_checksums[index]
-        return Frame(self.layers[index], self.codecs[index], start, end - start, *checksums)
+        sums = self.checksums[index], self.raw_checksums[index], self.proofs[index]
+        return Frame(self.layers[index], self.codecs[index], start, end - start, *sums)
 
     def __iter__(self) -> Iterator[Frame]:
         return map(self.__getitem__, range(len(self)))
@@ -165,6 +173,54 @@ class Provenance:
         assert self.created_s >= 0
 
 
+class Marks(NamedTuple):
+    """What a header says of its seal: no more than a claim until a ``Seal`` has looked at it."""
+
+    signed_by: str = ""
+    """Id of the key; empty where nothing is signed."""
+    encrypted_by: str = ""
+    salt: str = ""
+    """That the key of this payload alone was derived with, 64 hex digits; empty where nothing is
+    encrypted."""
+
+
+UNSEALED: Final = Marks()
+
+
+class Place(NamedTuple):
+    """Which frame of its payload something is, and what it holds: an encrypted frame is of no other
+    place."""
+
+    number: int
+    codec: str
+    """As it stands in the header."""
+    layer: LayerSpec
+
+
+class FrameCipher(Protocol):
+    """The frames of one payload, encrypted with its own key. Safe from many threads."""
+
+    def encrypt(self, place: Place, source: Buffer, target: memoryview) -> str:
+        """``source`` into ``target`` of the same length, which may be the same memory, but must not
+        overlap otherwise; the tag, 32 hex digits."""
+
+    def decrypt(self, place: Place, stored: memoryview, out: memoryview, tag: str) -> None:
+        """``stored`` into ``out`` of the same length, elsewhere. Raises ``PayloadError`` if it is
+        not what was encrypted for this claim and place; what ``out`` holds then is undefined."""
+
+    def blinded(self, number: int, checksum: str) -> str:
+        """What a header may tell of the ``checksum`` of decoded pages, 32 hex digits each."""
+
+
+class Opened(NamedTuple):
+    """What a seal found out about a header, and its frames are to be held against."""
+
+    signed: bool
+    """Whether the signature was verified: then frames are what their proofs say."""
+    cipher: FrameCipher | None
+    """None where nothing is encrypted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """Everything a payload says about itself."""
@@ -181,6 +237,9 @@ class Header:
     """xxh3_128 of the header itself, which holds every frame's: 32 hex digits that stand for the
     whole payload."""
     provenance: Provenance
+    marks: Marks = UNSEALED
+    opened: Opened | None = field(default=None, repr=False, compare=False)
+    """None if it was read without a seal."""
 
     @property
     def codec(self) -> str:

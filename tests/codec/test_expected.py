@@ -23,6 +23,7 @@ from objkv.codec.payload import (
     Provenance,
     open_payload,
 )
+from objkv.codec.sealing import Sealing
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
@@ -135,9 +136,13 @@ def test_what_is_written_is_what_render_writes(
     assert form is not None
     text = rendered(layers, claim, provenance)
     header = parse(memoryview(text))
-    made = form.write(claim, header.frames.checksums, provenance)
     plain = provenance.tokens is None and not set(provenance.writer) & {'"', "\\"}
-    assert made == ((text, header) if plain else None)
+    told = form.told(provenance)
+    assert (told is not None) == plain
+    if told is not None:
+        sealing = Sealing(claim, provenance, len(layers), None)
+        sums = header.frames.checksums, header.frames.proofs
+        assert form.write(claim, told, sums, sealing) == (text, header)
 
 
 def test_threads_that_read_headers_of_other_lengths_do_not_see_each_others() -> None:

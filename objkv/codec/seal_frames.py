@@ -1,0 +1,141 @@
+"""Encrypted frames: AES-256-GCM with a key that is one payload's own.
+
+The key is derived, so that a tenant's key encrypts as much as anybody likes: each payload has a
+random salt, and under its key every frame has one nonce, its number. Nothing is decrypted into
+memory that the model reads before its tag was verified.
+"""
+
+import hmac
+import threading
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+
+from objkv.codec.compress import Buffer
+from objkv.codec.values import Claim, LayerSpec, Place
+from objkv.errors import PayloadError
+
+SALT_BYTES: Final = 32
+_KEY_INFO = b"objkv-encryption-1\n"
+_FRAME_INFO = "objkv-frame-1\n"
+_NONCE_BYTES = 12
+_TAG_HEX = 32
+_KEPT_BYTES_MAX = 8 << 20
+"""Of memory that a thread keeps to decrypt compressed frames into; larger ones get their own."""
+
+
+class AesFrames:
+    """The frames of one payload: implements ``FrameCipher``."""
+
+    def __init__(self, secret: bytes, salt: bytes, claim: Claim, frames: int) -> None:
+        """
+        Args:
+            secret: the tenant's key.
+            salt: ``SALT_BYTES``, random, in the payload's header.
+            frames: how many the payload has.
+        """
+        path = claim.key.path()
+        key, self._blind = _derived(secret, salt, _KEY_INFO + path.encode())
+        self._aes = load_aes().algorithms.AES(key)
+        self._frames = frames
+        self._claim = (
+            f"{_FRAME_INFO}{path}\n{claim.parent_hash.hex()}\n"
+            f"{claim.token_start} {claim.token_end}\n"
+        )
+
+    def __repr__(self) -> str:
+        return f"<AesFrames {self._frames} frames>"
+
+    def bind(self, token_digest: str) -> None:
+        """Before any frame: what the header says of the tokens belongs to the claim."""
+        self._claim += f"{token_digest}\n"
+
+    def encrypt(self, place: Place, source: Buffer, target: memoryview) -> str:
+        """See ``FrameCipher``."""
+        lib = load_aes()
+        context = lib.Cipher(self._aes, lib.modes.GCM(_nonce(place.number))).encryptor()
+        context.authenticate_additional_data(self._about(place))
+        context.update_into(source, target)
+        context.finalize()
+        tag: str = context.tag.hex()
+        return tag
+
+    def decrypt(self, place: Place, stored: memoryview, out: memoryview, tag: str) -> None:
+        """See ``FrameCipher``."""
+        lib = load_aes()
+        if len(tag) != _TAG_HEX:  # never a shorter one, which would be easier to guess
+            raise PayloadError(f"layer {place.layer.name!r}: no tag")
+        mode = lib.modes.GCM(_nonce(place.number), bytes.fromhex(tag))
+        context = lib.Cipher(self._aes, mode).decryptor()
+        context.authenticate_additional_data(self._about(place))
+        context.update_into(stored, out)
+        try:
+            context.finalize()
+        except lib.InvalidTag:
+            raise PayloadError(
+                f"layer {place.layer.name!r} is not what was encrypted for this place"
+            ) from None
+
+    def blinded(self, number: int, checksum: str) -> str:
+        """See ``FrameCipher``."""
+        message = number.to_bytes(8, "little") + bytes.fromhex(checksum)
+        return hmac.digest(self._blind, message, "sha256")[:16].hex()
+
+    def blinded_tokens(self, token_digest: str) -> str:
+        """What a header may tell of the chunk's tokens, 64 hex digits each: nothing that a guess
+        could be compared with."""
+        return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
+
+    def _about(self, place: Place) -> bytes:
+        """Which frame of which payload it is, and what it holds: authenticated with its bytes."""
+        layer = place.layer
+        text = (
+            f"{self._claim}{place.number} {self._frames}\n"
+            f"{place.codec} {layer.dtype} {_shape(layer)}\n{layer.scales or ''}\n{layer.name}"
+        )
+        return text.encode("utf-8", "surrogatepass")
+
+
+class _Kept(threading.local):
+    memory = np.empty(0, np.uint8)
+
+
+_kept = _Kept()
+
+
+def compressed_memory(nbytes: int) -> memoryview:
+    """Memory of this thread for one frame between decrypting and decoding it, until the next
+    call."""
+    if nbytes > _KEPT_BYTES_MAX:
+        return np.empty(nbytes, np.uint8).data
+    if _kept.memory.nbytes < nbytes:
+        _kept.memory = np.empty(nbytes, np.uint8)
+    return _kept.memory.data[:nbytes]
+
+
+@cache
+def load_aes() -> Any:
+    """The library's names. Imported when a key is there to encrypt with; raises ImportError."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    return SimpleNamespace(Cipher=Cipher, algorithms=algorithms, modes=modes, InvalidTag=InvalidTag)
+
+
+def _derived(secret: bytes, salt: bytes, info: bytes) -> tuple[bytes, bytes]:
+    """HKDF-SHA256 (RFC 5869): 64 bytes, as the payload's key and what its checksums are blinded
+    with."""
+    assert len(salt) == SALT_BYTES
+    base = hmac.digest(salt, secret, "sha256")
+    key = hmac.digest(base, info + b"\x01", "sha256")
+    return key, hmac.digest(base, key + info + b"\x02", "sha256")
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(_NONCE_BYTES, "little")
+
+
+def _shape(layer: LayerSpec) -> str:
+    return "x".join(map(str, layer.shape))

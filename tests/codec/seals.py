@@ -1,0 +1,32 @@
+"""Keys and seals of the tests. The keys are published: nobody may use them for anything else."""
+
+import json
+from typing import Any
+
+from objkv.codec.header import digest
+from objkv.codec.seal import Seal, SealKey
+
+SIGNER = SealKey("sign-1", "*", bytes(range(32)))
+ENCRYPTER = SealKey("encrypt-1", "*", bytes(range(32, 64)))
+
+SEALS = {
+    "signed": Seal([SIGNER]),
+    "encrypted": Seal((), [ENCRYPTER]),
+    "signed and encrypted": Seal([SIGNER], [ENCRYPTER]),
+}
+
+
+def reworked(header: dict[str, Any], frames: bytes) -> bytes:
+    """What somebody without a key can make of a payload: any JSON and any frames, with the right
+    length and the right checksum of the header."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-(len(text) + 8) // 4096) * 4096 - 8)
+    return rechecked(len(text).to_bytes(8, "little") + text) + frames
+
+
+def rechecked(header: bytes | bytearray) -> bytes:
+    """A whole header with its checksum put right."""
+    head = bytearray(header)
+    head[37:69] = b"0" * 32
+    head[37:69] = digest(head).encode()
+    return bytes(head)

@@ -1,0 +1,368 @@
+"""Whoever may write to the bucket, but holds no key, cannot make anybody load what was not saved.
+
+What that somebody may do here: take apart payloads that are there, put any bytes anywhere, and make
+every checksum right again, for checksums need no key.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objkv.codec.header import digest
+from objkv.codec.payload import (
+    CODECS,
+    Claim,
+    check_frames,
+    encode,
+    frame_pages,
+    open_payload,
+    read_header,
+)
+from objkv.codec.seal import Seal, SealKey
+from objkv.errors import PayloadError
+from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, noise, pages_of, split
+from tests.codec.seals import ENCRYPTER, SEALS, SIGNER, rechecked, reworked
+
+KINDS = sorted(SEALS)
+PAGES = pages_of(LAYERS)
+OTHER_PAGES = [noise(layer.nbytes, 7 + i) for i, layer in enumerate(LAYERS)]
+OTHERS_KEY = SealKey("theirs", "theirs", b"t" * 32)
+
+
+def make(
+    seal: Seal | None, codec: str = "none", claim: Claim = CLAIM, pages: list[bytes] = PAGES
+) -> bytes:
+    return bytes(encode(claim, LAYERS, pages, codec=codec, provenance=PROVENANCE, seal=seal))
+
+
+def pages_read(payload: bytes | bytearray, seal: Seal, claim: Claim = CLAIM) -> list[bytes]:
+    """Everything a loader does with a payload."""
+    header = open_payload(payload, claim, LAYERS, seal=seal)
+    scratch = memoryview(bytearray(max(layer.nbytes for layer in LAYERS)))
+    return [bytes(frame_pages(header, i, payload, scratch)) for i in range(len(LAYERS))]
+
+
+def is_refused(payload: bytes | bytearray, seal: Seal, claim: Claim = CLAIM) -> bool:
+    """Whether reading ends in a PayloadError; any other exception is the test's failure."""
+    try:
+        pages_read(payload, seal, claim)
+    except PayloadError:
+        return True
+    return False
+
+
+SAMPLES = {(kind, codec): make(SEALS[kind], codec) for kind in KINDS for codec in CODECS}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if SEALS[kind].signs])
+def test_no_byte_of_a_signed_header_can_be_changed(kind: str) -> None:
+    seal, payload = SEALS[kind], SAMPLES[kind, "blosc"]
+    start = read_header(payload).data_start
+    text_end = payload.index(b"  ", 8, start)
+    for at in [*range(text_end + 2), start - 1]:
+        changed = bytearray(payload[:start])
+        changed[at] ^= 1 << (at % 7)
+        with pytest.raises(PayloadError):
+            read_header(changed, seal=seal)
+        if not 37 <= at < 69:
+            with pytest.raises(PayloadError):
+                read_header(rechecked(changed), seal=seal)
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(sorted(SAMPLES)), st.data())
+def test_no_byte_of_a_frame_can_be_changed(which: tuple[str, str], data: st.DataObject) -> None:
+    """Although every checksum is made right: that of the frame, and that of the header."""
+    payload, seal = bytearray(SAMPLES[which]), SEALS[which[0]]
+    header = read_header(payload)
+    number = data.draw(st.integers(0, len(LAYERS) - 1))
+    frame = header.frames[number]
+    at = frame.offset + data.draw(st.integers(0, frame.nbytes - 1))
+    payload[at] ^= 1 << data.draw(st.integers(0, 7))
+    assert is_refused(payload, seal)
+    now = digest(payload[frame.offset : frame.offset + frame.nbytes])
+    head = payload[: header.data_start].replace(frame.checksum.encode(), now.encode())
+    forged = rechecked(head) + payload[header.data_start :]
+    assert read_header(forged).frames.checksums[number] == now
+    assert is_refused(forged, seal)
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def metadata(name: str, change: Callable[[str], str]) -> Change:
+    def apply(document: dict[str, Any]) -> None:
+        told = document["__metadata__"]
+        told[name] = change(told[name])
+
+    return apply
+
+
+def swapped(one: str, other: str) -> Change:
+    def apply(document: dict[str, Any]) -> None:
+        told = document["__metadata__"]
+        told[one], told[other] = told[other], told[one]
+
+    return apply
+
+
+def renamed(document: dict[str, Any]) -> None:
+    document["model.layers.3.attn"] = document.pop(LAYERS[0].name)
+
+
+def last_digit(text: str) -> str:
+    return text[:-1] + ("0" if text[-1] != "0" else "1")
+
+
+CLAIMED: dict[str, Change] = {
+    "key": metadata("key", lambda text: text.replace("ab/", "ac/", 1)),
+    "parent": metadata("parent", last_digit),
+    "start": metadata("token_start", lambda _: "255"),
+    "end": metadata("token_end", lambda _: "513"),
+    "tokens": metadata("token_digest", last_digit),
+    "layer": renamed,
+    "dtype": metadata("frame.0", lambda text: text.replace("BF16", "F16")),
+    "shape": metadata("frame.0", lambda text: text.replace("2x2x16x32", "2x2x32x16")),
+    "scales": lambda document: document["__metadata__"].update({"scales.0": "1.0 0.5"}),
+    "order": swapped("frame.0", "frame.1"),
+}
+"""Of what a payload says it is."""
+TOLD: dict[str, Change] = {
+    "writer": metadata("writer", lambda _: "nobody"),
+    "time": metadata("created_s", lambda _: "1"),
+    "unknown name": lambda document: document["__metadata__"].update(more="x"),
+}
+"""Of what is for audits: only a signature keeps it."""
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*CLAIMED, *TOLD])
+def test_nothing_that_a_payload_says_can_be_changed(name: str, kind: str, codec: str) -> None:
+    """Not even for a reader who expects just what it says now."""
+    seal = SEALS[kind]
+    document, frames = split(SAMPLES[kind, codec])
+    (CLAIMED | TOLD)[name](document)
+    forged = reworked(document, frames)
+    if name in CLAIMED or seal.signs:
+        assert is_refused_by_all(forged, seal)
+    else:
+        assert pages_read(forged, seal) == PAGES
+
+
+def is_refused_by_all(payload: bytes, seal: Seal) -> bool:
+    """Whether reading ends in a PayloadError for whoever expects what the payload says."""
+    scratch = memoryview(bytearray(1 << 16))
+    try:
+        told = read_header(payload)
+        header = open_payload(payload, told.claim, told.frames.layers, seal=seal)
+        for index in range(len(header.frames)):
+            frame_pages(header, index, payload, scratch)
+    except PayloadError:
+        return True
+    return False
+
+
+def grafted(one: bytes, other: bytes) -> bytes:
+    """The header of one payload, and the frames of another."""
+    start = read_header(one).data_start
+    return one[:start] + other[read_header(other).data_start :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_cannot_be_swapped_between_two_payloads(kind: str) -> None:
+    seal = SEALS[kind]
+    one, other = make(seal), make(seal, pages=OTHER_PAGES)
+    assert pages_read(other, seal) == OTHER_PAGES
+    assert is_refused(grafted(one, other), seal)
+    # With all that the other header says of its frames, but with the first one's signature.
+    document, frames = split(one)
+    theirs, their_frames = split(other)
+    for name, text in theirs["__metadata__"].items():
+        if name.startswith(("frame.", "sha256.")):
+            document["__metadata__"][name] = text
+    assert is_refused(reworked(document, their_frames), seal)
+    # One frame of the other payload, its sums and tag with it.
+    frame, name = read_header(other).frames[0], "frame.0"
+    document, frames = split(one)
+    for name in ("frame.0", "sha256.0"):
+        if name in theirs["__metadata__"]:
+            document["__metadata__"][name] = theirs["__metadata__"][name]
+    mixed = their_frames[: frame.nbytes] + frames[frame.nbytes :]
+    assert is_refused(reworked(document, mixed), seal)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_cannot_be_swapped_within_a_payload(kind: str) -> None:
+    """All layers are of one size and one shape."""
+    document, frames = split(make(SEALS[kind]))
+    size = LAYERS[0].nbytes
+    moved = frames[size : 2 * size] + frames[:size] + frames[2 * size :]
+    assert is_refused(reworked(document, moved), SEALS[kind])
+    told = document["__metadata__"]
+    for name in ("frame", "sha256"):
+        if f"{name}.0" in told:
+            told[f"{name}.0"], told[f"{name}.1"] = told[f"{name}.1"], told[f"{name}.0"]
+    assert is_refused(reworked(document, moved), SEALS[kind])
+
+
+OTHER_KEY = replace(CLAIM.key, prefix_hash=b"\x09" * 20)
+MOVES = {
+    "hash": replace(CLAIM, key=OTHER_KEY),
+    "group": replace(CLAIM, key=replace(CLAIM.key, group=1)),
+    "tenant": replace(CLAIM, key=replace(CLAIM.key, namespace="cd" * 16)),
+    "parent": replace(CLAIM, parent_hash=b"\x08" * 20),
+    "place": replace(CLAIM, token_start=512, token_end=768),
+}
+
+
+@pytest.mark.parametrize("moved", MOVES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_payload_cannot_be_moved_to_another_name(kind: str, moved: str) -> None:
+    seal, claim = SEALS[kind], MOVES[moved]
+    payload = make(seal)
+    assert is_refused(payload, seal, claim)
+    document, frames = split(payload)
+    document["__metadata__"] |= {
+        "key": claim.key.path(),
+        "parent": claim.parent_hash.hex(),
+        "token_start": str(claim.token_start),
+        "token_end": str(claim.token_end),
+    }
+    forged = reworked(document, frames)
+    assert read_header(forged).claim == claim
+    assert is_refused(forged, seal, claim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_tenants_payload_is_refused(kind: str) -> None:
+    """By its keys, even if it is of the right name: their namespace was never the question."""
+    ours = SEALS[kind]
+    theirs = Seal([OTHERS_KEY] if ours.signs else [], [OTHERS_KEY] if ours.encrypts else [])
+    payload = make(theirs)
+    assert pages_read(payload, theirs) == PAGES
+    assert is_refused(payload, ours)
+    # And if they call their key as ours is called.
+    same = [replace(OTHERS_KEY, id=key.id) for key in (SIGNER, ENCRYPTER)]
+    theirs = Seal(same[:1] if ours.signs else [], same[1:] if ours.encrypts else [])
+    assert is_refused(make(theirs), ours)
+
+
+def test_a_key_signs_under_its_own_id_only() -> None:
+    first, second = SealKey("a", "*", b"a" * 32), SealKey("b", "*", b"b" * 32)
+    both = Seal([first, second])
+    payload = make(both)
+    assert read_header(payload, seal=both).marks.signed_by == "a"
+    for other in (b"b", b"c", b"", b"*", b"a ", b" a", b"A"):
+        head = payload.replace(b' a","format"', b' %s","format"' % other, 1)
+        start = read_header(payload).data_start
+        padded = head[:start] if len(head) >= start else head
+        with pytest.raises(PayloadError):
+            read_header(rechecked(padded.ljust(start)), seal=both)
+
+
+def test_a_key_of_one_kind_is_none_of_the_other() -> None:
+    key = SealKey("k", "*", b"k" * 32)
+    payload = make(Seal((), [key]))
+    with pytest.raises(PayloadError, match="not signed"):
+        read_header(payload, seal=Seal([key]))
+    with pytest.raises(PayloadError, match="not encrypted"):
+        read_header(make(Seal([key])), seal=Seal((), [key]))
+    with pytest.raises(PayloadError, match="not encrypted"):
+        read_header(make(Seal([key])), seal=Seal([key], [key]))
+    with pytest.raises(PayloadError, match="no payload is here"):
+        read_header(make(Seal([key], [key])), seal=Seal([key]))
+
+
+@pytest.mark.parametrize("codec", ["none", "blosc"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seal_cannot_be_taken_off(kind: str, codec: str) -> None:
+    seal = SEALS[kind]
+    assert is_refused(make(None, codec), seal)
+    document, frames = split(SAMPLES[kind, codec])
+    told = document["__metadata__"]
+    for names in (["signature"], ["encryption"], ["signature", "encryption"]):
+        stripped = {**document, "__metadata__": {n: t for n, t in told.items() if n not in names}}
+        if len(stripped["__metadata__"]) < len(told):
+            assert is_refused(reworked(stripped, frames), seal)
+    bare = {name: text for name, text in told.items() if not name.startswith("sha256.")}
+    if len(bare) < len(told):
+        assert is_refused(reworked({**document, "__metadata__": bare}, frames), seal)
+
+
+def test_an_encrypted_frame_cannot_be_replaced_by_a_plain_one() -> None:
+    for kind in ("encrypted", "signed and encrypted"):
+        document, frames = split(make(SEALS[kind]))
+        plain, plain_frames = split(make(None, pages=OTHER_PAGES))
+        size, name = LAYERS[0].nbytes, LAYERS[0].name
+        document["__metadata__"]["frame.0"] = plain["__metadata__"]["frame.0"]
+        document[name] = plain[name]
+        forged = reworked(document, plain_frames[:size] + frames[size:])
+        assert read_header(forged).codec == "mixed"
+        assert is_refused(forged, SEALS[kind])
+
+
+@pytest.mark.parametrize("text", ["", "00", "0" * 30, "g" * 32, "0" * 34])
+def test_a_tag_is_never_shorter_than_it_must_be(text: str) -> None:
+    document, frames = split(make(SEALS["encrypted"]))
+    told = document["__metadata__"]
+    told["frame.0"] = re.sub("[0-9a-f]{32}$", text, told["frame.0"])
+    assert is_refused(reworked(document, frames), SEALS["encrypted"])
+
+
+@pytest.mark.parametrize("salt", ["0" * 64, "", "0" * 62, "x" * 64])
+def test_another_salt_opens_nothing(salt: str) -> None:
+    document, frames = split(make(SEALS["encrypted"]))
+    document["__metadata__"]["encryption"] = f"{salt} {ENCRYPTER.id}"
+    assert is_refused(reworked(document, frames), SEALS["encrypted"])
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(sorted(SAMPLES)), st.data())
+def test_no_stretch_written_over_reaches_the_model(
+    which: tuple[str, str], data: st.DataObject
+) -> None:
+    original = SAMPLES[which]
+    payload = bytearray(original)
+    at = data.draw(st.integers(0, len(payload) - 1))
+    new = data.draw(st.binary(min_size=1, max_size=80))
+    payload[at : at + len(new)] = new
+    start = read_header(original).data_start
+    forged = rechecked(payload[:start]) + payload[start:]
+    for bytes_ in (payload, forged):
+        try:
+            assert pages_read(bytes_, SEALS[which[0]]) == PAGES
+        except PayloadError:
+            continue
+
+
+def test_a_header_with_two_signatures_is_refused() -> None:
+    payload = make(SEALS["signed"])
+    start = read_header(payload).data_start
+    head = payload[:start].replace(b',"format"', b',"signature":"x","format"', 1)
+    head = head[:8] + head[8:].rstrip(b" ").ljust(start - 8)
+    with pytest.raises(PayloadError):
+        read_header(rechecked(head), seal=SEALS["signed"])
+
+
+def test_a_hot_copy_that_was_forged_is_found_before_it_is_made() -> None:
+    """``check_frames`` looks at what a signature vouches for, not at checksums."""
+    payload = bytearray(make(SEALS["signed"]))
+    header = read_header(payload, seal=SEALS["signed"])
+    payload[-1] ^= 1
+    with pytest.raises(PayloadError):
+        check_frames(header, payload)
+
+
+def test_reworking_alone_changes_nothing() -> None:
+    """Else the tests here would prove nothing."""
+    for kind, codec in SAMPLES:
+        document, frames = split(SAMPLES[kind, codec])
+        assert json.dumps(document)
+        assert reworked(document, frames) == SAMPLES[kind, codec]

@@ -1,0 +1,259 @@
+"""Sealed payloads: what went in comes out, to whoever holds the keys, by either way of reading."""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from objkv.codec import header as header_module
+from objkv.codec.expected import parse_expected
+from objkv.codec.header import bytes_max, parse
+from objkv.codec.payload import (
+    CODECS,
+    LayerSpec,
+    Provenance,
+    check_frames,
+    encode,
+    encode_in_place,
+    frame_pages,
+    header_room,
+    open_payload,
+    payload_bytes_max,
+    read_header,
+)
+from objkv.codec.scales import scales_text
+from objkv.codec.seal import Seal, SealKey
+from objkv.errors import PayloadError
+from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, layer_lists, noise, pages_of, smooth
+from tests.codec.seals import ENCRYPTER, SEALS, SIGNER
+
+KINDS = sorted(SEALS)
+
+
+def sealed(
+    kind: str,
+    codec: str = "none",
+    layers: Sequence[LayerSpec] = LAYERS,
+    provenance: Provenance = PROVENANCE,
+) -> bytes:
+    pages = pages_of(layers)
+    seal = SEALS[kind]
+    return bytes(encode(CLAIM, layers, pages, codec=codec, provenance=provenance, seal=seal))
+
+
+def pages_read(payload: bytes, seal: Seal | None, layers: Sequence[LayerSpec] = LAYERS) -> list:
+    header = open_payload(payload, CLAIM, tuple(layers), seal=seal)
+    scratch = memoryview(bytearray(max(layer.nbytes for layer in layers)))
+    return [bytes(frame_pages(header, i, payload, scratch)) for i in range(len(layers))]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_sealed_comes_out_again(kind: str, codec: str) -> None:
+    payload = sealed(kind, codec)
+    assert pages_read(payload, SEALS[kind]) == pages_of(LAYERS)
+    header = read_header(payload, seal=SEALS[kind])
+    assert check_frames(header, payload) == len(LAYERS)
+    base = {name.partition("+")[0] for name in header.frames.codecs}
+    assert base == {codec}
+    assert ("+aes256gcm" in header.codec) == SEALS[kind].encrypts
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(KINDS), st.sampled_from(CODECS), layer_lists, st.data())
+def test_any_layers_can_be_sealed_in_place(
+    kind: str, codec: str, layers: list[LayerSpec], data: st.DataObject
+) -> None:
+    make = st.sampled_from([smooth, noise])
+    pages = [data.draw(make)(layer.nbytes, i) for i, layer in enumerate(layers)]
+    room, seal, specs = header_room(layers), SEALS[kind], tuple(layers)
+    buffer = np.full(payload_bytes_max(layers), 0xAA, dtype=np.uint8)
+    buffer[room:] = np.frombuffer(b"".join(pages), dtype=np.uint8)
+    payload, header = encode_in_place(
+        CLAIM, specs, buffer.data, codec=codec, provenance=PROVENANCE, seal=seal
+    )
+    found = open_payload(payload, CLAIM, specs, seal=seal)
+    assert header == found == read_header(payload, seal=seal)
+    scratch = memoryview(bytearray(max(layer.nbytes for layer in layers)))
+    assert [bytes(frame_pages(found, i, payload, scratch)) for i in range(len(pages))] == pages
+    assert found.nbytes - found.data_start <= sum(map(len, pages))
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(KINDS), layer_lists)
+def test_both_ways_of_writing_and_reading_a_header_agree(
+    kind: str, layers: list[LayerSpec]
+) -> None:
+    # One salt for both: else no two encrypted payloads are alike.
+    keys = ([SIGNER] if SEALS[kind].signs else [], [ENCRYPTER] if SEALS[kind].encrypts else [])
+    seal = Seal(*keys, random=lambda count: bytes(count))
+    pages = pages_of(layers)
+    slow = encode(CLAIM, layers, pages, codec="none", provenance=PROVENANCE, seal=seal)
+    quick = encode(CLAIM, tuple(layers), pages, codec="none", provenance=PROVENANCE, seal=seal)
+    assert slow == quick
+    assert parse(quick, seal) == parse_expected(quick, CLAIM, tuple(layers), seal)
+    assert quick.nbytes <= payload_bytes_max(layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sealed_uncompressed_header_of_known_layers_is_read_without_json(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload, seal = memoryview(sealed(kind)), SEALS[kind]
+    parse_expected(payload, CLAIM, LAYERS, seal)
+    monkeypatch.setattr(header_module, "load_object", lambda _: pytest.fail("JSON was parsed"))
+    assert parse_expected(payload, CLAIM, LAYERS, seal).frames.layers is LAYERS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_header_is_longer_than_its_bound(kind: str) -> None:
+    scales = scales_text(1.2345678901234567e-300, 1.2345678901234567e-300)
+    long = [LayerSpec(f"{i:0>512}", "F8_E4M3FNUZ", (1, 1, 1, 1), scales) for i in range(1001)]
+    key = SealKey("k" * 64, "*", bytes(32))
+    seal = Seal([key] if SEALS[kind].signs else [], [key] if SEALS[kind].encrypts else [])
+    told = Provenance("0" * 64, "w" * 256, 2**62)
+    payload = encode(CLAIM, long, pages_of(long), codec="none", provenance=told, seal=seal)
+    assert read_header(payload, seal=seal).data_start <= bytes_max(long, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sealed_payload_is_a_safetensors_file(kind: str, tmp_path) -> None:
+    file = tmp_path / "payload.safetensors"
+    file.write_bytes(sealed(kind))
+    with safe_open(file, "numpy") as tensors:
+        assert set(tensors.keys()) == {layer.name for layer in LAYERS}
+        shapes = [tensors.get_slice(layer.name).get_shape() for layer in LAYERS]
+        if SEALS[kind].encrypts:
+            assert shapes == [[layer.nbytes] for layer in LAYERS]
+
+
+def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> None:
+    assert pages_read(sealed("signed"), None) == pages_of(LAYERS)
+    payload = sealed("encrypted", "blosc")
+    header = read_header(payload)
+    assert header.marks.encrypted_by == ENCRYPTER.id
+    assert check_frames(header, payload) == len(LAYERS)  # damage shows without a key
+    with pytest.raises(PayloadError, match="unknown codec"):
+        pages_read(payload, None)
+
+
+def test_what_was_not_asked_for_is_byte_for_byte_what_it_was() -> None:
+    plain = encode(CLAIM, LAYERS, pages_of(LAYERS), codec="none", provenance=PROVENANCE)
+    assert b"signature" not in plain.tobytes()
+    assert read_header(plain).opened is None
+
+
+def test_every_key_that_is_known_opens_and_the_first_one_seals() -> None:
+    old, new = SealKey("old", "*", b"o" * 32), SealKey("new", "*", b"n" * 32)
+    before, during, after = Seal([old], [old]), Seal([new, old], [new, old]), Seal([new], [new])
+    pages = pages_of(LAYERS)
+    first, second = (
+        bytes(encode(CLAIM, LAYERS, pages, codec="none", provenance=PROVENANCE, seal=seal))
+        for seal in (before, during)
+    )
+    assert pages_read(first, during) == pages_read(second, during) == pages
+    assert pages_read(second, after) == pages
+    for seal, payload in ((after, first), (before, second)):
+        with pytest.raises(PayloadError, match="not known here"):
+            read_header(payload, seal=seal)
+
+
+def test_an_encrypted_payload_tells_nothing_that_a_guess_could_be_compared_with() -> None:
+    plain = encode(CLAIM, LAYERS, pages_of(LAYERS), codec="blosc", provenance=PROVENANCE)
+    one, other = sealed("encrypted", "blosc"), sealed("encrypted", "blosc")
+    first, second, clear = read_header(one), read_header(other), read_header(plain)
+    start = first.data_start
+    assert one[start:] != other[start:]
+    for header in (first, second):
+        assert PROVENANCE.token_digest not in str(header)
+        assert not {*clear.frames.checksums, *clear.frames.raw_checksums} & {
+            *header.frames.checksums,
+            *header.frames.raw_checksums,
+        }
+    assert first.provenance.token_digest != second.provenance.token_digest
+    assert not set(first.frames.raw_checksums) & set(second.frames.raw_checksums)
+
+
+def test_token_ids_are_never_written_beside_encrypted_pages() -> None:
+    told = Provenance("0" * 64, "w", 0, (1, 2))
+    with pytest.raises(AssertionError, match="prompt"):
+        sealed("encrypted", provenance=told)
+    assert read_header(sealed("signed", provenance=told), seal=SEALS["signed"])
+
+
+def test_no_key_is_in_what_is_shown() -> None:
+    seal = SEALS["signed and encrypted"]
+    payload = sealed("signed and encrypted")
+    header = open_payload(payload, CLAIM, LAYERS, seal=seal)
+    assert header.opened is not None
+    shown = repr([seal, SIGNER, header, header.opened, str(header.opened.cipher), vars(seal)])
+    for key in (SIGNER, ENCRYPTER):
+        assert key.id in shown
+        assert key.secret.hex() not in shown
+        assert repr(key.secret)[2:-1] not in shown
+    assert repr(seal) == "<Seal signing ['sign-1'], encryption ['encrypt-1']>"
+
+
+def test_the_signature_is_the_documented_one() -> None:
+    payload = sealed("signed and encrypted")
+    length = 8 + int.from_bytes(payload[:8], "little")
+    assert payload[69:84] == b'","signature":"'
+    assert payload[148:156] == b" sign-1" + b'"'
+    blank = bytearray(payload[:length])
+    blank[37:69], blank[84:148] = b"0" * 32, b"0" * 64
+    message = b"objkv-signature-1\n" + blank
+    assert hmac.new(SIGNER.secret, message, "sha256").hexdigest() == payload[84:148].decode()
+
+
+def test_the_digest_of_a_signed_frame_is_the_documented_one() -> None:
+    payload = sealed("signed", "zstd")
+    length = 8 + int.from_bytes(payload[:8], "little")
+    document = json.loads(payload[8:length])
+    for number, layer in enumerate(LAYERS):
+        start, end = (length + at for at in document[layer.name]["data_offsets"])
+        told = document["__metadata__"][f"sha256.{number}"]
+        assert told == hashlib.sha256(payload[start:end]).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["encrypted", "signed and encrypted"])
+def test_encryption_is_the_documented_one(kind: str) -> None:
+    """Read with other functions than those it was written with."""
+    payload = sealed(kind)
+    length = 8 + int.from_bytes(payload[:8], "little")
+    document = json.loads(payload[8:length])
+    told = document["__metadata__"]
+    salt, key_id = told["encryption"].split(" ")
+    assert key_id == ENCRYPTER.id
+    info = b"objkv-encryption-1\n" + told["key"].encode()
+    keys = HKDF(SHA256(), 64, bytes.fromhex(salt), info).derive(ENCRYPTER.secret)
+    digest = hmac.new(keys[32:], bytes.fromhex(PROVENANCE.token_digest), "sha256").hexdigest()
+    assert told["token_digest"] == digest
+    for number, layer in enumerate(LAYERS):
+        codec, dtype, shape, _, tag = told[f"frame.{number}"].split(" ")
+        about = "\n".join(
+            [
+                "objkv-frame-1",
+                told["key"],
+                told["parent"],
+                f"{told['token_start']} {told['token_end']}",
+                told["token_digest"],
+                f"{number} {len(LAYERS)}",
+                f"{codec} {dtype} {shape}",
+                told.get(f"scales.{number}", ""),
+                layer.name,
+            ]
+        )
+        start, end = (length + at for at in document[layer.name]["data_offsets"])
+        nonce = number.to_bytes(12, "little")
+        stored = payload[start:end] + bytes.fromhex(tag)
+        pages = AESGCM(keys[:32]).decrypt(nonce, stored, about.encode())
+        assert pages == pages_of(LAYERS)[number]
