@@ -15,6 +15,7 @@ from time import monotonic
 from objkv.cache.hot import HotCopies
 from objkv.cache.placement import HotLimits
 from objkv.cache.promotion import Promoter
+from objkv.cache.quota import Room, Unlimited
 from objkv.cache.repeats import Repeats
 from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
@@ -72,9 +73,11 @@ class ChunkCache:
         settings: CacheSettings,
         recorder: Recorder,
         *,
+        room: Room | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._bulk = bulk
+        self._room = room or Unlimited()
         self._hot = HotCopies(hot, settings.hot_limits, recorder)
         self._index = index
         self._settings = settings
@@ -136,6 +139,10 @@ class ChunkCache:
             arrived(nbytes)
         return nbytes
 
+    def has_room(self) -> bool:
+        """Whether to save anything at all: not while the place is above its quota."""
+        return self._room.has_room()
+
     def begin_save(self, key: ChunkKey) -> bool:
         """Whether to save ``key``: not if this process is about to, or has just done so. After
         True, ``end_save`` must follow."""
@@ -181,6 +188,7 @@ class ChunkCache:
             else:
                 self._publish(claim, existing, hot=self._hot.has(path, existing.nbytes))
                 return SaveOutcome.EXISTED
+        self._room.add(header.nbytes)
         self._publish(claim, header, hot=self._hot.put(path, payload, suspect=suspect))
         return SaveOutcome.SAVED
 
@@ -202,6 +210,7 @@ class ChunkCache:
 
     def close(self, deadline_s: float) -> bool:
         """End what runs in the background; True if it has ended within the bound. Idempotent."""
+        self._room.close()
         return self._promoter is None or self._promoter.close(deadline_s)
 
     def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:

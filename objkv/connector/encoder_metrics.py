@@ -34,6 +34,8 @@ ENCODER_COUNTERS = {
     "save_bytes": "Payload bytes of those.",
     "save_drops": "Outputs not saved: queue or memory full, too late.",
     "save_errors": "Outputs not saved because a store failed.",
+    "save_over_quota": "Outputs not saved because the quota is used up.",
+    "quota_errors": "Readings of how much of the quota is used that a store failed.",
     "save_existed": "Outputs that were stored already.",
     "save_repeats": "Outputs that this worker was saving, or had just saved.",
     "save_leased_elsewhere": "Outputs that another replica was saving.",

@@ -78,6 +78,9 @@ class EncoderSaver:
             return
         if replaces:  # so that it is put over the payload that was found corrupt
             self._cache.reject(output.claim.key, {}, corrupt=True)
+        if not replaces and not self._cache.has_room():
+            self._recorder.count("save_over_quota")
+            return
         if not self._cache.begin_save(output.claim.key):
             self._recorder.count("save_repeats")
             return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from objkv.assembly.backends import Backends
+from objkv.assembly.quota import open_room
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
@@ -93,7 +94,8 @@ def open_cache(config: Config, backends: Backends, writer: str, recorder: Record
         config.hot_promote_loads,
         config.hot_promote_bytes_max,
     )
-    return ChunkCache(backends.bulk, backends.hot, backends.index, settings, recorder)
+    room = open_room(config, backends, recorder)
+    return ChunkCache(backends.bulk, backends.hot, backends.index, settings, recorder, room=room)
 
 
 def open_worker_side(

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 _TIER = "tier_"
+_UNNAMED = ("breaker_", "quota_")
+"""What counts these does not know that it is part of a tier."""
 """Of names that a KV connector in the same engine may have, too."""
 COUNTERS = {
     "tier_loads": "Chunks loaded, verified and given to vLLM.",
@@ -27,6 +29,8 @@ COUNTERS = {
     "tier_save_repeats": "Chunks that this tier was saving, or had just saved.",
     "tier_save_leased_elsewhere": "Chunks that another replica was saving.",
     "tier_save_errors": "Saves that a store failed.",
+    "tier_save_over_quota": "Chunks not saved because the quota is used up.",
+    "tier_quota_errors": "Readings of how much of the quota is used that a store failed.",
     "tier_save_refused": "Chunks not saved because the queue was full.",
     "tier_save_deadlines": "Save jobs that took too long.",
     "tier_lookup_deadlines": "Keys not answered in time.",
@@ -53,7 +57,7 @@ def tier_stats(numbers: Mapping[str, float]) -> "OffloadingConnectorStats | None
         OffloadingConnectorStats,
     )
 
-    named = {_TIER + n if n.startswith("breaker_") else n: v for n, v in numbers.items()}
+    named = {_TIER + n if n.startswith(_UNNAMED) else n: v for n, v in numbers.items()}
     told = {name: value for name, value in named.items() if name in COUNTERS | GAUGES}
     if not told:
         return None

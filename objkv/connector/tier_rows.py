@@ -48,7 +48,7 @@ class RowOutcome(Enum):
 
     STORED = auto()
     LEFT = auto()
-    """Somebody else is saving it, or has just done so."""
+    """Somebody else is saving it, or has just done so, or there is no room."""
     LOADED = auto()
     GONE = auto()
     """Not stored, or nothing to rely on; the record that said otherwise is forgotten."""
@@ -122,6 +122,9 @@ class Rows:
     def save(self, namespace: str, key: bytes, copy: Copy) -> RowOutcome:
         """Store the row that ``copy`` brings: STORED, LEFT or UNWANTED."""
         claim = self._claim(namespace, key)
+        if not self._cache.has_room():
+            self._recorder.count("tier_save_over_quota")
+            return RowOutcome.LEFT
         if not self._cache.begin_save(claim.key):
             self._recorder.count("tier_save_repeats")
             return RowOutcome.LEFT

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from objkv.assembly.backends import check_backends, open_backends
+from objkv.assembly.quota import open_room
 from objkv.cache.lookup import LookupLimits
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import Config
@@ -59,7 +60,12 @@ class TierStore:
         )
         self._index = self._backends.index
         self._cache = ChunkCache(
-            self._backends.bulk, self._backends.hot, self._index, settings, recorder
+            self._backends.bulk,
+            self._backends.hot,
+            self._index,
+            settings,
+            recorder,
+            room=open_room(config, self._backends, recorder),
         )
         codec = config.codec if config.codec != "auto" or _is_far(config) else "none"
         self._rows = Rows(self._cache, form, recorder, codec=codec, writer=writer)

@@ -107,13 +107,16 @@ class Saver:
         dropped: set[tuple[str, int]] = set()
         taken: dict[int, list[_Taken]] = {}
         room = self._limits.queue_max - self._crew.waiting
+        is_full = not self._cache.has_room()
         for plan in plans:
             for save in plan.moves:
                 group = self._groups.get(save.move.group)
                 if group is None or not group.shape.rank_shard.writes(save.move.prefix_hash):
                     continue
                 key = _key(plan, save, group)
-                if not self._cache.begin_save(key):
+                if is_full:  # no drop, which would be planned again for the next step
+                    self._recorder.count("save_over_quota")
+                elif not self._cache.begin_save(key):
                     self._recorder.count("save_repeats")
                 elif room > 0 and (chunk := self._take(plan, save, key)) is not None:
                     taken.setdefault(key.group, []).append(chunk)
@@ -150,9 +153,11 @@ class Saver:
         return self._crew.drain(deadline_s)
 
     def close(self, drain_deadline_s: float) -> None:
-        """Drain within the bound, then stop; what is left is dropped. No slab is leased any more
-        afterwards, but one whose put does not end stays with its thread until then."""
-        # Nobody leases the slabs of what is left again, so copies under way harm nobody.
+        """Drain within the bound, then stop; what is left is dropped. No block is read any more
+        afterwards. No slab is leased, but one whose put does not end stays with its thread until
+        then."""
+        if self._last_mark is not None:  # blocks and slabs may be unmapped next: no copy comes late
+            self._last_mark.wait()
         self._crew.close(drain_deadline_s, lambda left: self._give_up(item.chunk for item in left))
 
     def __repr__(self) -> str:
@@ -189,6 +194,7 @@ class Saver:
         deadline = self._clock() + self._limits.deadline_s
         if self._crew.put(_Gathered(c, mark, deadline) for c in chunks):
             return set()
+        mark.wait()
         return self._give_up(chunks)
 
     def _give_up(self, chunks: Iterable[_Taken]) -> set[tuple[str, int]]:
