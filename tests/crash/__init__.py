@@ -1,0 +1,1 @@
+"""Processes and servers killed at every step, and what is left then."""

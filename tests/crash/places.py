@@ -1,0 +1,218 @@
+"""Stores that processes may be killed in: a folder, and servers that may be killed, too."""
+
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.config import Config
+from objkv.ops.ends import Ends
+from objkv.ops.patient import PatientIndex, PatientStore
+from objkv.stores.s3_client import open_s3_client
+from objkv.telemetry import NullRecorder
+from objkv.testing.servers.ceph import ceph_radosgw
+from objkv.testing.servers.far import Distance, Far
+from objkv.testing.servers.lifetime import die_with_parent
+from objkv.testing.servers.ports import free_port
+from objkv.testing.servers.quick_s3 import quick_s3_process
+from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
+
+BUCKET = "kv-cache"
+PART_BYTES = 5 << 20
+LEASE_MS = 40
+
+
+class Place:
+    """Both ends. Whoever forks uses ``fresh``, which this process has never used itself."""
+
+    name = ""
+    kills: tuple[str, ...] = ()
+    """Servers that may be killed: ``index``, ``gateway``."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.fresh = open_backends(config, NullRecorder())
+        self.used = open_backends(config, NullRecorder())
+
+    @property
+    def ends(self) -> Ends:
+        """For this process's own look."""
+        return self.ends_of(self.used)
+
+    def ends_of(self, backends: Backends) -> Ends:
+        """As operators' commands see them."""
+        return Ends(
+            bulk=PatientStore(backends.bulk),
+            hot=None if backends.hot is None else PatientStore(backends.hot),
+            index=PatientIndex(backends.index),
+            is_own_index=self.config.index_url == "bulk:",
+            ttl_s=self.config.ttl_s,
+            lease_ms=self.config.lease_ms,
+            owner=f"crash-{os.getpid()}",
+        )
+
+    def wipe(self) -> None:
+        """Begin a round with nothing."""
+        raise NotImplementedError
+
+    def kill(self, server: str) -> None:
+        """Kill one of ``kills`` and start it again."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it."""
+        self.used.close()
+
+
+class FolderPlace(Place):
+    """A directory, and an SQLite file or the directory itself as its index."""
+
+    def __init__(self, folder: Path, *, own_index: bool) -> None:
+        self.name = "folder, its own index" if own_index else "folder + SQLite"
+        self._folder = folder
+        index = "bulk:" if own_index else f"sqlite://{folder}/index.sqlite"
+        super().__init__(
+            Config(bulk_url=f"file://{folder}/chunks", index_url=index, lease_ms=LEASE_MS)
+        )
+
+    def wipe(self) -> None:
+        shutil.rmtree(self._folder / "chunks", ignore_errors=True)
+        if self.config.index_url != "bulk:":
+            for record in _records(self.used):
+                self.used.index.drop(*record)
+
+
+class ServerPlace(Place):
+    """Valkey, and an S3 server behind a gateway that can be killed without losing the bucket."""
+
+    kills = ("index", "gateway")
+
+    def __init__(self, valkey: RedisServer, s3: dict[str, Any], name: str) -> None:
+        self.name = name
+        self._valkey = valkey
+        url = urlsplit(s3["s3_endpoint_url"])
+        assert url.hostname is not None
+        assert url.port is not None
+        self._target = url.hostname, url.port
+        self._port = free_port()
+        self._gateway = 0
+        self._start_gateway()
+        gateway = {"s3_endpoint_url": f"http://127.0.0.1:{self._port}"}
+        config = Config(
+            bulk_url=f"s3://{BUCKET}/crash",
+            index_url=f"{valkey.url}/0",
+            s3_addressing="path",
+            s3_region="us-east-1",
+            s3_multipart_bytes=PART_BYTES,
+            lease_ms=LEASE_MS,
+            lookup_deadline_ms=5_000,
+            **{**s3, **gateway},
+        )
+        client = open_s3_client(config)
+        client.create_bucket(Bucket=BUCKET)
+        client.close()
+        super().__init__(config)
+
+    def wipe(self) -> None:
+        for entry in self.used.bulk.scan(""):
+            self.used.bulk.delete(entry.key)
+        for left in self.used.bulk.unfinished():
+            self.used.bulk.discard(left)
+        with self._valkey.client() as client:
+            client.flushall()
+
+    def kill(self, server: str) -> None:
+        if server == "index":
+            self._valkey.kill()
+            self._valkey.start()
+            return
+        self._end_gateway()
+        self._start_gateway()
+
+    def close(self) -> None:
+        super().close()
+        self._end_gateway()
+
+    def _end_gateway(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._gateway, signal.SIGKILL)
+        os.waitpid(self._gateway, 0)
+
+    def _start_gateway(self) -> None:
+        self._gateway = os.fork()
+        if self._gateway == 0:
+            die_with_parent()
+            try:
+                Far(self._target, Distance(), port=self._port)
+                threading.Event().wait()
+            finally:
+                os._exit(1)
+        wait_until(self._answers, "the gateway")
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1):
+            return True
+        return False
+
+
+@contextmanager
+def folder_place(*, own_index: bool = False) -> Iterator[Place]:
+    """In memory, if the machine has such a folder: what a process that is killed had written stays
+    either way, and no disk has to be waited for."""
+    memory = Path("/dev/shm")  # noqa: S108  # a folder of its own is made in it
+    parent = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="objkv-crash-", dir=parent) as folder:
+        place = FolderPlace(Path(folder), own_index=own_index)
+        try:
+            yield place
+        finally:
+            place.close()
+
+
+@contextmanager
+def quick_place() -> Iterator[Place]:
+    """Valkey and an S3 server in memory."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        valkey_server(Path(folder)) as valkey,
+        quick_s3_process() as s3,
+    ):
+        keys = {"s3_access_key_id": "test", "s3_secret_access_key": "test"}
+        place = ServerPlace(valkey, {"s3_endpoint_url": s3.url, **keys}, "Valkey + quick S3")
+        try:
+            yield place
+        finally:
+            place.close()
+
+
+@contextmanager
+def ceph_place() -> Iterator[Place]:
+    """Valkey and Ceph."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        valkey_server(Path(folder) / "valkey") as valkey,
+        ceph_radosgw(Path(folder) / "ceph") as s3,
+    ):
+        given = {
+            "s3_endpoint_url": s3.endpoint_url,
+            "s3_access_key_id": s3.access_key,
+            "s3_secret_access_key": s3.secret_key,
+        }
+        place = ServerPlace(valkey, given, "Valkey + Ceph")
+        try:
+            yield place
+        finally:
+            place.close()
+
+
+def _records(backends: Backends) -> list[tuple[str, bytes]]:
+    index = backends.index
+    return [(name, one.prefix_hash) for name in index.namespaces() for one in index.scan(name)]

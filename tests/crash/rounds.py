@@ -1,0 +1,252 @@
+"""One round: something is killed, and then everything must be either whole or sweepable."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from objkv.index.base import Record
+from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.identity import identity_path
+from objkv.ops.ends import record_keys
+from objkv.ops.tally import Tally
+from tests.crash.places import LEASE_MS, Place
+from tests.crash.saving import (
+    NAMESPACE,
+    Save,
+    rebuild_all,
+    save_all,
+    saves,
+    sweep_all,
+    verify_all,
+)
+from tests.crash.steps import Child
+
+WRONG = ("corrupt", "foreign", "mismatch", "hot")
+SCENARIOS = ("save", "moment", "race", "sweep", "rebuild", "server")
+
+
+class Violation(AssertionError):
+    """Something that must never be."""
+
+
+@dataclass
+class Seen:
+    """What the rounds of one place were, and what they left."""
+
+    rounds: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    sites: set[str] = field(default_factory=set)
+    """Calls at which processes were killed."""
+    steps: dict[str, int] = field(default_factory=dict)
+    """By scenario, how many steps there are; each was the last one once, if rounds sufficed."""
+    ghosts: int = 0
+    """Records of payloads that are gone."""
+    orphans: int = 0
+    leftovers: int = 0
+    indexed: int = 0
+    """Payloads that were indexed after a kill: all were read and compared."""
+    restored: int = 0
+    """Records that ``rebuild`` restored after a wipe."""
+
+
+class Rounds:
+    """Rounds in one place."""
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self._place = place
+        self._random = random.Random(seed)
+        self._tokens = count(seed * 1_000_000, 1_000)
+        self._next_step: Counter[str] = Counter()
+        self._wanted: list[Save] = []
+        self._promised: set[str] = set()
+        """Payloads that were saved before anything was killed."""
+        self._ghosts_planted = 0
+        self.seen = Seen()
+        self._took_s = 0.05
+
+    def run(self) -> None:
+        """One round of a scenario that chance chooses. Raises ``Violation``."""
+        scenarios = [s for s in SCENARIOS if s != "server" or self._place.kills]
+        if self._place.config.index_url == "bulk:":
+            scenarios.remove("rebuild")
+        scenario = self._random.choice(scenarios)
+        self.seen.rounds[scenario] += 1
+        self._place.wipe()
+        self._wanted, self._promised, self._ghosts_planted = [], set(), 0
+        lost = getattr(self, f"_{scenario}")()
+        time.sleep(LEASE_MS / 1000)  # what the killed process held ends by itself
+        self._settle(lost or "")
+
+    def _some(self) -> list[Save]:
+        large = int(self._random.random() < 0.15)
+        made = saves(next(self._tokens), self._random.randint(1, 3), large=large)
+        self._wanted += made
+        return made
+
+    def _save(self) -> None:
+        """A saver that is killed at the next step; what was saved before is left alone."""
+        before = self._some()
+        save_all(self._place.used, before, "before")
+        self._promised = {save.key.path() for save in before}
+        wanted = saves(next(self._tokens), 2, large=int(self._random.random() < 0.3))
+        self._wanted += wanted
+        self._step_kill("save", lambda: save_all(self._place.fresh, wanted, "killed"))
+
+    def _moment(self) -> None:
+        """A saver that is killed at any moment."""
+        wanted = self._some()
+        child = Child(lambda: save_all(self._place.fresh, wanted, "killed"))
+        self._kill_later(child)
+
+    def _race(self) -> None:
+        """Two savers of one prompt, one of which is killed."""
+        wanted = self._some()
+        first = Child(lambda: save_all(self._place.fresh, wanted, "first"))
+        at = self._random.randint(1, max(1, self.seen.steps.get("save", 60)))
+        second = Child(lambda: save_all(self._place.fresh, wanted, "second"), at=at)
+        self._note(second.wait())
+        self._note(first.wait())
+
+    def _sweep(self) -> None:
+        """A sweep that is killed, of payloads without records and records without payloads."""
+        wanted = saves(next(self._tokens), 4)
+        self._wanted += wanted
+        save_all(self._place.used, wanted, "before")
+        if self._place.config.index_url != "bulk:":
+            self._place.used.index.drop(NAMESPACE, wanted[0].key.prefix_hash)
+            self._place.used.bulk.delete(wanted[1].key.path())
+            self._ghosts_planted = 1
+            wanted = wanted[2:]
+        self._promised = {save.key.path() for save in wanted}
+        self._step_kill("sweep", lambda: sweep_all(self._place.ends_of(self._place.fresh)).counts)
+
+    def _rebuild(self) -> None:
+        """A rebuild that is killed."""
+        wanted = saves(next(self._tokens), 3)
+        self._wanted += wanted
+        save_all(self._place.used, wanted, "before")
+        for save in wanted:
+            self._place.used.index.drop(NAMESPACE, save.key.prefix_hash)
+        ends = self._place.ends_of(self._place.fresh)
+        self._step_kill("rebuild", lambda: rebuild_all(ends).counts)
+        rebuild_all(self._place.ends)
+        if len(_payloads(_records(self._place))) != len(wanted):
+            raise Violation("a rebuild after one that was killed did not restore everything")
+
+    def _server(self) -> str:
+        """A server that is killed while two processes save; the one it lost, if it loses things."""
+        wanted, other = self._some(), self._some()
+        children = [
+            Child(lambda: save_all(self._place.fresh, wanted, "one")),
+            Child(lambda: save_all(self._place.fresh, other, "two")),
+        ]
+        server = self._random.choice(self._place.kills)
+        time.sleep(self._random.random() * self._took_s)
+        self._place.kill(server)
+        self.seen.kills += 1
+        self.seen.sites.add(f"server {server}")
+        for child in children:
+            self._note(child.wait())
+        return server
+
+    def _step_kill(self, scenario: str, work: Callable[[], object]) -> None:
+        """Kill ``work`` at the step after the one of the last time; from the beginning again when
+        it ends before."""
+        self._next_step[scenario] += 1
+        at = self._next_step[scenario]
+        how, what = Child(work, at=at).wait()
+        if how == "done":
+            self._next_step[scenario] = 0
+            self.seen.steps[scenario] = max(what[0], self.seen.steps.get(scenario, 0))
+            return
+        if how == "error":
+            raise Violation(f"{scenario}: {what}")
+        self._note((how, what))
+        self.seen.steps[scenario] = max(at, self.seen.steps.get(scenario, 0))
+
+    def _kill_later(self, child: Child) -> None:
+        started = time.monotonic()
+        time.sleep(self._random.random() * 1.3 * self._took_s)
+        child.kill()
+        how = child.wait()
+        if how[0] == "done":
+            self._took_s = 0.8 * self._took_s + 0.2 * (time.monotonic() - started)
+        else:
+            self._took_s = min(0.5, self._took_s * 1.02)
+        self._note(how)
+
+    def _note(self, how: tuple[str, object]) -> None:
+        if how[0] == "killed":
+            self.seen.kills += 1
+            self.seen.sites.add(str(how[1]) or "any moment")
+
+    def _settle(self, lost: str) -> None:
+        """Look at everything, then sweep, wipe the index, rebuild: and look again."""
+        ends = self._place.ends
+        verified = verify_all(ends)
+        _demand(verified, WRONG, "verify")
+        self.seen.ghosts += verified.counts["missing"]
+        # A record is written last, and no server here loses payloads that it acknowledged.
+        if verified.counts["missing"] > self._ghosts_planted:
+            raise Violation(f"records without payloads: {verified.findings}")
+        records = _records(self._place)
+        if lost != "index" and (gone := self._promised - _payloads(records)):
+            raise Violation(f"saved, and not indexed any more: {sorted(gone)}")
+        self._compare(records)
+        swept = sweep_all(ends)
+        if swept.counts["busy"]:
+            time.sleep(2 * LEASE_MS / 1000)
+            swept.add(sweep_all(ends))
+        self.seen.orphans += swept.counts["orphan"]
+        self.seen.leftovers += swept.counts["temporary"]
+        self._nothing_else_is_left()
+        if not ends.is_own_index:
+            self._wiped_index_comes_back()
+
+    def _compare(self, records: dict[bytes, Record]) -> None:
+        """Every indexed payload is byte by byte what was to be saved."""
+        expected = {save.key.path(): save for save in self._wanted}
+        for path in _payloads(records):
+            payload = self._place.used.bulk.get(path)
+            if payload is not None and payload != expected[path].payload():
+                raise Violation(f"{path}: other bytes")
+            self.seen.indexed += 1
+
+    def _nothing_else_is_left(self) -> None:
+        ends = self._place.ends
+        indexed = _payloads(_records(self._place))
+        left = {e.key for e in ends.bulk.scan("") if "/shapes/" not in e.key}
+        if left - {identity_path(NAMESPACE)} != indexed:
+            raise Violation(f"after a sweep: {sorted(left ^ indexed)}")
+        if unfinished := list(ends.bulk.unfinished()):
+            raise Violation(f"after a sweep: {unfinished}")
+
+    def _wiped_index_comes_back(self) -> None:
+        before = _records(self._place)
+        for prefix_hash in before:
+            self._place.used.index.drop(NAMESPACE, prefix_hash)
+        restored = rebuild_all(self._place.ends)
+        _demand(restored, ("unreadable", "foreign", "written"), "rebuild")
+        if _records(self._place) != before:
+            raise Violation(f"rebuilt {_records(self._place)}, was {before}")
+        self.seen.restored += restored.counts["restored"]
+
+
+def _demand(tally: Tally, kinds: Sequence[str], what: str) -> None:
+    if any(tally.counts[kind] for kind in kinds):
+        raise Violation(f"{what}: {tally.findings} {dict(tally.counts)}")
+
+
+def _records(place: Place) -> dict[bytes, Record]:
+    return {
+        one.prefix_hash: one
+        for one in place.used.index.scan(NAMESPACE)
+        if one.prefix_hash != SHAPES_HASH
+    }
+
+
+def _payloads(records: dict[bytes, Record]) -> set[str]:
+    return {key.path() for one in records.values() for key in record_keys(NAMESPACE, one)}

@@ -1,0 +1,119 @@
+"""What the processes that are killed do: save as replicas do, sweep, rebuild."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from objkv.assembly.backends import Backends
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.codec.payload import read_header
+from objkv.index.base import ChunkEntry
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import identity_path
+from objkv.keys.prefix import prefix_hashes, root_hash
+from objkv.ops.checkpoint import Checkpoint
+from objkv.ops.crew import Crew
+from objkv.ops.ends import Ends, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.rebuild import Rebuild
+from objkv.ops.sweep import Sweep
+from objkv.ops.sweep_records import RecordSweep
+from objkv.ops.sweep_remove import Remover, SweepLimits
+from objkv.ops.sweep_survey import survey
+from objkv.ops.tally import Tally
+from objkv.ops.verify import Verify
+from objkv.ops.verify_payload import Budget
+from objkv.telemetry import NullRecorder
+from objkv.testing.damage import CHUNK, IDENTITY, SHARDS, make_payload
+from tests.crash.places import LEASE_MS
+
+NAMESPACE = IDENTITY.namespace()
+LARGE_ITEMS = 96 << 10
+"""Of a layer: such a payload is uploaded in parts."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """One chunk to be saved; what is in it follows from its name."""
+
+    key: ChunkKey
+    chunk: ChunkEntry
+    tokens: Sequence[int]
+    is_large: bool = False
+
+    def payload(self) -> bytes:
+        """The same in every process."""
+        items = LARGE_ITEMS if self.is_large else 32
+        return make_payload(self.key, self.chunk, self.tokens, codec="none", layer_items=items)
+
+
+def saves(first_token: int, count: int, *, large: int = 0) -> list[Save]:
+    """The chunks of one prompt, the last ``large`` of them large."""
+    tokens = range(first_token, first_token + count * CHUNK)
+    hashes = prefix_hashes(NAMESPACE, tokens, CHUNK)
+    made = []
+    for place, prefix_hash in enumerate(hashes):
+        parent = hashes[place - 1] if place else root_hash(NAMESPACE)
+        start = place * CHUNK
+        chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, start, start + CHUNK)
+        key = ChunkKey(NAMESPACE, prefix_hash, 0, SHARDS[place % 2])
+        made.append(Save(key, chunk, tokens[start : start + CHUNK], place >= count - large))
+    return made
+
+
+def save_all(backends: Backends, wanted: Sequence[Save], writer: str) -> int:
+    """Save each as ``Saver`` does; how many."""
+    settings = CacheSettings(writer, ttl_s=3600, lease_ms=LEASE_MS, hot_payload_bytes_max=1 << 20)
+    cache = ChunkCache(backends.bulk, backends.hot, backends.index, settings, NullRecorder())
+    backends.bulk.put_if_absent(identity_path(NAMESPACE), IDENTITY.canonical())
+    saved = 0
+    for save in wanted:
+        payload = save.payload()
+        if not cache.take_lease(save.key):
+            continue
+        try:
+            header = read_header(payload)
+            cache.save(header.claim, payload, header)
+            saved += 1
+        finally:
+            cache.release_lease(save.key)
+    return saved
+
+
+def crew_of() -> tuple[Crew, Checkpoint]:
+    """Two threads, nothing kept on disk."""
+    checkpoint = Checkpoint(None)
+    return Crew(checkpoint, workers=2), checkpoint
+
+
+def sweep_all(ends: Ends) -> Tally:
+    """As ``objkv sweep --apply --force --grace-s 0``."""
+    crew, checkpoint = crew_of()
+    limits = SweepLimits(apply=True, grace_s=-60, force=True)
+    found = survey(ends)
+    remover = Remover(ends, limits, lambda: None)
+    work = Sweep(ends, found, limits, remover)
+    records = RecordSweep(ends, found, limits, remover, workers=2)
+    for units in (work.leftovers(), work.parts(), records.ghosts(), work.documents()):
+        crew.run(units)
+    return checkpoint.tally
+
+
+def rebuild_all(ends: Ends) -> Tally:
+    """As ``objkv rebuild``."""
+    crew, checkpoint = crew_of()
+    found = {name: read_namespace(ends.bulk, name) for name in stored_namespaces(ends.bulk)}
+    work = Rebuild(ends, apply=True)
+    crew.run(work.parts(stored_parts(ends.bulk, list(found)), found))
+    crew.run(work.namespaces(found))
+    return checkpoint.tally
+
+
+def verify_all(ends: Ends) -> Tally:
+    """As ``objkv verify --all``."""
+    crew, checkpoint = crew_of()
+    names = stored_namespaces(ends.bulk)
+    found = {name: read_namespace(ends.bulk, name) for name in names}
+    work = Verify(ends, found, quarantine=False, budget=Budget(1 << 30), workers=2)
+    crew.run(work.parts(stored_parts(ends.bulk, names)))
+    if not ends.is_own_index:
+        crew.run(work.missing(ends.index.namespaces()))
+    return checkpoint.tally

@@ -1,0 +1,95 @@
+"""A forked process that kills itself at its n-th step, a step being any call that others can see:
+of the file system, of SQLite, of a socket; and once more when that call has returned."""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from objkv.testing.servers.lifetime import die_with_parent
+
+VISIBLE = frozenset(
+    {
+        *("open", "write", "writev", "fsync", "link", "rename", "replace", "unlink", "remove"),
+        *("mkdir", "rmdir", "ftruncate", "truncate", "preadv", "pread"),
+        *("execute", "executemany", "commit", "rollback"),
+        *("connect", "send", "sendall", "sendmsg", "recv", "recv_into"),
+    }
+)
+NEVER = 1 << 60
+
+
+class Killer:
+    """Counts the steps of all threads of this process, and ends it at step ``at``."""
+
+    def __init__(self, at: int, tell: Callable[[str], None]) -> None:
+        self._at = at
+        self._tell = tell
+        self.steps = 0
+
+    def start(self) -> None:
+        """From now on, in this thread and those it starts."""
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def stop(self) -> None:
+        """No more."""
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, called: Any) -> None:
+        if event not in ("c_call", "c_return") or called.__name__ not in VISIBLE:
+            return
+        self.steps += 1
+        if self.steps == self._at:
+            where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            when = "before" if event == "c_call" else "after"
+            self._tell(f"{when} {called.__name__} at {where}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Child:
+    """A fork that does ``work``, and is killed at step ``at`` or whenever ``kill`` is called."""
+
+    def __init__(self, work: Callable[[], object], *, at: int = NEVER) -> None:
+        self._read, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(work, at, write)
+        os.close(write)
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> tuple[str, Any]:
+        """``("killed", where)`` by itself, ``("killed", "")`` from outside, ``("error", what)``, or
+        ``("done", (steps, what it returned))``."""
+        with open(self._read, "rb") as told:
+            text = told.read()
+        os.waitpid(self.pid, 0)
+        how: tuple[str, Any] = pickle.loads(text) if text else ("killed", "")  # ours
+        return how
+
+    def _run(self, work: Callable[[], object], at: int, write: int) -> None:
+        die_with_parent()
+
+        def tell(how: str, what: object) -> None:
+            os.write(write, pickle.dumps((how, what)))
+
+        killer = Killer(at, lambda where: tell("killed", where))
+        try:
+            killer.start()
+            try:
+                result = work()
+            finally:
+                killer.stop()
+            tell("done", (killer.steps, result))
+        except BaseException as exc:
+            tell("error", f"{type(exc).__name__}: {exc}")
+        finally:
+            os._exit(0)

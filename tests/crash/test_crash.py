@@ -1,0 +1,24 @@
+"""A few rounds in each place; ``python -m tests.crash.run --rounds 1000`` is the long form."""
+
+import time
+
+import pytest
+
+from tests.crash.places import folder_place, quick_place
+from tests.crash.run import Open, run_place
+
+FOREVER_S = 10_000.0
+
+
+@pytest.mark.parametrize(
+    ("open_place", "rounds"),
+    [(folder_place, 12), (lambda: folder_place(own_index=True), 4), (quick_place, 4)],
+    ids=("folder", "own-index", "servers"),
+)
+def test_what_was_killed_leaves_only_whole_payloads_and_sweepable_rest(
+    open_place: Open, rounds: int
+) -> None:
+    _, seen = run_place(open_place, rounds, 7, time.monotonic() + FOREVER_S, quiet=True)
+    assert seen.rounds.total() == rounds
+    assert seen.kills > 0
+    assert seen.indexed > 0
