@@ -5,7 +5,6 @@ is one conditional request, so of many writers one wins; values above ``multipar
 parts. What is not ordinary in either is left to the client.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
@@ -22,14 +21,16 @@ from objkv.stores.base import (
     copy_range_into,
     is_key,
 )
+from objkv.stores.s3_absent import is_absent
 from objkv.stores.s3_body import read_all
-from objkv.stores.s3_client import attempt_s, begun_by, error_code, is_missing, translated
+from objkv.stores.s3_client import attempt_s, error_code, translated
 from objkv.stores.s3_crew import Crew
 from objkv.stores.s3_hedge import Hedge
 from objkv.stores.s3_line import NoAnswer
 from objkv.stores.s3_listing import Listing
 from objkv.stores.s3_put import Writer
 from objkv.stores.s3_ranges import Ranges, Wanted
+from objkv.stores.s3_term import Term, open_term
 from objkv.stores.s3_upload import Uploads
 from objkv.stores.s3_wire import Wire
 from objkv.telemetry import NullRecorder, Recorder
@@ -52,9 +53,9 @@ class S3Store:
     ``ranges_max`` threads of the store. ``hedge_percent_max``: see ``Hedge``. ``is_direct``: False
     leaves every request to the client.
 
-    ``deadline_s`` bounds each call: no attempt is begun that may take longer, and no body is read
-    on. Reads need the permission to list: without it S3 answers 403 instead of 404 for what is not
-    there.
+    ``deadline_s`` bounds each call, and so does ``EndsBy`` around it: no attempt is begun that may
+    take longer, and nothing goes on after it. Reads need the permission to list: without it S3
+    answers 403 instead of 404 for what is not there.
     """
 
     def __init__(
@@ -89,16 +90,13 @@ class S3Store:
             is_direct=is_direct,
             recorder=recorder,
         )
-        self._ranges = Ranges(
-            client, self._wire, self._crew, range_bytes=range_bytes, attempt_s=self._attempt_s
-        )
+        self._ranges = Ranges(client, self._wire, self._crew, range_bytes=range_bytes)
         self._writer = Writer(
             client,
-            Uploads(client, self._wire, self._crew, attempt_s=self._attempt_s),
+            Uploads(client, self._wire, self._crew),
             exists=lambda key: self._head(key) is not None,
             multipart_bytes=multipart_bytes,
-            deadline_s=deadline_s,
-            attempt_s=self._attempt_s,
+            term=self._term,
             recorder=recorder,
         )
 
@@ -113,7 +111,7 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         """The whole object, or None."""
         with translated("get", key):
-            found = self._get(key, self._until())
+            found = self._get(key, self._term())
             return None if found is None else found[0]
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
@@ -121,11 +119,11 @@ class S3Store:
         if end <= start:
             return None if self.head(key) is None else b""
         with translated("get_range", key):
-            return self._get_range(key, start, end, self._until())
+            return self._get_range(key, start, end, self._term())
 
-    def _get_range(self, key: str, start: int, end: int, deadline_s: float) -> bytes | None:
+    def _get_range(self, key: str, start: int, end: int, term: Term) -> bytes | None:
         try:
-            found = self._get(key, deadline_s, Range=f"bytes={start}-{end - 1}")
+            found = self._get(key, term, Range=f"bytes={start}-{end - 1}")
         except ClientError as exc:
             if error_code(exc)[0] == 416:  # beyond the end, so there is a value
                 return b""
@@ -147,7 +145,7 @@ class S3Store:
             with translated("get_range_into", key):
                 with suppress(NoAnswer):
                     return self._ranges.read(wanted)
-                value = self._get_range(key, start, start + len(buffer), wanted.deadline_s)
+                value = self._get_range(key, start, start + len(buffer), wanted.term)
         return None if value is None else copy_range_into(value, 0, buffer, arrived)
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
@@ -163,7 +161,7 @@ class S3Store:
     def _wanted(
         self, key: str, start: int, buffer: memoryview, arrived: Arrived | None, *, is_whole: bool
     ) -> Wanted:
-        return Wanted(self._place(key), key, start, buffer, arrived, is_whole, self._until())
+        return Wanted(self._place(key), key, start, buffer, arrived, is_whole, self._term())
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the object, or None. A missing bucket is None as well: the answer to a
@@ -177,7 +175,7 @@ class S3Store:
             try:
                 answer = self._client.head_object(**self._place(key))
             except ClientError as exc:
-                if is_missing(exc):
+                if is_absent(self._client, self._place(key), exc):
                     return None
                 raise
             return Entry(key, answer["ContentLength"], answer["LastModified"].timestamp())
@@ -238,20 +236,20 @@ class S3Store:
     def _place(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
-    def _until(self) -> float:
-        return time.monotonic() + self._deadline_s
+    def _term(self) -> Term:
+        return open_term(self._deadline_s, self._attempt_s)
 
     def _begun_in_time(self) -> AbstractContextManager[None]:
-        return begun_by(self._until() - self._attempt_s)
+        return self._term().client()
 
-    def _get(self, key: str, deadline_s: float, **options: Any) -> tuple[bytes, int] | None:
+    def _get(self, key: str, term: Term, **options: Any) -> tuple[bytes, int] | None:
         """The body of an answer and its status."""
         check_key(key)
-        try:
-            with begun_by(deadline_s - self._attempt_s):
+        with term.client():
+            try:
                 answer: Any = self._client.get_object(**self._place(key), **options)
-        except ClientError as exc:
-            if is_missing(exc):
-                return None
-            raise
-        return read_all(answer, deadline_s), answer["ResponseMetadata"]["HTTPStatusCode"]
+            except ClientError as exc:
+                if is_absent(self._client, self._place(key), exc):
+                    return None
+                raise
+            return read_all(answer, term.end_s), answer["ResponseMetadata"]["HTTPStatusCode"]

@@ -32,7 +32,9 @@ from urllib3.exceptions import HTTPError
 
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.sockets import EndsBy
 from objkv.stores.s3_body import BodyLost
+from objkv.stores.s3_connections import make_punctual
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -56,8 +58,8 @@ _FIX = {
     "InvalidToken": "the session token is not valid here: renew the AWS credentials",
     "RequestTimeTooSkewed": "this machine's clock differs from the server's by more than "
     "15 minutes: set it (NTP)",
-    "AccessDenied": "the credentials lack a permission: objkv needs s3:ListBucket, s3:GetObject, "
-    "s3:PutObject, s3:AbortMultipartUpload, and s3:DeleteObject to sweep",
+    "AccessDenied": "the credentials lack a permission: give them the policy that objkv access "
+    "prints, or set role to what they may do",
     "AuthorizationHeaderMalformed": "the bucket is in another region: set s3_region",
     "PermanentRedirect": "the bucket is in another region: set s3_region and s3_endpoint_url",
     "IllegalLocationConstraintException": "the bucket is in another region: set s3_region",
@@ -73,8 +75,8 @@ _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
 def open_s3_client(config: Config) -> "S3Client":
     """A thread-safe client for the settings; nothing is sent yet.
 
-    A call with all its attempts ends within ``load_deadline_ms``, as long as the server that
-    answers does not stretch its answer. Raises ``ConfigError``.
+    A call with all its attempts ends within ``load_deadline_ms``, and within what ``begun_by``
+    says. Raises ``ConfigError``.
     """
     if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
         raise ConfigError(f"s3_ca_bundle: there is no file {config.s3_ca_bundle}")
@@ -91,18 +93,21 @@ def open_s3_client(config: Config) -> "S3Client":
         )
     except (BotoCoreError, ValueError) as exc:
         raise ConfigError(f"S3 client: {exc}") from exc
+    make_punctual(client)
     client.meta.events.register("before-send.s3", _begin_in_time)
     client.meta.events.register_first("needs-retry.s3", _repeat_in_time)
     return client
 
 
 @contextmanager
-def begun_by(last_s: float) -> Iterator[None]:
+def begun_by(last_s: float, end_s: float = math.inf) -> Iterator[None]:
     """No attempt of a client of ``open_s3_client`` begins after ``last_s``, a time of
-    ``time.monotonic``: ``StoreUnavailable``, or the error that would be tried again."""
-    token = _LAST_S.set(last_s)
+    ``time.monotonic``: ``StoreUnavailable``, or the error that would be tried again. None goes on
+    after ``end_s``."""
+    token = _LAST_S.set(min(last_s, _LAST_S.get()))
     try:
-        yield
+        with EndsBy(end_s):
+            yield
     finally:
         _LAST_S.reset(token)
 

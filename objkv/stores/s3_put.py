@@ -1,6 +1,5 @@
 """Decides among writers of one key: by one conditional request, or what comes closest to it."""
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from botocore.exceptions import ClientError
 
 from objkv.errors import StoreUnavailable
 from objkv.stores.s3_body import BufferReader
-from objkv.stores.s3_client import begun_by, error_code
+from objkv.stores.s3_client import error_code
 from objkv.stores.s3_line import NoAnswer
+from objkv.stores.s3_term import Term
 from objkv.stores.s3_upload import Parts, Uploads
 from objkv.telemetry import Recorder
 
@@ -34,7 +34,7 @@ class Value:
     """Bucket and key as the client wants them."""
     key: str
     view: memoryview
-    deadline_s: float
+    term: Term
 
 
 class Writer:
@@ -48,34 +48,32 @@ class Writer:
         *,
         exists: Callable[[str], bool],
         multipart_bytes: int,
-        deadline_s: float,
-        attempt_s: float,
+        term: Callable[[], Term],
         recorder: Recorder,
     ) -> None:
         self._client = client
         self._uploads = uploads
         self._exists = exists
         self._multipart_bytes = multipart_bytes
-        self._deadline_s = deadline_s
-        self._attempt_s = attempt_s
+        self._term = term
         self._recorder = recorder
         self.conditional: bool | None = None
         """Whether the server honours ``If-None-Match``; None until the first put found out."""
 
     def put_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
         """``place``: bucket and key as the client wants them."""
-        value = Value(place, key, view, time.monotonic() + self._deadline_s)
+        value = Value(place, key, view, self._term())
         attempt = self._upload_if_absent if self._is_large(view) else self._send_if_absent
-        with begun_by(value.deadline_s - self._attempt_s):
-            for _ in range(CONFLICT_TRIES):
-                try:
-                    return attempt(value)
-                except ClientError as exc:
-                    status, _code = error_code(exc)
-                    if status == _EXISTS:
-                        return False
-                    if status != _CONFLICT:
-                        raise
+        for _ in range(CONFLICT_TRIES):
+            try:
+                return attempt(value)
+            except ClientError as exc:
+                status, _code = error_code(exc)
+                if status == _EXISTS:
+                    return False
+                if status != _CONFLICT:
+                    raise
+            with value.term.client():
                 if self._exists(key):
                     return False
         raise StoreUnavailable(
@@ -84,13 +82,13 @@ class Writer:
 
     def put(self, place: dict[str, Any], key: str, view: memoryview) -> None:
         """Replace what is there."""
-        value = Value(place, key, view, time.monotonic() + self._deadline_s)
-        with begun_by(value.deadline_s - self._attempt_s):
-            if self._is_large(view):
-                self._upload(value, self._complete)
-                return
+        value = Value(place, key, view, self._term())
+        if self._is_large(view):
+            self._upload(value, self._complete)
+            return
+        with value.term.client():
             with suppress(NoAnswer):
-                self._uploads.put(key, view, value.deadline_s, if_absent=False)
+                self._uploads.put(key, view, value.term.end_s, if_absent=False)
                 return
             self._send(value)
 
@@ -103,9 +101,13 @@ class Writer:
         self._client.put_object(**value.place, Body=body, ContentLength=size, **options)
 
     def _send_if_absent(self, value: Value) -> bool:
+        with value.term.client():
+            return self._send_conditionally(value)
+
+    def _send_conditionally(self, value: Value) -> bool:
         if self.conditional:
             with suppress(NoAnswer):
-                return self._uploads.put(value.key, value.view, value.deadline_s, if_absent=True)
+                return self._uploads.put(value.key, value.view, value.term.end_s, if_absent=True)
         if self.conditional is not False:
             try:
                 self._send(value, IfNoneMatch="*")
@@ -133,12 +135,13 @@ class Writer:
         return False
 
     def _upload_if_absent(self, value: Value) -> bool:
-        if self._exists(value.key):  # spares the upload; completing it decides
-            return False
+        with value.term.client():
+            if self._exists(value.key):  # spares the upload; completing it decides
+                return False
         return self._upload(value, partial(self._complete_if_absent, value.key))
 
     def _upload(self, value: Value, complete: Callable[[dict[str, Any]], bool]) -> bool:
-        parts = Parts(value.key, value.view, self._multipart_bytes, value.deadline_s)
+        parts = Parts(value.key, value.view, self._multipart_bytes, value.term)
         return self._uploads.put_in_parts(value.place, parts, complete)
 
     def _complete(self, upload: dict[str, Any]) -> bool:

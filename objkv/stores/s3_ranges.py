@@ -10,10 +10,11 @@ from botocore.exceptions import ClientError
 
 from objkv.errors import StoreUnavailable
 from objkv.stores.base import Arrived, check_fits, copy_into
+from objkv.stores.s3_absent import is_absent
 from objkv.stores.s3_body import read_all, read_exactly
-from objkv.stores.s3_client import begun_by, is_missing
 from objkv.stores.s3_crew import Crew, Helper, Piece, Team
 from objkv.stores.s3_line import Answer, NoAnswer, strong_tag
+from objkv.stores.s3_term import Term
 from objkv.stores.s3_wire import Wire
 
 if TYPE_CHECKING:
@@ -36,19 +37,16 @@ class Wanted:
     arrived: Arrived | None
     is_whole: bool
     """Whether a value longer than the buffer is an error."""
-    deadline_s: float
+    term: Term
 
 
 class Ranges:
     """Reads on a ``Wire``. ``NoAnswer`` before the first byte leaves the get to the client; after
     it, what is missing is asked for again, of the same version of the value; by the client where
-    ``attempt_s`` are left, which one attempt of it may take."""
+    its term allows."""
 
-    def __init__(
-        self, client: "S3Client", wire: Wire, crew: Crew, *, range_bytes: int, attempt_s: float
-    ) -> None:
+    def __init__(self, client: "S3Client", wire: Wire, crew: Crew, *, range_bytes: int) -> None:
         self._client = client
-        self._attempt_s = attempt_s
         self._wire = wire
         self._crew = crew
         self._range_bytes = range_bytes
@@ -61,8 +59,8 @@ class Ranges:
         if is_split:
             size = self._range_bytes
         extra = {} if wanted.is_whole and not is_split else _range(start, start + size)
-        with self._wire.ask("GET", wanted.key, extra, wanted.deadline_s) as answer:
-            if answer.status == 404 and b"<Code>NoSuchKey</Code>" in answer.text(wanted.deadline_s):
+        with self._wire.ask("GET", wanted.key, extra, wanted.term.end_s) as answer:
+            if answer.status == 404 and b"<Code>NoSuchKey</Code>" in answer.text(wanted.term.end_s):
                 return None
             if answer.status not in (200, 206) or (answer.status == 200 and start):
                 raise NoAnswer(f"HTTP {answer.status}")
@@ -86,20 +84,23 @@ class Ranges:
     def read_by_client(self, wanted: Wanted) -> int | None:
         """Read a whole value as the client does it, which tries again, follows redirects and says
         what is wrong; raises what the client raises. ``arrived`` is told at the end."""
+        with wanted.term.client():
+            return self._read_by_client(wanted)
+
+    def _read_by_client(self, wanted: Wanted) -> int | None:
         try:
-            with begun_by(wanted.deadline_s - self._attempt_s):
-                answer: Any = self._client.get_object(**wanted.place)
+            answer: Any = self._client.get_object(**wanted.place)
         except ClientError as exc:
-            if is_missing(exc):
+            if is_absent(self._client, wanted.place, exc):
                 return None
             raise
         if answer.get("ContentLength") is None:  # sent in chunks
-            value = read_all(answer, wanted.deadline_s)
+            value = read_all(answer, wanted.term.end_s)
             return copy_into(wanted.key, value, wanted.buffer, wanted.arrived)
         body, nbytes = answer["Body"], int(answer["ContentLength"])
         try:
             check_fits(wanted.key, nbytes, wanted.buffer)
-            read_exactly(body, wanted.buffer[:nbytes], wanted.deadline_s)
+            read_exactly(body, wanted.buffer[:nbytes], wanted.term.end_s)
         except BaseException:
             body.close()  # the connection still carries the rest: it cannot be used again
             raise
@@ -136,7 +137,7 @@ class _Fetch:
             self._tell()
 
         with suppress(NoAnswer), self._wanted.buffer[: piece.end] as view:
-            answer.fill(view, self._wanted.deadline_s, grown)
+            answer.fill(view, self._wanted.term.end_s, grown)
 
     def run(self, answer: Answer) -> int:
         """Read all pieces, the first from ``answer``, with whoever is free."""
@@ -148,7 +149,7 @@ class _Fetch:
                 except NoAnswer:
                     continue
                 self._tell()
-            team.wait(self._wanted.deadline_s, self._tell)
+            team.wait(self._wanted.term.end_s, self._tell)
         return self.finish()
 
     def finish(self) -> int:
@@ -189,40 +190,43 @@ class _Fetch:
                 told = piece.at
                 helper.grew()
 
-        asked = self._ranges._wire.ask("GET", wanted.key, extra, wanted.deadline_s, watcher=helper)
+        asked = self._ranges._wire.ask("GET", wanted.key, extra, wanted.term.end_s, watcher=helper)
         with asked as answer:
             is_right = answer.left == piece.end - piece.at and answer.starts_at(first)
             if answer.status != 206 or not is_right:
                 raise NoAnswer(f"HTTP {answer.status}")
             self._check_version(answer.etag)
-            answer.fill(wanted.buffer[piece.at : piece.end], wanted.deadline_s, grown)
+            answer.fill(wanted.buffer[piece.at : piece.end], wanted.term.end_s, grown)
 
     def _mend(self, piece: Piece) -> None:
         with suppress(NoAnswer):
             self._read(piece, None)
             return
         wanted, ranges = self._wanted, self._ranges
-        last_s = wanted.deadline_s - ranges._attempt_s
-        if time.monotonic() > last_s:
+        if time.monotonic() > wanted.term.last_s:
             raise StoreUnavailable(
                 f"get_into {wanted.key}: broke off after {piece.at} of {self._nbytes} bytes, "
                 "too late to be mended before the deadline passed"
             )
-        with begun_by(last_s):
+        with wanted.term.client():
             answer: Any = ranges._client.get_object(
                 **wanted.place,
                 Range=f"bytes={wanted.start + piece.at}-{wanted.start + piece.end - 1}",
             )
-        body = answer["Body"]
+            self._take_mended(answer, piece)
+        piece.at = piece.end
+
+    def _take_mended(self, answer: Any, piece: Piece) -> None:
+        key, body = self._wanted.key, answer["Body"]
         try:
             self._check_version(strong_tag(answer.get("ETag", "")))
             if answer.get("ContentLength") != piece.end - piece.at:
-                raise StoreUnavailable(f"get_into {wanted.key}: broke off, and no range was served")
-            read_exactly(body, wanted.buffer[piece.at : piece.end], wanted.deadline_s)
+                raise StoreUnavailable(f"get_into {key}: broke off, and no range was served")
+            into = self._wanted.buffer[piece.at : piece.end]
+            read_exactly(body, into, self._wanted.term.end_s)
         except BaseException:
             body.close()
             raise
-        piece.at = piece.end
 
     def _check_version(self, etag: str) -> None:
         """Compared here rather than asked for by ``If-Match``, which servers read differently

@@ -3,7 +3,6 @@
 Only what is under way is in the sockets' buffers: no part is copied.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from objkv.stores.s3_body import BufferReader
 from objkv.stores.s3_client import begun_by
 from objkv.stores.s3_crew import Crew, Helper, Piece, Team
 from objkv.stores.s3_line import NoAnswer, check_time
+from objkv.stores.s3_term import Term
 from objkv.stores.s3_wire import Wire
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ class Parts:
     key: str
     view: memoryview
     part_bytes: int
-    deadline_s: float
-    """Of ``time.monotonic``. What the client sends itself may take longer; see ``begun_by``."""
+    term: Term
 
     def pieces(self) -> list[Piece]:
         """All parts, in order."""
@@ -48,9 +47,8 @@ class Parts:
 class Uploads:
     """Puts over a ``Wire``; parts beside each other by the caller and ``crew``."""
 
-    def __init__(self, client: "S3Client", wire: Wire, crew: Crew, *, attempt_s: float) -> None:
+    def __init__(self, client: "S3Client", wire: Wire, crew: Crew) -> None:
         self._client = client
-        self._attempt_s = attempt_s
         self._wire = wire
         self._crew = crew
 
@@ -73,18 +71,24 @@ class Uploads:
     def put_in_parts(self, place: dict[str, Any], parts: Parts, complete: Complete) -> bool:
         """Upload, aborted unless ``complete`` returns True: no part may stay behind. Raises what
         the client raises, and ``StoreUnavailable``."""
-        upload = {**place, "UploadId": self._client.create_multipart_upload(**place)["UploadId"]}
+        term = parts.term
+        with term.client():
+            created = self._client.create_multipart_upload(**place)
+        upload = {**place, "UploadId": created["UploadId"]}
         done = False
         try:
-            tags = self._send_all(upload, parts)
-            listed = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(tags.items())]
-            done = complete({**upload, "MultipartUpload": {"Parts": listed}})
+            with begun_by(term.last_s, term.abort_s):
+                tags = self._send_all(upload, parts)
+                listed = [{"PartNumber": n, "ETag": tag} for n, tag in sorted(tags.items())]
+                done = complete({**upload, "MultipartUpload": {"Parts": listed}})
             return done
         finally:
             if not done:
                 # What went wrong before is the news; a bucket rule should expire lost uploads.
-                last_s = time.monotonic() + self._attempt_s
-                with begun_by(last_s), suppress(ClientError, BotoCoreError, StoreError):
+                with (
+                    begun_by(term.end_s, term.end_s),
+                    suppress(ClientError, BotoCoreError, StoreError),
+                ):
                     self._client.abort_multipart_upload(**upload)
 
     def _send_all(self, upload: dict[str, Any], parts: Parts) -> dict[int, str]:
@@ -103,10 +107,10 @@ class Uploads:
                 while (piece := team.take()) is not None:
                     with suppress(NoAnswer):
                         send(piece, None)
-                team.wait(parts.deadline_s, lambda: None)
+                team.wait(parts.term.abort_s, lambda: None)
         for piece in pieces:
             if not piece.is_done:
-                check_time(parts.deadline_s, f"put {parts.key}")
+                check_time(parts.term.abort_s, f"put {parts.key}")
                 body: Any = BufferReader(parts.view[piece.start : piece.end])
                 answer = self._client.upload_part(**upload, PartNumber=piece.number, Body=body)
                 tags[piece.number] = answer["ETag"]
@@ -118,9 +122,10 @@ class Uploads:
         def body() -> memoryview:
             return parts.view[piece.start : piece.end]
 
-        asked = self._wire.ask("PUT", target, extra, parts.deadline_s, body=body, watcher=helper)
+        deadline_s = parts.term.abort_s
+        asked = self._wire.ask("PUT", target, extra, deadline_s, body=body, watcher=helper)
         with asked as answer:
-            answer.text(parts.deadline_s)
+            answer.text(deadline_s)
             if answer.status != 200 or "etag" not in answer.headers:
                 raise NoAnswer(f"HTTP {answer.status}")
             return answer.headers["etag"]
