@@ -12,6 +12,7 @@ from objkv.cli.diff import diff
 from objkv.cli.doctor import doctor
 from objkv.cli.ls import ls
 from objkv.cli.match import match
+from objkv.cli.pin import pin, unpin
 from objkv.cli.rebuild import rebuild
 from objkv.cli.show import show
 from objkv.cli.sweep import sweep
@@ -59,6 +60,8 @@ app.command("doctor")(doctor)
 app.command("ls")(ls)
 app.command("show")(show)
 app.command("match")(match)
+app.command("pin")(pin)
+app.command("unpin")(unpin)
 app.command("diff")(diff)
 app.command("verify")(verify)
 app.command("sweep")(sweep)

@@ -14,9 +14,11 @@ from objkv.ops.listing import (
     BulkCount,
     NamespaceSummary,
     PrefixSummary,
+    TenantUsage,
     count_bulk,
     list_namespaces,
     list_prefixes,
+    list_tenants,
 )
 
 _LIMIT = 50
@@ -43,10 +45,10 @@ def ls(
     if bulk and prefixes:
         raise ConfigError("--bulk counts namespaces; prefixes are known to the index only")
     if bulk:
-        _show_namespaces(session, _counted(session, namespace), "bulk", limit)
+        _show_namespaces(session, _counted(session, namespace), None, limit)
         return FINE
     if namespace is None and not prefixes:
-        _show_namespaces(session, _indexed(session), "index", limit)
+        _show_namespaces(session, *_indexed(session), limit)
         return FINE
     with session.backends() as backends, session.out.waiting("reading the index"):
         names = backends.index.namespaces()
@@ -57,9 +59,10 @@ def ls(
     return FINE
 
 
-def _indexed(session: Session) -> BulkCount:
+def _indexed(session: Session) -> tuple[BulkCount, list[TenantUsage]]:
     with session.backends() as backends, session.out.waiting("reading the index"):
-        return BulkCount(tuple(list_namespaces(backends.bulk, backends.index)), 0, 0)
+        found = tuple(list_namespaces(backends.bulk, backends.index))
+        return BulkCount(found, 0, 0), list_tenants(backends.bulk, backends.index)
 
 
 def _counted(session: Session, namespace: str | None) -> BulkCount:
@@ -72,8 +75,11 @@ def _counted(session: Session, namespace: str | None) -> BulkCount:
         return count_bulk(backends.bulk, namespace=name, progress=progress)
 
 
-def _show_namespaces(session: Session, count: BulkCount, source: str, limit: int) -> None:
-    out = session.out
+def _show_namespaces(
+    session: Session, count: BulkCount, tenants: list[TenantUsage] | None, limit: int
+) -> None:
+    """``tenants``: what the index's totals say; None where the bulk store itself was counted."""
+    out, source = session.out, "bulk" if tenants is None else "index"
     shown, omitted = _cut(count.namespaces, limit)
     if out.machine:
         document = {
@@ -83,6 +89,8 @@ def _show_namespaces(session: Session, count: BulkCount, source: str, limit: int
             "other_entries": count.other_entries,
             "other_bytes": count.other_bytes,
         }
+        if tenants is not None:
+            document |= {"tenants": tenants, "quota_bytes": session.config.quota_bytes}
         out.document(document)
         return
     if not shown:
@@ -96,9 +104,18 @@ def _show_namespaces(session: Session, count: BulkCount, source: str, limit: int
     for summary in shown:
         if summary.problem:
             out.line(f"{summary.namespace}: {summary.problem}", "yellow")
+    for tenant in tenants or ():
+        out.line(_tenant_line(tenant, session.config.quota_bytes))
     if count.other_entries:
         out.line(f"{count.other_entries:,} other entries, {size(count.other_bytes)}")
     _tell_omitted(out, omitted)
+
+
+def _tenant_line(usage: TenantUsage, quota_bytes: int) -> str:
+    of = f" of {size(quota_bytes)}" if quota_bytes else ""
+    counted = f"counted {age(usage.counted_s)} ago" if usage.counted_s else "never counted"
+    name = "no tenant's" if usage.tenant is None else f"tenant {usage.tenant}:"
+    return f"{name} {size(usage.nbytes)}{of}, {usage.payloads:,} payloads; {counted}"
 
 
 def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:

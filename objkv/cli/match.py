@@ -1,20 +1,15 @@
 """``objkv match``: which chunks of a prompt are stored, and how much of it would be served."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Output, age, size
-from objkv.errors import ConfigError
-from objkv.keys.identity import NAMESPACE_HEX, Identity
+from objkv.cli.prompts import find_identity, read_digest, read_prompt
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.identities import pick_namespace, read_identity
 from objkv.ops.match import MatchReport, match_prompt
-from objkv.ops.prompt import parse_tokens, tokenize
 
 
 @command
@@ -47,57 +42,16 @@ def match(
 
     Without --tokens, --text or --text-file, token ids are read from standard input.
     """
-    if [tokens, text, text_file].count(None) < 2:
-        raise ConfigError("give only one of --tokens, --text and --text-file")
-    if (text is None and text_file is None) != (tokenizer is None):
-        raise ConfigError("--text and --text-file need --tokenizer, and nothing else does")
-    if tokenizer is not None:
-        prompt = tokenize(_read(text_file) if text is None else text, tokenizer)
-    else:
-        prompt = parse_tokens(_read(tokens))
-    if not prompt:
-        raise ConfigError("the prompt is empty: it has no token ids")
-    extras = PromptExtras(lora_digest=_digest(lora_digest), salt=cache_salt)
+    prompt = read_prompt(tokens, text, text_file, tokenizer)
+    extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
     with session.backends() as backends:
-        identity = _identity(backends, namespace)
+        identity = find_identity(backends, namespace)
         report = match_prompt(backends.index, identity, prompt, extras)
     if session.out.machine:
         session.out.document(report)
     else:
         _print(session.out, report)
     return FINE
-
-
-def _read(path: Path | None) -> str:
-    if path is None or str(path) == "-":
-        if sys.stdin.isatty():
-            raise ConfigError("no prompt: give --tokens FILE, or pipe token ids to stdin")
-        return sys.stdin.read()
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}: not UTF-8 text") from exc
-
-
-def _digest(text: str | None) -> bytes | None:
-    try:
-        return None if text is None else bytes.fromhex(text)
-    except ValueError as exc:
-        raise ConfigError(f"--lora-digest {text!r}: not hex digits") from exc
-
-
-def _identity(backends: Backends, namespace: str | None) -> Identity:
-    complete = namespace is not None and len(namespace) == NAMESPACE_HEX
-    name = pick_namespace(() if complete else backends.index.namespaces(), namespace)
-    identity = read_identity(backends.bulk, name)
-    if identity is None:
-        raise ConfigError(
-            f"the bulk store has no {name}/identity.json: no replica has saved there, or bulk_url "
-            "and index_url do not belong together"
-        )
-    return identity
 
 
 def _print(out: Output, report: MatchReport) -> None:

@@ -5,8 +5,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from objkv.cache.quota import read_tenant
 from objkv.errors import PayloadError
-from objkv.index.base import ReadIndex, Record
+from objkv.index.base import ReadIndex, Record, Usage
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.identities import read_identity
@@ -63,6 +64,19 @@ class PrefixSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What one tenant has, by the index's totals."""
+
+    tenant: str | None
+    """None: of namespaces without an identity document."""
+    namespaces: int
+    nbytes: int
+    payloads: int
+    counted_s: int
+    """Seconds since the epoch when the first of its totals was last counted; 0 if one never was."""
+
+
+@dataclass(frozen=True, slots=True)
 class BulkCount:
     """Everything in a bulk store."""
 
@@ -104,6 +118,23 @@ def count_bulk(
     progress(seen)
     summaries = tuple(_summary(bulk, name, totals[name]) for name in sorted(totals))
     return BulkCount(summaries, other_entries, other_bytes)
+
+
+def list_tenants(bulk: ReadStore, index: ReadIndex) -> list[TenantUsage]:
+    """What each tenant has, by the running totals of the index."""
+    found: defaultdict[str | None, list[Usage]] = defaultdict(list)
+    for usage in index.usage():
+        found[read_tenant(bulk, usage.namespace)].append(usage)
+    return [
+        TenantUsage(
+            tenant,
+            len(usages),
+            sum(one.nbytes for one in usages),
+            sum(one.payloads for one in usages),
+            min(one.counted_s for one in usages),
+        )
+        for tenant, usages in sorted(found.items(), key=lambda item: item[0] or "")
+    ]
 
 
 def list_prefixes(index: ReadIndex, namespace: str) -> list[PrefixSummary]:

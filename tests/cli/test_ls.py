@@ -32,9 +32,11 @@ def test_namespaces_are_listed_for_people(run: Run, machine: Machine) -> None:
     machine.fill()
     ran = run("ls")
     assert ran.code == 0
-    header, row = ran.out.splitlines()
+    header, row, tenant = ran.out.splitlines()
     assert header.split()[:2] == ["namespace", "model"]
     assert row.split()[:3] == [NAMESPACE, "acme/tiny", "default"]
+    assert tenant.startswith("tenant default: ")
+    assert "6 payloads; counted 0 s ago" in tenant
 
 
 @pytest.mark.parametrize(("options", "source"), [((), "index"), (("--bulk",), "bulk")])
@@ -43,11 +45,26 @@ def test_the_keys_for_machines_are_stable(
 ) -> None:
     machine.fill()
     document = run("ls", "--json", *options).document
-    assert list(document) == ["source", "namespaces", "omitted", "other_entries", "other_bytes"]
+    keys = ["source", "namespaces", "omitted", "other_entries", "other_bytes"]
+    totals = ["tenants", "quota_bytes"] if source == "index" else []
+    assert list(document) == keys + totals
     assert document["source"] == source
     [namespace] = document["namespaces"]
     assert list(namespace) == NAMESPACE_KEYS
     assert (namespace["chunks"], namespace["payloads"], namespace["tokens"]) == (3, 6, 3 * CHUNK)
+
+
+def test_what_tenants_have_is_told_with_their_quota(run: Run, machine: Machine) -> None:
+    machine.fill()
+    document = run("ls", "--json").document
+    [tenant] = document["tenants"]
+    assert list(tenant) == ["tenant", "namespaces", "nbytes", "payloads", "counted_s"]
+    assert (tenant["tenant"], tenant["payloads"]) == ("default", 6)
+    assert tenant["nbytes"] == document["namespaces"][0]["nbytes"]
+    assert document["quota_bytes"] > 0, "of the user's own folder"
+    machine.bulk.delete(identity_path(NAMESPACE))
+    assert run("ls", "--json").document["tenants"][0]["tenant"] is None
+    assert "no tenant's " in run("ls").out
 
 
 @pytest.mark.parametrize("options", [(NAMESPACE,), (NAMESPACE[:6],), ("--prefixes",)])

@@ -1,0 +1,227 @@
+"""``objkv pin`` and ``objkv unpin``: prefixes that survive time to live and eviction."""
+
+import re
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from objkv.assembly.backends import Backends
+from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import size
+from objkv.cli.prompts import find_identity, read_digest, read_prompt
+from objkv.errors import ConfigError
+from objkv.index.base import Record
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
+from objkv.ops.identities import pick_namespace
+from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+_TIME = re.compile(r"([1-9][0-9]{0,8})([smhdw])")
+_HASH = re.compile(f"[0-9a-f]{{1,{2 * PREFIX_HASH_BYTES}}}")
+_NAMES = re.compile(f"[0-9a-f]{{{NAMESPACE_HEX}}}")
+
+Leaf = Annotated[
+    str | None,
+    typer.Argument(help="Hash of the prefix's last chunk: the leaf in objkv ls.", metavar="HASH"),
+]
+Tokens = Annotated[
+    Path | None,
+    typer.Option(help="Token ids: JSON list, or separated; - is stdin.", metavar="FILE"),
+]
+Text = Annotated[str | None, typer.Option(help="The prompt, with --tokenizer.", metavar="TEXT")]
+TextFile = Annotated[
+    Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
+]
+TokenizerPath = Annotated[
+    Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
+]
+Namespace = Annotated[
+    str | None, typer.Option(help="Or its beginning; by default the only one.", metavar="NS")
+]
+Salt = Annotated[str | None, typer.Option(help="The request's cache_salt.", metavar="TEXT")]
+Lora = Annotated[str | None, typer.Option(help="Content digest of the adapter.", metavar="HEX")]
+
+
+@command
+def pin(
+    session: Session,
+    leaf: Leaf = None,
+    tokens: Tokens = None,
+    text: Text = None,
+    text_file: TextFile = None,
+    tokenizer: TokenizerPath = None,
+    namespace: Namespace = None,
+    cache_salt: Salt = None,
+    lora_digest: Lora = None,
+    for_: Annotated[
+        str, typer.Option("--for", help="How long: 90m, 12h, 7d, 2w.", metavar="TIME")
+    ] = "7d",
+    list_: Annotated[bool, typer.Option("--list", help="List what is pinned.")] = False,
+) -> int:
+    """Keep a stored prefix until a day, however little it is used.
+
+    Without HASH, --tokens, --text or --text-file, token ids are read from standard input.
+    """
+    prompt = (tokens, text, text_file, tokenizer)
+    if list_:
+        if leaf is not None or prompt != (None,) * 4:
+            raise ConfigError("--list lists all pins, of --namespace only if that is given")
+        return _list(session, namespace)
+    _refuse_both(leaf, prompt)
+    lasts_s = _seconds(for_)
+    ids = None if leaf is not None else read_prompt(*prompt)
+    extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
+    _refuse_reader(session)
+    with session.backends() as backends:
+        identity = find_identity(backends, namespace)
+        name = identity.namespace()
+        if leaf is not None:
+            chain = chain_of(backends.index, name, _whole(leaf))
+        else:
+            assert ids is not None
+            chain = _stored(backends, name, prefix_hashes(name, ids, identity.chunk_tokens, extras))
+        if not chain:
+            session.out.line("nothing of this prompt is stored: let a replica compute it first")
+            return FOUND
+        until_s = int(time.time()) + lasts_s
+        pinner = Pinner(backends.bulk, backends.index, session.config.ttl_s)
+        done = pinner.pin(name, chain, until_s=until_s)
+    if session.out.machine:
+        session.out.document(done)
+    else:
+        session.out.line(
+            f"pinned {done.tokens:,} tokens, {done.chunks} chunks, {size(done.nbytes)}, until "
+            f"{_when(done.until_s)}: {name[:8]} {done.leaf.hex()}"
+        )
+    return _told_missing(session, done)
+
+
+@command
+def unpin(
+    session: Session,
+    leaf: Annotated[
+        str,
+        typer.Argument(help="Of objkv pin --list, or its beginning.", metavar="HASH"),
+    ],
+    namespace: Namespace = None,
+) -> int:
+    """End a pin: what it kept lives on as long as any other record."""
+    _refuse_reader(session)
+    with session.backends() as backends:
+        name, whole = _pinned_leaf(backends, namespace, leaf)
+        pinner = Pinner(backends.bulk, backends.index, session.config.ttl_s)
+        done = pinner.unpin(name, whole)
+    if done is None:
+        raise ConfigError(f"{whole.hex()} is not pinned: objkv pin --list shows what is")
+    if session.out.machine:
+        session.out.document(done)
+    else:
+        session.out.line(f"unpinned {done.tokens:,} tokens, {done.chunks} chunks: {whole.hex()}")
+    return FINE
+
+
+def _list(session: Session, namespace: str | None) -> int:
+    with session.backends() as backends:
+        names = _namespaces(backends, namespace)
+        found = list_pins(backends.bulk, backends.index, names, now_s=time.time())
+    if session.out.machine:
+        session.out.document(found)
+    else:
+        _print(session, found)
+    return FOUND if found.problems else FINE
+
+
+def _print(session: Session, found: PinList) -> None:
+    out = session.out
+    if found.pins:
+        out.table(
+            ("namespace", "leaf", ">tokens", ">chunks", ">bytes", "until", "notes"),
+            [
+                (
+                    pin.namespace[:8],
+                    pin.leaf.hex(),
+                    pin.tokens,
+                    pin.chunks,
+                    size(pin.nbytes),
+                    _when(pin.until_s),
+                    f"{pin.missing} chunks are not stored" if pin.missing else "",
+                )
+                for pin in found.pins
+            ],
+        )
+    else:
+        out.line("nothing is pinned")
+    for problem in found.problems:
+        out.line(problem, "yellow")
+
+
+def _told_missing(session: Session, done: Pinned) -> int:
+    if not done.missing:
+        return FINE
+    if not session.out.machine:
+        session.out.line(f"{done.missing} chunks went meanwhile: pin again once they are saved")
+    return FOUND
+
+
+def _stored(backends: Backends, namespace: str, hashes: list[bytes]) -> list[Record]:
+    """The records of the prompt's beginning, as far as it is stored."""
+    chain = []
+    for record in backends.index.lookup(namespace, hashes) if hashes else []:
+        if record is None or not record.shards:
+            break
+        chain.append(record)
+    return chain
+
+
+def _namespaces(backends: Backends, namespace: str | None) -> list[str]:
+    """Those of the bulk store: what is pinned may have been forgotten by the index."""
+    names = [name for name in backends.bulk.folders("") if _NAMES.fullmatch(name)]
+    return names if namespace is None else [pick_namespace(names, namespace)]
+
+
+def _pinned_leaf(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:
+    if not _HASH.fullmatch(beginning):
+        raise ConfigError(f"{beginning!r} is no hash: write 40 hex digits, or the first few")
+    found = [
+        (name, path.rpartition("/")[2].removesuffix(".json"))
+        for name in _namespaces(backends, namespace)
+        for path in (entry.key for entry in backends.bulk.scan(f"{name}/pins/{beginning}"))
+    ]
+    if len(found) != 1:
+        what = f"{len(found)} pins begin" if found else "no pin begins"
+        raise ConfigError(f"{what} with {beginning}: objkv pin --list shows what is pinned")
+    return found[0][0], _whole(found[0][1])
+
+
+def _whole(leaf: str) -> bytes:
+    if len(leaf) != 2 * PREFIX_HASH_BYTES or not _HASH.fullmatch(leaf):
+        raise ConfigError(f"{leaf!r} is no hash of a chunk: write all of its 40 hex digits")
+    return bytes.fromhex(leaf)
+
+
+def _seconds(words: str) -> int:
+    match = _TIME.fullmatch(words)
+    if match is None:
+        raise ConfigError(f"--for {words}: write a number and s, m, h, d or w, e.g. 7d")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:
+    if leaf is not None and prompt != (None,) * 4:
+        raise ConfigError("give either HASH or a prompt")
+
+
+def _refuse_reader(session: Session) -> None:
+    if session.config.role == "reader":
+        raise ConfigError("pins are written, and role is reader: set role to sweeper")
+
+
+def _when(moment_s: int) -> str:
+    try:
+        return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, ValueError):  # after the year 9999
+        return f"{moment_s:,} s after 1970"

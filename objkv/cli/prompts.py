@@ -1,0 +1,63 @@
+"""Prompts as commands take them: token ids, or text and a tokenizer, and whose they are."""
+
+import sys
+from pathlib import Path
+
+from objkv.assembly.backends import Backends
+from objkv.errors import ConfigError
+from objkv.keys.identity import NAMESPACE_HEX, Identity
+from objkv.ops.identities import pick_namespace, read_identity
+from objkv.ops.prompt import parse_tokens, tokenize
+
+
+def read_prompt(
+    tokens: Path | None, text: str | None, text_file: Path | None, tokenizer: Path | None
+) -> list[int]:
+    """The token ids that ``--tokens``, ``--text``, ``--text-file`` and ``--tokenizer`` give, or
+    standard input. Raises ``ConfigError``."""
+    if [tokens, text, text_file].count(None) < 2:
+        raise ConfigError("give only one of --tokens, --text and --text-file")
+    if (text is None and text_file is None) != (tokenizer is None):
+        raise ConfigError("--text and --text-file need --tokenizer, and nothing else does")
+    if tokenizer is not None:
+        prompt = tokenize(_read(text_file) if text is None else text, tokenizer)
+    else:
+        prompt = parse_tokens(_read(tokens))
+    if not prompt:
+        raise ConfigError("the prompt is empty: it has no token ids")
+    return prompt
+
+
+def _read(path: Path | None) -> str:
+    if path is None or str(path) == "-":
+        if sys.stdin.isatty():
+            raise ConfigError("no prompt: give --tokens FILE, or pipe token ids to stdin")
+        return sys.stdin.read()
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: not UTF-8 text") from exc
+
+
+def read_digest(text: str | None) -> bytes | None:
+    """The bytes of ``--lora-digest``. Raises ``ConfigError``."""
+    try:
+        return None if text is None else bytes.fromhex(text)
+    except ValueError as exc:
+        raise ConfigError(f"--lora-digest {text!r}: not hex digits") from exc
+
+
+def find_identity(backends: Backends, namespace: str | None) -> Identity:
+    """What the namespace stands for that begins so, or the only one there is. Raises
+    ``ConfigError``."""
+    complete = namespace is not None and len(namespace) == NAMESPACE_HEX
+    name = pick_namespace(() if complete else backends.index.namespaces(), namespace)
+    identity = read_identity(backends.bulk, name)
+    if identity is None:
+        raise ConfigError(
+            f"the bulk store has no {name}/identity.json: no replica has saved there, or bulk_url "
+            "and index_url do not belong together"
+        )
+    return identity

@@ -1,0 +1,137 @@
+"""``objkv pin`` and ``objkv unpin``."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from objkv.cache.pins import read_pins
+from tests.cli.conftest import Machine, Run
+from tests.ops.world import CHUNK, NAMESPACE, TOKENS
+
+PINNED_KEYS = ["namespace", "leaf", "tokens", "chunks", "until_s", "nbytes", "missing"]
+DAY_S = 86_400
+
+
+@pytest.fixture
+def hashes(machine: Machine) -> list[str]:
+    return machine.fill()
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps([*TOKENS, 1, 2]))
+    return path
+
+
+def pinned(machine: Machine) -> list[bool]:
+    records = sorted(machine.index.scan(NAMESPACE), key=lambda record: record.token_start)
+    return [record.pinned for record in records]
+
+
+def test_a_prefix_is_pinned_by_its_leaf(run: Run, machine: Machine, hashes: list[str]) -> None:
+    ran = run("pin", hashes[1])
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("pinned 32 tokens, 2 chunks")
+    assert pinned(machine) == [True, True, False]
+    assert set(read_pins(machine.bulk, NAMESPACE)) == {bytes.fromhex(h) for h in hashes[:2]}
+
+
+@pytest.mark.parametrize("options", [("--tokens",), ()])
+def test_a_prompt_is_pinned_as_far_as_it_is_stored(
+    run: Run, machine: Machine, hashes: list[str], prompt: Path, options: tuple[str, ...]
+) -> None:
+    ids = " ".join(map(str, [*TOKENS[: 2 * CHUNK], *range(900, 930)]))
+    ran = run("pin", *(("--tokens", str(prompt)) if options else ()), stdin=ids)
+    assert ran.code == 0
+    assert pinned(machine) == [True, True, bool(options)]
+
+
+def test_the_keys_for_machines_are_stable(run: Run, hashes: list[str]) -> None:
+    before = int(time.time())
+    document = run("pin", hashes[2], "--for", "2d", "--json").document
+    assert list(document) == PINNED_KEYS
+    assert (document["leaf"], document["tokens"]) == (hashes[2], 3 * CHUNK)
+    assert 0 <= document["until_s"] - before - 2 * DAY_S <= 600
+    listed = run("pin", "--list", "--json").document
+    assert list(listed) == ["pins", "problems"]
+    assert listed["pins"] == [document]
+    assert list(run("unpin", hashes[2], "--json").document) == PINNED_KEYS
+
+
+def test_pins_are_listed_for_people(run: Run, machine: Machine, hashes: list[str]) -> None:
+    assert run("pin", "--list").out == "nothing is pinned\n"
+    run("pin", hashes[2])
+    machine.index.drop(NAMESPACE, bytes.fromhex(hashes[1]))
+    ran = run("pin", "--list", "--namespace", NAMESPACE[:4])
+    assert ran.code == 0
+    assert hashes[2] in ran.out
+    assert "1 chunks are not stored" in ran.out
+    machine.bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
+    ran = run("pin", "--list")
+    assert ran.code == 1
+    assert f"{'9' * 40}.json: not a pin of objkv" in ran.out
+
+
+def test_a_pin_is_ended_by_the_beginning_of_its_leaf(
+    run: Run, machine: Machine, hashes: list[str]
+) -> None:
+    run("pin", hashes[2])
+    ran = run("unpin", hashes[2][:9])
+    assert (ran.code, ran.out) == (0, f"unpinned 48 tokens, 3 chunks: {hashes[2]}\n")
+    assert pinned(machine) == [False] * 3
+    assert read_pins(machine.bulk, NAMESPACE) == {}
+    again = run("unpin", hashes[2][:9])
+    assert again.code == 2
+    assert "no pin begins with" in again.err
+
+
+def test_a_prompt_of_which_nothing_is_stored_is_told(run: Run, hashes: list[str]) -> None:
+    ran = run("pin", stdin=" ".join(map(str, range(40))))
+    assert (ran.code, ran.out) == (
+        1,
+        "nothing of this prompt is stored: let a replica compute it first\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("pin", "abc"), "write all of its 40 hex digits"),
+        (("pin", "9" * 40), "is not stored: objkv ls"),
+        (("pin", "9" * 40, "--for", "soon"), "--for soon: write a number and"),
+        (("pin", "9" * 40, "--for", "0d"), "--for 0d: write a number and"),
+        (("pin", "9" * 40, "--for", "999999999w"), "is not stored: objkv ls"),
+        (("pin", "9" * 40, "--tokens", "-"), "either HASH or a prompt"),
+        (("pin", "--list", "9" * 40), "--list lists all pins"),
+        (("pin", "--list", "--tokens", "-"), "--list lists all pins"),
+        (("unpin", "xyz"), "is no hash"),
+        (("unpin", "ab"), "no pin begins with ab"),
+    ],
+)
+def test_wrong_usage_says_what_to_do(
+    run: Run, hashes: list[str], arguments: tuple[str, ...], words: str
+) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert words in ran.err
+
+
+def test_a_reader_pins_nothing(
+    run: Run, machine: Machine, hashes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBJKV_ROLE", "reader")
+    for arguments in (("pin", hashes[0]), ("unpin", hashes[0])):
+        ran = run(*arguments)
+        assert (ran.code, "role is reader" in ran.err) == (2, True)
+    assert pinned(machine) == [False] * 3
+
+
+def test_a_pin_of_longer_than_anybody_lives_is_refused_or_shown(
+    run: Run, machine: Machine, hashes: list[str]
+) -> None:
+    assert run("pin", hashes[0], "--for", "999999w").code == 0
+    assert "s after 1970" in run("pin", "--list").out
+    assert run("pin", hashes[0], "--for", "999999999w").code == 2
