@@ -31,6 +31,10 @@ _ZSTD_WINDOW_BYTES_MAX = 8 << 20
 _INT_MAX = 2**31 - 1
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
+_BLOSC_BLOCK_BYTES_MAX = 16 << 20
+"""The decoder's buffers are a few blocks long. Our encoder's blocks end at 4 MiB."""
+_BLOSC_RUNS_MAX = 3
+"""Zeros, not-a-numbers, or one value; what comes next would leave the buffer as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +197,8 @@ def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
         and set(header[16:22]) <= {0, 1}  # no filter but shuffle
         and header[22] == way.number
         and header[30] == 0
-        and header[31] & ~0x70 == 0  # no dictionary, nothing lazy; runs of one value are fine
+        and header[31] & 0x0F == 0  # no dictionary, nothing lazy
+        and header[31] >> 4 <= _BLOSC_RUNS_MAX
     )
     if not known:
         raise PayloadError(f"blosc: not a chunk of shuffled {way.name.lower()}")
@@ -201,9 +206,9 @@ def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
         raise PayloadError("blosc: the frame's length is not the chunk's")
     if int.from_bytes(header[4:8], "little") != nbytes:
         raise PayloadError("blosc: decodes to another length than the layer's")
-    # The decoder's own buffers are a few blocks long.
-    if not 0 < int.from_bytes(header[8:12], "little") <= nbytes:
-        raise PayloadError("blosc: blocks longer than the layer")
+    block_bytes = int.from_bytes(header[8:12], "little")
+    if not 0 < block_bytes <= min(nbytes, _BLOSC_BLOCK_BYTES_MAX):
+        raise PayloadError(f"blosc: blocks of {block_bytes} bytes")
 
 
 def _check_length(codec: str, nbytes: int, out: memoryview) -> None:

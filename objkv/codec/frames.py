@@ -11,6 +11,7 @@ from objkv.codec.values import (
     ENCRYPTED,
     LAYER_BYTES_MAX,
     NAME_CHARS_MAX,
+    RAW_BYTES_MAX,
     TYPED_BYTES,
     Frame,
     Frames,
@@ -66,12 +67,15 @@ def read_frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: i
     if not spans:
         raise PayloadError("a payload without layers")
     frames: list[Frame] = []
-    expected = 0
+    expected = raw_bytes = 0
     for number, ((start, end), name) in enumerate(spans):
         if start != expected or end <= start:
             raise PayloadError(f"layer {name!r}: bytes {start}-{end} where {expected} was due")
         expected = end
         frames.append(_frame(name, number, metadata, data_start + start, end - start))
+        raw_bytes += frames[-1].layer.nbytes
+        if raw_bytes > RAW_BYTES_MAX:
+            raise PayloadError(f"more than {RAW_BYTES_MAX} bytes of pages")
         dtype, shape = _stored_as(frames[-1].layer, frames[-1].codec, end - start)
         tensor = tensors[name]
         if (tensor["dtype"], tensor["shape"]) != (dtype, shape):

@@ -17,9 +17,10 @@ from objkv.codec.compress import Buffer
 from objkv.codec.frames import frame_metadata, read_frames, tensor_of
 from objkv.codec.layout import CHECKSUM_AT, CHECKSUM_END, LENGTH_BYTES, OPENING
 from objkv.codec.seal import Seal, read_marks, seal_metadata
-from objkv.codec.strict_json import load_object
+from objkv.codec.strict_json import check_parts, load_object
 from objkv.codec.values import (
     METADATA_NAME,
+    RAW_BYTES_MAX,
     UNSEALED,
     WRITER_CHARS_MAX,
     Claim,
@@ -39,6 +40,8 @@ ALIGNMENT: Final = 4096
 HEADER_BYTES_MAX: Final = 4 << 20
 
 _BLANK = b"0" * 32
+TOKENS_MAX: Final = HEADER_BYTES_MAX // 11
+"""Token ids that a payload may carry: so many of ten digits fit into a header."""
 _FIXED_BYTES_MAX = 4096
 """Of JSON besides layers, writer and tokens."""
 _FRAME_BYTES_MAX = 640
@@ -80,7 +83,11 @@ def render(
         "writer": provenance.writer,
         "created_s": str(provenance.created_s),
     }
+    if sum(frame.layer.nbytes for frame in frames) > RAW_BYTES_MAX:
+        raise PayloadError(f"more than {RAW_BYTES_MAX} bytes of pages")
     if provenance.tokens is not None:
+        if len(provenance.tokens) > TOKENS_MAX:
+            raise PayloadError(f"{len(provenance.tokens)} token ids; at most {TOKENS_MAX} fit")
         metadata["tokens"] = " ".join(map(str, provenance.tokens))
     document: dict[str, Any] = {METADATA_NAME: metadata}
     for number, frame in enumerate(frames):
@@ -96,6 +103,7 @@ def finished(text: bytes, seal: Seal | None = None) -> tuple[bytes, str]:
     total = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     if total > HEADER_BYTES_MAX:
         raise PayloadError(f"a header of {total} bytes; at most {HEADER_BYTES_MAX} are allowed")
+    check_parts(text)
     header = bytearray((total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little"))
     header += text.ljust(total - LENGTH_BYTES)
     if seal is not None and seal.signs:
@@ -208,6 +216,8 @@ def _claim(metadata: dict[str, str]) -> Claim:
 def _provenance(metadata: dict[str, str]) -> Provenance:
     tokens = None
     if "tokens" in metadata:
+        if metadata["tokens"].count(" ") >= TOKENS_MAX:
+            raise PayloadError(f"more than {TOKENS_MAX} token ids")
         text = metadata["tokens"] and _text(metadata, "tokens", _INTS)
         tokens = tuple(map(int, text.split()))
     return Provenance(

@@ -1,13 +1,25 @@
 """JSON as a header's reader wants it: one object, ASCII, no name twice."""
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from objkv.errors import PayloadError
+
+PARTS_MAX: Final = 1 << 17
+"""Of values in one document: each may take 200 bytes of memory, whatever its length is. A layer has
+twelve, so that over 10,000 layers fit."""
+
+
+def check_parts(text: bytes | bytearray) -> None:
+    """Raise ``PayloadError`` if ``text`` may have more than ``PARTS_MAX`` values."""
+    parts = text.count(b",") + text.count(b"[") + text.count(b"{")
+    if parts > PARTS_MAX:
+        raise PayloadError(f"a header of {parts} parts; at most {PARTS_MAX} are allowed")
 
 
 def load_object(text: bytes | bytearray) -> dict[str, Any]:
     """The object that ``text`` is. Raises ``PayloadError`` for anything else."""
+    check_parts(text)
     try:
         document = json.loads(text.decode("ascii"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as exc:

@@ -14,6 +14,8 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 METADATA_NAME: Final = "__metadata__"
 LAYER_BYTES_MAX: Final = 1 << 30
 """Bound on the pages of one layer in one payload; lz4 and blosc2 end shortly below 2 GiB."""
+RAW_BYTES_MAX: Final = 16 << 30
+"""Bound on the pages of all layers in one payload: what a few bytes may ask a reader to decode."""
 NAME_CHARS_MAX: Final = 512
 """Of a layer's name."""
 WRITER_CHARS_MAX: Final = 256
