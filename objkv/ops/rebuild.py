@@ -98,8 +98,8 @@ class Rebuild:
             [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
             if replace(stored, record=record).shard != stored.shard:
                 return False
-            now = ends.bulk.head(key.path())
-            if now is None or now.modified_s != stored.entry.modified_s:
+            now = stored_header(ends.bulk, stored.entry, seal)
+            if now is None or now.checksum != header.checksum:
                 return False
             claim = header.claim
             chunk = ChunkEntry(
