@@ -109,6 +109,12 @@ class S3Server:
         self._gateway.start()
         self.wait_until_ready()
 
+    def admin(self, *arguments: str) -> None:
+        """Run ``radosgw-admin``; again if a busy monitor refused it."""
+        conf = ("-c", f"{self._folder}/ceph.conf", "-n", "client.rgw")
+        command = ("radosgw-admin", *conf, *arguments)
+        _wait_until(lambda: _succeeds(self._folder, *command), " ".join(command))
+
     def wait_until_ready(self) -> None:
         """Wait until the gateway accepts connections, which it does last of all.
 

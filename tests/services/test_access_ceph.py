@@ -1,0 +1,196 @@
+"""The bucket rights of each role on a real S3 server: enough for its work, nothing beyond it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from objkv.assembly.backends import open_backends
+from objkv.config import Config, Role
+from objkv.errors import StoreDenied, StoreError
+from objkv.ops.access import ROLES, access_of
+from objkv.stores.s3 import S3Store
+from objkv.stores.s3_client import open_s3_client
+from objkv.telemetry import MemoryRecorder
+from objkv.testing.servers.ceph import S3Server
+from objkv.testing.servers.ceph_users import CephUsers
+from objkv.testing.servers.redis import wait_until
+from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
+from tests.services.s3_fixtures import BUCKET, PART_BYTES, s3_config
+
+pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
+
+PATH = KEY.path()
+
+
+@pytest.fixture(scope="module")
+def users(s3_server: S3Server) -> CephUsers:
+    return CephUsers(s3_server)
+
+
+class Tenants:
+    """Tenants below one prefix, and their users."""
+
+    def __init__(self, server: S3Server, users: CephUsers) -> None:
+        self._server = server
+        self._users = users
+        self._granted: dict[Role, Config] = {}
+        self._clients: dict[Role | None, Any] = {}
+
+    def config(self, tenant: str, **changes: Any) -> Config:
+        """Of whoever may do everything."""
+        place = f"s3://{BUCKET}/tenants/{tenant}".rstrip("/")
+        given = {"bulk_url": place, "index_url": "memory:", "s3_hedge_percent_max": 0}
+        return s3_config(self._server, **given | changes)
+
+    def granted(self, role: Role) -> Config:
+        """What ``role`` of tenant ``a`` is told to set; its user has the policy that is printed."""
+        if role not in self._granted:
+            found = access_of(self.config(""), role, tenant="a")
+            assert found.iam is not None
+            access_key, secret_key = self._users.add(role, found.iam)
+            secrets = {"s3_access_key_id": access_key, "s3_secret_access_key": secret_key}
+            self._granted[role] = self.config("a", role=role, **secrets)
+        return self._granted[role]
+
+    def place(self, role: Role | None, tenant: str = "a") -> S3Store:
+        """The store alone, where the server itself is heard: with the rights of ``role`` of tenant
+        ``a``, None for all. ``tenant``: whose place; all stores of a role share a client."""
+        if role not in self._clients:
+            config = self.config("a") if role is None else self.granted(role)
+            self._clients[role] = open_s3_client(config)
+        prefix = f"tenants/{tenant}"
+        client = self._clients[role]
+        return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES)
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+
+    def prepare(self, tenant: str = "a", *, empty: bool = False) -> None:
+        """One chunk, as somebody with all rights saved it, or nothing."""
+        store = self.place(None, tenant)
+        for entry in store.scan(""):
+            store.delete(entry.key)
+        if not empty:
+            store.put(PATH, PAYLOAD)
+            store.put(f"{NAMESPACE}/identity.json", b"{}")
+
+
+@pytest.fixture(scope="module")
+def tenants(s3_server: S3Server, users: CephUsers) -> Iterator[Tenants]:
+    tenants = Tenants(s3_server, users)
+    yield tenants
+    tenants.close()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_does_its_work_with_the_policy_that_is_printed(
+    tenants: Tenants, role: Role
+) -> None:
+    tenants.prepare(empty=role == "writer")
+    WORK[role](tenants.granted(role))
+
+
+def test_a_writer_uploads_in_parts(tenants: Tenants) -> None:
+    store, value = tenants.place("writer"), bytes(range(256)) * (6 << 12)
+    assert store.put_if_absent("k", value) is True
+    assert store.put_if_absent("k", value) is False
+    assert store.get("k") == value
+
+
+def refused(store: S3Store, *calls: Callable[[S3Store], object]) -> None:
+    """The server refuses every call for want of a permission."""
+    for call in calls:
+        with pytest.raises(StoreDenied, match="lack a permission"):
+            call(store)
+
+
+LARGE = b"x" * (PART_BYTES + 1)
+
+
+def test_a_reader_neither_writes_nor_deletes(tenants: Tenants) -> None:
+    tenants.prepare()
+    refused(
+        tenants.place("reader"),
+        lambda store: store.put("k", b"x"),
+        lambda store: store.put_if_absent("k", b"x"),
+        lambda store: store.put(PATH, b"x"),
+        lambda store: store.put("k", LARGE),
+        lambda store: store.delete(PATH),
+        lambda store: list(store.unfinished()),
+    )
+    assert tenants.place(None).get(PATH) == PAYLOAD
+
+
+def test_a_writer_deletes_nothing(tenants: Tenants) -> None:
+    tenants.prepare()
+    refused(
+        tenants.place("writer"),
+        lambda store: store.delete(PATH),
+        lambda store: list(store.unfinished()),
+    )
+    assert tenants.place(None).get(PATH) == PAYLOAD
+
+
+def test_a_sweeper_puts_no_payload(tenants: Tenants) -> None:
+    tenants.prepare()
+    other = PATH.replace("_H0-2", "_H0-3")
+    assert other != PATH
+    refused(
+        tenants.place("sweeper"),
+        lambda store: store.put(PATH, b"x"),
+        lambda store: store.put_if_absent(other, b"x"),
+        lambda store: store.put(f"{NAMESPACE}/identity.json", b"{}"),
+    )
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_no_role_of_a_tenant_reaches_anothers(tenants: Tenants, role: Role) -> None:
+    tenants.prepare("b")
+    tenants.prepare("ab")
+    for theirs in ("b", "ab"):
+        refused(
+            tenants.place(role, theirs),
+            lambda store: store.get(PATH),
+            lambda store: store.get("missing"),
+            lambda store: store.head(PATH),
+            lambda store: store.get_into(PATH, memoryview(bytearray(len(PAYLOAD)))),
+            lambda store: store.get_range(PATH, 0, 8),
+            lambda store: list(store.scan("")),
+            lambda store: store.folders(""),
+            lambda store: store.put("k", b"x"),
+            lambda store: store.delete(PATH),
+            lambda store: store.check(),
+        )
+    above = tenants.place(role, "..")
+    above._listing._prefix = ""
+    for prefix in ("tenants/a", "tenants/", "tenants", ""):  # without its slash, and above
+        with pytest.raises(StoreDenied, match="lack a permission"):
+            list(above._listing.pages("list_objects_v2", prefix))
+
+
+def test_a_policy_that_is_taken_away_is_refusals_until_it_is_back(
+    tenants: Tenants, users: CephUsers
+) -> None:
+    tenants.prepare()
+    config = tenants.granted("reader")
+    policy = access_of(config, "reader").iam
+    assert policy is not None
+    recorder = MemoryRecorder()
+    quick = config.model_copy(update={"breaker_reset_ms": 1, "breaker_reset_max_ms": 1})
+    with open_backends(quick, recorder) as ends:
+        buffer = memoryview(bytearray(len(PAYLOAD)))
+        assert ends.bulk.get_into(PATH, buffer) == len(PAYLOAD)
+        users.allow_nothing("reader")
+        with pytest.raises(StoreDenied, match="lack a permission"):
+            ends.bulk.get_into(PATH, buffer)
+        users.allow("reader", policy)
+
+        def is_back() -> bool:
+            try:
+                return ends.bulk.get_into(PATH, buffer) == len(PAYLOAD)
+            except StoreError:
+                return False
+
+        wait_until(is_back, "gets to be allowed again")
