@@ -127,14 +127,13 @@ class Verify:
             now, now_record = self._checker.look(key, seal)
             if now.verdict != found.verdict or _shard(now_record, key) != _shard(record, key):
                 return None
-            if now.verdict == "mismatch":
+            if now.verdict == "hot" and ends.hot is not None:
+                ends.hot.delete(path)
+            if now.verdict in ("mismatch", "hot"):
                 assert now.header is not None
                 assert now_record is not None
-                self._publish(key, now.header, is_hot=now_record.shards[key.field].hot)
-                return "mended"
-            if now.verdict == "hot":
-                if ends.hot is not None:
-                    ends.hot.delete(path)
+                is_hot = now.verdict != "hot" and now_record.shards[key.field].hot
+                self._publish(key, now.header, is_hot=is_hot)
                 return "mended"
             return self._take_away(key, now, now_record)
         finally:
