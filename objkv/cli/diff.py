@@ -16,7 +16,7 @@ from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.keys.identity import NAMESPACE_HEX, identity_path
 from objkv.ops.diff import Difference, DiffReport, Document, namespace_of, parse_document
 from objkv.ops.diff import diff as compare
-from objkv.ops.identities import pick_namespace
+from objkv.ops.identities import identity_document, pick_namespace
 
 _SCANNED_MAX = 1_000
 _CLOSE = 3
@@ -61,7 +61,7 @@ def _read(backends: Backends, text: str) -> Document:
             raise ConfigError(f"{path}: not UTF-8 text") from exc
     name = text if len(text) == NAMESPACE_HEX else _complete(backends, text)
     name = pick_namespace((), name)  # refuses what is none
-    stored = backends.bulk.get(identity_path(name))
+    stored = identity_document(backends.bulk, name)
     if stored is None:
         raise ConfigError(_missing(backends, name))
     try:

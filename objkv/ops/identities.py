@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from typing import Final, get_args
 
 from objkv.errors import ConfigError, PayloadError
 from objkv.keys.encoder import ENCODER_SCHEME
@@ -11,11 +12,13 @@ from objkv.keys.identity import (
     HASH_SCHEME,
     NAMESPACE_HEX,
     GroupIdentity,
+    GroupKind,
     Identity,
     identity_path,
 )
 from objkv.stores.base import ReadStore
 
+DOCUMENT_BYTES_MAX: Final = 4 << 20
 _BEGINNING = re.compile(rf"[0-9a-f]{{1,{NAMESPACE_HEX}}}")
 
 
@@ -24,8 +27,20 @@ def read_identity(bulk: ReadStore, namespace: str) -> Identity | None:
 
     Raises ``PayloadError`` if the document is not the one whose digest names the namespace.
     """
-    document = bulk.get(identity_path(namespace))
+    document = identity_document(bulk, namespace)
     return None if document is None else parse_identity(document, namespace)
+
+
+def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
+    """What lies where the namespace's document should be, None if nothing does.
+
+    Raises ``PayloadError`` for more than any document is.
+    """
+    path = identity_path(namespace)
+    document = bulk.get_range(path, 0, DOCUMENT_BYTES_MAX + 1)
+    if document is not None and len(document) > DOCUMENT_BYTES_MAX:
+        raise PayloadError(f"{path}: longer than any identity document")
+    return document
 
 
 def parse_identity(document: bytes, namespace: str) -> Identity:
@@ -46,13 +61,30 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
         )
         extra = tuple((str(name), str(value)) for name, value in values.pop("extra"))
         identity = Identity(**values, groups=groups, extra=extra)
+        if not _is_well_typed(identity):
+            raise TypeError
         digest = identity.namespace()
     # The document is somebody else's: whatever the values' own checks say of it is its fault.
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as exc:
+    except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
         raise PayloadError(f"{identity_path(namespace)}: not an identity document") from exc
     if digest != namespace:
         raise PayloadError(f"{identity_path(namespace)}: is the document of {digest}")
     return identity
+
+
+def _is_well_typed(identity: Identity) -> bool:
+    groups = identity.groups
+    texts: list[object] = [identity.model, identity.weights, identity.kv_dtype, identity.tenant]
+    texts += [identity.page_layout, *(layer for group in groups for layer in group.layers)]
+    numbers: list[object] = [identity.chunk_tokens, identity.weights_epoch]
+    for group in groups:
+        numbers += [group.heads, group.content, group.block_size]
+        numbers += [] if group.window is None else [group.window]
+        texts += [group.kind] + ([] if group.state is None else [group.state])
+    texts += [] if identity.quantization is None else [identity.quantization]
+    are_known = all(group.kind in get_args(GroupKind) for group in groups)
+    # ``type`` and not ``isinstance``: True is an int to Python.
+    return {*map(type, texts)} <= {str} and {*map(type, numbers)} <= {int} and are_known
 
 
 def pick_namespace(known: Sequence[str], beginning: str | None) -> str:

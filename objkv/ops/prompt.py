@@ -10,6 +10,7 @@ from objkv.errors import ConfigError
 
 _SEPARATORS = re.compile(r"[\s,]+")
 _TOKEN_END = 1 << 32
+_WRITTEN = re.compile(r"[0-9]{1,20}")
 
 
 def parse_tokens(text: str) -> list[int]:
@@ -45,8 +46,9 @@ def tokenize(text: str, tokenizer: Path) -> list[int]:
 
 def _token(value: object) -> int:
     # ``bool`` is an int to Python, but JSON's true is no token id.
-    if isinstance(value, str) and value.isdecimal() and value.isascii():
+    if isinstance(value, str) and _WRITTEN.fullmatch(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _TOKEN_END:
-        raise ConfigError(f"{value!r} is not a token id: write integers from 0 to 2**32 - 1")
+        shown = repr(value)[:80]
+        raise ConfigError(f"{shown} is not a token id: write integers from 0 to 2**32 - 1")
     return value

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from objkv.codec.payload import Header, frame_pages, read_header
+from objkv.codec.payload import HEADER_BYTES_MAX, Header, frame_pages, read_header
 from objkv.errors import PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.chunk import ChunkKey
@@ -100,18 +100,23 @@ def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> l
 
 
 def inspect_payload(bulk: ReadStore, key: ChunkKey) -> PayloadReport:
-    """Get the whole payload, and verify its header, its claim and every frame."""
-    payload = bulk.get(key.path())
-    if payload is None:
+    """Get the payload, no more of it than its header says, and verify its header, its claim and
+    every frame."""
+    path = key.path()
+    found = bulk.head(path)
+    payload = None if found is None else bulk.get_range(path, 0, HEADER_BYTES_MAX)
+    if found is None or payload is None:
         return _report(key, None, "missing", "the bulk store does not have it")
     try:
         header = read_header(payload)
     except PayloadError as exc:
-        return _report(key, len(payload), "corrupt", f"header: {exc}")
+        return _report(key, found.nbytes, "corrupt", f"header: {exc}")
+    if found.nbytes > len(payload):
+        payload = bulk.get_range(path, 0, header.nbytes) or b""
     frames = tuple(_frame(header, number, payload) for number in range(len(header.frames)))
     problem = next((frame.problem for frame in frames if frame.problem), None)
-    if header.nbytes != len(payload):
-        problem = f"{len(payload)} bytes where the header says {header.nbytes}"
+    if not header.nbytes == len(payload) == found.nbytes:
+        problem = f"{found.nbytes} bytes where the header says {header.nbytes}"
     if header.claim.key != key:
         problem = f"claims to be {header.claim.key.path()}"
     provenance = header.provenance
@@ -119,7 +124,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey) -> PayloadReport:
         key=key.path(),
         verdict="corrupt" if problem else "ok",
         problem=problem,
-        nbytes=len(payload),
+        nbytes=found.nbytes,
         group=key.group,
         shard=str(key.shard),
         parent_hash=header.claim.parent_hash,

@@ -1,5 +1,6 @@
 """Identity documents read with distrust, and namespaces chosen by their beginning."""
 
+import hashlib
 import json
 from typing import Any
 
@@ -7,8 +8,13 @@ import pytest
 
 from objkv.errors import ConfigError, PayloadError
 from objkv.keys.encoder import EncoderIdentity
-from objkv.keys.identity import canonical_json
-from objkv.ops.identities import parse_identity, pick_namespace, read_identity
+from objkv.keys.identity import canonical_json, identity_path
+from objkv.ops.identities import (
+    DOCUMENT_BYTES_MAX,
+    parse_identity,
+    pick_namespace,
+    read_identity,
+)
 from objkv.stores.memory import MemoryStore
 from tests.ops.world import IDENTITY, NAMESPACE, save_identity
 
@@ -85,3 +91,53 @@ def test_a_choice_that_is_none_lists_the_choices(
 ) -> None:
     with pytest.raises(ConfigError, match=wanted):
         pick_namespace(known, beginning)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": 5},
+        {"model": None},
+        {"weights_epoch": 0.0},
+        {"weights_epoch": True},
+        {"tenant": ["a"]},
+        {"chunk_tokens": 512.0},
+        {"quantization": {"a": 1}},
+        {"extra": [["a", 5]]},
+        {"groups": []},
+    ],
+)
+def test_a_document_of_other_types_is_none_though_its_digest_is_right(
+    changed: dict[str, object],
+) -> None:
+    document = canonical_json(IDENTITY.document() | changed)
+    namespace = hashlib.sha256(document).hexdigest()[:32]
+    with pytest.raises(PayloadError):
+        parse_identity(document, namespace)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"kind": "other"}, {"layers": "ab"}, {"layers": [1]}, {"heads": 1.0}, {"block_size": True}],
+)
+def test_a_group_of_other_types_is_none_either(changed: dict[str, object]) -> None:
+    values = json.loads(IDENTITY.canonical())
+    values["groups"][0] |= changed
+    document = canonical_json(values)
+    with pytest.raises(PayloadError):
+        parse_identity(document, hashlib.sha256(document).hexdigest()[:32])
+
+
+@pytest.mark.parametrize(
+    "document", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"\xff", b'"\\ud800"', b""]
+)
+def test_what_is_no_document_at_all_is_a_payload_error(document: bytes) -> None:
+    with pytest.raises(PayloadError):
+        parse_identity(document, NAMESPACE)
+
+
+def test_a_document_of_any_length_is_not_read_whole() -> None:
+    bulk = MemoryStore()
+    bulk.put(identity_path(NAMESPACE), bytes(DOCUMENT_BYTES_MAX + 1))
+    with pytest.raises(PayloadError, match="longer"):
+        read_identity(bulk, NAMESPACE)

@@ -74,11 +74,16 @@ def test_no_token_ids_are_an_empty_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[1, 2", "[1, true]", "[1.5]", "[[1]]", "1 x", "-1", "4294967296", "[-1]", "٣"]
-)
+    "text",
+    [
+        "[1, 2", "[1, true]", "[1.5]", "[[1]]", "1 x", "-1", "4294967296", "[-1]", "٣", "[" * 9999,
+        "9" * 9999, f'["{"9" * 9999}"]', f"[{'9' * 9999}]", "[NaN]", "[1e999]", "x" * 9999,
+    ],
+)  # fmt: skip
 def test_what_is_no_token_id_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="token id"):
+    with pytest.raises(ConfigError, match="token id") as caught:
         parse_tokens(text)
+    assert len(str(caught.value)) < 300
 
 
 def test_text_is_tokenized_without_a_network(tmp_path: Path) -> None:
