@@ -1,13 +1,122 @@
-"""Reads the keys that payloads are sealed with: from files, or from commands."""
+"""Reads the keys that payloads are sealed with: from files, or from commands.
 
-from objkv.codec.seal import Seal
+A key is in nothing that this module says: errors tell the file, the line and what to change.
+"""
+
+import os
+import shlex
+import stat
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from objkv.codec.seal import Seal, SealKey
+from objkv.codec.seal_keys import KEYS_BYTES_MAX, keys_of, parse_keys
 from objkv.config import Config
+from objkv.errors import ConfigError
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def open_seal(config: Config, *, tenant: str | None = None) -> Seal | None:
     """The seal of ``tenant``, by default the configured one; None where none is asked for.
 
-    Reads key files and runs key commands, once each. Raises ``ConfigError`` that tells no key.
+    Reads key files and runs key commands, once each. Raises ``ConfigError``.
     """
-    del config, tenant
-    return None
+    if not config.seals:
+        return None
+    tenant = config.tenant if tenant is None else tenant
+    signing = _keys(
+        "signing", config.signing_keys_file, config.signing_keys_command, tenant, config
+    )
+    encryption = _keys(
+        "encryption", config.encryption_keys_file, config.encryption_keys_command, tenant, config
+    )
+    try:
+        return Seal(signing, encryption)
+    except ImportError as exc:
+        raise ConfigError(
+            "payloads are to be encrypted, and the library for that is missing: pip install "
+            f'"objkv[encryption]" ({exc.name})'
+        ) from None
+
+
+def _keys(
+    kind: str, file: Path | None, command: str | None, tenant: str, config: Config
+) -> list[SealKey]:
+    if file is not None:
+        name, text = f"{kind}_keys_file {file}", _read(f"{kind}_keys_file {file}", file)
+    elif command is not None:
+        name = f"{kind}_keys_command"
+        text = _run(name, command, config.keys_command_deadline_ms / 1000)
+    else:
+        return []
+    try:
+        keys = keys_of(parse_keys(text), tenant)
+    except ValueError as exc:
+        raise ConfigError(f"{name}: {exc}") from None
+    if not keys:
+        raise ConfigError(f"{name}: no key of tenant {tenant!r}, nor of '*'")
+    return keys
+
+
+def _read(name: str, file: Path) -> str:
+    """Raises ``ConfigError`` also for a file that others than its owner may read."""
+    try:
+        # A pipe would be waited for until somebody writes into it.
+        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as exc:
+        raise ConfigError(f"{name}: {exc.strerror}") from None
+    with open(number, "rb") as opened:
+        # What was opened is looked at, not what is there by now.
+        told = os.fstat(number)
+        if not stat.S_ISREG(told.st_mode):
+            raise ConfigError(f"{name}: not a file")
+        if told.st_mode & _OTHERS:
+            raise ConfigError(
+                f"{name}: others than its owner may read or change it (mode "
+                f"{stat.S_IMODE(told.st_mode):04o}): chmod 600 it"
+            )
+        if told.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(f"{name}: it belongs to another user: chown it")
+        try:
+            content = opened.read(KEYS_BYTES_MAX + 1)
+        except OSError as exc:
+            raise ConfigError(f"{name}: {exc.strerror}") from None
+    return _text(name, content)
+
+
+def _run(name: str, command: str, deadline_s: float) -> str:
+    """What the command prints; no shell reads it. Raises ``ConfigError``, which tells nothing of
+    what it printed."""
+    try:
+        words = shlex.split(command)
+    except ValueError as exc:
+        raise ConfigError(f"{name}: {exc}") from None
+    if not words:
+        raise ConfigError(f"{name}: empty")
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{name}: {words[0]} has not ended within {deadline_s:g} s (keys_command_deadline_ms)"
+        ) from None
+    except OSError as exc:
+        raise ConfigError(f"{name}: {words[0]}: {exc.strerror}") from None
+    if done.returncode != 0:
+        raise ConfigError(f"{name}: {words[0]} ended with {done.returncode}")
+    return _text(name, done.stdout)
+
+
+def _text(name: str, content: bytes) -> str:
+    if len(content) > KEYS_BYTES_MAX:
+        raise ConfigError(f"{name}: longer than {KEYS_BYTES_MAX} bytes")
+    with suppress(UnicodeDecodeError):
+        return content.decode("utf-8-sig")
+    raise ConfigError(f"{name}: not text")

@@ -12,6 +12,7 @@ from time import monotonic
 
 from objkv.cache.placement import HotLimits, OftenLoaded
 from objkv.codec.payload import Claim, check_frames, read_header
+from objkv.codec.seal import Seal
 from objkv.errors import ObjkvError, PayloadError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
@@ -33,6 +34,7 @@ class Promoter:
         *,
         ttl_s: int,
         recorder: Recorder,
+        seal: Seal | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._bulk = bulk
@@ -41,6 +43,7 @@ class Promoter:
         self._limits = limits
         self._ttl_s = ttl_s
         self._recorder = recorder
+        self._seal = seal
         self._often = OftenLoaded(limits, clock=clock)
         self._queue: deque[Claim] = deque()
         self._changed = Condition()
@@ -121,7 +124,7 @@ class Promoter:
         payload = self._bulk.get(key.path())
         if payload is None:
             return
-        header = read_header(payload)
+        header = read_header(payload, seal=self._seal)
         if header.claim != claim or header.checksum != shard.header_checksum:
             return
         if header.nbytes != len(payload):

@@ -12,21 +12,22 @@ from enum import Enum
 from threading import Lock
 from time import monotonic
 
+from objkv.cache.existing import existing_header
 from objkv.cache.hot import HotCopies
 from objkv.cache.placement import HotLimits
 from objkv.cache.promotion import Promoter
 from objkv.cache.quota import Room, Unlimited
 from objkv.cache.repeats import Repeats
 from objkv.cache.speed import LinkSpeed
-from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
-from objkv.errors import PayloadError, StoreError
+from objkv.codec.payload import Claim, Header
+from objkv.codec.seal import Seal
+from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived, Buffer, WriteStore
 from objkv.telemetry import Recorder
 
 _SUSPECTS_MAX = 65_536
-_LENGTH_BYTES = 8
 
 
 class SaveOutcome(Enum):
@@ -74,8 +75,11 @@ class ChunkCache:
         recorder: Recorder,
         *,
         room: Room | None = None,
+        seal: Seal | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        self.seal = seal
+        """What payloads are sealed with, and without which none is usable; None: they are not."""
         self._bulk = bulk
         self._room = room or Unlimited()
         self._hot = HotCopies(hot, settings.hot_limits, recorder)
@@ -89,7 +93,13 @@ class ChunkCache:
         self._promoter: Promoter | None = None
         if hot is not None and settings.hot_promote_bytes_max > 0:
             self._promoter = Promoter(
-                bulk, hot, index, settings.hot_limits, ttl_s=settings.ttl_s, recorder=recorder
+                bulk,
+                hot,
+                index,
+                settings.hot_limits,
+                ttl_s=settings.ttl_s,
+                recorder=recorder,
+                seal=seal,
             )
         self.link = LinkSpeed()
         """How fast puts and gets of the bulk store were lately."""
@@ -182,7 +192,7 @@ class ChunkCache:
             self._bulk.put(path, payload)
             self._trust(path)
         elif not self._put_if_absent(path, payload):
-            existing = self._existing_header(claim)
+            existing = existing_header(self._bulk, claim, self.seal)
             if existing is None:
                 self._bulk.put(path, payload)
             else:
@@ -249,24 +259,6 @@ class ChunkCache:
         if written:  # else nothing, or not all of it, was sent
             self.link.puts.observe(len(payload), self._clock() - started)
         return written
-
-    def _existing_header(self, claim: Claim) -> Header | None:
-        """The header of the payload that another writer left, or None if it is not usable."""
-        path = claim.key.path()
-        try:
-            start = self._bulk.get_range(path, 0, _LENGTH_BYTES)
-            if start is None:
-                return None
-            prefix = self._bulk.get_range(path, 0, header_bytes_needed(start))
-            entry = self._bulk.head(path)
-            if prefix is None or entry is None:
-                return None
-            header = read_header(prefix)
-        except PayloadError:
-            return None
-        if header.claim != claim or header.nbytes != entry.nbytes:
-            return None
-        return header
 
     def _publish(self, claim: Claim, header: Header, *, hot: bool) -> None:
         key = claim.key

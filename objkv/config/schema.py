@@ -187,6 +187,19 @@ class Config(BaseModel):
     store_tokens: bool = False
     """Whether payloads carry their token ids, for audits. They are the prompt in plain sight."""
 
+    signing_keys_file: Path | None = None
+    """Keys to sign payloads with, a line each: id, tenant or ``*``, 32 bytes as hex or base64.
+    Nothing unsigned is loaded then. Nobody but its owner may be able to read the file."""
+    signing_keys_command: str | None = Field(default=None, repr=False)
+    """Prints what would be in ``signing_keys_file``. Run once at start, without a shell."""
+    encryption_keys_file: Path | None = None
+    """Keys to encrypt payloads with, written as those to sign with. Nothing that is not encrypted
+    is loaded then."""
+    encryption_keys_command: str | None = Field(default=None, repr=False)
+    """Prints what would be in ``encryption_keys_file``. Run once at start, without a shell."""
+    keys_command_deadline_ms: int = Field(default=10_000, ge=1)
+    """How long such a command may take."""
+
     @model_validator(mode="before")
     @classmethod
     def _a_folder_is_its_own_index(cls, values: Any) -> Any:
@@ -222,6 +235,19 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _keys_are_told_once(self) -> Self:
+        for kind in ("signing", "encryption"):
+            names = f"{kind}_keys_file", f"{kind}_keys_command"
+            if all(getattr(self, name) for name in names):
+                raise ValueError(f"{names[0]} and {names[1]}: set one of them")
+        if self.store_tokens and "encrypted" in self.seals:
+            raise ValueError(
+                "store_tokens: token ids are not encrypted, and they are the prompt; leave it off, "
+                "or do not encrypt"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _urls_are_known(self) -> Self:
         check_url("bulk_url", self.bulk_url, BULK_SCHEMES)
         check_url("index_url", self.index_url, INDEX_SCHEMES)
@@ -237,12 +263,24 @@ class Config(BaseModel):
                 refuse_clear(name, url)
         return self
 
+    @property
+    def seals(self) -> tuple[str, ...]:
+        """How payloads are sealed: ``signed``, ``encrypted``, both or neither."""
+        kinds = {
+            "signed": self.signing_keys_file or self.signing_keys_command,
+            "encrypted": self.encryption_keys_file or self.encryption_keys_command,
+        }
+        return tuple(name for name, keys in kinds.items() if keys)
+
     def public(self) -> dict[str, Any]:
         """All settings as plain values, secrets masked: for ``doctor`` and logs."""
         out = self.model_dump(mode="json")
         for name in _SECRETS:
             if out[name] is not None:
                 out[name] = "***"
+        for name in ("signing_keys_command", "encryption_keys_command"):
+            if out[name]:  # what a command is given may be a password
+                out[name] = out[name].split()[0]
         for name in ("bulk_url", "index_url", "s3_endpoint_url"):
             if out[name] is not None:
                 out[name] = without_password(out[name])

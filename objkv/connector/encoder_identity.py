@@ -17,6 +17,7 @@ from objkv.connector.translate import further_settings, model_name, names_media,
 from objkv.connector.weights import local_folder
 from objkv.errors import ConfigError
 from objkv.keys.encoder import EncoderIdentity
+from objkv.keys.identity import sealed_extra
 from objkv.transfer.paging import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
         dtype=str(model.dtype).removeprefix("torch."),
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
-        extra=_extra(vllm_config),
+        extra=sealed_extra(_extra(vllm_config), config.seals),
     )
 
 

@@ -81,13 +81,13 @@ class OutputReader:
             self._cache.reject(claim.key, shards, corrupt=False)
             return State.ABSENT, None
         seconds = self._clock() - started
-        found = read_header(payload.data[:got])
+        found = read_header(payload.data[:got], seal=self._cache.seal)
         if found.claim == claim and found.frames.layers != (layer,):
             # Another width or dtype, whole and of the right name: what is wrong may be what this
             # replica expects, so it is not held against the payload.
             self._recorder.count("load_refused")
             return State.UNREAD, None
-        header = open_payload(payload.data[:got], claim, (layer,))
+        header = open_payload(payload.data[:got], claim, (layer,), seal=self._cache.seal)
         scratch = None
         if header.frames.codecs[0] != "none":
             scratch = np.empty(layer.nbytes, dtype=np.uint8).data

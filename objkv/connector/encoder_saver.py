@@ -146,8 +146,11 @@ class EncoderSaver:
                     writer=self._limits.writer,
                     created_s=int(time()),
                 ),
+                seal=self._cache.seal,
             )
-            outcome = self._cache.save(claim, payload, open_payload(payload, claim, layers))
+            outcome = self._cache.save(
+                claim, payload, open_payload(payload, claim, layers, seal=self._cache.seal)
+            )
         finally:
             self._cache.release_lease(key)
         self._recorder.observe("save_seconds", self._clock() - started)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from objkv.assembly.backends import check_backends, open_backends
+from objkv.assembly.seal import open_seal
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.codec.payload import LayerSpec, Provenance, header_room
 from objkv.config import Config, load_config
@@ -81,7 +82,12 @@ class HandoffConnector:
         check_backends(self._backends, self._config)
         settings = _cache_settings(self._config, self._writer)
         self._cache = ChunkCache(
-            self._backends.bulk, self._backends.hot, self._backends.index, settings, self._recorder
+            self._backends.bulk,
+            self._backends.hot,
+            self._backends.index,
+            settings,
+            self._recorder,
+            seal=open_seal(self._config),
         )
         self._store = HandoffStore(
             self._backends,

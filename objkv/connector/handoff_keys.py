@@ -21,7 +21,7 @@ from objkv.connector.handoff_types import HandoffConfig, ModelConfig
 from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity
+from objkv.keys.identity import GroupIdentity, Identity, sealed_extra
 from objkv.keys.prefix import PREFIX_HASH_BYTES, encode_tokens, next_hash
 from objkv.keys.topology import Shard
 
@@ -71,7 +71,7 @@ def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
         chunk_tokens=1,
         weights_epoch=settings.weights_epoch,
         tenant=settings.tenant,
-        extra=tuple(sorted(extra.items())),
+        extra=sealed_extra(tuple(sorted(extra.items())), settings.seals),
     )
 
 

@@ -114,7 +114,12 @@ class HandoffStore:
                 )
                 self._announced = True
             payload, header = encode_in_place(
-                claim, layers, buffer, codec=self._codec, provenance=provenance
+                claim,
+                layers,
+                buffer,
+                codec=self._codec,
+                provenance=provenance,
+                seal=self._cache.seal,
             )
             self._cache.save(claim, payload, header)
             self._recorder.count("saves")
@@ -151,7 +156,7 @@ class HandoffStore:
                 self._cache.reject(key, found, corrupt=False)
                 return None
             payload = buffer[:nbytes]
-            header = open_payload(payload, claim, layers)
+            header = open_payload(payload, claim, layers, seal=self._cache.seal)
             pages = [self._pages(header, index, payload) for index in range(len(layers))]
         except (PayloadError, ValueTooLong) as exc:
             self._refuse(claim, found, str(exc))

@@ -8,6 +8,7 @@ import torch
 
 from objkv.assembly.backends import Backends
 from objkv.assembly.quota import open_room
+from objkv.assembly.seal import open_seal
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.geometry import Geometry
@@ -84,7 +85,8 @@ def open_scheduler_side(
 
 
 def open_cache(config: Config, backends: Backends, writer: str, recorder: Recorder) -> ChunkCache:
-    """Payloads by key; ``writer`` names this process in leases."""
+    """Payloads by key; ``writer`` names this process in leases. Reads the keys that payloads are
+    sealed with; raises ``ConfigError``."""
     settings = CacheSettings(
         writer,
         config.ttl_s,
@@ -95,7 +97,15 @@ def open_cache(config: Config, backends: Backends, writer: str, recorder: Record
         config.hot_promote_bytes_max,
     )
     room = open_room(config, backends, recorder)
-    return ChunkCache(backends.bulk, backends.hot, backends.index, settings, recorder, room=room)
+    return ChunkCache(
+        backends.bulk,
+        backends.hot,
+        backends.index,
+        settings,
+        recorder,
+        room=room,
+        seal=open_seal(config),
+    )
 
 
 def open_worker_side(

@@ -23,7 +23,7 @@ from objkv.connector.tier_engine import TierEngine, engine_settings, refuse_unsh
 from objkv.connector.translate import read_weights
 from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
-from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json
+from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json, sealed_extra
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -169,7 +169,7 @@ def read_tier_identity(
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
         engine=() if engine is None else engine_settings(engine),
-        extra=tuple(sorted(options.settings.items())),
+        extra=sealed_extra(tuple(sorted(options.settings.items())), config.seals),
     )
 
 

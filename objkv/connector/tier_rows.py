@@ -157,7 +157,7 @@ class Rows:
                 self._recorder.count("tier_load_ghosts")
                 self._reject(claim, record, corrupt=False)
                 return RowOutcome.GONE
-            header = open_payload(buffer[:nbytes], claim, self._form.layers)
+            header = open_payload(buffer[:nbytes], claim, self._form.layers, seal=self._cache.seal)
             scratch = self._scratch(header)
             pages = frame_pages(header, 0, buffer[:nbytes], scratch)
         except (PayloadError, ValueTooLong):
@@ -182,7 +182,14 @@ class Rows:
         if self._chooser is not None:
             codec = self._chooser.choose(claim.key.group, self._form.layers, pages)
         provenance = Provenance(_NO_TOKENS, self._writer, int(time()))
-        return encode_in_place(claim, self._form.layers, buffer, codec=codec, provenance=provenance)
+        return encode_in_place(
+            claim,
+            self._form.layers,
+            buffer,
+            codec=codec,
+            provenance=provenance,
+            seal=self._cache.seal,
+        )
 
     def _reject(self, claim: Claim, record: ShardRecord, *, corrupt: bool) -> None:
         self._cache.reject(claim.key, {claim.key.field: record}, corrupt=corrupt)

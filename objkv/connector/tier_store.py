@@ -8,6 +8,7 @@ import numpy as np
 
 from objkv.assembly.backends import check_backends, open_backends
 from objkv.assembly.quota import open_room
+from objkv.assembly.seal import open_seal
 from objkv.cache.lookup import LookupLimits
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.config import Config
@@ -66,6 +67,7 @@ class TierStore:
             settings,
             recorder,
             room=open_room(config, self._backends, recorder),
+            seal=open_seal(config),
         )
         codec = config.codec if config.codec != "auto" or _is_far(config) else "none"
         self._rows = Rows(self._cache, form, recorder, codec=codec, writer=writer)

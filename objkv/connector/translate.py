@@ -24,7 +24,7 @@ from objkv.connector.pipeline import whole_groups
 from objkv.connector.scales import kv_dtype_name
 from objkv.connector.weights import local_folder, model_digest
 from objkv.errors import ConfigError
-from objkv.keys.identity import Identity
+from objkv.keys.identity import Identity, sealed_extra
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,7 +66,7 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
         chunk_tokens=geometry.chunk_tokens,
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
-        extra=further_settings(vllm_config),
+        extra=sealed_extra(further_settings(vllm_config), config.seals),
     )
 
 

@@ -13,6 +13,9 @@ FORMAT = 1
 HASH_SCHEME = "sha256-chain-1"
 NAMESPACE_HEX = 32
 
+SEALS_NAME = "payloads"
+"""Of a pair in ``extra``."""
+
 GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "mamba"]
 _WINDOWED = ("sliding_window", "chunked_local")
 
@@ -90,6 +93,16 @@ class Identity:
     def namespace(self) -> str:
         """First 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
         return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
+
+
+def sealed_extra(
+    extra: tuple[tuple[str, str], ...], seals: tuple[str, ...]
+) -> tuple[tuple[str, str], ...]:
+    """``extra`` of replicas whose payloads are sealed in these ways: they share with those of the
+    same ways only. Which keys they use is not in it, so that those can be exchanged."""
+    if not seals:
+        return extra
+    return tuple(sorted({**dict(extra), SEALS_NAME: " ".join(seals)}.items()))
 
 
 def canonical_json(document: Any) -> bytes:

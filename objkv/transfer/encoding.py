@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from time import time
 
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
+from objkv.codec.seal import Seal
 from objkv.transfer.choose import CodecChooser
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import SaveMove
@@ -20,15 +21,18 @@ class Encoder:
         codec: str,
         writer: str,
         link: Callable[[], float | None],
+        seal: Seal | None = None,
     ) -> None:
         """
         Args:
             codec: an id of the format, or ``auto``.
             link: bytes/s of the way to the bulk store, None while unknown; for ``auto``.
+            seal: what payloads are sealed with.
         """
         self._groups = groups
         self._codec = codec
         self._writer = writer
+        self._seal = seal
         self._chooser = CodecChooser(link) if codec == "auto" else None
 
     def room(self, save: SaveMove) -> int:
@@ -50,7 +54,14 @@ class Encoder:
             created_s=int(time()),
             tokens=save.tokens,
         )
-        return encode_in_place(claim, group.layers, slab.view, codec=codec, provenance=provenance)
+        return encode_in_place(
+            claim,
+            group.layers,
+            slab.view,
+            codec=codec,
+            provenance=provenance,
+            seal=self._seal,
+        )
 
     def saved(self, seconds: float) -> None:
         """A payload was encoded and stored within ``seconds``."""

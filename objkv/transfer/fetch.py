@@ -70,7 +70,8 @@ class Fetcher:
         """
         job, index, span = task
         load = job.plan.moves[index]
-        strip = Strip(job, index, self._sources.of(load), lane, lease(), lease)
+        source = self._sources.of(load)
+        strip = Strip(job, index, source, lane, lease(), lease, self._cache.seal)
         if span is None:
             return self._open(strip, load)
         return self._go_on(strip, load, span)

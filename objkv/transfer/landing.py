@@ -15,6 +15,7 @@ from objkv.codec.payload import (
     header_bytes_needed,
     read_claimed,
 )
+from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, TransferError
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane
@@ -46,6 +47,8 @@ class Strip:
     lease_scratch: Callable[[], memoryview]
     """Memory to decode the span's frames into, all side by side; leased for as long as
     ``payload``. Raises ``TransferError``."""
+    seal: Seal | None = None
+    """What payloads must be sealed with."""
 
 
 class Landing:
@@ -81,7 +84,9 @@ class Landing:
             raise PayloadError(f"a header of {header_bytes} bytes, at most {room} can be")
         if nbytes < header_bytes:
             return
-        header = read_claimed(payload[:header_bytes], claim, self._source.layers)
+        header = read_claimed(
+            payload[:header_bytes], claim, self._source.layers, seal=self._strip.seal
+        )
         self._source = self._source.reading(header.frames.layers)
         if header.nbytes > len(payload):
             raise PayloadError(f"{header.nbytes} bytes, at most {len(payload)} can be")

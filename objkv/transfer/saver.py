@@ -90,6 +90,7 @@ class Saver:
             codec=limits.codec if limits.codec != "auto" or limits.far else "none",
             writer=limits.writer,
             link=lambda: cache.link.bytes_per_s,
+            seal=cache.seal,
         )
         self._marks: dict[str, Mark] = {}
         self._last_mark: Mark | None = None
@@ -238,7 +239,7 @@ class Saver:
         if outcome is SaveOutcome.SAVED:
             self._recorder.count("saves")
             self._recorder.count("save_bytes", header.nbytes)
-            self._recorder.count(f"save_codec_{header.codec}")
+            self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
         else:
             self._recorder.count("save_existed")
 
