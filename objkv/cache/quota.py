@@ -41,6 +41,16 @@ class Room(Protocol):
         """Nobody asks any more. Idempotent."""
 
 
+class Relieving(Protocol):
+    """Makes room where it can."""
+
+    def __call__(self) -> bool:
+        """May take minutes; False if nothing was tried."""
+
+    def close(self) -> None:
+        """End it soon. Idempotent."""
+
+
 class Unlimited:
     """``Room`` without a quota."""
 
@@ -68,12 +78,15 @@ class Quota:
         limit_bytes: int,
         recorder: Recorder,
         *,
+        relief: Relieving | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        """``relief`` is called by that thread while there is no room."""
         assert limit_bytes > 0
         self._used = used
         self._limit_bytes = limit_bytes
         self._recorder = recorder
+        self._relief = relief
         self._clock = clock
         self._changed = Condition()
         self._asked = self._closed = self._is_full = False
@@ -104,6 +117,8 @@ class Quota:
             self._closed = True
             self._changed.notify()
             thread = self._thread
+        if self._relief is not None:
+            self._relief.close()
         if thread is not None:
             thread.join(_CLOSE_S)
 
@@ -130,10 +145,15 @@ class Quota:
                 self._asked = False
             begun = self._clock()
             self.read()
+            self._relieve()
             pause_s = max(_INTERVAL_S, (self._clock() - begun) / _SHARE_MAX)
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, pause_s):
                     return
+
+    def _relieve(self) -> None:
+        if self._relief is not None and self._is_full and self._relief():
+            self.read()
 
     def _judge(self) -> None:
         assert self._bytes is not None

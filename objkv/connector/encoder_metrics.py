@@ -36,6 +36,8 @@ ENCODER_COUNTERS = {
     "save_errors": "Outputs not saved because a store failed.",
     "save_over_quota": "Outputs not saved because the quota is used up.",
     "quota_errors": "Readings of how much of the quota is used that a store failed.",
+    "sweeps": "Sweeps of this machine's own folder, because it was full.",
+    "sweep_errors": "Such sweeps that failed.",
     "save_existed": "Outputs that were stored already.",
     "save_repeats": "Outputs that this worker was saving, or had just saved.",
     "save_leased_elsewhere": "Outputs that another replica was saving.",

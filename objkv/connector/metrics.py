@@ -47,6 +47,8 @@ COUNTERS = {
     "save_errors": "Chunks not saved because a store failed.",
     "save_over_quota": "Chunks not saved because the quota is used up.",
     "quota_errors": "Readings of how much of the quota is used that a store failed.",
+    "sweeps": "Sweeps of this machine's own folder, because it was full.",
+    "sweep_errors": "Such sweeps that failed.",
     "save_repeats": "Chunks that this worker was saving, or had just saved, for another request.",
     "save_existed": "Chunks that were stored already.",
     "save_leased_elsewhere": "Chunks that another replica was saving.",

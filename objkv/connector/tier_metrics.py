@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 _TIER = "tier_"
-_UNNAMED = ("breaker_", "quota_")
+_UNNAMED = ("breaker_", "quota_", "sweep")
 """What counts these does not know that it is part of a tier."""
 """Of names that a KV connector in the same engine may have, too."""
 COUNTERS = {
@@ -31,6 +31,8 @@ COUNTERS = {
     "tier_save_errors": "Saves that a store failed.",
     "tier_save_over_quota": "Chunks not saved because the quota is used up.",
     "tier_quota_errors": "Readings of how much of the quota is used that a store failed.",
+    "tier_sweeps": "Sweeps of this machine's own folder, because it was full.",
+    "tier_sweep_errors": "Such sweeps that failed.",
     "tier_save_refused": "Chunks not saved because the queue was full.",
     "tier_save_deadlines": "Save jobs that took too long.",
     "tier_lookup_deadlines": "Keys not answered in time.",
