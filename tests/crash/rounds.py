@@ -22,10 +22,11 @@ from tests.crash.saving import (
     sweep_all,
     verify_all,
 )
-from tests.crash.steps import Child
+from tests.crash.steps import NEVER, Child
 
 WRONG = ("corrupt", "foreign", "mismatch", "hot")
-SCENARIOS = ("save", "moment", "race", "sweep", "rebuild", "server")
+SCENARIOS = {"save": 4, "moment": 2, "race": 2, "sweep": 2, "rebuild": 2, "server": 1}
+"""And how often each, relative to the others."""
 
 
 class Violation(AssertionError):
@@ -41,7 +42,7 @@ class Seen:
     sites: set[str] = field(default_factory=set)
     """Calls at which processes were killed."""
     steps: dict[str, int] = field(default_factory=dict)
-    """By scenario, how many steps there are; each was the last one once, if rounds sufficed."""
+    """By scenario, how many there were to be killed at."""
     ghosts: int = 0
     """Records of payloads that are gone."""
     orphans: int = 0
@@ -59,7 +60,8 @@ class Rounds:
         self._place = place
         self._random = random.Random(seed)
         self._tokens = count(seed * 1_000_000, 1_000)
-        self._next_step: Counter[str] = Counter()
+        self._left: dict[str, list[int]] = {}
+        """By scenario, the steps at which nothing has been killed yet."""
         self._wanted: list[Save] = []
         self._promised: set[str] = set()
         """Payloads that were saved before anything was killed."""
@@ -72,7 +74,7 @@ class Rounds:
         scenarios = [s for s in SCENARIOS if s != "server" or self._place.kills]
         if self._place.config.index_url == "bulk:":
             scenarios.remove("rebuild")
-        scenario = self._random.choice(scenarios)
+        scenario = self._random.choices(scenarios, [SCENARIOS[one] for one in scenarios])[0]
         self.seen.rounds[scenario] += 1
         self._place.wipe()
         self._wanted, self._promised, self._ghosts_planted = [], set(), 0
@@ -153,19 +155,23 @@ class Rounds:
         return server
 
     def _step_kill(self, scenario: str, work: Callable[[], object]) -> None:
-        """Kill ``work`` at the step after the one of the last time; from the beginning again when
-        it ends before."""
-        self._next_step[scenario] += 1
-        at = self._next_step[scenario]
+        """Kill ``work`` at a step at which it has not been killed yet; the first time it is let
+        through, to count them."""
+        if not self._left.get(scenario):
+            at = NEVER
+        else:
+            at = self._left[scenario].pop()
         how, what = Child(work, at=at).wait()
-        if how == "done":
-            self._next_step[scenario] = 0
-            self.seen.steps[scenario] = max(what[0], self.seen.steps.get(scenario, 0))
-            return
         if how == "error":
             raise Violation(f"{scenario}: {what}")
+        if how == "done":
+            steps = max(what[0], self.seen.steps.get(scenario, 0))
+            self.seen.steps[scenario] = steps
+            if at == NEVER:
+                self._left[scenario] = list(range(1, steps + 1))
+                self._random.shuffle(self._left[scenario])
+            return
         self._note((how, what))
-        self.seen.steps[scenario] = max(at, self.seen.steps.get(scenario, 0))
 
     def _kill_later(self, child: Child) -> None:
         started = time.monotonic()
