@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from objkv.config import Config, load_config
 from objkv.config.urls import clear_hosts, is_this_machine
 from objkv.errors import ConfigError
+from objkv.stores.s3_client import open_s3_client
 
 HERE = ("127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST.", "a.localhost", "[::1]")
 ELSEWHERE = (
@@ -88,3 +89,13 @@ def test_a_redis_prefix_cannot_reach_into_another(prefix: str) -> None:
 def test_a_reader_promotes_nothing() -> None:
     assert settings(role="reader", hot_promote_bytes_max=7).hot_promote_bytes_max == 0
     assert settings(hot_promote_bytes_max=7).hot_promote_bytes_max == 7
+
+
+def test_an_endpoint_that_only_awss_own_settings_name_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://minio.svc:9000")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with pytest.raises(ConfigError, match=r"http://minio\.svc:9000.* set allow_plaintext"):
+        open_s3_client(settings(bulk_url="s3://bucket"))
+    open_s3_client(settings(bulk_url="s3://bucket", allow_plaintext=True)).close()

@@ -13,7 +13,14 @@ from objkv.config.sources import (
     load_config,
     resolve_config,
 )
-from objkv.config.urls import cache_folder, clear_hosts, is_this_machine, local_path, without_password
+from objkv.config.urls import (
+    cache_folder,
+    clear_hosts,
+    is_this_machine,
+    local_path,
+    refuse_clear,
+    without_password,
+)
 
 __all__ = [
     "CONFIG_FILE_VARIABLE",
@@ -29,6 +36,7 @@ __all__ = [
     "is_this_machine",
     "load_config",
     "local_path",
+    "refuse_clear",
     "resolve_config",
     "without_password",
 ]

@@ -7,13 +7,15 @@ from importlib import metadata
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
-from objkv.config import Resolved
+from objkv.config import Resolved, Role
 from objkv.errors import ObjkvError
 from objkv.index.base import PruneIndex
 from objkv.ops.engine import check_engine, library_versions
 from objkv.ops.privacy import check_privacy
-from objkv.ops.probes import BAD, Check, failure, probe_index, probe_store
+from objkv.ops.probes import BAD, Check, failure
+from objkv.ops.role_probes import probe_index_as, probe_store_as
 from objkv.ops.server import ServerFacts, judge_server
+from objkv.ops.transport import check_transport
 from objkv.stores.base import PruneStore
 from objkv.telemetry import MemoryRecorder
 
@@ -71,19 +73,22 @@ class Patient:
 
 
 def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
-    """Probe both ends with a key and a record of their own, which are removed again."""
+    """Probe both ends as ``role`` uses them, with a key and a record of their own, which are
+    removed again."""
+    role = resolved.config.role
     own = resolved.config.index_url == "bulk:"
     # Its entries are payloads: there is no record to try it with.
-    index = [_OWN_INDEX] if own else _examine_index(patient)
+    index = [_OWN_INDEX] if own else _examine_index(patient, role)
     # On one connection: what is wrong with it needs telling once.
-    hot = [] if index[0].status in BAD else _examine_hot(patient)
+    hot = [] if index[0].status in BAD else _examine_hot(patient, role)
     checks = [
-        *_examine_bulk(patient),
+        *_examine_bulk(patient, role),
         *_examine_reach(resolved, "bulk", "index"),
         *index,
         *_examine_reach(resolved, "index", "bulk"),
         *hot,
         *check_privacy(resolved.config),
+        *check_transport(resolved.config),
         check_engine(),
     ]
     values = resolved.config.public()
@@ -121,13 +126,13 @@ def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
     return [Check(area, "reach", "warning", detail, fix)]
 
 
-def _examine_bulk(patient: Patient) -> list[Check]:
+def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
     try:
         store = patient.open_bulk()
     except ObjkvError as exc:
         return [failure("bulk", "open", exc)]
     try:
-        checks = probe_store("bulk", store)
+        checks = probe_store_as(role, "bulk", store)
     finally:
         store.close()
     if patient.numbers.value("s3_unconditional_puts"):
@@ -135,7 +140,7 @@ def _examine_bulk(patient: Patient) -> list[Check]:
     return checks
 
 
-def _examine_hot(patient: Patient) -> list[Check]:
+def _examine_hot(patient: Patient, role: Role) -> list[Check]:
     try:
         store = patient.open_hot()
     except ObjkvError as exc:
@@ -143,18 +148,18 @@ def _examine_hot(patient: Patient) -> list[Check]:
     if store is None:
         return []
     try:
-        return probe_store("hot", store)
+        return probe_store_as(role, "hot", store)
     finally:
         store.close()
 
 
-def _examine_index(patient: Patient) -> list[Check]:
+def _examine_index(patient: Patient, role: Role) -> list[Check]:
     try:
         index = patient.open_index()
     except ObjkvError as exc:
         return [failure("index", "open", exc)]
     try:
-        checks = probe_index(index)
+        checks = probe_index_as(role, index)
     finally:
         index.close()
     if checks[0].status in BAD:

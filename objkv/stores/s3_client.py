@@ -30,7 +30,7 @@ from botocore.exceptions import (
 )
 from urllib3.exceptions import HTTPError
 
-from objkv.config import Config
+from objkv.config import Config, refuse_clear
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.sockets import EndsBy
 from objkv.stores.s3_body import BodyLost
@@ -91,6 +91,8 @@ def open_s3_client(config: Config) -> "S3Client":
             aws_secret_access_key=config.s3_secret_access_key,
             config=_client_config(config),
         )
+        if not config.allow_plaintext:  # AWS's own settings may name an endpoint as well
+            refuse_clear("the endpoint", client.meta.endpoint_url)
     except (BotoCoreError, ValueError) as exc:
         raise ConfigError(f"S3 client: {exc}") from exc
     make_punctual(client)

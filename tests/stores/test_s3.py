@@ -378,8 +378,8 @@ def test_what_time_mends_is_unavailable(status: int) -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (failure(403, "AccessDenied"), "s3:ListBucket"),
-        (failure(403, "403"), "s3:ListBucket"),
+        (failure(403, "AccessDenied"), "objkv access"),
+        (failure(403, "403"), "objkv access"),
         (failure(401, "Unauthorized"), "permission"),
         (failure(403, "InvalidAccessKeyId"), "s3_access_key_id"),
         (failure(403, "SignatureDoesNotMatch"), "s3_secret_access_key"),
@@ -435,7 +435,7 @@ def test_nobody_listening_is_unavailable_and_says_so() -> None:
 def test_the_client_is_made_as_the_settings_say() -> None:
     client = open_s3_client(
         Config(
-            s3_endpoint_url="http://s3.test:1", s3_addressing="path", bulk_calls_max=7,
+            s3_endpoint_url="https://s3.test:1", s3_addressing="path", bulk_calls_max=7,
             s3_ranges_max=5,
             load_deadline_ms=20_000, **KEYS,
         )
