@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 import pybreaker
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.sockets import Trial
 from objkv.telemetry import Recorder
 
 T = TypeVar("T")
@@ -110,7 +111,11 @@ class Breaker:
         """Make ``call``, or raise ``StoreUnavailable`` without making it."""
         probe = self._enter(verb) if self.is_open else None
         try:
-            value = call()
+            if probe is None:
+                value = call()
+            else:
+                with Trial():  # asked once: many may be waiting to hear that it is back
+                    value = call()
         except StoreError as exc:
             self._leave(probe, exc)
             raise

@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from objkv.assembly.redis import connect_redis
+from objkv.assembly.redis import call_s, connect_redis
 from objkv.breaker import Breakers, Change, OnChange, Patience
 from objkv.cache.bulk_index import BulkIndex
 from objkv.config import Config, cache_folder, local_path, without_password
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import PruneIndex, Usage, WriteIndex
 from objkv.index.breaker import BreakerIndex
+from objkv.index.deadline import DeadlineIndex
 from objkv.index.memory import MemoryIndex
 from objkv.index.observe import ObserveIndex
 from objkv.index.readonly import ReadOnlyIndex
@@ -26,6 +27,7 @@ from objkv.index.sqlite import SqliteIndex
 from objkv.index.wrapped import WrappedIndex
 from objkv.stores.base import PruneStore
 from objkv.stores.breaker import BreakerStore
+from objkv.stores.deadline import DeadlineStore
 from objkv.stores.limit import LimitStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
@@ -116,7 +118,7 @@ def open_hot(
     client = connect_redis(config.index_url, config)
     # Beside the index's own keys, so that one ACL pattern allows all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
-    store = ObserveStore(place, recorder, "hot")
+    store = ObserveStore(DeadlineStore(place, call_s(config)), recorder, "hot")
     return _for_role(config, BreakerStore(store, _breakers("hot", config, recorder, on_change)))
 
 
@@ -128,8 +130,9 @@ def open_index(
 ) -> PruneIndex:
     """The index. Innermost first: each call is observed; an index that fails is left alone."""
     place = _index_place(config)
+    bounded = DeadlineIndex(place, call_s(config))
     guarded = BreakerIndex(
-        ObserveIndex(place, recorder), _breakers("index", config, recorder, on_change)
+        ObserveIndex(bounded, recorder), _breakers("index", config, recorder, on_change)
     )
     if config.role == "reader":
         return _OperatorIndex(ReadOnlyIndex(guarded), None)

@@ -5,14 +5,16 @@ Passwords appear in no error and no repr.
 """
 
 import re
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis
+from redis import exceptions
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.cluster import ClusterNode
 from redis.retry import Retry
@@ -21,6 +23,8 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 from objkv.assembly.redis_clear import ClearConnection, ClearSentinelConnection
 from objkv.config import Config, without_password
 from objkv.errors import ConfigError
+from objkv.resp.connections import PunctualPool, make_punctual
+from objkv.sockets import ends_s
 
 Client = redis.Redis | redis.RedisCluster
 Kind = Literal["redis", "cluster", "sentinel"]
@@ -69,9 +73,7 @@ def connect_redis(url: str, config: Config) -> Client:
         case "redis":
             host, port = place.hosts[0]
             made_by = redis.SSLConnection if place.tls else redis.Connection
-            pool = redis.BlockingConnectionPool(
-                host=host, port=port, connection_class=made_by, **options
-            )
+            pool = PunctualPool(host=host, port=port, connection_class=made_by, **options)
             return redis.Redis.from_pool(pool)
         case "sentinel":
             if not (place.tls or config.allow_plaintext):
@@ -81,6 +83,12 @@ def connect_redis(url: str, config: Config) -> Client:
             if not (place.tls or config.allow_plaintext):
                 options["connection_class"] = ClearConnection
             return cast(redis.RedisCluster, _LazyCluster(lambda: _cluster(place, options)))
+
+
+def call_s(config: Config) -> float:
+    """How long a call on Redis may take, with connecting, waiting for a connection, and repeating
+    it: twice what one answer may."""
+    return CONNECT_FLOOR_S + 2 * _read_s(config)
 
 
 def parse_redis_url(url: str) -> RedisUrl:
@@ -136,7 +144,7 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
     with TLS, costs more than the late answer. They only bound what a dead server can hold up.
     """
     deadline_s = config.lookup_deadline_ms / 1000
-    read_s = max(READ_FLOOR_S, 2 * deadline_s)
+    read_s = _read_s(config)
     options: dict[str, Any] = {
         "username": config.redis_username or place.username,
         "password": config.redis_password or place.password,
@@ -155,6 +163,10 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
         "timeout": read_s,
     }
     return options | _tls_options(place, config)
+
+
+def _read_s(config: Config) -> float:
+    return max(READ_FLOOR_S, 2 * config.lookup_deadline_ms / 1000)
 
 
 def _tls_options(place: RedisUrl, config: Config) -> dict[str, Any]:
@@ -193,10 +205,14 @@ def _sentinel(place: RedisUrl, options: dict[str, Any]) -> redis.Redis:
         for name, value in options.items()
         if name in timeouts or name.startswith("ssl_")
     }
+    shared["retry"] = options["retry"]  # by default it waits for seconds before it asks again
     sentinel = Sentinel(place.hosts, sentinel_kwargs={"ssl": place.tls, **shared})
+    for asked in sentinel.sentinels:
+        make_punctual(asked.connection_pool)
     pool = _SentinelPool(  # type: ignore[no-untyped-call]  # its base class is
         place.service, sentinel, ssl=place.tls, **options
     )
+    make_punctual(pool)
     return redis.Redis.from_pool(pool)
 
 
@@ -214,7 +230,7 @@ def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
         # Only with a URL does the client take the class of its pools.
         url=f"{'rediss' if place.tls else 'redis'}://{shown}:{port}",
         startup_nodes=[ClusterNode(*other) for other in others],
-        connection_pool_class=redis.BlockingConnectionPool,
+        connection_pool_class=PunctualPool,
         retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), CLUSTER_RETRIES),
         **own,
     )
@@ -226,7 +242,7 @@ class _LazyCluster:
 
     def __init__(self, opened: Callable[[], redis.RedisCluster]) -> None:
         self._open = opened
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._client: redis.RedisCluster | None = None
 
     @property  # type: ignore[misc]
@@ -234,9 +250,14 @@ class _LazyCluster:
         return redis.RedisCluster  # so that isinstance tells a cluster from a single server
 
     def __getattr__(self, name: str) -> Any:
-        with self._lock:
+        left_s = ends_s() - time.monotonic()  # others may be opening it, one after the other
+        if not self._lock.acquire(timeout=min(max(0.0, left_s), threading.TIMEOUT_MAX)):
+            raise exceptions.TimeoutError("the cluster does not tell its topology")
+        try:
             if self._client is None:
                 self._client = self._open()
+        finally:
+            self._lock.release()
         return getattr(self._client, name)
 
     def close(self) -> None:

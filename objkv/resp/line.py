@@ -15,7 +15,7 @@ from typing import Any
 
 from redis import exceptions
 
-from objkv.sockets import bound_waits, can_wait
+from objkv.sockets import bound_waits, can_wait, check_end
 
 Arrived = Callable[[int], None]
 Pool = Any
@@ -88,17 +88,26 @@ class Line:
         """Send all of ``parts``, one after the other, without copying them together."""
         self.clean = False
         try:
+            check_end()
             if len(parts) == 1 or self.tls:
                 for part in parts:
-                    self.sock.sendall(part)
+                    self._send_all(part, 0)
                 return
             sent = self.sock.sendmsg(parts)
             for part in parts:
                 if sent < len(part):
-                    self.sock.sendall(memoryview(part)[sent:])
+                    self._send_all(part, sent)
                 sent = max(0, sent - len(part))
         except OSError as exc:
             raise _lost(exc) from exc
+
+    def _send_all(self, part: bytes | memoryview, sent: int) -> None:
+        if not self._blocking:
+            self.sock.sendall(memoryview(part)[sent:])
+            return
+        while sent < len(part):  # not sendall: of a socket without a time-out that waits for ever
+            check_end()
+            sent += self.sock.send(memoryview(part)[sent:])
 
     def offer(self, data: memoryview) -> int:
         """Send as much of ``data`` as is taken at once; with TLS all of it. Returns how much."""
@@ -130,6 +139,7 @@ class Line:
     def receive(self, nbytes: int = _RECEIVE_BYTES) -> bytes:
         """Some bytes, at least one and at most ``nbytes``."""
         try:
+            check_end()
             data = self.sock.recv(nbytes)
         except OSError as exc:
             raise _lost(exc) from exc
@@ -163,6 +173,7 @@ class Line:
         receive_into = self.sock.recv_into
         while got < nbytes:
             try:
+                check_end()
                 count = receive_into(buffer[got : got + _PIECE_BYTES])
             except OSError as exc:
                 raise _lost(exc) from exc

@@ -135,7 +135,8 @@ class RedisStore:
         """Entries in no order, of all primaries on a cluster; some may come twice."""
         check_prefix(prefix)
         pattern = _GLOB.sub(r"\\\1", self._prefix + prefix) + "*"
-        names = self._client.scan_iter(match=pattern, count=SCAN_BATCH)
+        with _translated("scan", prefix):  # of a cluster, the topology is asked for
+            names = self._client.scan_iter(match=pattern, count=SCAN_BATCH)
         while True:
             with _translated("scan", prefix):
                 found = [name.decode() for name in islice(names, SCAN_BATCH)]

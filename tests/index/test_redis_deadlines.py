@@ -1,0 +1,167 @@
+"""Every call on Redis ends soon after its deadline, whatever the server does."""
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from objkv.assembly import redis as assembly_redis
+from objkv.assembly.redis import call_s, connect_redis
+from objkv.config import Config, load_config
+from objkv.errors import StoreError
+from objkv.index import deadline as index_deadline
+from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.index.deadline import DeadlineIndex
+from objkv.index.redis import RedisIndex
+from objkv.stores import deadline as store_deadline
+from objkv.stores.base import PruneStore
+from objkv.stores.deadline import DeadlineStore
+from objkv.stores.redis import RedisStore
+from objkv.testing.servers.listener import Listener
+from tests.stores.slow_servers import DROP_S, Reluctant, full_listener
+
+PATIENCE_S = 60.0
+"""Far more than the deadline, and less than what is waited for takes."""
+HASH = b"h" * 20
+FIELD = "0.L0-2_H0-2"
+SHARD = ShardRecord(1, 1, "none", hot=False, header_checksum="0" * 32, created_s=1)
+CHUNK = ChunkEntry("ab", HASH, HASH, 0, 16)
+
+ANSWERS = {
+    "a long value": b"$1000000\r\n" + b"x" * 100_000,
+    "a line without end": b"+" + b"x" * 4_000,
+    "a long list": b"*100000\r\n" + b"$1\r\nx\r\n" * 20_000,
+    "nothing": b"",
+}
+
+INDEX_CALLS: dict[str, Callable[[WriteIndex], object]] = {
+    "lookup": lambda index: index.lookup("ab", [HASH]),
+    "find": lambda index: index.find("ab", [HASH], [FIELD]),
+    "scan": lambda index: list(index.scan("ab")),
+    "publish": lambda index: index.publish(CHUNK, {FIELD: SHARD}, ttl_s=9),
+    "touch": lambda index: index.touch("ab", [HASH], ttl_s=9),
+    "lease": lambda index: index.lease("l", "me", ttl_ms=9),
+    "release": lambda index: index.release("l", "me"),
+    "check": lambda index: index.check(),
+}
+STORE_CALLS: dict[str, Callable[[PruneStore], object]] = {
+    "get": lambda store: store.get("k"),
+    "get_range": lambda store: store.get_range("k", 1, 2),
+    "get_into": lambda store: store.get_into("k", memoryview(bytearray(1 << 20))),
+    "get_range_into": lambda store: store.get_range_into("k", 1, memoryview(bytearray(9))),
+    "head": lambda store: store.head("k"),
+    "scan": lambda store: list(store.scan("")),
+    "put": lambda store: store.put("k", bytes(4 << 20)),
+    "put_if_absent": lambda store: store.put_if_absent("k", bytes(4 << 20)),
+    "delete": lambda store: store.delete("k"),
+    "check": lambda store: store.check(),
+}
+
+
+class SlowRedis(Listener):
+    """Lets clients log in, and answers everything else with a byte of ``answer`` now and then."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self._ended = threading.Event()
+        super().__init__()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Until the client is gone."""
+        while data := connection.recv(1 << 20):
+            if re.search(rb"\r\n(CLIENT|SELECT)\r\n", data):
+                connection.sendall(b"+OK\r\n" * len(re.findall(rb"(?m)^\*[0-9]+\r$", data)))
+                continue
+            for number in cycle(self._answer):
+                if self._ended.wait(DROP_S):
+                    return
+                connection.sendall(bytes([number]))
+
+    def close(self) -> None:
+        """Also ends what trickles."""
+        self._ended.set()
+        super().close()
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.1)
+    monkeypatch.setattr(assembly_redis, "READ_FLOOR_S", 0.2)
+    monkeypatch.setattr(index_deadline, "_WALK_FACTOR", 1)
+    monkeypatch.setattr(store_deadline, "_WALK_FACTOR", 1)
+
+
+def config_of(address: tuple[str, int], scheme: str) -> Config:
+    service = "?service=s" if "sentinel" in scheme else ""
+    url = f"{scheme}://127.0.0.1:{address[1]}{service}"
+    settings = {"index_url": url, "bulk_url": "memory:", "lookup_deadline_ms": 100}
+    return load_config({**settings, "redis_calls_max": 32}, environ={})
+
+
+@contextmanager
+def full() -> Iterator[tuple[str, int]]:
+    with full_listener() as address:
+        yield address
+
+
+@contextmanager
+def reluctant() -> Iterator[tuple[str, int]]:
+    with Reluctant() as server:
+        yield server.address
+
+
+@contextmanager
+def slow(answer: bytes) -> Iterator[tuple[str, int]]:
+    with SlowRedis(answer) as server:
+        yield server.address
+
+
+SERVERS: dict[str, Callable[[], AbstractContextManager[tuple[str, int]]]] = {
+    name: lambda answer=answer: slow(answer) for name, answer in ANSWERS.items()
+}
+SERVERS |= {"no way in": full, "hardly takes anything": reluctant}
+
+
+CASES = [("redis", name) for name in SERVERS]
+CASES += [
+    (f"redis+{kind}", name) for kind in ("cluster", "sentinel") for name in ("nothing", "no way in")
+]
+
+
+@pytest.mark.parametrize(("scheme", "server"), CASES)
+def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
+    with SERVERS[server]() as address:
+        config = config_of(address, scheme)
+        index = DeadlineIndex(RedisIndex(connect_redis(config.index_url, config)), call_s(config))
+        client = connect_redis(config.index_url, config)
+        store = DeadlineStore(RedisStore(client, prefix="p:", ttl_s=9), call_s(config))
+        calls = {f"index {name}": (call, index) for name, call in INDEX_CALLS.items()}
+        calls |= {f"store {name}": (call, store) for name, call in STORE_CALLS.items()}
+        assert_end(calls)
+        index.close()
+        store.close()
+
+
+def assert_end(calls: dict[str, tuple[Callable[[Any], object], object]]) -> None:
+    """Each raises a ``StoreError``, and before long: what never ends well must not go on."""
+    outcomes: dict[str, object] = {}
+
+    def run(name: str) -> None:
+        call, place = calls[name]
+        try:
+            outcomes[name] = call(place)
+        except BaseException as exc:
+            outcomes[name] = exc
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert outcomes.keys() == calls.keys(), f"these go on: {calls.keys() - outcomes.keys()}"
+    assert {k: v for k, v in outcomes.items() if not isinstance(v, StoreError)} == {}
