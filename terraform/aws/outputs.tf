@@ -26,12 +26,27 @@ output "environment" {
   }
 }
 
-output "replica_policy_arn" {
-  description = "Attach it to the role of the replicas."
-  value       = aws_iam_policy.replica.arn
+output "tenants" {
+  description = "What the processes of each tenant are told, besides OBJKV_ROLE and credentials."
+  value = {
+    for tenant, place in local.places : tenant => {
+      OBJKV_BULK_URL     = "s3://${aws_s3_bucket.bulk.bucket}/${place.prefix}"
+      OBJKV_INDEX_URL    = local.index_url
+      OBJKV_REDIS_PREFIX = place.redis_prefix
+      OBJKV_TENANT       = tenant
+    } if tenant != ""
+  }
 }
 
-output "operator_policy_arn" {
-  description = "Attach it to the role of whoever deletes payloads."
-  value       = aws_iam_policy.operator.arn
+output "policy_arns" {
+  description = "By role (\"writer\"), or by tenant and role (\"a-writer\"): attach them to roles."
+  value       = { for key, policy in aws_iam_policy.role : key => policy.arn }
+}
+
+output "redis_access_strings" {
+  description = "The same, for users of the index. The auth token's user may do everything; see README."
+  value = {
+    for key, grant in local.grants :
+    key => module.rights[grant.tenant].access_strings[grant.role][local.clustered ? "cluster" : "single"]
+  }
 }

@@ -1,57 +1,38 @@
-# What replicas may do, and what operators may do besides. Attach them to the roles of the pods or
-# instances; no access keys are made here.
+# One policy for each role and tenant. Attach them to the roles of the pods or instances; no access
+# keys are made here.
 
-data "aws_iam_policy_document" "replica" {
-  # Without it S3 answers 403 instead of 404 for a chunk that is not there.
-  statement {
-    sid       = "Find"
-    actions   = ["s3:ListBucket"]
-    resources = [aws_s3_bucket.bulk.arn]
+locals {
+  roles   = ["reader", "writer", "sweeper"]
+  tenants = length(var.tenants) == 0 ? toset([""]) : var.tenants
 
-    condition {
-      test     = "StringLike"
-      variable = "s3:prefix"
-      values   = [var.prefix, "${var.prefix}/*"]
+  places = {
+    for tenant in local.tenants : tenant => {
+      prefix       = join("/", compact([var.prefix, tenant]))
+      redis_prefix = join("-", compact(["objkv", tenant]))
     }
   }
 
-  statement {
-    sid       = "LoadAndSave"
-    actions   = ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"]
-    resources = ["${aws_s3_bucket.bulk.arn}/${var.prefix}/*"]
-  }
-
-  dynamic "statement" {
-    for_each = var.kms_key_arn[*]
-
-    content {
-      sid       = "UseTheKey"
-      actions   = ["kms:Decrypt", "kms:GenerateDataKey"]
-      resources = [statement.value]
-    }
+  grants = {
+    for pair in setproduct(local.tenants, local.roles) :
+    join("-", compact(pair)) => { tenant = pair[0], role = pair[1] }
   }
 }
 
-data "aws_iam_policy_document" "operator" {
-  source_policy_documents = [data.aws_iam_policy_document.replica.json]
+module "rights" {
+  source   = "./rights"
+  for_each = local.places
 
-  statement {
-    sid       = "Sweep"
-    actions   = ["s3:DeleteObject"]
-    resources = ["${aws_s3_bucket.bulk.arn}/${var.prefix}/*"]
-  }
+  bucket_arn   = aws_s3_bucket.bulk.arn
+  prefix       = each.value.prefix
+  redis_prefix = each.value.redis_prefix
+  kms_key_arn  = var.kms_key_arn
 }
 
-resource "aws_iam_policy" "replica" {
-  name        = "${var.name}-replica"
-  description = "objkv replicas: find, load and save chunks"
-  policy      = data.aws_iam_policy_document.replica.json
-  tags        = var.tags
-}
+resource "aws_iam_policy" "role" {
+  for_each = local.grants
 
-resource "aws_iam_policy" "operator" {
-  name        = "${var.name}-operator"
-  description = "objkv operators: what replicas may do, and delete"
-  policy      = data.aws_iam_policy_document.operator.json
+  name        = "${var.name}-${each.key}"
+  description = "objkv: least rights of a ${each.value.role}"
+  policy      = module.rights[each.value.tenant].policies[each.value.role]
   tags        = var.tags
 }

@@ -19,8 +19,19 @@ variable "prefix" {
   }
 }
 
+variable "tenants" {
+  description = "Tenants that must not reach each other: each has a folder below the prefix, a prefix in Redis, and policies of its own. Empty: one for all."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for tenant in var.tenants : can(regex("^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$", tenant))])
+    error_message = "Up to 48 letters, digits and ._-, no sign first."
+  }
+}
+
 variable "expire_days" {
-  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. More than the setting ttl_s (a day): a record that outlives its payload costs a failed get, and the chunk is saved again. Each day is paid for: see docs/scaling.md."
+  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. More than the setting ttl_s (a day), and than any pin is to last: a record that outlives its payload costs a failed get, and the chunk is saved again. Each day is paid for: see docs/scaling.md and docs/capacity.md."
   type        = number
   default     = 2
 

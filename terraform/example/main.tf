@@ -41,6 +41,6 @@ output "environment" {
   value = module.objkv.environment
 }
 
-output "replica_policy_arn" {
-  value = module.objkv.replica_policy_arn
+output "policy_arns" {
+  value = module.objkv.policy_arns
 }

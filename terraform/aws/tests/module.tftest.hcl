@@ -58,6 +58,40 @@ run "own_key" {
   }
 }
 
+run "one_tenant_by_default" {
+  assert {
+    condition     = keys(output.policy_arns) == ["reader", "sweeper", "writer"] && length(output.tenants) == 0
+    error_message = "policies"
+  }
+  assert {
+    condition     = jsondecode(aws_iam_policy.role["reader"].policy).Statement[1].Resource == ["arn:aws:s3:::kv-test/objkv/*"]
+    error_message = "a reader gets from another place"
+  }
+}
+
+run "tenants_are_apart" {
+  variables { tenants = ["a", "b"] }
+
+  assert {
+    condition     = output.tenants["b"].OBJKV_BULK_URL == "s3://kv-test/objkv/b" && output.tenants["b"].OBJKV_REDIS_PREFIX == "objkv-b"
+    error_message = "settings of a tenant"
+  }
+  assert {
+    condition     = alltrue([for key, policy in aws_iam_policy.role : !strcontains(policy.policy, "objkv/b") if startswith(key, "a-")])
+    error_message = "a reaches into b"
+  }
+  assert {
+    condition     = startswith(output.redis_access_strings["a-reader"], "on ~objkv-a:* -@all ")
+    error_message = "rights in Redis"
+  }
+}
+
+run "a_tenant_that_is_a_pattern_is_refused" {
+  command = plan
+  variables { tenants = ["a*"] }
+  expect_failures = [var.tenants]
+}
+
 run "one_subnet_is_refused" {
   command = plan
   variables { subnet_ids = ["subnet-1"] }

@@ -1,0 +1,47 @@
+# The least rights of each role for one place. rights.json is written by scripts/write_rights.py from
+# objkv/ops/access.py, which is where they are explained and changed.
+
+variable "bucket_arn" {
+  description = "The bucket."
+  type        = string
+}
+
+variable "prefix" {
+  description = "Key prefix inside the bucket, without slashes around it."
+  type        = string
+}
+
+variable "redis_prefix" {
+  description = "The setting redis_prefix."
+  type        = string
+}
+
+variable "kms_key_arn" {
+  description = "KMS key that encrypts the bucket, or null."
+  type        = string
+  default     = null
+}
+
+locals {
+  rights = jsondecode(templatefile("${path.module}/rights.json", {
+    bucket_arn   = var.bucket_arn
+    prefix       = var.prefix
+    redis_prefix = var.redis_prefix
+    kms_key_arn  = var.kms_key_arn == null ? "" : var.kms_key_arn
+  }))
+}
+
+output "policies" {
+  description = "By role, the IAM policy as JSON."
+  value = {
+    for role, policy in local.rights.policies : role => jsonencode({
+      Version   = policy.Version
+      Statement = concat(policy.Statement, [for arn in var.kms_key_arn[*] : local.rights.kms[role]])
+    })
+  }
+}
+
+output "access_strings" {
+  description = "By role, the access string of a Redis or Valkey user: of one server, and of a cluster."
+  value       = local.rights.access_strings
+}
