@@ -67,23 +67,29 @@ def _read(name: str, file: Path) -> str:
         number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
         raise ConfigError(f"{name}: {exc.strerror}") from None
-    with open(number, "rb") as opened:
+    try:
         # What was opened is looked at, not what is there by now.
-        told = os.fstat(number)
-        if not stat.S_ISREG(told.st_mode):
-            raise ConfigError(f"{name}: not a file")
-        if told.st_mode & _OTHERS:
-            raise ConfigError(
-                f"{name}: others than its owner may read or change it (mode "
-                f"{stat.S_IMODE(told.st_mode):04o}): chmod 600 it"
-            )
-        if told.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(f"{name}: it belongs to another user: chown it")
-        try:
-            content = opened.read(KEYS_BYTES_MAX + 1)
-        except OSError as exc:
-            raise ConfigError(f"{name}: {exc.strerror}") from None
+        _refuse_shared(name, os.fstat(number))
+        content = b""
+        while part := os.read(number, KEYS_BYTES_MAX + 1 - len(content)):
+            content += part
+    except OSError as exc:
+        raise ConfigError(f"{name}: {exc.strerror}") from None
+    finally:
+        os.close(number)
     return _text(name, content)
+
+
+def _refuse_shared(name: str, told: os.stat_result) -> None:
+    if not stat.S_ISREG(told.st_mode):
+        raise ConfigError(f"{name}: not a file")
+    if told.st_mode & _OTHERS:
+        raise ConfigError(
+            f"{name}: others than its owner may read or change it (mode "
+            f"{stat.S_IMODE(told.st_mode):04o}): chmod 600 it"
+        )
+    if told.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{name}: it belongs to another user: chown it")
 
 
 def _run(name: str, command: str, deadline_s: float) -> str:
@@ -117,6 +123,6 @@ def _run(name: str, command: str, deadline_s: float) -> str:
 def _text(name: str, content: bytes) -> str:
     if len(content) > KEYS_BYTES_MAX:
         raise ConfigError(f"{name}: longer than {KEYS_BYTES_MAX} bytes")
-    with suppress(UnicodeDecodeError):
+    with suppress(UnicodeDecodeError):  # which holds what it could not read
         return content.decode("utf-8-sig")
     raise ConfigError(f"{name}: not text")

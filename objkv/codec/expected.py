@@ -67,11 +67,11 @@ _ANY = "f" * 32
 _SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0, Shard(0, 1, 0, 1)), bytes(20), 0, 1)
 
 Style = Literal["plain", "signed", "encrypted"]
-"""How frames are sealed; what is encrypted may be signed besides, which changes no frame."""
+"""How frames are sealed."""
 _SOME_MARKS: dict[Style, Marks] = {
     "plain": UNSEALED,
     "signed": Marks(signed_by="k"),
-    "encrypted": Marks(encrypted_by="k", salt="0" * 64),
+    "encrypted": Marks("k", "k", "0" * 64),
 }
 _PROOF_HEX: dict[Style, int] = {"plain": 0, "signed": 64, "encrypted": 32}
 

@@ -132,8 +132,10 @@ def frame_pages(
     codec = frames.codecs[index]
     if codec == "none":
         return stored
+    if codec.endswith(ENCRYPTED):
+        raise PayloadError(f"layer {frames.layers[index].name!r} is encrypted, and no key is here")
     pages = _room(header, index, scratch)
-    decompress_into(codec, stored, pages)  # which knows no codec of an encrypted frame
+    decompress_into(codec, stored, pages)
     if digest(pages) != frames.raw_checksums[index]:
         raise PayloadError(f"layer {frames.layers[index].name!r} was decoded wrongly")
     return pages

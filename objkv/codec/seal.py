@@ -1,4 +1,4 @@
-"""Seals: payloads that only holders of a key can make (signed), or read (encrypted).
+"""Seals: payloads that only holders of a key can make (signed), and only they can read (encrypted).
 
 A seal is None where nobody asked for one: then nothing is signed, checked or encrypted. With one,
 whatever is not sealed as it says is refused. Specified in ``docs/format.md``.
@@ -14,7 +14,7 @@ from typing import Final
 
 from objkv.codec.compress import Buffer
 from objkv.codec.layout import CHECKSUM_END, SIGNATURE_AT, SIGNATURE_END
-from objkv.codec.seal_frames import SALT_BYTES, AesFrames, load_aes
+from objkv.codec.seal_frames import SALT_BYTES, AesFrames, hkdf, load_aes
 from objkv.codec.values import (
     ENCRYPTED,
     UNSEALED,
@@ -31,6 +31,7 @@ KEY_ID: Final = "[A-Za-z0-9._-]{1,64}"
 """Regular expression of a key's id."""
 
 _DOMAIN = b"objkv-signature-1\n"
+_DERIVED_INFO = b"objkv-signing-key-1\n"
 _BLANK = b"0" * (SIGNATURE_END - SIGNATURE_AT)
 _SIGNATURE = re.compile(rf'","signature":"([0-9a-f]{{64}}) ({KEY_ID})"'.encode())
 _MARK = re.compile(rf"([0-9a-f]{{64}}) ({KEY_ID})")
@@ -68,20 +69,18 @@ class Seal:
         ``random``: where salts come from; others than the system's own are for tests.
         """
         assert signing or encryption
+        self._kinds = {"signing": signing, "encryption": encryption}
+        # What is encrypted is signed as well: else nobody could tell a header that was made up.
+        signing = signing or [_signing_key(key) for key in encryption]
         self._signing = {key.id: key for key in signing}
         self._encryption = {key.id: key for key in encryption}
         assert len(self._signing) == len(signing)
         assert len(self._encryption) == len(encryption)
-        self._random = random
-        self._signer = signing[0] if signing else None
+        self._signer = signing[0]
         self._encrypter = encryption[0] if encryption else None
+        self._random = random
         if encryption:
             load_aes()
-
-    @property
-    def signs(self) -> bool:
-        """Whether payloads are signed, and refused without a signature of a known key."""
-        return self._signer is not None
 
     @property
     def encrypts(self) -> bool:
@@ -93,19 +92,17 @@ class Seal:
     ) -> tuple[Marks, Provenance, Opened]:
         """For a new payload of so many frames: what its header says of the seal, its provenance as
         it may be told, and what its frames are sealed with."""
-        signed_by = "" if self._signer is None else self._signer.id
         if self._encrypter is None:
-            return Marks(signed_by), provenance, Opened(True, None)
+            return Marks(self._signer.id), provenance, Opened(None)
         assert provenance.tokens is None, "token ids are the prompt: they are not to be told"
         salt = self._random(SALT_BYTES)
         cipher = AesFrames(self._encrypter.secret, salt, claim, frames)
         told = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
         cipher.bind(told.token_digest)
-        return Marks(signed_by, self._encrypter.id, salt.hex()), told, Opened(self.signs, cipher)
+        return Marks(self._signer.id, self._encrypter.id, salt.hex()), told, Opened(cipher)
 
     def sign(self, header: bytearray) -> None:
         """Write the signature into a whole header with zeros in its place, and its checksum's."""
-        assert self._signer is not None
         header[SIGNATURE_AT:SIGNATURE_END] = _signature(self._signer, header)
 
     def verify(self, header: bytearray) -> None:
@@ -123,8 +120,8 @@ class Seal:
             raise PayloadError(f"the signature of key {key_id!r} does not match")
 
     def open(self, header: Header) -> Opened:
-        """What the frames of ``header`` are to be held against, whose text went through ``verify``
-        if this seal signs. Raises ``PayloadError`` for frames that are not sealed as they must."""
+        """What the frames of ``header`` are to be held against, whose text went through ``verify``.
+        Raises ``PayloadError`` for frames that are not sealed as they must."""
         frames, marks = header.frames, header.marks
         encrypted = [codec.endswith(ENCRYPTED) for codec in frames.codecs]
         if self._encrypter is None:
@@ -132,7 +129,7 @@ class Seal:
                 raise PayloadError("encrypted, and no payload is here")
             if not all(frames.proofs):
                 raise PayloadError("signed, but not every frame of it")
-            return Opened(True, None)
+            return Opened(None)
         if not all(encrypted):
             raise PayloadError("not encrypted, and only encrypted payloads are loaded here")
         key = self._encryption.get(marks.encrypted_by)
@@ -142,11 +139,11 @@ class Seal:
             )
         cipher = AesFrames(key.secret, bytes.fromhex(marks.salt), header.claim, len(frames))
         cipher.bind(header.provenance.token_digest)
-        return Opened(self.signs, cipher)
+        return Opened(cipher)
 
     def __repr__(self) -> str:
-        kinds = [("signing", self._signing), ("encryption", self._encryption)]
-        return f"<Seal {', '.join(f'{kind} {list(keys)}' for kind, keys in kinds if keys)}>"
+        kinds = [f"{kind} {[key.id for key in keys]}" for kind, keys in self._kinds.items() if keys]
+        return f"<Seal {', '.join(kinds)}>"
 
 
 def proof_of(stored: Buffer) -> str:
@@ -179,6 +176,11 @@ def _mark(metadata: dict[str, str], name: str) -> tuple[str, str]:
     if match is None:
         raise PayloadError(f"metadata {name!r} is malformed")
     return match[1], match[2]
+
+
+def _signing_key(key: SealKey) -> SealKey:
+    """What signs where only ``key``, to encrypt with, was given."""
+    return replace(key, secret=hkdf(key.secret, bytes(KEY_BYTES), _DERIVED_INFO, KEY_BYTES))
 
 
 def _signature(key: SealKey, header: bytearray) -> bytes:

@@ -37,8 +37,10 @@ class AesFrames:
             frames: how many the payload has.
         """
         path = claim.key.path()
-        key, self._blind = _derived(secret, salt, _KEY_INFO + path.encode())
-        self._aes = load_aes().algorithms.AES(key)
+        assert len(salt) == SALT_BYTES
+        keys = hkdf(secret, salt, _KEY_INFO + path.encode(), 64)
+        self._aes = load_aes().algorithms.AES(keys[:32])
+        self._blind = keys[32:]
         self._frames = frames
         self._claim = (
             f"{_FRAME_INFO}{path}\n{claim.parent_hash.hex()}\n"
@@ -124,13 +126,14 @@ def load_aes() -> Any:
     return SimpleNamespace(Cipher=Cipher, algorithms=algorithms, modes=modes, InvalidTag=InvalidTag)
 
 
-def _derived(secret: bytes, salt: bytes, info: bytes) -> tuple[bytes, bytes]:
-    """HKDF-SHA256 (RFC 5869): 64 bytes, as the payload's key and what its checksums are blinded
-    with."""
-    assert len(salt) == SALT_BYTES
+def hkdf(secret: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
+    """HKDF-SHA256 (RFC 5869)."""
     base = hmac.digest(salt, secret, "sha256")
-    key = hmac.digest(base, info + b"\x01", "sha256")
-    return key, hmac.digest(base, key + info + b"\x02", "sha256")
+    out = last = b""
+    for count in range(1, -(-nbytes // 32) + 1):
+        last = hmac.digest(base, last + info + bytes([count]), "sha256")
+        out += last
+    return out[:nbytes]
 
 
 def _nonce(number: int) -> bytes:

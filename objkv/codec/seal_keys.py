@@ -4,10 +4,10 @@ Errors name a line or an entry and what is wrong with it, never anything that is
 """
 
 import base64
-import binascii
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from objkv.codec.seal import KEY_BYTES, KEY_ID, SealKey
@@ -65,10 +65,11 @@ def _lines(text: str) -> _Entries:
 
 
 def _json_entries(text: str) -> _Entries:
-    try:
-        document: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError("it looks like JSON, and is none") from None
+    document: Any = None
+    with suppress(ValueError, RecursionError):  # which hold the document
+        document = json.loads(text)
+    if document is None:
+        raise ValueError("it looks like JSON, and is none")
     if not isinstance(document, list):
         raise ValueError("JSON must be an array of keys")
     for number, entry in enumerate(document, 1):
@@ -81,14 +82,13 @@ def _json_entries(text: str) -> _Entries:
 
 
 def _secret(where: str, text: str) -> bytes:
-    try:
+    secret = b""
+    with suppress(ValueError):
         if len(text) == 2 * KEY_BYTES:
             secret = bytes.fromhex(text)
         else:
             plain = text.rstrip("=").replace("-", "+").replace("_", "/")
             secret = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
-    except (ValueError, binascii.Error):
-        secret = b""
     if len(secret) != KEY_BYTES:
         raise ValueError(f"{where}: the key must be {KEY_BYTES} bytes as hex or base64")
     if len(set(secret)) < _DISTINCT_MIN:

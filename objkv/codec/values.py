@@ -181,6 +181,7 @@ class Marks(NamedTuple):
     signed_by: str = ""
     """Id of the key; empty where nothing is signed."""
     encrypted_by: str = ""
+    """The same; what is encrypted is signed as well."""
     salt: str = ""
     """That the key of this payload alone was derived with, 64 hex digits; empty where nothing is
     encrypted."""
@@ -215,10 +216,8 @@ class FrameCipher(Protocol):
 
 
 class Opened(NamedTuple):
-    """What a seal found out about a header, and its frames are to be held against."""
+    """Of a header whose signature was verified: its frames are what their proofs say."""
 
-    signed: bool
-    """Whether the signature was verified: then frames are what their proofs say."""
     cipher: FrameCipher | None
     """None where nothing is encrypted."""
 

@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from objkv.codec.expected import parse_expected
 from objkv.codec.header import bytes_max, parse
 from objkv.codec.payload import (
     CODECS,
+    Claim,
     LayerSpec,
     Provenance,
     check_frames,
@@ -32,9 +34,11 @@ from objkv.codec.payload import (
 )
 from objkv.codec.scales import scales_text
 from objkv.codec.seal import Seal, SealKey
+from objkv.codec.seal_frames import AesFrames
+from objkv.codec.values import Place
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, layer_lists, noise, pages_of, smooth
-from tests.codec.seals import ENCRYPTER, SEALS, SIGNER
+from tests.codec.seals import ENCRYPTER, KEYS, SEALS, SIGNER
 
 KINDS = sorted(SEALS)
 
@@ -94,8 +98,7 @@ def test_both_ways_of_writing_and_reading_a_header_agree(
     kind: str, layers: list[LayerSpec]
 ) -> None:
     # One salt for both: else no two encrypted payloads are alike.
-    keys = ([SIGNER] if SEALS[kind].signs else [], [ENCRYPTER] if SEALS[kind].encrypts else [])
-    seal = Seal(*keys, random=lambda count: bytes(count))
+    seal = Seal(*KEYS[kind], random=lambda count: bytes(count))
     pages = pages_of(layers)
     slow = encode(CLAIM, layers, pages, codec="none", provenance=PROVENANCE, seal=seal)
     quick = encode(CLAIM, tuple(layers), pages, codec="none", provenance=PROVENANCE, seal=seal)
@@ -119,7 +122,7 @@ def test_no_header_is_longer_than_its_bound(kind: str) -> None:
     scales = scales_text(1.2345678901234567e-300, 1.2345678901234567e-300)
     long = [LayerSpec(f"{i:0>512}", "F8_E4M3FNUZ", (1, 1, 1, 1), scales) for i in range(1001)]
     key = SealKey("k" * 64, "*", bytes(32))
-    seal = Seal([key] if SEALS[kind].signs else [], [key] if SEALS[kind].encrypts else [])
+    seal = Seal([key], [key] if SEALS[kind].encrypts else [])
     told = Provenance("0" * 64, "w" * 256, 2**62)
     payload = encode(CLAIM, long, pages_of(long), codec="none", provenance=told, seal=seal)
     assert read_header(payload, seal=seal).data_start <= bytes_max(long, 0)
@@ -142,7 +145,7 @@ def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> N
     header = read_header(payload)
     assert header.marks.encrypted_by == ENCRYPTER.id
     assert check_frames(header, payload) == len(LAYERS)  # damage shows without a key
-    with pytest.raises(PayloadError, match="unknown codec"):
+    with pytest.raises(PayloadError, match="no key is here"):
         pages_read(payload, None)
 
 
@@ -257,3 +260,37 @@ def test_encryption_is_the_documented_one(kind: str) -> None:
         stored = payload[start:end] + bytes.fromhex(tag)
         pages = AESGCM(keys[:32]).decrypt(nonce, stored, about.encode())
         assert pages == pages_of(LAYERS)[number]
+
+
+PLACE = Place(1, "none+aes256gcm", LAYERS[0])
+ELSEWHERE = {
+    "number": (CLAIM, 3, "cd", PLACE._replace(number=2)),
+    "codec": (CLAIM, 3, "cd", PLACE._replace(codec="lz4+aes256gcm")),
+    "name": (CLAIM, 3, "cd", PLACE._replace(layer=replace(LAYERS[0], name="other"))),
+    "dtype": (CLAIM, 3, "cd", PLACE._replace(layer=replace(LAYERS[0], dtype="F16"))),
+    "shape": (CLAIM, 3, "cd", PLACE._replace(layer=replace(LAYERS[0], shape=(2, 2, 32, 16)))),
+    "scales": (CLAIM, 3, "cd", PLACE._replace(layer=replace(LAYERS[0], scales="1.0 0.5"))),
+    "frames": (CLAIM, 4, "cd", PLACE),
+    "tokens": (CLAIM, 3, "ce", PLACE),
+    "parent": (replace(CLAIM, parent_hash=b"\x03" * 20), 3, "cd", PLACE),
+    "range": (replace(CLAIM, token_end=513), 3, "cd", PLACE),
+    "key": (replace(CLAIM, key=replace(CLAIM.key, group=1)), 3, "cd", PLACE),
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_an_encrypted_frame_is_of_one_place_of_one_claim(what: str) -> None:
+    """By its tag alone, whatever the signature says."""
+
+    def cipher(claim: Claim, frames: int, tokens: str) -> AesFrames:
+        made = AesFrames(ENCRYPTER.secret, bytes(32), claim, frames)
+        made.bind(tokens * 32)
+        return made
+
+    stored, out = bytearray(noise(64)), memoryview(bytearray(64))
+    tag = cipher(CLAIM, 3, "cd").encrypt(PLACE, stored, memoryview(stored))
+    cipher(CLAIM, 3, "cd").decrypt(PLACE, memoryview(stored), out, tag)
+    assert bytes(out) == noise(64)
+    claim, frames, tokens, place = ELSEWHERE[what]
+    with pytest.raises(PayloadError, match="not what was encrypted"):
+        cipher(claim, frames, tokens).decrypt(place, memoryview(stored), out, tag)

@@ -7,6 +7,7 @@ import torch
 
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
+from objkv.codec.seal import Seal
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -55,6 +56,7 @@ class Replica:
         num_blocks: int = 32,
         join_s: float = PATIENCE_S,
         lane: Callable[[], Lane] = HostLane,
+        seal: Seal | None = None,
     ) -> None:
         self.recorder = MemoryRecorder()
         self.paged, self.caches = paged_group(
@@ -64,7 +66,7 @@ class Replica:
             f"replica-{seed}", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=1 << 20
         )
         self.index = index
-        self.cache = ChunkCache(store, hot, index, settings, self.recorder)
+        self.cache = ChunkCache(store, hot, index, settings, self.recorder, seal=seal)
         size = payload_bytes_max(self.paged.layers)
         self.load_slabs = SlabPool("load", count=slabs, slab_bytes=size, pinned=False)
         self.save_slabs = SlabPool("save", count=slabs, slab_bytes=size, pinned=False)
