@@ -79,6 +79,10 @@ class Output:
         """Print one line, whatever it holds."""
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Print one line on standard error, whoever reads the result."""
+        self._progress.print(Text(printable(text), style="yellow"), soft_wrap=True)
+
     @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int], None]]:
         """A function to tell how far the work is; shown while somebody watches a terminal."""

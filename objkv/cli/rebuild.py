@@ -16,8 +16,8 @@ _MEANS = {
     "corrected": "had a record that said otherwise",
     "present": "had their record",
     "written": "were being written by others",
-    "unreadable": "no payloads of objkv, or damaged: objkv sweep removes them",
-    "foreign": "claim to be another's: objkv sweep removes them",
+    "unreadable": "damaged, or not of objkv: without a record objkv sweep removes them",
+    "foreign": "claim to be another's: without a record objkv sweep removes them",
     "other": "entries that are no payloads",
 }
 
@@ -45,6 +45,7 @@ def rebuild(
         with session.out.waiting("reading namespaces"):
             names = stored_namespaces(bulk)
             found = {n: read_namespace(bulk, n) for n in names if namespace in (None, n)}
+            found = run.with_keys(found)
             parts = stored_parts(bulk, list(found))
         work = Rebuild(run.ends, apply=not dry_run)
         run.run("restoring records", work.parts(parts, found))

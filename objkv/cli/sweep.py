@@ -114,6 +114,7 @@ def _show(run: Upkeep, apply: bool) -> None:
             removed=counts["removed"],
             removed_bytes=nbytes["removed"],
             kept=beside,
+            uploads_listed=not counts["not_listed"],
         )
         out.document(document)
         return
@@ -125,6 +126,10 @@ def _show(run: Upkeep, apply: bool) -> None:
     told = [f"{count:,} {name}" for name, count in beside.items() if count]
     if told:
         out.line("left alone: " + ", ".join(told))
+    if counts["not_listed"]:
+        out.line(
+            "uploads in parts may not be listed: a rule of the bucket has to end them", "yellow"
+        )
     if apply:
         out.line(f"removed {counts['removed']:,}, {size(nbytes['removed'])}")
     elif rows:

@@ -17,7 +17,7 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.checkpoint import Checkpoint, checkpoint_file
 from objkv.ops.crew import Crew, Unit
-from objkv.ops.ends import Ends
+from objkv.ops.ends import Ends, Namespace
 from objkv.ops.patient import PatientIndex, PatientStore
 from objkv.ops.tally import Tally
 
@@ -38,6 +38,22 @@ class Upkeep:
         """Do them, and show how far they are."""
         with self.session.out.steps(what) as tell:
             self.crew.run(units, tell)
+
+    def with_keys(self, found: dict[str, Namespace]) -> dict[str, Namespace]:
+        """Those whose payloads can be judged here; it is told which cannot, because the keys that
+        they are sealed with are not. Raises ``ConfigError`` if that is true of all."""
+        left, missing = {}, ""
+        for name, namespace in found.items():
+            try:
+                self.ends.seal_of(namespace.tenant)
+            except ConfigError as exc:
+                missing = str(exc)
+                self.session.out.note(f"{name} is left alone: {missing}")
+            else:
+                left[name] = namespace
+        if missing and not left:
+            raise ConfigError(missing)
+        return left
 
     @property
     def tally(self) -> Tally:

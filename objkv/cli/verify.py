@@ -8,7 +8,7 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.errors import ConfigError
-from objkv.ops.ends import Ends, Namespace, Part, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.ends import Namespace, Part, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import Budget
 
@@ -31,6 +31,9 @@ def verify(
     quarantine: Annotated[
         bool,
         typer.Option("--quarantine", help="Take what is wrong out of use. Without it: only say."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Quarantine, although most of all is wrong.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Of the sample.", metavar="N")] = None,
     deadline_s: Annotated[
@@ -57,13 +60,14 @@ def verify(
         resumable=every,
     ) as run:
         with session.out.waiting("reading namespaces"):
-            found, parts, indexed = _places(run.ends, namespace)
+            found, parts, indexed = _places(run, namespace)
         if quarantine:
             _refuse_wrong_bulk(found, indexed)
         work = Verify(
             run.ends,
             found,
             quarantine=quarantine,
+            force=force,
             budget=Budget(memory_bytes),
             workers=workers,
         )
@@ -79,13 +83,16 @@ def verify(
 
 
 def _places(
-    ends: Ends, namespace: str | None
+    run: Upkeep, namespace: str | None
 ) -> tuple[dict[str, Namespace], list[Part], list[str]]:
+    ends = run.ends
     names = [name for name in stored_namespaces(ends.bulk) if namespace in (None, name)]
     known = [] if ends.is_own_index else ends.index.namespaces()
-    indexed = [name for name in known if namespace in (None, name)]
-    found = {name: read_namespace(ends.bulk, name) for name in names}
-    return found, stored_parts(ends.bulk, names), indexed
+    every = {name: read_namespace(ends.bulk, name) for name in names}
+    found = run.with_keys(every)
+    skipped = every.keys() - found.keys()
+    indexed = [name for name in known if namespace in (None, name) and name not in skipped]
+    return found, stored_parts(ends.bulk, list(found)), indexed
 
 
 def _refuse_wrong_bulk(found: dict[str, Namespace], indexed: list[str]) -> None:

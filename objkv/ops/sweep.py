@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 
+from objkv.errors import StoreDenied
 from objkv.index.shapes import shape_path
 from objkv.keys.identity import identity_path
 from objkv.ops.crew import Check, Unit
@@ -55,10 +56,13 @@ class Sweep:
             yield Unit(f"documents {name}", self._document_work(name))
 
     def _temporary(self, tally: Tally, check: Check) -> None:
-        for found in self._ends.bulk.unfinished():
-            check()
-            if self._is_old(found.modified_s):
-                self._remover.leftover(found, tally)
+        try:
+            for found in self._ends.bulk.unfinished():
+                check()
+                if self._is_old(found.modified_s):
+                    self._remover.leftover(found, tally)
+        except StoreDenied:  # a right that no policy can limit to a prefix: many do not have it
+            tally.count("not_listed")
 
     def _quarantined(self, tally: Tally, check: Check) -> None:
         for entry in self._ends.bulk.scan(f"{QUARANTINE}/"):

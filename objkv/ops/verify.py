@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
+from threading import Lock
 
 from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
+from objkv.errors import ConfigError
 from objkv.index.base import ChunkEntry, Record, ShardRecord
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
@@ -31,6 +33,8 @@ from objkv.ops.verify_payload import Budget, Checked, Checker
 
 COPY_BYTES_MAX = 1 << 30
 """Larger ones are deleted without a copy: no payload is that large."""
+MOST_AT_LEAST = 20
+"""Payloads that must be wrong before that can be most of them."""
 _RECORDS_AT_ONCE = 250
 _NO_NAMESPACE = Namespace("", is_known=False)
 
@@ -47,13 +51,18 @@ class Verify:
         quarantine: bool,
         budget: Budget,
         workers: int,
+        force: bool = False,
     ) -> None:
-        """``workers``: looks at payloads at once, of a unit that looks for what is missing."""
+        """``workers``: looks at payloads at once, of a unit that looks for what is missing.
+        ``force``: take out of use also where most of all payloads are wrong."""
         self._ends = ends
         self._namespaces = namespaces
         self._quarantine = quarantine
         self._checker = Checker(ends, budget)
         self._workers = workers
+        self._force = force
+        self._lock = Lock()
+        self._seen = self._wrong = 0
 
     def parts(self, parts: Sequence[Part]) -> Iterator[Unit]:
         """Check every payload that the index knows; where there is no index, every payload."""
@@ -107,6 +116,7 @@ class Verify:
     def _verify(self, key: ChunkKey, tally: Tally) -> None:
         seal = self._seal(key)
         checked, record = self._checker.check(key, seal)
+        self._judge_all(checked)
         if checked.verdict in ("ok", "changed"):
             tally.count(checked.verdict, checked.nbytes)
             return
@@ -115,6 +125,19 @@ class Verify:
             done = self._set_right(key, checked, record, seal)
             if done is not None:
                 tally.count(done, checked.nbytes)
+
+    def _judge_all(self, checked: Checked) -> None:
+        """Raises ``ConfigError`` where payloads seem to be wrong because something else is."""
+        with self._lock:
+            self._seen += 1
+            self._wrong += checked.verdict in ("corrupt", "foreign")
+            is_most = self._wrong >= MOST_AT_LEAST and 2 * self._wrong > self._seen
+        if is_most and self._quarantine and not self._force:
+            raise ConfigError(
+                f"{self._wrong} of {self._seen} payloads are wrong, the last one because "
+                f"{checked.detail!r}: are keys or settings missing here? objkv verify without "
+                "--quarantine lists them; with --force they are taken out of use"
+            )
 
     def _set_right(
         self, key: ChunkKey, found: Checked, record: Record | None, seal: Seal | None
