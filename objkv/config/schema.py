@@ -1,5 +1,6 @@
 """The schema: every setting, its unit, its default and what it means."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -271,6 +272,10 @@ class Config(BaseModel):
             "encrypted": self.encryption_keys_file or self.encryption_keys_command,
         }
         return tuple(name for name, keys in kinds.items() if keys)
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """For reprs and logs: what ``public`` shows."""
+        yield from self.public().items()
 
     def public(self) -> dict[str, Any]:
         """All settings as plain values, secrets masked: for ``doctor`` and logs."""

@@ -36,6 +36,7 @@ _REST = rb"|((?s:.+))"
 """From the first place where no value is, all that follows."""
 _FAST = re.compile(_VALUE + _REST)
 _FAST_ROWS = re.compile(rb"(?:\*[0-9]+\r\n)?" + _VALUE + _REST)
+_LENGTH = re.compile(rb"-1|[0-9]{1,10}")
 _HEAD = re.compile(rb"([-+:*$])([^\r\n]*)\r\n")
 
 
@@ -125,6 +126,7 @@ class _Question:
         self._values: list[bytes] = []
         self._found: list[Shards | None] = []
         self._refused = False
+        self._rows = 0
         self._pattern = _FAST if len(fields) == 1 else _FAST_ROWS
         # Lengths of values are not compared with what was announced: instead, the last answer is
         # one that nobody can foresee. If there are as many values before it as were asked for,
@@ -197,8 +199,13 @@ class _Question:
             return 0
         kind, words = head.groups()
         if kind == b"*":
+            self._rows += 1
+            if self._rows > self._count:
+                raise exceptions.InvalidResponse("rows without an end")
             return head.end()  # the values of a row follow
         if kind == b"$":
+            if _LENGTH.fullmatch(words) is None:
+                raise exceptions.InvalidResponse("a value of no known length")
             end = head.end() + max(0, int(words))
             if len(data) < end + 2:
                 return 0

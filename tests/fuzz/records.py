@@ -1,0 +1,167 @@
+"""Targets: what an index, a bucket's documents and names of keys say."""
+
+import hashlib
+import json
+import posixpath
+from typing import Any
+
+from hypothesis import strategies as st
+
+from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.pins import Pin, parse_pin
+from objkv.codec.payload import CODECS
+from objkv.errors import ConfigError, PayloadError, StoreError
+from objkv.index.base import Record
+from objkv.index.fields import decode_shard, encode_shard
+from objkv.index.redis import _record
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import canonical_json, identity_path
+from objkv.keys.topology import Shard
+from objkv.ops.diff import diff, parse_document
+from objkv.ops.identities import parse_identity
+from objkv.stores.base import check_key, check_prefix, is_key
+from objkv.stores.memory import MemoryStore
+from objkv.testing.index_samples import shard
+from tests.codec.payloads import CLAIM, sample
+from tests.fuzz.mutation import change_document, changed_bytes, changed_text
+from tests.fuzz.payloads import whole_payloads
+from tests.fuzz.target import Finding, Target, outcome, require
+from tests.ops.world import IDENTITY
+
+_SHARDS = [encode_shard(shard(nbytes)) for nbytes in (1, 4096, 10**17)]
+_PATH = CLAIM.key.path()
+_PIN = Pin("ab" * 16, (b"\1" * 20, b"\2" * 20), 512, 1_800_000_000, 1_700_000_000)
+_PAYLOADS = [bytes(sample(codec)) for codec in CODECS]
+
+
+def _shard(value: bytes) -> str:
+    """There is one way to write a shard record, and no other is read."""
+    found = decode_shard(value)
+    if found is None:
+        return "refused"
+    require(encode_shard(found) == value, "another way to write it")
+    return "read"
+
+
+@st.composite
+def _replies(draw: st.DrawFn) -> Any:
+    """What ``HGETALL`` may answer."""
+    fields = [b"0.L0-2_H0-4", b"parent", b"tokens", b"hits", b"touched", b"pin", b"shape"]
+    values = [
+        *_SHARDS, b"01" * 20, b"0-256", b"256-512", b"0", b"7", b"-1", b"", b"1e9", b"9" * 5000,
+        b"\xd9\xa3", b" 1", b"1_0", b"0-0", b"nan",
+    ]  # fmt: skip
+    reply = {
+        b"0.L0-2_H0-4": _SHARDS[1],
+        b"parent": b"01" * 20,
+        b"tokens": b"0-256",
+        b"hits": b"3",
+        b"touched": b"1700000000",
+    }
+    reply |= draw(
+        st.dictionaries(
+            st.sampled_from(fields) | st.binary(max_size=12),
+            st.sampled_from(values) | changed_bytes(values),
+            max_size=4,
+        )
+    )
+    for field in draw(st.sets(st.sampled_from(fields), max_size=2)):
+        reply.pop(field, None)
+    return reply
+
+
+@outcome(StoreError)
+def _reply(reply: dict[bytes, bytes]) -> str:
+    record = _record(b"\1" * 20, reply, 0.0)
+    if record is None:
+        return "refused"
+    require(isinstance(record, Record), "no record")
+    require(len(record.parent_hash) == 20, "a parent of another length")
+    require(record.shards, "no shards")
+    repr(record)
+    return "read"
+
+
+@outcome((ValueError, StoreError))
+def _key(text: str) -> str:
+    """No name leads out of a store, and what is read as a key is written as it was."""
+    if is_key(text):
+        require(posixpath.normpath(f"/root/{text}") == f"/root/{text}", "a way out")
+        require(text.isascii(), "letters of others")
+        check_key(text)
+    key = ChunkKey.parse(text)
+    require(key.path() == text, "written otherwise")
+    require(is_key(text), "a path that is no key")
+    require(Shard.parse(str(key.shard)) == key.shard, "a shard written otherwise")
+    return "read"
+
+
+@outcome(StoreError)
+def _prefix(text: str) -> str:
+    check_prefix(text)
+    require(posixpath.normpath(f"/root/{text}x").startswith("/root/"), "a way out")
+    return "read"
+
+
+@st.composite
+def _identities(draw: st.DrawFn) -> tuple[bytes, str]:
+    """A document, and the namespace that its digest would be."""
+    document = json.loads(IDENTITY.canonical())
+    change_document(draw, document)
+    try:
+        text = canonical_json(document)
+    except ValueError:
+        text = json.dumps(document).encode()
+    text = draw(st.just(text) | changed_bytes([text]))
+    return text, hashlib.sha256(text).hexdigest()[:32]
+
+
+@outcome(PayloadError)
+def _identity(example: tuple[bytes, str]) -> str:
+    document, namespace = example
+    identity = parse_identity(document, namespace)
+    require(identity.namespace() == namespace, "of another namespace")
+    require(json.loads(identity.canonical()) == json.loads(document), "another document")
+    return "read"
+
+
+@outcome((ConfigError, PayloadError))
+def _diff(example: tuple[bytes, str]) -> str:
+    document = parse_document(example[0].decode("utf-8", "replace"), "it")
+    report = diff(document, json.loads(IDENTITY.canonical()))
+    repr(report)
+    return "same" if report.share else "read"
+
+
+@outcome(PayloadError)
+def _pin(document: bytes) -> str:
+    pin = parse_pin(document, _PIN.path())
+    require(parse_pin(pin.document(), _PIN.path()) == pin, "written otherwise")
+    require(pin.path() == _PIN.path(), "of another prefix")
+    return "read"
+
+
+def _folder(payload: bytes) -> str:
+    """A folder that is its own index leaves out what is no payload."""
+    store = MemoryStore()
+    store.put(_PATH, payload)
+    store.put(identity_path(CLAIM.key.namespace), payload)
+    index = BulkIndex(store)
+    [record] = index.lookup(CLAIM.key.namespace, [CLAIM.key.prefix_hash])
+    if record is None:
+        return "refused"
+    if list(index.scan(CLAIM.key.namespace)) != [record]:
+        raise Finding("scan and lookup differ")
+    return "read"
+
+
+TARGETS = (
+    Target("shard record", changed_bytes(_SHARDS) | st.sampled_from(_SHARDS), _shard),
+    Target("Redis record", _replies(), _reply),
+    Target("key", changed_text(_PATH) | changed_text("a/b.c/..d") | st.just(_PATH), _key),
+    Target("prefix", changed_text(_PATH[:40]) | st.text("ab./~\n", max_size=12), _prefix),
+    Target("identity document", _identities(), _identity),
+    Target("identity documents compared", _identities(), _diff),
+    Target("pin", changed_bytes([_PIN.document()]), _pin),
+    Target("folder as index", st.sampled_from(_PAYLOADS) | whole_payloads(), _folder),
+)

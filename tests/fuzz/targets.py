@@ -1,0 +1,11 @@
+"""All targets."""
+
+from tests.fuzz import payloads, records, settings, wires
+from tests.fuzz.target import Target
+
+TARGETS: tuple[Target, ...] = (
+    *payloads.TARGETS,
+    *records.TARGETS,
+    *wires.TARGETS,
+    *settings.TARGETS,
+)

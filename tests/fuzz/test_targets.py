@@ -1,0 +1,41 @@
+"""Every target for a moment, with the same examples every time."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.fuzz.target import Target
+from tests.fuzz.targets import TARGETS
+from tests.fuzz.wires import ANSWERS, FIELDS, check_find
+
+EXAMPLES = 40
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_promises_hold_whatever_is_read(target: Target) -> None:
+    ends = set()
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(example=target.examples)
+    def run(example: object) -> None:
+        ends.add(target.check(example))
+
+    run()
+    assert len(ends) > 1, f"only {ends}: the examples do not reach what is to be tested"
+
+
+@pytest.mark.parametrize("fields", [FIELDS[:1], FIELDS], ids=["one field", "two fields"])
+@pytest.mark.parametrize("answer", [*ANSWERS, b"*1\r\n" * 5000], ids=lambda answer: answer[:8])
+def test_no_answer_of_redis_is_an_error_of_another_kind(
+    answer: bytes, fields: tuple[str, ...]
+) -> None:
+    check_find((2, fields, [answer, answer], True))
+
+
+def test_names_are_different() -> None:
+    assert len({target.name for target in TARGETS}) == len(TARGETS)

@@ -1,0 +1,224 @@
+"""Targets: answers of servers, cut into pieces anywhere."""
+
+import select
+import time
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import strategies as st
+from redis import exceptions
+
+from objkv.index.fields import encode_shard
+from objkv.index.redis_find import _Question, _RefusedError
+from objkv.resp.line import Line
+from objkv.resp.lines import CLIENT_ERRORS
+from objkv.stores.redis_values import _received
+from objkv.stores.s3_line import Answer, NoAnswer
+from objkv.testing.index_samples import shard
+from tests.fuzz.mutation import NUMBERS, changed_bytes
+from tests.fuzz.target import Finding, Target, outcome, require
+
+_VALUE = encode_shard(shard())
+FIELDS = ("0.L0-2_H0-4", "1.L0-2_H0-4")
+_ROUNDS_MAX = 10_000
+
+
+class Wire:
+    """What a ``Line`` is to a question: takes what is sent, and hands out prepared pieces."""
+
+    def __init__(self, pieces: list[bytes], answer_to: Any = None) -> None:
+        self.tls = self.clean = False
+        self._pieces = pieces
+        self._rounds = 0
+
+    def offer(self, data: memoryview) -> int:
+        """All of it is taken."""
+        return len(data)
+
+    def wait_to_receive(self) -> bool:
+        """There is always something."""
+        return True
+
+    def receive(self, nbytes: int = 65536) -> bytes:
+        """The next piece; then the connection is lost."""
+        self._rounds += 1
+        if self._rounds > _ROUNDS_MAX:
+            raise Finding("reads for ever")
+        if not self._pieces:
+            raise exceptions.ConnectionError("lost")
+        return self._pieces.pop(0)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """As a socket's."""
+        if not self._pieces:
+            return 0
+        piece = self._pieces.pop(0)
+        taken = min(len(piece), len(buffer))
+        buffer[:taken] = piece[:taken]
+        if taken < len(piece):
+            self._pieces.insert(0, piece[taken:])
+        return taken
+
+    def recv(self, nbytes: int) -> bytes:
+        """As a socket's."""
+        if not self._pieces:
+            return b""
+        piece = self._pieces.pop(0)
+        if len(piece) > nbytes:
+            self._pieces.insert(0, piece[nbytes:])
+        return piece[:nbytes]
+
+
+def _cut(draw: st.DrawFn, data: bytes) -> list[bytes]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=4)))
+    edges = [0, *cuts, len(data)]
+    pieces = [data[a:b] for a, b in pairwise(edges)]
+    return [piece for piece in pieces if piece]
+
+
+ANSWERS = [
+    b"$%d\r\n%b\r\n" % (len(_VALUE), _VALUE),
+    b"$-1\r\n",
+    b"-WRONGTYPE Operation against a key\r\n",
+    b"-ERR no\r\n",
+    b"*2\r\n",
+    b"*-1\r\n",
+    b"$3\r\nabc\r\n",
+    b"$0\r\n\r\n",
+    b"$x\r\n",
+    b"$99999999999999999999\r\n",
+    b"$" + b"9" * 5000 + b"\r\n",
+    b"$-2\r\n",
+    b":1\r\n",
+    b"+OK\r\n",
+    b"_\r\n",
+    b"%1\r\n",
+]
+
+
+@st.composite
+def _finds(draw: st.DrawFn) -> tuple[int, tuple[str, ...], list[bytes], bool]:
+    """(hashes, fields, answers, whether the right end follows)."""
+    fields = draw(st.sampled_from([FIELDS[:1], FIELDS]))
+    count = draw(st.integers(1, 5))
+    row = [b"*%d\r\n" % len(fields)] if len(fields) > 1 else []
+    if draw(st.booleans()):
+        values = st.sampled_from(ANSWERS[:2])
+        answers = [b"".join([*row, *(draw(values) for _ in fields)]) for _ in range(count)]
+    else:
+        answers = draw(st.lists(st.sampled_from([*ANSWERS, *row]), max_size=3 * count))
+    text = b"".join(answers)
+    if draw(st.booleans()):
+        text = draw(changed_bytes([text or b"$"]))
+    if draw(st.integers(0, 20)) == 0:
+        text += b"*1\r\n" * 20_000
+    return count, fields, _cut(draw, text), draw(st.integers(0, 5)) > 0
+
+
+@outcome((*CLIENT_ERRORS, _RefusedError))
+def check_find(example: tuple[int, tuple[str, ...], list[bytes], bool]) -> str:
+    """Whole answers to all questions, or an error that the client knows what to do about."""
+    count, fields, pieces, ends = example
+    pieces = list(pieces)
+    wire = Wire(pieces)
+    question = _Question(wire, "p:", [bytes([n]) * 20 for n in range(count)], fields)  # type: ignore[arg-type]
+    if ends:
+        pieces.append(question._mark)
+    found = question.answers()
+    require(wire.clean, "a connection of nobody knows what state")
+    require(len(found) == count, "another number of answers")
+    for shards in found:
+        if shards is not None:
+            require(dict(shards), "no shards where some are promised")
+            require(set(shards) <= set(fields), "fields that nobody asked for")
+    return "read"
+
+
+class _NoSocketLine(Line):
+    """A line on a wire that is no socket."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.clean = True
+        self.tls = self._blocking = False
+        self.sock = wire  # type: ignore[assignment]
+        self._rest = b""
+        self._timeout_s = None
+        self._poll = select.poll()
+
+
+@st.composite
+def _values(draw: st.DrawFn) -> tuple[int, list[bytes]]:
+    value = draw(st.binary(max_size=200))
+    answer = b"$%d\r\n%b\r\n" % (len(value), value)
+    heads = [b"$%d\r\n" % number for number in (*NUMBERS, -1, -2)] + ANSWERS
+    answer = draw(st.just(answer) | changed_bytes([answer], near=6) | st.sampled_from(heads))
+    return draw(st.integers(0, 256)), _cut(draw, answer)
+
+
+@outcome(CLIENT_ERRORS)
+def _value(example: tuple[int, list[bytes]]) -> str:
+    """Nothing is written beyond the buffer, and no more is received than the value."""
+    room, pieces = example
+    answer = b"".join(pieces)
+    line = _NoSocketLine(Wire(list(pieces)))
+    buffer = memoryview(bytearray(room) + b"\xa5" * 64)
+    told: list[int] = []
+    head = line.read_line(len(b"$%d\r\n" % room))
+    nbytes = _received(line, head, buffer[:room], told.append)
+    require(buffer[room:] == b"\xa5" * 64, "written beyond the buffer")
+    if nbytes > room:
+        return "too long"
+    require(answer.startswith(head + b"\r\n" + bytes(buffer[:nbytes]) + b"\r\n"), "other bytes")
+    require(told and told[-1] == nbytes, "nobody was told")
+    return "read"
+
+
+_HEADS = [
+    b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "ab"\r\n\r\nhello',
+    b"HTTP/1.1 206 Partial Content\r\ncontent-length:3\r\ncontent-range: bytes 2-4/9\r\n\r\nabc",
+    b"HTTP/1.0 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+    b"HTTP/1.1 204 No Content\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+    b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    b"HTTP/1.1 206 x\r\nContent-Length: 1\r\nContent-Range: bytes 0-0/" + b"9" * 5000 + b"\r\n\r\n",
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
+    b"HTTP/1.1\r\n\r\n",
+    b"\r\n\r\n",
+]
+
+
+@outcome((ValueError, NoAnswer))
+def _answer(raw: bytes) -> str:
+    """A head is understood, or left to the client; no more is read than it announces."""
+    if b"\r\n\r\n" not in raw:
+        return "refused"
+    line: Any = _S3Line()
+    answer = Answer(line, raw)
+    body = raw.partition(b"\r\n\r\n")[2]
+    require(answer.left >= len(body), "more than was announced")
+    require(isinstance(answer.etag, str), "no tag")
+    answer.starts_at(0)
+    if answer.status in (200, 206):
+        require(isinstance(answer.total, int), "no length")
+    into = memoryview(bytearray(min(answer.left, 64)) + b"\xa5" * 16)
+    room = len(into) - 16
+    try:
+        answer.fill(into[:room], time.monotonic() + 60)
+    finally:
+        require(into[room:] == b"\xa5" * 16, "written beyond the buffer")
+    return "read"
+
+
+class _S3Line:
+    """The connection is lost after what came with the head."""
+
+    def receive_into(self, into: memoryview, deadline_s: float) -> int:
+        """The end of all."""
+        return 0
+
+
+TARGETS = (
+    Target("Redis: shards of many chunks", _finds(), check_find),
+    Target("Redis: a value", _values(), _value),
+    Target("S3: the head of an answer", changed_bytes(_HEADS), _answer),
+)
