@@ -4,7 +4,7 @@ that fails now and then: what is stored is what the blocks held, and every chunk
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Condition, Thread
 
 import pytest
@@ -15,7 +15,7 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.lanes import HostBlocks, HostLane
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from tests.transfer.world import NAMESPACE, PATIENCE_S, Replica, wait_until
@@ -162,4 +162,93 @@ def test_what_is_stored_is_what_the_blocks_held(codec: str, drains: bool) -> Non
             stored.append(bytes(frame_pages(header, i, payload, memoryview(bytearray(nbytes)))))
         assert stored in held[entry.key]
     lane.close()
+    replica.close()
+
+
+class PassesWhenWaited(HostLane):
+    """Its copies are made when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[torch.Tensor, HostBlocks, Sequence[torch.Tensor]]] = []
+
+    def gather(
+        self, cache: torch.Tensor, placed: HostBlocks, pages: Sequence[torch.Tensor]
+    ) -> None:
+        self.left.append((cache, placed, pages))
+
+    def mark(self) -> "WaitedMark":
+        return WaitedMark(self)
+
+    def let_pass(self) -> None:
+        left, self.left = self.left, []
+        for work in left:
+            super().gather(*work)
+
+
+class WaitedMark:
+    def __init__(self, lane: PassesWhenWaited) -> None:
+        self._lane = lane
+
+    def done(self) -> bool:
+        return not self._lane.left
+
+    def wait(self) -> None:
+        self._lane.let_pass()
+
+    def hold_compute(self) -> None:
+        """The model waits, nobody else."""
+
+
+class NobodyWaits:
+    """Stands for the threads: what is queued stays so, and is left at the end."""
+
+    waiting = 0
+    is_closed = False
+
+    def __init__(self, *, takes: bool) -> None:
+        self.takes = takes
+        self.left: list[object] = []
+
+    def put(self, items: Iterable[object]) -> bool:
+        self.left += items
+        return self.takes
+
+    def close(self, _seconds: float, give_up: Callable[[Iterable[object]], object]) -> None:
+        give_up(self.left)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_no_slab_is_given_back_and_no_block_let_go_of_before_its_copies_have_passed(
+    *, takes: bool
+) -> None:
+    """What is given up at the end may still be on its way out of its blocks, whose memory goes next
+    where the engine sleeps."""
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenWaited()
+    limits = SaveLimits(1, 6, PATIENCE_S, "none", "w")
+    saver = Saver(
+        replica.cache,
+        {0: replica.paged},
+        replica.save_slabs,
+        lane=lane,
+        limits=limits,
+        recorder=replica.recorder,
+    )
+    saver.close(0.0)
+    saver._crew = NobodyWaits(takes=takes)  # type: ignore[assignment]
+    released: list[int] = []
+    take_back = replica.save_slabs.take_back
+
+    def watched(memory: torch.Tensor) -> None:
+        released.append(len(lane.left))
+        take_back(memory)
+
+    replica.save_slabs.take_back = watched  # type: ignore[method-assign]
+    saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
+    dropped = saver.gather((SavePlan("r", NAMESPACE, saves),))
+    assert len(dropped) == (0 if takes else 2)
+    if takes:
+        assert lane.left
+        saver.close(0.0)
+    assert released == [0, 0]
+    assert not lane.left
     replica.close()

@@ -1,0 +1,65 @@
+"""Play interleavings for as long as asked: ``python -m tests.fences --minutes 5``.
+
+First every situation with one preemption, and a share of those with two; then lives at random, by
+seeds that are told. ``--seed 17`` plays that one again.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import objkv.connector.worker  # noqa: F401  # before clocks are replaced
+from tests.fences.explorer import Found, Tally, listening, play_seed, play_situations
+
+FOLDER_EVERY = 8
+"""Of lives at random, one of so many has its bulk store in files."""
+SYSTEMATIC_SHARE = 0.5
+
+
+def main() -> int:
+    """Exit code 1 for the first interleaving that is broken, which is told."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, help="play this one alone")
+    parser.add_argument("--first-seed", type=int, default=int(time.time()))
+    arguments = parser.parse_args()
+    tally = Tally()
+    try:
+        with listening(), tempfile.TemporaryDirectory() as folder:
+            if arguments.seed is not None:
+                _one(arguments.seed, tally, Path(folder))
+            else:
+                _many(arguments.minutes * 60, arguments.first_seed, tally, Path(folder))
+    except Found as found:
+        print(f"broken: {found}")
+        return 1
+    print(
+        f"{tally.plays} interleavings, {tally.switches} switches, {tally.copies} copies looked at"
+    )
+    print("nothing was ever broken")
+    return 0
+
+
+def _many(seconds: float, first_seed: int, tally: Tally, folder: Path) -> None:
+    since = time.monotonic()
+    for preemptions, stride in ((1, 1), (2, 997)):
+        for _ in play_situations(
+            preemptions=preemptions, tally=tally, stride=stride, first=first_seed
+        ):
+            if time.monotonic() - since > seconds * SYSTEMATIC_SHARE:
+                break
+    print(f"{tally.plays} interleavings by system; at random from --seed {first_seed} on")
+    seed = first_seed
+    while time.monotonic() - since < seconds:
+        _one(seed, tally, folder)
+        seed += 1
+
+
+def _one(seed: int, tally: Tally, folder: Path) -> None:
+    play_seed(seed, tally, folder if seed % FOLDER_EVERY == 0 else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""Memory that changes hands, and the streams that touch it: what fences are about.
+
+A stream does what it was given in order and late, as on a GPU: each copy is made when the schedule
+lets the stream go on. The model computes on a stream of its own. Blocks change hands in the order
+of that stream, as vLLM's kernels follow each other on it; or at once, when their memory goes.
+Every copy carries tickets: whose its blocks and its slab were when it was planned. One that finds
+them in other hands is what must never be.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from objkv.transfer.lanes import HostBlocks, HostLane, Pages
+from objkv.transfer.reshape import Recast
+from objkv.transfer.slabs import Slab, SlabPool
+from tests.fences.stage import Broken, the_stage
+
+GONE = -1
+"""The generation of a block whose memory is not there."""
+
+
+class Hands:
+    """Whose each block is: a number that grows whenever it is given to somebody."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.planned = [0] * num_blocks
+        """As the scheduler sees it."""
+        self.now = [0] * num_blocks
+        """As whoever touches the memory sees it."""
+        self.touches = 0
+        self.broken: list[str] = []
+        self._tickets: dict[int, tuple[Sequence[int], tuple[int, ...]]] = {}
+
+    def plan(self, block_ids: Sequence[int]) -> None:
+        """What is placed by this very sequence belongs to whoever has the blocks now."""
+        self._tickets[id(block_ids)] = (block_ids, self.ticket(block_ids))
+
+    def ticket(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+        """Of those who have these blocks; as it was planned, if this very sequence was."""
+        if kept := self._tickets.get(id(block_ids)):
+            return kept[1]
+        return tuple(self.planned[b] for b in block_ids)
+
+    def touch(self, what: str, block_ids: Sequence[int], ticket: tuple[int, ...]) -> None:
+        """A copy reads or writes these blocks."""
+        self.touches += 1
+        for block, planned in zip(block_ids, ticket, strict=True):
+            if self.now[block] != planned:
+                self.say(f"{what} block {block} of {planned}, which {self.now[block]} has")
+
+    def say(self, what: str) -> None:
+        """Something must not be."""
+        self.broken.append(what)
+        raise Broken(what)
+
+
+class Stream:
+    """Does one thing after the other, each when the schedule says so."""
+
+    def __init__(self, name: str, *, late: bool) -> None:
+        """Not ``late``: at once, as on a CPU."""
+        self._late = late
+        self._given: list[Callable[[], bool] | Callable[[], None]] = []
+        self.done = 0
+        self._closed = False
+        self.name = name
+        if late:
+            the_stage().spawn(name, self._run)
+
+    @property
+    def given(self) -> int:
+        """How many things."""
+        return len(self._given)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """After all that was given before."""
+        assert not self._closed
+        if not self._late:
+            work()
+        else:
+            self._given.append(work)
+
+    def follow(self, other: "Stream", number: int) -> None:
+        """What is given from now on comes after the other's first ``number`` things."""
+        if self._late and other.done < number:
+            self._given.append(lambda: other.done >= number)
+
+    def end(self) -> None:
+        """It is given nothing any more."""
+        self._closed = True
+
+    def _run(self) -> None:
+        stage = the_stage()
+        while True:
+            stage.wait(self.name, lambda: self._closed or self.done < len(self._given))
+            if self.done == len(self._given):
+                return
+            work = self._given[self.done]
+            if work() is False:
+                stage.wait(self.name, work)  # type: ignore[arg-type]
+            self.done += 1
+
+
+class Mark:
+    """After the first ``number`` things of a stream."""
+
+    def __init__(self, stream: Stream, number: int, compute: Stream) -> None:
+        self._stream, self._number, self._compute = stream, number, compute
+
+    def done(self) -> bool:
+        the_stage().pause("mark")
+        return self._stream.done >= self._number
+
+    def wait(self) -> None:
+        the_stage().wait("copies", lambda: self._stream.done >= self._number)
+
+    def hold_compute(self) -> None:
+        self._compute.follow(self._stream, self._number)
+
+
+class Placed(HostBlocks):
+    """Blocks with the ticket of those who have them."""
+
+    def __init__(self, block_ids: Sequence[int], ticket: tuple[int, ...]) -> None:
+        super().__init__(block_ids)
+        self.ticket = ticket
+
+
+class WatchedLane:
+    """A lane whose copies are made late, and looked at."""
+
+    def __init__(self, name: str, hands: Hands, compute: Stream, *, late: bool) -> None:
+        self.stream = Stream(name, late=late)
+        self._hands, self._compute = hands, compute
+        self._lane = HostLane()
+
+    def adopt_thread(self) -> None:
+        pass
+
+    def follow_compute(self) -> None:
+        self.stream.follow(self._compute, self._compute.given)
+
+    def place(self, block_ids: Sequence[int]) -> Placed:
+        return Placed(block_ids, self._hands.ticket(block_ids))
+
+    def scatter(
+        self, pages: Pages, cache: torch.Tensor, placed: Placed, recast: Recast | None = None
+    ) -> None:
+        slab = WatchedPool.ticket(pages.ctypes.data)
+
+        def copy() -> None:
+            self._hands.touch("written:", placed.ids, placed.ticket)
+            if slab != WatchedPool.ticket(pages.ctypes.data):
+                self._hands.say("pages are written from a slab that somebody else has")
+            self._lane.scatter(pages, cache, placed, recast)
+
+        the_stage().pause("scatter")
+        self.stream.do(copy)
+
+    def gather(self, cache: torch.Tensor, placed: Placed, pages: Sequence[torch.Tensor]) -> None:
+        slabs = [WatchedPool.ticket(piece.data_ptr()) for piece in pages]
+
+        def copy() -> None:
+            self._hands.touch("read:", placed.ids, placed.ticket)
+            if slabs != [WatchedPool.ticket(piece.data_ptr()) for piece in pages]:
+                self._hands.say("pages are read into a slab that somebody else has")
+            self._lane.gather(cache, placed, pages)
+
+        the_stage().pause("gather")
+        self.stream.do(copy)
+
+    def mark(self) -> Any:
+        return Mark(self.stream, self.stream.given, self._compute)
+
+
+class WatchedPool(SlabPool):
+    """Slabs that are spoiled when they are given back, and know how often they were."""
+
+    _pools: "list[WatchedPool]"
+
+    def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
+        super().__init__(name, count=count, slab_bytes=slab_bytes, pinned=pinned)
+        self.leases = {memory.data_ptr(): 0 for memory in self._free}
+        WatchedPool._pools.append(self)
+
+    def lease(self) -> Slab:
+        slab = super().lease()
+        self.leases[slab.tensor.data_ptr()] += 1
+        return slab
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        np.copyto(memory.numpy(), 0xEE)
+        self.leases[memory.data_ptr()] += 1
+        super().take_back(memory)
+
+    @classmethod
+    def begin(cls) -> "list[WatchedPool]":
+        """Forget the pools of earlier plays; those that are made from now on."""
+        cls._pools = []
+        return cls._pools
+
+    @classmethod
+    def ticket(cls, address: int) -> tuple[int, int]:
+        """Of whoever has the slab with this address in it."""
+        for pool in cls._pools:
+            for start, count in pool.leases.items():
+                if start <= address < start + pool.slab_bytes:
+                    return start, count
+        return 0, 0  # decoded somewhere else

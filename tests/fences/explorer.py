@@ -1,0 +1,99 @@
+"""Plays lives on stages, and says how to play one again that was broken."""
+
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.fences.lives import Life, at_random, knobs_of, situations
+from tests.fences.schedules import Random, Recorded, explore
+from tests.fences.stage import Broken, on_stage
+from tests.fences.world import Engine, Knobs, listening, play
+
+__all__ = ["Found", "Tally", "listening", "play_seed", "play_situations"]
+
+
+class Found(Broken):
+    """An interleaving that breaks something."""
+
+
+@dataclass
+class Tally:
+    """What was played."""
+
+    plays: int = 0
+    switches: int = 0
+    copies: int = 0
+
+    def add(self, recorded: Recorded, engine: Engine) -> None:
+        """One more."""
+        self.plays += 1
+        self.switches += sum(1 for choice in recorded.choices if choice)
+        self.copies += engine.hands.touches
+
+
+def play_seed(seed: int, tally: Tally, folder: Path | None = None) -> None:
+    """One life at random in one order at random. Raises ``Found``."""
+    knobs = knobs_of(seed)
+    with _store(folder) as place:
+        knobs = replace(knobs, folder=place)
+        _play(at_random(seed), knobs, seed, Random(seed), tally, f"--seed {seed}")
+
+
+def play_situations(
+    *, preemptions: int, tally: Tally, stride: int = 1, first: int = 0, only: str = ""
+) -> Iterator[str]:
+    """Every event at every time of a load and of a save, with every switch of threads, as far as
+    the bounds go. Yields after each. Raises ``Found``."""
+    for late in (True, False):
+        for name, life in situations().items():
+            if only not in name:
+                continue
+            for hurried in (True, False):
+                knobs = Knobs(
+                    late=late,
+                    drain_ms=0 if hurried else 5_000,
+                    fences_always=hurried,
+                    leased_of_100=0 if hurried else 100 * name.startswith("save"),
+                )
+
+                def one(
+                    recorded: Recorded, life: Life = life, knobs: Knobs = knobs, name: str = name
+                ) -> None:
+                    where = f"{name}, {knobs}, choices {_short(recorded)}"
+                    _play(life, knobs, 0, recorded, tally, where)
+
+                for _ in explore(one, preemptions=preemptions, stride=stride, first=first):
+                    yield name
+
+
+def _play(
+    life: Life, knobs: Knobs, seed: int, schedule: Recorded, tally: Tally, where: str
+) -> None:
+    with on_stage(schedule) as stage:
+        try:
+            engine = play(stage, life, knobs, seed)
+        except Exception as exc:
+            raise Found(f"{where}: {exc!r} in {_line_of(exc)}") from exc
+    tally.add(schedule, engine)
+
+
+def _line_of(exc: BaseException) -> str:
+    last = traceback.extract_tb(exc.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno} {last.line}"
+
+
+def _short(recorded: Recorded) -> str:
+    """The choices that are not the default."""
+    return str({at: choice for at, choice in enumerate(recorded.choices) if choice})
+
+
+@contextmanager
+def _store(folder: Path | None) -> Iterator[Path | None]:
+    if folder is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        yield Path(made)

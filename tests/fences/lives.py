@@ -1,0 +1,162 @@
+"""What happens to a replica: each event at each time, and lives at random."""
+
+import random
+from collections.abc import Callable
+
+from tests.fences.stage import the_stage
+from tests.fences.world import CHUNKS_MAX, Engine, Knobs
+
+STEPS_MAX = 2_000
+Life = Callable[[Engine], None]
+
+
+def settle(engine: Engine) -> None:
+    """Steps until nothing waits for a transfer."""
+    for number in range(STEPS_MAX):
+        if not engine.busy():
+            return
+        engine.step()
+        if number > 20:  # some schedules let nobody else go on as long as one can
+            the_stage().wait("step", lambda: False, 0.1)
+    raise AssertionError(f"requests that never go on: {engine.requests}")
+
+
+def _stored(engine: Engine) -> None:
+    """Two chunks are in the store."""
+    stage = the_stage()
+    stage.calm = True
+    request = engine.arrive(2)
+    engine.step()
+    engine.end(request.name)
+    settle(engine)
+    assert engine.sides[-1]._saver.drain(60.0)
+    stage.calm = False
+
+
+def _to_the_end(engine: Engine) -> None:
+    settle(engine)
+    for name in engine.running():
+        engine.end(name)
+    settle(engine)
+
+
+def _go_on(engine: Engine) -> None:
+    """Others come, and take the blocks that are free again."""
+    for _ in range(3):
+        engine.arrive(2, stored=0)
+        engine.step()
+    _to_the_end(engine)
+
+
+def save_then(event: str, steps: int) -> Life:
+    """A request whose chunks are being saved, and so many steps later something happens."""
+
+    def life(engine: Engine) -> None:
+        saved = engine.arrive(2)
+        engine.step()
+        for _ in range(steps):
+            engine.step()
+        the_stage().give_way()
+        _happen(engine, event, saved.name)
+        if event != "shutdown":
+            _go_on(engine)
+
+    return life
+
+
+def load_then(event: str, steps: int, *, sync: bool) -> Life:
+    """A request whose chunks are being loaded, and so many steps later something happens."""
+
+    def life(engine: Engine) -> None:
+        _stored(engine)
+        loaded = engine.arrive(3, sync=sync)
+        for _ in range(steps):
+            engine.step()
+        the_stage().give_way()
+        _happen(engine, event, loaded.name)
+        if event != "shutdown":
+            _go_on(engine)
+
+    return life
+
+
+EVENTS = ("preempt", "abort", "finish", "sleep", "update", "shutdown")
+
+
+def _happen(engine: Engine, event: str, name: str) -> None:
+    request = engine.requests.get(name)
+    match event:
+        case "preempt":
+            if request is not None and request.state == "running":
+                engine.preempt(name)
+        case "abort" | "finish":
+            if request is not None and request.state != "new":
+                if event == "abort" or request.state == "running":
+                    engine.end(name)
+        case "sleep":
+            engine.sleep()
+            engine.wake()
+        case "update":
+            engine.update_weights()
+
+
+def situations() -> dict[str, Life]:
+    """Every event, at every step of a load and of a save."""
+    found: dict[str, Life] = {}
+    for event in EVENTS:
+        for steps in (0, 1):
+            found[f"save {event} {steps}"] = save_then(event, steps)
+        for sync in (False, True):
+            for steps in (1, 2):
+                kind = "layerwise" if sync else "async"
+                found[f"load {kind} {event} {steps}"] = load_then(event, steps, sync=sync)
+    return found
+
+
+def knobs_of(seed: int) -> Knobs:
+    """A world at random."""
+    dice = random.Random(seed)
+    return Knobs(
+        late=dice.random() < 0.75,
+        writes_early=dice.random() < 0.25,
+        load_threads=dice.choice((1, 2)),
+        save_threads=dice.choice((1, 2)),
+        drain_ms=dice.choice((0, 0, 30, 5_000)),
+        codec=dice.choice(("none", "none", "lz4")),
+        spans=dice.choice((1, 2)),
+        faults_of_100=dice.choice((0, 10, 30)),
+        leased_of_100=dice.choice((0, 0, 50)),
+        fences_always=dice.random() < 0.7,
+    )
+
+
+def at_random(seed: int) -> Life:
+    """Requests that come and go, and everything that can happen to them."""
+    dice = random.Random(seed)
+
+    def life(engine: Engine) -> None:
+        for _ in range(dice.randrange(4, 16)):
+            while len(engine.free) >= 2 * CHUNKS_MAX * 2 and dice.random() < 0.5:
+                stored = dice.choice((0, CHUNKS_MAX, CHUNKS_MAX))
+                engine.arrive(dice.randint(1, CHUNKS_MAX), sync=dice.random() < 0.4, stored=stored)
+            engine.step()
+            _surprise(engine, dice)
+        if dice.random() < 0.5:
+            _to_the_end(engine)
+
+    return life
+
+
+def _surprise(engine: Engine, dice: random.Random) -> None:
+    luck = dice.random()
+    names = list(engine.requests)
+    running = engine.running()
+    if luck < 0.15 and running and len(engine.free) >= 2 * CHUNKS_MAX:
+        engine.preempt(dice.choice(running))
+    elif luck < 0.5 and names:
+        engine.end(dice.choice(names))
+    elif luck < 0.56:
+        engine.sleep()
+        engine.wake()
+    elif luck < 0.62:
+        engine.update_weights()

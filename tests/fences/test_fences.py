@@ -1,0 +1,204 @@
+"""No copy touches what has changed hands, at whatever moment a replica is disturbed; and whoever
+takes one of the fences away is found out."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from objkv.cache.tiered import ChunkCache
+from objkv.transfer.job import LoadJob
+from objkv.transfer.loader import Loader
+from objkv.transfer.saver import Saver
+from objkv.transfer.slabs import SlabPool
+from tests.fences import device
+from tests.fences.explorer import Found, Tally, listening, play_seed, play_situations
+from tests.fences.lives import EVENTS, situations
+from tests.fences.schedules import Random, Recorded, explore
+from tests.fences.stage import Broken, Lock, Thread, on_stage
+
+SEEDS = range(1, 41)
+STRIDE = 151
+"""Of all interleavings with one preemption, one of so many; ``python -m tests.fences`` plays all."""
+
+
+@pytest.fixture(autouse=True)
+def _listening() -> Iterator[None]:
+    with listening():
+        yield
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_no_event_at_any_time_breaks_a_fence(event: str) -> None:
+    tally = Tally()
+    for _ in play_situations(preemptions=1, tally=tally, stride=STRIDE, only=f" {event} "):
+        pass
+    assert tally.plays > 20
+    assert tally.copies > 0
+
+
+def test_no_life_at_random_breaks_a_fence(tmp_path: Any) -> None:
+    tally = Tally()
+    for seed in SEEDS:
+        play_seed(seed, tally, tmp_path if seed % 8 == 0 else None)
+    assert tally.copies > 200
+
+
+def test_every_event_is_met_by_loads_and_saves() -> None:
+    names = situations()
+    for event in EVENTS:
+        for kind in ("save", "load async", "load layerwise"):
+            assert any(name.startswith(f"{kind} {event} ") for name in names)
+
+
+def test_an_interleaving_can_be_played_again() -> None:
+    def played() -> list[int]:
+        tally, kept = Tally(), []
+
+        class Kept(Random):
+            def __init__(self, seed: int) -> None:
+                super().__init__(seed)
+                kept.append(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.fences.explorer.Random", Kept)
+            play_seed(5, tally)
+        return list(kept[0].choices)
+
+    first = played()
+    assert len(first) > 100
+    assert played() == first
+
+
+# The fences, one after the other taken away.
+
+
+class _NoWait(device.Mark):
+    def wait(self) -> None:
+        """At once."""
+
+
+class _NoHold(device.Mark):
+    def hold_compute(self) -> None:
+        """The model goes on."""
+
+
+def _close_at_once(self: LoadJob) -> Any:
+    self._closed = True
+    return self._outcome()
+
+
+def _close_without_writers(self: LoadJob) -> Any:
+    self._wait_for = lambda *_, **__: True  # type: ignore[method-assign]
+    return _close(self)
+
+
+def _store_and_go(self: Saver, item: Any) -> None:
+    """Without waiting for copies that nobody stores."""
+    try:
+        self._store(item)
+    finally:
+        item.chunk.slab.release()
+        self._cache.end_save(item.chunk.claim.key)
+
+
+def _close_without_copies(self: Saver, seconds: float) -> None:
+    self._crew.close(seconds, lambda left: self._give_up(item.chunk for item in left))
+
+
+def _keep_slab(self: Saver, chunks: Any) -> set[tuple[str, int]]:
+    return {self._drop(c.request_id, c.save, c.claim.key) for c in chunks}
+
+
+_close = LoadJob.close
+MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
+    "a closed load writes on": (
+        LoadJob,
+        "enter",
+        lambda self, _: setattr(self, "_writing", self._writing + 1) or True,
+        "load async abort 1",
+    ),
+    "nobody waits for writers": (
+        LoadJob,
+        "close",
+        _close_without_writers,
+        "load async abort 1",
+    ),
+    "nobody waits for a load's copies": (LoadJob, "close", _close_at_once, "load async abort 1"),
+    "computing does not wait for saves": (Saver, "fence", lambda _: None, "save preempt 0"),
+    "blocks are free before saves have left": (
+        Saver,
+        "left_device",
+        lambda *_: True,
+        "save finish 0",
+    ),
+    "slabs are free before their copies have passed": (
+        Saver,
+        "_save",
+        _store_and_go,
+        "save finish 0",
+    ),
+    "the end does not wait for copies": (
+        Saver,
+        "close",
+        _close_without_copies,
+        "save sleep 0",
+    ),
+    "slabs of dropped saves are kept": (Saver, "_give_up", _keep_slab, "save sleep 0"),
+    "transfers do not follow computing": (
+        device.WatchedLane,
+        "follow_compute",
+        lambda _: None,
+        "save finish 0",
+    ),
+    "nobody waits for a mark": (device, "Mark", _NoWait, "load async finish 1"),
+    "computing waits for no mark": (device, "Mark", _NoHold, "save preempt 0"),
+    "saves never end": (ChunkCache, "end_save", lambda *_: None, "save finish 0"),
+    "leases are kept": (ChunkCache, "release_lease", lambda *_: None, "save finish 0"),
+    "loads are not closed at the end": (
+        Loader,
+        "close",
+        lambda _: None,
+        "load async shutdown 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fence_that_is_missing_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, mutant, where = MUTANTS[name]
+    monkeypatch.setattr(owner, attribute, mutant)
+    with pytest.raises(Found):
+        for _ in play_situations(preemptions=1, tally=Tally(), only=where):
+            pass
+
+
+def test_what_waits_for_ever_is_found() -> None:
+    left, right = Lock(), Lock()
+
+    def both(first: Lock, second: Lock) -> Callable[[], None]:
+        def run() -> None:
+            with first, second:
+                pass
+
+        return run
+
+    def play(recorded: Recorded) -> None:
+        with on_stage(recorded) as stage:
+            left._held = right._held = False
+
+            def main() -> None:
+                Thread(target=both(left, right)).start()
+                Thread(target=both(right, left)).start()
+
+            stage.play(main)
+
+    with pytest.raises(Broken, match="all wait for each other"):
+        for _ in explore(play, preemptions=1):
+            pass
+
+
+def test_a_slab_pool_counts_at_every_lease_and_release() -> None:
+    pool = SlabPool("load", count=2, slab_bytes=16, pinned=False)
+    with pool.lease():
+        assert (pool.free, pool.leased, pool.total) == (1, 1, 2)

@@ -1,0 +1,634 @@
+"""A worker's side under a small engine that does to it what vLLM does, in vLLM's order.
+
+Source of the order: vLLM 0.31-0.33, ``execute_model`` in ``v1/worker/gpu_model_runner.py`` and
+``v1/core/sched/scheduler.py``. Blocks hold one number for each chunk, weights, layer and place, so
+that whatever is in a wrong place, or of other weights, or too late, is seen.
+"""
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.codec.payload import frame_pages, open_payload, read_header
+from objkv.config import Config
+from objkv.connector import worker as worker_module
+from objkv.connector.geometry import Geometry
+from objkv.connector.metadata import StepPlan
+from objkv.connector.worker import Rank, WorkerSide
+from objkv.errors import StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.stores.base import Arrived, Buffer, PruneStore
+from objkv.stores.local import LocalStore
+from objkv.stores.memory import MemoryStore
+from objkv.stores.wrapped import WrappedStore
+from objkv.telemetry import MemoryRecorder
+from objkv.transfer import slabs as slabs_module
+from objkv.transfer.fetch import Cuts
+from objkv.transfer.loader import LoadLimits
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
+from tests.fences.stage import Broken, Stage, the_stage
+from tests.transfer.paged_cache import paged_group
+
+BLOCK, CHUNK, BLOCKS = 4, 8, 2
+CHUNKS_MAX = 3
+GROUP = GroupIdentity("full", None, ("l0", "l1"), heads=1, content=8, block_size=BLOCK)
+GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
+TOKENS = list(range(CHUNK * CHUNKS_MAX))
+NUM_BLOCKS = 27
+POISON = 250.0
+"""What blocks hold whose owner has written nothing."""
+UPLOAD_S = 0.05
+
+
+@cache
+def namespace(epoch: int) -> str:
+    """Of the weights that many updates made."""
+    return f"{epoch:032x}"
+
+
+@cache
+def hashes(epoch: int) -> list[bytes]:
+    """Of the one prompt that everybody asks for, in whatever length."""
+    return prefix_hashes(namespace(epoch), TOKENS, CHUNK)
+
+
+def content(epoch: int, chunk: int, layer: int, place: int) -> float:
+    """What the model writes into each element of a block; exact in bfloat16."""
+    return float(1 + (epoch % 8) * 24 + chunk * 8 + layer * 4 + place)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """How a world is."""
+
+    late: bool = True
+    """Whether copies are late, as on a GPU, or made at once, as on a CPU."""
+    writes_early: bool = False
+    load_threads: int = 1
+    save_threads: int = 1
+    drain_ms: int = 5_000
+    codec: str = "none"
+    spans: int = 1
+    faults_of_100: int = 0
+    leased_of_100: int = 0
+    """Saves that another replica is just doing."""
+    fences_always: bool = True
+    """Whether vLLM asks for the fence in every step, or only where it took blocks away."""
+    folder: Path | None = None
+    """Where the bulk store is; None: in memory."""
+
+
+class GateStore(WrappedStore):
+    """Others go on before, within and after each call; some calls fail, as the dice say."""
+
+    def __init__(self, inner: PruneStore, faults_of_100: int, dice: random.Random) -> None:
+        super().__init__(inner)
+        self._faults_of_100, self._dice = faults_of_100, dice
+
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+        return self._got(key, 0, buffer, arrived)
+
+    def get_range_into(
+        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    ) -> int | None:
+        return self._got(key, start, buffer, arrived)
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        fault = self._begin("put")
+        written = False if fault == "lost" else self._inner.put_if_absent(key, value)
+        the_stage().wait("sent", lambda: False, UPLOAD_S)
+        if fault is not None:
+            raise StoreUnavailable("the answer did not come")
+        return written
+
+    def _got(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None) -> int | None:
+        fault = self._begin("get")
+        if fault == "lost":
+            return None
+        value = (self._inner.get(key) or b"")[start : start + len(buffer)]
+        if not value:
+            return None
+        if fault == "flipped":
+            value = bytearray(value)
+            value[self._dice.randrange(len(value))] ^= 1 << self._dice.randrange(8)
+        if fault == "short":
+            value = value[: self._dice.randrange(len(value))]
+        half = len(value) * 3 // 4
+        for first, end in ((0, half), (half, len(value))):
+            buffer[first:end] = value[first:end]
+            the_stage().pause("half")
+            if arrived is not None and end:
+                arrived(end)
+            if fault == "broken off":
+                raise StoreUnavailable("broken off")
+        return len(value)
+
+    def _begin(self, verb: str) -> str | None:
+        fault = None
+        if self._dice.randrange(100) < self._faults_of_100:
+            fault = self._dice.choice(
+                ("refused", "lost", "flipped", "short", "broken off", "hangs")
+            )
+        the_stage().pause(verb)
+        if fault == "hangs":
+            the_stage().wait("hangs", lambda: False, 20.0)
+        if fault == "refused":
+            raise StoreUnavailable("refused")
+        return fault
+
+
+class SharedIndex(MemoryIndex):
+    """Some leases are another replica's."""
+
+    def __init__(self, leased_of_100: int, dice: random.Random) -> None:
+        super().__init__(clock=lambda: the_stage().now)
+        self._leased_of_100, self._dice = leased_of_100, dice
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        if self._dice.randrange(100) < self._leased_of_100:
+            return False
+        return super().lease(name, owner, ttl_ms=ttl_ms)
+
+
+@dataclass
+class Request:
+    """As the scheduler knows it."""
+
+    name: str
+    chunks: int
+    epoch: int
+    """Of the weights when it came."""
+    blocks: list[int]
+    loading: int = 0
+    """Leading chunks that are being loaded."""
+    sync: bool = False
+    computed: int = 0
+    """Leading chunks that hold what they should."""
+    epochs: list[int] = field(default_factory=list)
+    """Whose weights made each of them."""
+    state: str = "new"
+    aborted: bool = False
+    saved: bool = False
+
+    def of(self, chunk: int) -> list[int]:
+        """Its blocks of a chunk."""
+        return self.blocks[chunk * BLOCKS : (chunk + 1) * BLOCKS]
+
+
+class Engine:
+    """One replica's life. All methods are called by one thread of a stage."""
+
+    def __init__(self, knobs: Knobs, seed: int) -> None:
+        self.knobs = knobs
+        dice = random.Random(seed)
+        self.pools = WatchedPool.begin()
+        self.compute = Stream("compute", late=knobs.late)
+        self.hands = Hands(NUM_BLOCKS)
+        self.recorder = MemoryRecorder()
+        self.inner: PruneStore = MemoryStore() if knobs.folder is None else LocalStore(knobs.folder)
+        self.store = GateStore(self.inner, knobs.faults_of_100, dice)
+        self.index = SharedIndex(knobs.leased_of_100, dice)
+        _, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
+        self.arrays = [c.view(torch.int16).numpy() for c in self.caches]
+        self.free = list(range(1, NUM_BLOCKS))
+        self.requests: dict[str, Request] = {}
+        self.epoch = 0
+        self.awake = True
+        self.sides: list[WorkerSide] = []
+        self.lanes: list[WatchedLane] = []
+        self.keys: list[ChunkCache] = []
+        self._handed: list[list[int]] = []
+        self._finished: set[str] = set()
+        self._held: set[str] = set()
+        self._checks: list[tuple[int, str]] = []
+        self._number = 0
+        self._preempted = False
+        for block in range(NUM_BLOCKS):
+            self._poison(block)
+        self._open()
+
+    # What the scheduler decides.
+
+    def arrive(self, chunks: int, *, sync: bool = False, stored: int = CHUNKS_MAX) -> Request:
+        """A request, which loads as many leading chunks as are stored, at most ``stored``."""
+        self._number += 1
+        blocks = [self.free.pop(0) for _ in range(chunks * BLOCKS)]
+        self._hand_over(blocks)
+        request = Request(f"r{self._number}", chunks, self.epoch, blocks, sync=sync)
+        records = self.index.lookup(namespace(self.epoch), hashes(self.epoch)[:chunks])
+        while request.loading < min(chunks, stored) and records[request.loading] is not None:
+            request.loading += 1
+        self.requests[request.name] = request
+        return request
+
+    def preempt(self, name: str) -> None:
+        """Its blocks go to others at once; it begins anew, and computes."""
+        request = self.requests[name]
+        assert request.state == "running"
+        self._preempted = True
+        self._release(request)
+        request.blocks = [self.free.pop(0) for _ in range(request.chunks * BLOCKS)]
+        self._hand_over(request.blocks)
+        request.computed, request.epochs, request.state = 0, [], "new"
+        request.loading = 0
+
+    def end(self, name: str) -> None:
+        """It finished, or was aborted."""
+        request = self.requests[name]
+        if request.aborted or request.state == "held":
+            return
+        self._finished.add(name)
+        if request.state == "loading":
+            request.aborted = True
+        elif request.saved and self.knobs.late:
+            request.state = "held"
+            self._held.add(name)
+        else:
+            self._release(request)
+            del self.requests[name]
+
+    def update_weights(self) -> None:
+        """In place, between steps; requests under way neither load nor save any more."""
+        self.epoch += 1
+
+    def sleep(self) -> None:
+        """The memory goes, whatever was under way."""
+        self.sides[-1].close()
+        self.awake = False
+        self._lose_memory()
+
+    def wake(self) -> None:
+        """The memory is back, and holds nothing."""
+        for block in range(NUM_BLOCKS):
+            self.hands.planned[block] += 1
+            self.hands.now[block] = self.hands.planned[block]
+        self.awake = True
+        self._open()
+
+    def shut_down(self) -> None:
+        """The end, whatever was under way."""
+        if self.awake:
+            self.sides[-1].close()
+        self._lose_memory()
+        for lane in self.lanes:
+            lane.stream.end()
+        self.compute.end()
+
+    # What the worker does.
+
+    def step(self) -> None:
+        """One step of everything that is there to do."""
+        side, knobs = self.sides[-1], self.knobs
+        plan = self._plan()
+        if knobs.writes_early:
+            self._apply_handed()
+        if knobs.fences_always or self._preempted:
+            side.before_reuse()
+        self._preempted = False
+        if not knobs.writes_early:
+            self._apply_handed()
+        sync = any(load.sync for load in plan.loads)
+        if sync:
+            side.start_loads(plan)
+        self._forward(side, plan)
+        if not sync:
+            side.start_loads(plan)
+        side.end_forward(plan)
+        finished, self._finished = self._finished, set()
+        results = side.results(plan, finished)
+        failed = side.take_failed_blocks()
+        side.take_report()
+        position = self.compute.given
+        self.compute_passes(position)
+        self._settle(failed)
+        for name in results.received:
+            self._received(self.requests[name], failed)
+        for name in results.sent:
+            self._held.discard(name)
+            self._release(self.requests.pop(name))
+
+    def compute_passes(self, position: int) -> None:
+        """Wait for the model, as for its tokens."""
+        the_stage().wait("tokens", lambda: self.compute.done >= position or not self.knobs.late)
+
+    def busy(self) -> bool:
+        """Whether a step may bring anything on."""
+        return any(r.state in ("new", "loading", "held") for r in self.requests.values())
+
+    def running(self) -> list[str]:
+        """Requests that hold computed blocks."""
+        return [r.name for r in self.requests.values() if r.state == "running"]
+
+    def _plan(self) -> StepPlan:
+        loads, saves = [], []
+        for request in self.requests.values():
+            if request.state != "new":
+                continue
+            if request.loading:
+                loads.append(self._load_plan(request))
+            if not request.loading or request.sync:
+                known = request.loading
+                if request.epoch == self.epoch and known < request.chunks:
+                    request.saved = True
+                    saves.append(self._save_plan(request, range(known, request.chunks)))
+        idle = not any(r.state in ("new", "running") for r in self.requests.values())
+        return StepPlan(tuple(loads), tuple(saves), frozenset(self._held), idle and bool(loads))
+
+    def _forward(self, side: WorkerSide, plan: StepPlan) -> None:
+        computing: list[tuple[Request, int]] = []
+        for request in self.requests.values():
+            if request.state == "new" and request.loading and not request.sync:
+                request.state = "loading"
+            elif request.state == "new":
+                computing.append((request, request.loading))
+        for layer, name in enumerate(GROUP.layers):
+            side.wait_layer(name)
+            for request, loaded in computing:
+                for chunk in range(loaded):
+                    self._look(request, chunk, layer, request.epoch)
+                for chunk in range(loaded, request.chunks):
+                    self._write(request, chunk, layer)
+            for request in self.requests.values():
+                if request.state == "running":
+                    for chunk in range(request.computed):
+                        self._look(request, chunk, layer, request.epochs[chunk])
+        for request, loaded in computing:
+            request.state = "running"
+            request.computed = request.chunks
+            request.epochs = [request.epoch] * loaded
+            request.epochs += [self.epoch] * (request.chunks - loaded)
+            request.loading = 0
+
+    def _received(self, request: Request, failed: set[int]) -> None:
+        assert request.state == "loading", (request, "told twice")
+        if request.aborted:
+            self._release(request)
+            del self.requests[request.name]
+            return
+        good = next(
+            (c for c in range(request.loading) if failed & {*request.of(c)}), request.loading
+        )
+        for chunk in range(good):
+            for layer in range(len(GROUP.layers)):
+                self._look(request, chunk, layer, request.epoch)
+        # What failed, and what was not stored, is computed: as if it had come with the rest.
+        request.loading = 0
+        request.state = "running"
+        for chunk in range(good, request.chunks):
+            for layer in range(len(GROUP.layers)):
+                self._write(request, chunk, layer)
+        request.computed = request.chunks
+        request.epochs = [request.epoch] * good + [self.epoch] * (request.chunks - good)
+
+    def _settle(self, failed: set[int]) -> None:
+        """Of loads within the step: what failed is computed again, all that was told good is."""
+        checks, self._checks = self._checks, []
+        for block, text in checks:
+            if block not in failed:
+                self.hands.say(text)
+        for request in self.requests.values():
+            if request.state != "running" or not failed & {*request.blocks}:
+                continue
+            first = next(c for c in range(request.chunks) if failed & {*request.of(c)})
+            for chunk in range(first, request.chunks):
+                request.epochs[chunk] = self.epoch
+                for layer in range(len(GROUP.layers)):
+                    self._write(request, chunk, layer)
+
+    def _write(self, request: Request, chunk: int, layer: int) -> None:
+        """The model computes."""
+        epoch, blocks = self.epoch, request.of(chunk)
+
+        def work() -> None:
+            for place, block in enumerate(blocks):
+                self.arrays[layer][block] = _bits(content(epoch, chunk, layer, place))
+
+        self.compute.do(work)
+
+    def _look(self, request: Request, chunk: int, layer: int, epoch: int) -> None:
+        """The model reads."""
+        blocks, name = request.of(chunk), request.name
+
+        def work() -> None:
+            for place, block in enumerate(blocks):
+                expected = _bits(content(epoch, chunk, layer, place))
+                if not bool((self.arrays[layer][block] == expected).all()):
+                    self._checks.append(
+                        (block, f"{name} reads a wrong chunk {chunk}, block {block}")
+                    )
+
+        self.compute.do(work)
+
+    def _hand_over(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.hands.planned[block] += 1
+        self._handed.append(blocks)
+
+    def _apply_handed(self) -> None:
+        handed, self._handed = self._handed, []
+        for blocks in handed:
+            for block in blocks:
+                self.compute.do(partial(self._change_hands, block, self.hands.planned[block]))
+
+    def _change_hands(self, block: int, generation: int) -> None:
+        self.hands.now[block] = generation
+        self._poison(block)
+
+    def _poison(self, block: int) -> None:
+        for array in self.arrays:
+            array[block] = _bits(POISON)
+
+    def _release(self, request: Request) -> None:
+        self._hand_over(request.blocks)  # to nobody
+        self.free += request.blocks
+        request.blocks = []
+
+    def _lose_memory(self) -> None:
+        for block in range(NUM_BLOCKS):
+            self.hands.now[block] = GONE
+        self.requests.clear()
+        self._handed.clear()
+        self._finished.clear()
+        self._held.clear()
+        self.free = list(range(1, NUM_BLOCKS))
+
+    def _load_plan(self, request: Request) -> LoadPlan:
+        found = self.index.lookup(
+            namespace(request.epoch), hashes(request.epoch)[: request.loading]
+        )
+        moves = []
+        for chunk, record in enumerate(found):
+            shards = () if record is None else tuple(record.shards.items())
+            moves.append(LoadMove(self._move(request, chunk), shards))
+        return LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
+
+    def _save_plan(self, request: Request, chunks: range) -> SavePlan:
+        moves = []
+        for chunk in chunks:
+            tokens = TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]
+            moves.append(SaveMove(self._move(request, chunk), token_digest(tokens), None))
+        return SavePlan(request.name, namespace(request.epoch), tuple(moves))
+
+    def _move(self, request: Request, chunk: int) -> ChunkMove:
+        known = hashes(request.epoch)
+        block_ids = tuple(request.of(chunk))
+        self.hands.plan(block_ids)
+        return ChunkMove(
+            chunk=chunk,
+            group=0,
+            prefix_hash=known[chunk],
+            parent_hash=known[chunk - 1] if chunk else root_hash(namespace(request.epoch)),
+            token_start=chunk * CHUNK,
+            token_end=(chunk + 1) * CHUNK,
+            first_block=0,
+            block_ids=block_ids,
+        )
+
+    def _open(self) -> None:
+        knobs = self.knobs
+        settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+        cache = ChunkCache(
+            self.store, None, self.index, settings, self.recorder, clock=lambda: the_stage().now
+        )
+        self.keys.append(cache)
+        cuts = Cuts(step_spans_max=knobs.spans, span_bytes_min=1)
+        with ExitStack() as stack:
+            for module, name, value in (
+                (worker_module, "open_lane", self._open_lane),
+                (worker_module, "SlabPool", WatchedPool),
+                (slabs_module, "SlabPool", WatchedPool),
+                (worker_module, "LoadLimits", partial(LoadLimits, cuts=cuts)),
+            ):
+                stack.enter_context(patch.object(module, name, value))
+            side = WorkerSide(
+                Config(
+                    pinned_bytes_max=1 << 20,
+                    load_threads=knobs.load_threads,
+                    save_threads=knobs.save_threads,
+                    save_queue_max=4,
+                    codec=knobs.codec,  # type: ignore[arg-type]
+                    drain_deadline_ms=knobs.drain_ms,
+                ),
+                GEOMETRY,
+                Rank(0, "w", batches_in_flight=1, writes_early=knobs.writes_early),
+                cache,
+                recorder=self.recorder,
+                kv_caches=dict(zip(GROUP.layers, self.caches, strict=True)),
+            )
+        self.sides.append(side)
+
+    def _open_lane(self, device: torch.device, *, urgent: bool = False) -> WatchedLane:
+        name = "load lane" if urgent else "save lane"
+        lane = WatchedLane(name, self.hands, self.compute, late=self.knobs.late)
+        self.lanes.append(lane)
+        return lane
+
+    # What is left.
+
+    def check(self) -> None:
+        """Nothing is held, and all that is stored is right. Raises ``Broken``."""
+        if self.hands.broken:
+            raise Broken("; ".join(self.hands.broken))
+        for pool in self.pools:
+            if pool.leased or pool.free != pool.total:
+                raise Broken(f"slabs are left leased: {pool!r}")
+        if self.index._leases:
+            raise Broken(f"leases are left: {sorted(self.index._leases)}")
+        for cache in self.keys:
+            if cache._repeats._under_way:
+                raise Broken(f"saves never ended: {sorted(cache._repeats._under_way)}")
+        for entry in self.inner.scan(""):
+            self._check_payload(self.inner.get(entry.key) or b"")
+        for epoch in range(self.epoch + 1):
+            for record in self.index.scan(namespace(epoch)):
+                self._check_stored(epoch, record.prefix_hash)
+
+    def _check_stored(self, epoch: int, prefix_hash: bytes) -> None:
+        paths = [entry.key for entry in self.inner.scan(namespace(epoch))]
+        if not any(prefix_hash.hex() in path for path in paths):
+            raise Broken(f"a record of what is not stored: {prefix_hash.hex()}")
+
+    def _check_payload(self, payload: bytes) -> None:
+        header = read_header(payload)
+        layers = self.sides[0]._groups[0].layers
+        open_payload(payload, header.claim, layers)
+        epoch = int(header.claim.key.namespace, 16)
+        chunk = header.claim.token_start // CHUNK
+        for layer, spec in enumerate(layers):
+            pages = frame_pages(header, layer, payload, memoryview(bytearray(spec.nbytes)))
+            values = np.frombuffer(pages, np.int16).reshape(BLOCKS, -1)
+            for place in range(BLOCKS):
+                if not bool((values[place] == _bits(content(epoch, chunk, layer, place))).all()):
+                    raise Broken(f"stored wrong: chunk {chunk}, layer {layer}, weights {epoch}")
+
+
+@cache
+def _bits(value: float) -> int:
+    return int(torch.tensor(value).to(torch.bfloat16).view(torch.int16))
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        reason = record.exc_info[1] if record.exc_info else ""
+        _TOLD.append(f"{record.getMessage()} {reason!r}")
+
+
+_TOLD: list[str] = []
+"""What objkv logged as an error since a play began: a bug. What it warns of is wanted here."""
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Errors are heard, and nothing is shown."""
+    handler, logger = _Errors(), logging.getLogger("objkv")
+    kept = logger.propagate, logger.level
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate, logger.level = kept[0], kept[1]
+
+
+def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) -> Engine:
+    """A whole life on a stage, and the look at what is left of it. Raises ``Broken``."""
+    engines: list[Engine] = []
+    files = _files()
+
+    def main() -> None:
+        engine = Engine(knobs, seed)
+        engines.append(engine)
+        life(engine)
+        engine.shut_down()
+
+    _TOLD.clear()
+    stage.play(main)
+    (engine,) = engines
+    if _TOLD:
+        raise Broken(f"logged as an error: {_TOLD}")
+    engine.check()
+    if _files() > files:
+        raise Broken(f"{_files() - files} files are left open")
+    return engine
+
+
+def _files() -> int:
+    return len(os.listdir("/proc/self/fd"))
