@@ -66,13 +66,18 @@ class Crew:
         if self.ending != "complete":
             return
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-ops")
+        running: dict[Future[Tally | None], Unit] = {}
         try:
-            self._wait_for(pool, left, lambda now: tell(len(every) - len(left) + now, len(every)))
+            begun = self._begin(pool, left, running)
+            self._wait_for(begun, running, lambda n: tell(len(every) - len(left) + n, len(every)))
         except KeyboardInterrupt:
             self.halt("interrupted")
         finally:
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
+            for future, unit in running.items():  # what ended while this thread was interrupted
+                if not future.cancelled() and future.exception() is None:
+                    self._take(unit, future.result())
             if self.ending == "complete":
                 self._stop.clear()
 
@@ -90,23 +95,34 @@ class Crew:
         if self._stop.is_set():
             raise Halted
 
+    def _begin(
+        self, pool: ThreadPoolExecutor, left: list[Unit], running: dict[Future[Tally | None], Unit]
+    ) -> Iterator[None]:
+        """Begins as many as there is room for, each time it is asked; ends when all have begun."""
+        for unit in left:
+            while len(running) >= _AHEAD * self._workers:
+                yield
+            running[pool.submit(self._work, unit)] = unit
+
     def _wait_for(
-        self, pool: ThreadPoolExecutor, left: list[Unit], tell: Callable[[int], None]
+        self,
+        begun: Iterator[None],
+        running: dict[Future[Tally | None], Unit],
+        tell: Callable[[int], None],
     ) -> None:
-        units, running, done = iter(left), dict[Future[Tally | None], Unit](), 0
+        done = 0
         tell(done)
-        while True:
-            for unit in _some(units, _AHEAD * self._workers - len(running)):
-                running[pool.submit(self._work, unit)] = unit
-            if not running:
-                return
+        while next(begun, None) or running:
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
-                unit, found = running.pop(future), future.result()
-                if found is not None:
-                    self._checkpoint.finish(unit.name, found)
-                    done += 1
+                done += self._take(running[future], future.result())
+                del running[future]
             tell(done)
+
+    def _take(self, unit: Unit, found: Tally | None) -> bool:
+        if found is not None:
+            self._checkpoint.finish(unit.name, found)
+        return found is not None
 
     def _work(self, unit: Unit) -> Tally | None:
         found = Tally()
@@ -121,11 +137,3 @@ class Crew:
             self._stop.set()
             raise
         return found
-
-
-def _some(units: Iterator[Unit], most: int) -> Iterator[Unit]:
-    for _ in range(most):
-        unit = next(units, None)
-        if unit is None:
-            return
-        yield unit

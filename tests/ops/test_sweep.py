@@ -1,0 +1,226 @@
+"""What a sweep leaves alone because somebody changed it meanwhile, and what it gives up for a
+quota. That it finds what is there: ``tests/cli/test_upkeep.py``."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from objkv.assembly.backends import Backends
+from objkv.cache.tiered import shard_record
+from objkv.codec.payload import read_header
+from objkv.errors import ConfigError, StoreDenied
+from objkv.index.base import ChunkEntry
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.encoder import EncoderIdentity
+from objkv.keys.identity import identity_path
+from objkv.ops.checkpoint import Checkpoint
+from objkv.ops.crew import Crew
+from objkv.ops.ends import Ends, read_namespace
+from objkv.ops.rebuild import Rebuild
+from objkv.ops.sweep import Sweep
+from objkv.ops.sweep_records import RecordSweep
+from objkv.ops.sweep_remove import Remover, SweepLimits
+from objkv.ops.sweep_survey import old_epochs, refuse_wrong_ends, survey
+from objkv.ops.tally import Tally
+from objkv.stores.base import Unfinished
+from objkv.stores.memory import MemoryStore
+from objkv.testing.damage import IDENTITY, DamagedStore, Defects, Planted
+
+NAMESPACE = IDENTITY.namespace()
+
+
+class World:
+    """Both ends in memory, in which a replica can act whenever the sweep takes a lease."""
+
+    def __init__(self, defects: Defects) -> None:
+        self.bulk, self.index = MemoryStore(), MeddledIndex()
+        self.planted: Planted = DamagedStore(Backends(self.bulk, None, self.index)).plant(defects)
+        self.ends = Ends(
+            self.bulk, None, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000, owner="me"
+        )
+
+    def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Tally:
+        """All categories, whatever its age."""
+        checkpoint = Checkpoint(None)
+        crew = Crew(checkpoint, workers=2)
+        limits = SweepLimits(apply=True, grace_s=-1, strangers=True, force=force)
+        found = survey(self.ends)
+        remover = Remover(self.ends, limits, lambda: crew.halt("limit"))
+        work = Sweep(self.ends, found, limits, remover)
+        records = RecordSweep(self.ends, found, limits, remover, workers=2)
+        quotas = records.quotas(quota_bytes, high_percent=100, low_percent=50)
+        for units in (work.leftovers(), work.parts(), records.ghosts(), quotas, work.documents()):
+            crew.run(units)
+        return checkpoint.tally
+
+    def rebuild(self) -> Tally:
+        checkpoint = Checkpoint(None)
+        found = survey(self.ends)
+        work = Rebuild(self.ends, apply=True)
+        Crew(checkpoint, workers=2).run(work.parts(list(found.parts), found.namespaces))
+        return checkpoint.tally
+
+
+class MeddledIndex(MemoryIndex):
+    """``meddle`` is called once a lease has been given, before whoever took it goes on."""
+
+    meddle: Callable[[], object] = staticmethod(lambda: None)
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        taken = super().lease(name, owner, ttl_ms=ttl_ms)
+        meddle, self.meddle = self.meddle, lambda: None
+        meddle()
+        return taken
+
+
+def publish(world: World, path: str) -> None:
+    """What a saver does last."""
+    key = ChunkKey.parse(path)
+    payload = world.bulk.get(path)
+    assert payload is not None
+    header = read_header(payload)
+    claim = header.claim
+    chunk = ChunkEntry(
+        key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+    )
+    world.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=100)
+
+
+def test_an_orphan_that_is_announced_meanwhile_stays() -> None:
+    world = World(Defects(good=8, orphan=1))
+    [path] = world.planted["orphan"]
+    world.index.meddle = lambda: publish(world, path)
+    tally = world.sweep()
+    assert (tally.counts["changed"], tally.counts["removed"]) == (1, 0)
+    assert world.bulk.get(path) is not None
+
+
+def test_an_orphan_that_is_written_anew_meanwhile_stays() -> None:
+    world = World(Defects(good=8, orphan=1))
+    [path] = world.planted["orphan"]
+    payload = world.bulk.get(path)
+    assert payload is not None
+    world.index.meddle = lambda: world.bulk.put(path, payload + b"longer")
+    assert world.sweep().counts["changed"] == 1
+    assert world.bulk.get(path) is not None
+
+
+def test_what_somebody_saves_right_now_is_busy() -> None:
+    world = World(Defects(good=8, orphan=1))
+    [path] = world.planted["orphan"]
+    world.index.lease(path, "saver", ttl_ms=100_000)
+    assert world.sweep().counts["busy"] == 1
+    assert world.bulk.get(path) is not None
+    world.index.release(path, "saver")
+    assert world.sweep().counts["removed"] == 1
+    assert world.index.lease(path, "saver", ttl_ms=1), "the sweep keeps no lease"
+
+
+def test_a_ghost_whose_payload_comes_meanwhile_stays() -> None:
+    world = World(Defects(good=8, ghost=1))
+    [path] = world.planted["ghost"]
+    world.index.meddle = lambda: world.bulk.put(path, b"here it is")
+    assert world.sweep().counts["changed"] == 1
+    key = ChunkKey.parse(path)
+    assert world.index.lookup(key.namespace, [key.prefix_hash]) != [None]
+
+
+def test_a_record_is_forgotten_before_its_payload_is_deleted() -> None:
+    world = World(Defects(good=8, old_epoch=1))
+    [path] = world.planted["old_epoch"]
+    key, order = ChunkKey.parse(path), []
+    delete, forget = world.bulk.delete, world.index.forget
+    world.bulk.delete = lambda path: order.append("delete") or delete(path)
+    world.index.forget = lambda *told: order.append("forget") or forget(*told)
+    world.sweep()
+    assert order[:2] == ["forget", "delete"]
+    assert world.bulk.folders(key.namespace) == [], "its document is gone as well"
+
+
+def test_old_epochs_that_are_in_use_stay() -> None:
+    world = World(Defects(good=8, old_epoch=2))
+    used, unused = (ChunkKey.parse(path) for path in world.planted["old_epoch"])
+    world.index._clock = lambda: time.time() + 500
+    world.index.touch(used.namespace, [used.prefix_hash], ttl_s=10_000)
+    limits = SweepLimits(apply=True, grace_s=1_000)
+    tally, remover = Tally(), Remover(world.ends, limits, lambda: None)
+    for late_s, left in ((900, [used, unused]), (1_100, [used]), (1_600, [])):
+        clock = partial(lambda late_s: time.time() + late_s, late_s)
+        for unit in Sweep(world.ends, survey(world.ends), limits, remover, clock=clock).parts():
+            unit.work(tally, lambda: None)
+        assert [key for key in (used, unused) if world.bulk.get(key.path())] == left
+
+
+def test_only_the_epoch_tells_old_from_new() -> None:
+    bulk = MemoryStore()
+    encoder = EncoderIdentity("m", "w", "p", None, "bfloat16", 1, "default")
+    identities = {
+        "old": IDENTITY,
+        "new": replace(IDENTITY, weights_epoch=9),
+        "other tenant": replace(IDENTITY, weights_epoch=1, tenant="b"),
+        "encoder, old": encoder,
+        "encoder, new": replace(encoder, weights_epoch=2),
+    }
+    for one in identities.values():
+        bulk.put(identity_path(one.namespace()), one.canonical())
+    bulk.put(identity_path("0" * 32), b"{}")
+    found = [read_namespace(bulk, one.namespace()) for one in identities.values()]
+    found.append(read_namespace(bulk, "0" * 32))
+    assert old_epochs(found) == {IDENTITY.namespace(), encoder.namespace()}
+    assert [one.is_known for one in found] == [True] * 5 + [False]
+    assert [one.has_shapes for one in found] == [True, True, True, False, False, False]
+
+
+def test_beyond_the_quota_ends_of_chains_go_first() -> None:
+    world = World(Defects(good=24))  # three chains of eight
+    before = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
+    used = sum(one.nbytes for one in before.values())
+    tally = world.sweep(quota_bytes=used - 1)
+    left = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
+    assert tally.counts["over_quota"] == tally.counts["removed"] >= 12
+    assert sum(one.nbytes for one in left.values()) <= (used - 1) // 2
+    assert sum(entry.nbytes for entry in world.bulk.scan(NAMESPACE) if "/0." in entry.key) == sum(
+        one.nbytes for one in left.values()
+    )
+    for one in left.values():  # nothing is left that continues what is gone
+        assert one.token_start == 0 or one.parent_hash in left
+    assert world.sweep(quota_bytes=used).counts["over_quota"] == 0
+
+
+def test_an_end_that_looks_wiped_is_not_believed() -> None:
+    world = World(Defects(good=10))
+    records = [one.prefix_hash for one in world.index.scan(NAMESPACE)]
+    for prefix_hash in records[:7]:
+        world.index.drop(NAMESPACE, prefix_hash)
+    with pytest.raises(ConfigError, match="most payloads"):
+        refuse_wrong_ends(world.ends, survey(world.ends))
+    for prefix_hash in records[7:]:
+        world.index.drop(NAMESPACE, prefix_hash)
+    with pytest.raises(ConfigError, match=r"looks wiped|was wiped"):
+        refuse_wrong_ends(world.ends, survey(world.ends))
+    assert world.rebuild().counts["restored"] == 10
+    refuse_wrong_ends(world.ends, survey(world.ends))
+
+
+def test_a_rebuild_leaves_to_savers_what_they_are_saving() -> None:
+    world = World(Defects(good=3, orphan=2))
+    first, second = world.planted["orphan"]
+    world.index.lease(first, "saver", ttl_ms=100_000)
+    counts = world.rebuild().counts
+    assert (counts["written"], counts["restored"], counts["present"]) == (1, 1, 3)
+    key = ChunkKey.parse(second)
+    assert world.index.lookup(key.namespace, [key.prefix_hash]) != [None]
+
+
+def test_uploads_that_may_not_be_listed_are_told() -> None:
+    world = World(Defects(good=2))
+
+    def denied() -> list[Unfinished]:
+        raise StoreDenied("403")
+
+    world.bulk.unfinished = denied
+    assert world.sweep().counts["not_listed"] == 1
