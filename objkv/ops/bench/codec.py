@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +15,8 @@ from objkv.errors import ConfigError, PayloadError
 from objkv.ops.bench.crew import make_slab
 from objkv.ops.bench.rounds import Compared, Work, interleave
 from objkv.ops.bench.rows import Row, Section, Target
-from objkv.ops.bench.sample import kv_like
+from objkv.ops.bench.sample import PAYLOAD_1_MIB, PAYLOAD_32_MIB, kv_like
+from objkv.ops.bench.seal import seal_rows
 from objkv.ops.bench.setting import Setting
 
 DECODE_TARGETS = {
@@ -47,7 +48,12 @@ def bench_codec(setting: Setting) -> Section:
     """All codecs on made-up KV."""
     count = _QUICK_PAGES if setting.quick else _PAGES
     pages = [memoryview(kv_like(_PAGE_BYTES, seed)) for seed in range(count)]
-    return _measure(setting, _Pages(pages, 2), "made-up K/V, BF16")
+    section = _measure(setting, _Pages(pages, 2), "made-up K/V, BF16")
+    setting.tell("codecs", "seals")
+    shape = PAYLOAD_1_MIB if setting.quick else PAYLOAD_32_MIB
+    sealed = tuple(seal_rows(setting, shape))
+    note = f"sealed: whole payloads of {shape.name}, header included, beside those not sealed"
+    return replace(section, rows=section.rows + sealed, notes=(*section.notes, note))
 
 
 def bench_payload_codec(setting: Setting, file: Path) -> Section:

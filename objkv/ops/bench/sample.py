@@ -75,16 +75,22 @@ def make_samples(shape: Shape, count: int, folder: str = FOLDER) -> list[Sample]
     page = np.frombuffer(kv_like(shape.layer_bytes), np.uint8)
     samples = []
     for number in range(count):
-        prefix_hash = np.random.default_rng(number).bytes(20)
-        key = ChunkKey(NAMESPACE, prefix_hash, 0, Shard(0, shape.layers, 0, 1))
-        claim = Claim(key, root_hash(NAMESPACE), 0, _BLOCK_TOKENS * specs[0].shape[0])
+        claim, provenance = sample_claim(shape, number)
         # Other bytes in each layer of each payload, at the price of a pass over them.
         first = number * shape.layers
         pages = [(page ^ np.uint8((first + i) % 256)).data for i in range(shape.layers)]
-        provenance = Provenance(token_digest(()), "objkv bench", 0)
         payload = encode(claim, specs, pages, codec="none", provenance=provenance)
-        samples.append(Sample(f"{folder}/{key.path()}", claim, specs, payload))
+        samples.append(Sample(f"{folder}/{claim.key.path()}", claim, specs, payload))
     return samples
+
+
+def sample_claim(shape: Shape, number: int = 0) -> tuple[Claim, Provenance]:
+    """What a payload of ``shape`` says it is, another for each ``number``."""
+    prefix_hash = np.random.default_rng(number).bytes(20)
+    key = ChunkKey(NAMESPACE, prefix_hash, 0, Shard(0, shape.layers, 0, 1))
+    tokens = _BLOCK_TOKENS * shape.specs()[0].shape[0]
+    claim = Claim(key, root_hash(NAMESPACE), 0, tokens)
+    return claim, Provenance(token_digest(()), "objkv bench", 0)
 
 
 def kv_like(nbytes: int, seed: int = 0) -> bytes:

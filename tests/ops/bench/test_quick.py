@@ -62,7 +62,11 @@ def test_lookups_are_measured_against_a_round_trip(tmp_path: Path) -> None:
 def test_every_codec_is_measured_on_one_core(tmp_path: Path) -> None:
     section = bench_codec(quick(tmp_path))
     names = {row.name.split(":")[0] for row in section.rows}
-    assert names == set(CODECS)
+    seals = {"signed", "encrypted", "signed, encrypted"}
+    assert names == {*CODECS, *seals}
+    sealed = [row for row in section.rows if row.name.split(":")[0] in seals]
+    assert {row.limit_name for row in sealed} == {"not sealed"}
+    assert len(sealed) == 2 * len(seals)
     decoded = [row for row in section.rows if row.name == "blosc: decode"]
     assert [row.target is not None for row in decoded] == [True]
 
