@@ -5,12 +5,12 @@ import struct
 import pytest
 
 from objkv.codec.payload import encode, frame_pages, open_payload
-from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, golden, pages_of
+from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, SEALS, golden, pages_of
 
 COMPRESSED = ["lz4", "zstd", "blosc", "blosclz4"]
 
 
-@pytest.mark.parametrize("name", ["none", "tokens", "untyped", "scales"])
+@pytest.mark.parametrize("name", ["none", "tokens", "untyped", "scales", *SEALS])
 def test_what_is_written_today_is_byte_for_byte_what_was_written_then(name: str) -> None:
     file = f"{name}.safetensors"
     assert golden()[file] == (FOLDER / file).read_bytes()
@@ -37,6 +37,15 @@ def test_compressed_headers_differ_from_the_golden_ones_in_lengths_and_checksums
     for old, new in zip(then.frames, now.frames, strict=True):
         assert (old.layer, old.codec, old.raw_checksum) == (new.layer, new.codec, new.raw_checksum)
     assert (then.data_start, then.raw_bytes) == (now.data_start, now.raw_bytes)
+
+
+@pytest.mark.parametrize("name", [*SEALS, "zstd-signed-encrypted"])
+def test_what_was_sealed_then_is_opened_today(name: str) -> None:
+    payload = (FOLDER / f"{name}.safetensors").read_bytes()
+    header = open_payload(payload, CLAIM, LAYERS, seal=SEALS[name.removeprefix("zstd-")])
+    scratch = memoryview(bytearray(1 << 16))
+    for index, layer in enumerate(LAYERS):
+        assert bytes(frame_pages(header, index, payload, scratch)) == pages_of(layer)
 
 
 def test_the_layout_is_the_documented_one() -> None:

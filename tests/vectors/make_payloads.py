@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
+from objkv.codec.seal import Seal, SealKey
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
@@ -28,6 +29,16 @@ LAYERS = (
     LayerSpec("model.layers.10.self_attn.attn", "F8_E4M3", (2, 2, 16, 8)),
     LayerSpec('an "odd" näme', "F32", (2, 2, 16, 32)),
 )
+# Published, so worth nothing: bytes 0 to 31, and 32 to 63.
+SIGNING_KEY = SealKey("golden-s", "*", bytes(range(32)))
+ENCRYPTION_KEY = SealKey("golden-e", "*", bytes(range(32, 64)))
+SALT = bytes(range(64, 96))
+"""In place of a random one."""
+SEALS = {
+    "signed": Seal([SIGNING_KEY]),
+    "encrypted": Seal((), [ENCRYPTION_KEY], random=lambda _: SALT),
+    "signed-encrypted": Seal([SIGNING_KEY], [ENCRYPTION_KEY], random=lambda _: SALT),
+}
 
 
 def pages_of(layer: LayerSpec) -> bytes:
@@ -58,6 +69,13 @@ def golden() -> dict[str, bytes]:
     out["scales.safetensors"] = bytes(
         encode(CLAIM, both, list(map(pages_of, both)), codec="none", provenance=PROVENANCE)
     )
+    for name, seal in SEALS.items():
+        payload = encode(CLAIM, LAYERS, pages, codec="none", provenance=PROVENANCE, seal=seal)
+        out[f"{name}.safetensors"] = bytes(payload)
+    sealed = encode(
+        CLAIM, LAYERS, pages, codec="zstd", provenance=PROVENANCE, seal=SEALS["signed-encrypted"]
+    )
+    out["zstd-signed-encrypted.safetensors"] = bytes(sealed)
     return out
 
 
