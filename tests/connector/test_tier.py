@@ -38,6 +38,25 @@ def test_what_one_replica_computed_another_loads(engines: Any) -> None:
     reader.end(request)
 
 
+def test_a_tier_with_the_rights_of_a_reader_loads_and_stores_nothing(
+    engines: Any, tmp_path: Path
+) -> None:
+    writer, reader = engines(), engines({"role": "reader"})
+    content = {offload_key(i): row(i) for i in range(3)}
+    writer.compute(writer.begin(), content)
+    writer.settle()
+    stored = sorted(tmp_path.rglob("*.*"))
+    request = reader.begin()
+    assert reader.find(request, list(content)) == [HIT] * 3
+    assert {key: reader.read(request, key) for key in content} == content
+    reader.end(request)
+    own = {offload_key(100 + i): row(100 + i) for i in range(2)}
+    reader.compute(reader.begin(), own)
+    reader.settle()
+    assert sorted(tmp_path.rglob("*.*")) == stored
+    assert writer.find(writer.begin(), list(own)) == [MISS] * 2
+
+
 def test_what_vllm_evicts_comes_back(engines: Any) -> None:
     engine = engines()
     first = {offload_key(i): row(i) for i in range(ROWS)}
