@@ -7,6 +7,7 @@ lasts: every get would queue behind another. When to try again, and by how many 
 decided here. See ``docs/decisions/0020``.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Literal, TypeVar
 
 import pybreaker
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError
 from objkv.sockets import Trial
 from objkv.telemetry import Recorder
 
@@ -61,7 +62,7 @@ when it is back. From any thread, under a lock: it only logs or counts."""
 
 
 class Breaker:
-    """After enough failures in a row, answers ``StoreUnavailable`` at once.
+    """After enough failures in a row, answers ``LeftAlone`` at once.
 
     A failure is an error that time may mend, or a denial; any other error proves that the server
     answers, and counts as success. After a pause one call is let through as a probe: if it succeeds
@@ -90,6 +91,7 @@ class Breaker:
         self._probes: set[int | None] = set()
         self._pauses = 0
         self._again_s = 0.0
+        self._closed_s = -math.inf
         self._denied = False
         self._breaker = pybreaker.CircuitBreaker(
             fail_max=patience.failures,
@@ -108,7 +110,7 @@ class Breaker:
         return self.state != pybreaker.STATE_CLOSED
 
     def call(self, verb: str, call: Callable[[], T]) -> T:
-        """Make ``call``, or raise ``StoreUnavailable`` without making it."""
+        """Make ``call``, or raise ``LeftAlone`` without making it."""
         probe = self._enter(verb) if self.is_open else None
         try:
             if probe is None:
@@ -134,7 +136,7 @@ class Breaker:
             if self.clock() < self._again_s or len(self._probes) >= _PROBES_MAX:
                 what = self._change
                 self._recorder.count(f"breaker_refused_{what.end}_{what.direction}")
-                raise StoreUnavailable(
+                raise LeftAlone(
                     f"{verb}: {what.end} {what.direction}s keep failing and are left alone for a "
                     "while"
                 )
@@ -174,14 +176,23 @@ class Breaker:
             self._probes.discard(probe)
             self._again_s = self.clock()
 
+    def open(self, error: StoreError) -> None:
+        """Give the server up now, however many calls failed."""
+        with self._lock:
+            if not self.is_open:
+                self._breaker.open()
+                self._opened(error)
+
     def _opened(self, error: StoreError | None) -> None:
-        self._pauses = 0
+        if self.clock() - self._closed_s > self._patience.reset_max_s:
+            self._pauses = 0  # else it was back for a moment only
         self._pause()
         self._denied = isinstance(error, StoreDenied)
         self._recorder.count(f"breaker_openings_{self._change.end}_{self._change.direction}")
         self._tell(error)
 
     def _closed(self) -> None:
+        self._closed_s = self.clock()
         self._denied = False
         self._tell(None)
 
@@ -213,6 +224,15 @@ class Breakers:
         self.read = Breaker(end, "read", patience, recorder, on_change)
         self.write = Breaker(end, "write", patience, recorder, on_change)
         self.read.clock = self.write.clock = clock
+
+    def call(self, direction: Direction, verb: str, call: Callable[[], T]) -> T:
+        """Make ``call`` through the breaker of ``direction``. A server that is asked too much is
+        spared all writes from then on: what is read somebody waits for."""
+        try:
+            return (self.read if direction == "read" else self.write).call(verb, call)
+        except StoreBusy as exc:
+            self.write.open(exc)
+            raise
 
     @property
     def state(self) -> str:

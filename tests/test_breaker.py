@@ -141,6 +141,7 @@ def test_the_first_pause_is_short_again_after_the_server_was_back() -> None:
         server.error = None
         while not server.call():
             server.clock.advance(1.0)
+        server.clock.advance(PATIENCE.reset_max_s + 1)
     server.error = StoreUnavailable("down")
     for _ in range(PATIENCE.failures):
         server.call()
@@ -148,6 +149,24 @@ def test_the_first_pause_is_short_again_after_the_server_was_back() -> None:
     server.clock.advance(PATIENCE.reset_s)
     server.call()
     assert len(server.asked_s) == asked + 1
+
+
+def test_a_server_that_is_back_for_a_moment_only_is_not_asked_ever_more_often() -> None:
+    server = Server()
+    for _ in range(6):
+        server.error = StoreUnavailable("down")
+        for _ in range(PATIENCE.failures):
+            server.call()
+        server.error = None
+        while not server.call():
+            server.clock.advance(0.25)
+    server.error = StoreUnavailable("down")
+    for _ in range(PATIENCE.failures):
+        server.call()
+    asked = len(server.asked_s)
+    server.clock.advance(PATIENCE.reset_max_s / 2 - 0.1)
+    server.call()
+    assert len(server.asked_s) == asked
 
 
 def test_refusals_and_failures_in_a_row_count_together_and_the_last_one_is_told() -> None:

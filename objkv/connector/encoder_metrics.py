@@ -34,6 +34,7 @@ ENCODER_COUNTERS = {
     "save_bytes": "Payload bytes of those.",
     "save_drops": "Outputs not saved: queue or memory full, too late.",
     "save_errors": "Outputs not saved because a store failed.",
+    "saves_shed": "Outputs not saved because a store was left alone, or asked too much.",
     "save_over_quota": "Outputs not saved because the quota is used up.",
     "quota_errors": "Readings of how much of the quota is used that a store failed.",
     "sweeps": "Sweeps of this machine's own folder, because it was full.",

@@ -17,6 +17,7 @@ import torch
 from objkv.cache.tiered import ChunkCache, SaveOutcome
 from objkv.codec.payload import Provenance, encode, open_payload
 from objkv.connector.encoder_metadata import Output
+from objkv.errors import LeftAlone
 from objkv.telemetry import Recorder
 from objkv.transfer.save_crew import SaveCrew
 
@@ -130,6 +131,8 @@ class EncoderSaver:
         if self._clock() >= save.deadline:
             self._recorder.count("save_drops")
             return
+        if self._crew.is_shedding:
+            raise LeftAlone("saves give way")
         if not self._cache.take_lease(key):
             self._recorder.count("save_leased_elsewhere")
             return

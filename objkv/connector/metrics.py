@@ -45,6 +45,7 @@ COUNTERS = {
     "save_drops": "Chunks not saved: no slab, queue full, too late.",
     "save_drop_bytes": "Bytes of those chunks, uncompressed.",
     "save_errors": "Chunks not saved because a store failed.",
+    "saves_shed": "Chunks not saved because the store was left alone, or asked too much.",
     "save_over_quota": "Chunks not saved because the quota is used up.",
     "quota_errors": "Readings of how much of the quota is used that a store failed.",
     "sweeps": "Sweeps of this machine's own folder, because it was full.",

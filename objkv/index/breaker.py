@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.breaker import Breaker, Breakers
+from objkv.breaker import Breakers
 from objkv.index.base import WriteIndex
 from objkv.index.wrapped import Verb, WrappedIndex
 
@@ -28,5 +28,4 @@ class BreakerIndex(WrappedIndex):
         return self._breakers
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
-        breaker: Breaker = self._breakers.write if verb in _WRITES else self._breakers.read
-        return breaker.call(verb, call)
+        return self._breakers.call("write" if verb in _WRITES else "read", verb, call)

@@ -23,7 +23,7 @@ class PunctualPool(redis.BlockingConnectionPool):
     """Makes such connections from the beginning: what a cluster's client makes pools of."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**options)  # type: ignore[no-untyped-call]  # its base class is
         make_punctual(self)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.breaker import Breaker, Breakers
+from objkv.breaker import Breakers
 from objkv.stores.base import PruneStore
 from objkv.stores.wrapped import Verb, WrappedStore
 
@@ -28,5 +28,4 @@ class BreakerStore(WrappedStore):
         return self._breakers
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
-        breaker: Breaker = self._breakers.write if verb in _WRITES else self._breakers.read
-        return breaker.call(verb, call)
+        return self._breakers.call("write" if verb in _WRITES else "read", verb, call)

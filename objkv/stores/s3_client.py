@@ -31,7 +31,7 @@ from botocore.exceptions import (
 from urllib3.exceptions import HTTPError
 
 from objkv.config import Config, refuse_clear
-from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.sockets import EndsBy
 from objkv.stores.s3_body import BodyLost
 from objkv.stores.s3_connections import make_punctual
@@ -68,6 +68,7 @@ _FIX = {
     "InvalidObjectState": "the value was moved to an archive: no lifecycle rule may do that",
 }
 _LATER = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "NoSuchUpload"}
+_BUSY = {"SlowDown", "Throttling"}
 
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
 
@@ -202,7 +203,9 @@ def _answered(what: str, exc: ClientError) -> StoreError:
     reason = f"{what}: HTTP {status} {code}".rstrip()
     if code in _FIX:
         return StoreDenied(f"{reason}: {_FIX[code]}")
-    if status == 429 or status >= 500 or code in _LATER:
+    if status in (429, 503) or code in _BUSY:
+        return StoreBusy(reason)
+    if status >= 500 or code in _LATER:
         return StoreUnavailable(reason)
     if status in (301, 307):
         return StoreDenied(f"{reason}: {_FIX['PermanentRedirect']}")

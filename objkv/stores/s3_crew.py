@@ -17,23 +17,26 @@ _CLOSE_S = 5.0
 
 
 class Crew:
-    """At most ``threads_max`` threads, started when first needed and joined by ``close``."""
+    """At most ``threads_max`` threads, started when first needed and joined by ``close``. Half of
+    them may write: reads always find some."""
 
     def __init__(self, threads_max: int) -> None:
         self.threads_max = threads_max
         self._changed = threading.Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: deque[tuple[Callable[[], None], bool]] = deque()
         self._threads: list[threading.Thread] = []
-        self._taken = 0
+        self._taken = self._writing = 0
         self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Crew {self._taken}/{self.threads_max} busy>"
 
-    def offer(self, job: Callable[[], None]) -> bool:
+    def offer(self, job: Callable[[], None], *, writes: bool = False) -> bool:
         """Have a free thread do ``job``, which must not raise; False if none is free."""
         with self._changed:
             if self._is_closed or self._taken >= self.threads_max:
+                return False
+            if writes and self._writing >= (self.threads_max + 1) // 2:
                 return False
             if len(self._threads) <= self._taken:
                 name = f"objkv-range-{len(self._threads)}"
@@ -44,7 +47,8 @@ class Crew:
                     return False
                 self._threads.append(thread)
             self._taken += 1
-            self._jobs.append(job)
+            self._writing += writes
+            self._jobs.append((job, writes))
             self._changed.notify()
             return True
 
@@ -65,13 +69,14 @@ class Crew:
                     if self._is_closed:
                         return
                     self._changed.wait()
-                job = self._jobs.popleft()
+                job, writes = self._jobs.popleft()
             try:
                 job()
             finally:
                 del job  # it leads to the buffer of somebody who may want it back
                 with self._changed:
                     self._taken -= 1
+                    self._writing -= writes
 
 
 @dataclass(slots=True)
@@ -103,8 +108,11 @@ class Team:
     A context manager; afterwards nobody of the crew touches the payload's buffer.
     """
 
-    def __init__(self, crew: Crew, pieces: list[Piece], work: Work) -> None:
+    def __init__(
+        self, crew: Crew, pieces: list[Piece], work: Work, *, writes: bool = False
+    ) -> None:
         self._crew = crew
+        self._writes = writes
         self._work = work
         self._changed = threading.Condition()
         self._pending = deque(pieces)
@@ -117,7 +125,7 @@ class Team:
 
     def __enter__(self) -> "Team":
         for _ in range(min(len(self._pending), self._crew.threads_max)):
-            if not self._crew.offer(self._help):
+            if not self._crew.offer(self._help, writes=self._writes):
                 break
         return self
 

@@ -103,7 +103,7 @@ class Uploads:
 
         pieces = parts.pieces()
         if self._wire.is_found:
-            with Team(self._crew, pieces, send) as team:
+            with Team(self._crew, pieces, send, writes=True) as team:
                 while (piece := team.take()) is not None:
                     with suppress(NoAnswer):
                         send(piece, None)

@@ -12,6 +12,7 @@ from threading import Condition, Lock
 from typing import Any
 
 from objkv.errors import StoreError, StoreUnavailable
+from objkv.sockets import ends_s
 from objkv.stores.base import Arrived, Buffer, Entry, PruneStore, copy_bytes
 from objkv.stores.wrapped import WrappedStore
 
@@ -112,7 +113,7 @@ class SingleflightStore(WrappedStore):
         fetch: Callable[[], Any],
         buffer: memoryview | None = None,
     ) -> Any:
-        deadline_s = time.monotonic() + self._wait_s
+        deadline_s = min(time.monotonic() + self._wait_s, ends_s())
         while True:
             with self._lock:
                 flights = self._flights.setdefault(key, {})
@@ -131,7 +132,8 @@ class SingleflightStore(WrappedStore):
             value = fetch()
         except BaseException as exc:
             self._land(key, call, flight)
-            flight.fail(exc)
+            # Whoever has more time than the leader had asks again.
+            flight.fail(exc if time.monotonic() < ends_s() else TimeoutError())
             raise
         self._land(key, call, flight)
         flight.finish(value, buffer)
@@ -213,8 +215,8 @@ class _Flight:
             self._changed.notify_all()
 
     def fail(self, exc: BaseException) -> None:
-        """Give everybody the store's error; any other (an interrupt of the leader's thread, what
-        its ``arrived`` raised) is the leader's own, and its followers try again."""
+        """Give everybody the store's error; any other (an interrupt of the leader's thread, the end
+        of its time, what its ``arrived`` raised) is the leader's own, and its followers try again."""
         with self._changed:
             for seat in self._seats:
                 seat.error = exc if isinstance(exc, StoreError) else None

@@ -14,6 +14,7 @@ from time import monotonic, thread_time
 
 from objkv.cache.tiered import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
+from objkv.sockets import EndsBy
 from objkv.telemetry import Recorder, Trouble
 from objkv.transfer.fetch import Cuts, Fetched, Fetcher, chunk_key
 from objkv.transfer.job import LoadJob
@@ -26,6 +27,9 @@ from objkv.transfer.sources import Sources
 from objkv.transfer.taskqueue import Task, TaskQueue
 
 logger = logging.getLogger(__name__)
+
+_OVERDUE_SHARE = 4
+"""A load between steps that has waited for this part of its time waits no longer behind others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Loader:
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
         self._fetcher = Fetcher(cache, self._sources, limits.cuts, recorder)
-        self._queue = TaskQueue(limits.queue_max)
+        self._queue = TaskQueue(limits.queue_max, overdue_s=limits.deadline_s / _OVERDUE_SHARE)
         self._lanes = [lane_for_thread() for _ in range(limits.threads)]
         self._threads = [
             Thread(target=self._work, args=(lane,), name=f"objkv-load-{i}", daemon=True)
@@ -93,7 +97,7 @@ class Loader:
         for lane in self._lanes:
             lane.follow_compute()  # what earlier kernels still do to these blocks comes first
         self._jobs[plan.request_id] = job  # nothing fails from here on: its end is told once
-        taken = self._queue.add(job)
+        taken = 0 if self._is_stuck() else self._queue.add(job)
         if taken < len(plan.moves):
             self._recorder.count("load_refused", len(plan.moves) - taken)
             for i in range(taken, len(plan.moves)):
@@ -159,6 +163,12 @@ class Loader:
     def __repr__(self) -> str:
         return f"<Loader {len(self._jobs)} plans, {len(self._queue)} spans waiting>"
 
+    def _is_stuck(self) -> bool:
+        """Whether every thread has been at one task for longer than any load may take: a file
+        system hangs, and nobody can call them back. Then nothing is worth waiting for."""
+        longest_s = max(self._limits.deadline_s, self._limits.step_deadline_s)
+        return self._queue.hanging(longest_s) >= len(self._threads)
+
     def _work(self, lane: Lane) -> None:
         lane.adopt_thread()
         while (task := self._queue.take()) is not None:
@@ -185,8 +195,10 @@ class Loader:
         done = False
         try:
             if job.wanted(index):
+                left_s = job.deadline - self._clock()
                 pool = slabs.pool() if isinstance(slabs, WideSlabs) else slabs
-                done = self._load(pool, lane, task)
+                with EndsBy(monotonic() + left_s):
+                    done = self._load(pool, lane, task)
                 self._trouble.worked()
         except UnwantedError:
             self._recorder.count("load_given_up")

@@ -6,19 +6,22 @@ the next save begins.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from threading import Condition, Thread
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
-from objkv.errors import ObjkvError
+from objkv.errors import LeftAlone, ObjkvError, StoreBusy
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 1.0
 """At least so long ``close`` waits for threads that have nothing left to do."""
+_SHED_S = 1.0
+"""So long nothing is tried after a save that was not wanted."""
 
 
 class Save(Protocol):
@@ -61,6 +64,7 @@ class SaveCrew(Generic[Item]):
         self._queue: deque[Item] = deque()
         self._busy = 0
         self._closed = False
+        self._shed_until = -math.inf
         label = name.removesuffix("s").replace(" ", "-")
         self._threads = [
             Thread(target=self._work, name=f"objkv-{label}-{i}", daemon=True)
@@ -73,6 +77,12 @@ class SaveCrew(Generic[Item]):
     def waiting(self) -> int:
         """Items that no thread has taken yet."""
         return len(self._queue)
+
+    @property
+    def is_shedding(self) -> bool:
+        """Whether the store was just found to be left alone, or asked too much: nothing is worth
+        being taken for a moment. Saves are the first to give way."""
+        return self._clock() < self._shed_until
 
     @property
     def is_closed(self) -> bool:
@@ -136,6 +146,10 @@ class SaveCrew(Generic[Item]):
             try:
                 self._save(item)
                 self._trouble.worked()
+            except (LeftAlone, StoreBusy):  # told by the breaker
+                self._recorder.count("saves_shed")
+                if not self.is_shedding:
+                    self._shed_until = self._clock() + _SHED_S
             except ObjkvError as exc:
                 self._recorder.count("save_errors")
                 self._trouble.failed(exc)

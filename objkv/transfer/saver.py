@@ -12,6 +12,7 @@ from time import monotonic
 
 from objkv.cache.tiered import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim
+from objkv.errors import LeftAlone
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 from objkv.transfer.encoding import Encoder
@@ -117,6 +118,8 @@ class Saver:
                 key = _key(plan, save, group)
                 if is_full:  # no drop, which would be planned again for the next step
                     self._recorder.count("save_over_quota")
+                elif self._crew.is_shedding:  # nor here: the store would be asked at each step
+                    self._recorder.count("saves_shed")
                 elif not self._cache.begin_save(key):
                     self._recorder.count("save_repeats")
                 elif room > 0 and (chunk := self._take(plan, save, key)) is not None:
@@ -223,6 +226,8 @@ class Saver:
         if self._clock() >= item.deadline:
             self._count_drop(key)
             return
+        if self._crew.is_shedding:
+            raise LeftAlone("saves give way")
         if not self._cache.take_lease(key):
             self._recorder.count("save_leased_elsewhere")
             return

@@ -1,7 +1,8 @@
 """Which span the loader's threads fetch next: what a step waits for first, layer by layer.
 
 Of loads within the step the first spans of all chunks come before the second ones of any; loads
-between steps come after them, in the order in which they were asked for.
+between steps come after them, in the order in which they were asked for. One that is overdue comes
+first, though one at a time: however many steps wait for loads, those between steps go on.
 
 Half as many threads as there are processors work at once. A task that takes twice the processor's
 time it usually does, or more, waits for the store: another thread may work meanwhile, and when a
@@ -10,7 +11,9 @@ get in each other's way: 2 MiB from S3 on the same two cores took 0.9 ms of proc
 thread, 2.5 with eight, each waiting for the interpreter's lock (2026-11).
 """
 
+import math
 import os
+from collections import deque
 from heapq import heappop, heappush
 from threading import Condition, get_ident
 from time import monotonic
@@ -29,9 +32,15 @@ Task = tuple[LoadJob, int, Span | None]
 class TaskQueue:
     """Safe from many threads."""
 
-    def __init__(self, moves_max: int, *, eager: int | None = None) -> None:
-        """``eager``: how many threads begin at once; by default half as many as processors."""
+    def __init__(
+        self, moves_max: int, *, eager: int | None = None, overdue_s: float = math.inf
+    ) -> None:
+        """``eager``: how many threads begin at once; by default half as many as processors.
+        ``overdue_s``: how long loads between steps wait behind those within."""
         self._moves_max = moves_max
+        self._overdue_s = overdue_s
+        self._overdue: set[int] = set()
+        """Threads at work on tasks that were."""
         self._eager = eager or max(1, _processors() // 2)
         self._usual_s = 0.0
         self._begun: dict[int, float] = {}
@@ -39,13 +48,21 @@ class TaskQueue:
         self._progress_s = 0.0
         self._is_watched = False
         self._changed = Condition()
-        self._heap: list[tuple[bool, int, int, Task]] = []
+        self._within: list[tuple[int, int, Task]] = []
+        self._between: deque[tuple[float, Task]] = deque()
+        """Each with the time at which it was queued."""
         self._moves = 0
         self._number = 0
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._within) + len(self._between)
+
+    def hanging(self, seconds: float) -> int:
+        """How many threads have been at their task for longer than that."""
+        before = monotonic() - seconds
+        with self._changed:
+            return sum(begun < before for begun in self._begun.values())
 
     def add(self, job: LoadJob) -> int:
         """Queue the job's moves, as many as there is room for; how many those are, with all their
@@ -90,23 +107,36 @@ class TaskQueue:
         """The next task, for ``finish``; blocks until there is one, and while others are quick to
         finish theirs. None: the queue was closed."""
         with self._changed:
-            while not self._closed and not (self._heap and self._may_begin()):
+            while not self._closed and not (len(self) and self._may_begin()):
                 self._wait()
             if self._closed:
                 return None
-            task = heappop(self._heap)[-1]
+            task = self._next()
             if task[2] is None:
                 self._moves -= _counts(task[0], task[1])
             self._begun[get_ident()] = monotonic()
-            if self._heap and not self._is_watched:
+            if len(self) and not self._is_watched:
                 self._changed.notify()
             return task
+
+    def _next(self) -> Task:
+        if self._between and not (self._within and not self._is_overdue()):
+            since_s, task = self._between.popleft()
+            if monotonic() - since_s >= self._overdue_s:
+                self._overdue.add(get_ident())
+            return task
+        return heappop(self._within)[-1]
+
+    def _is_overdue(self) -> bool:
+        """Whether the first of those between steps goes before those within."""
+        return not self._overdue and monotonic() - self._between[0][0] >= self._overdue_s
 
     def finish(self, busy_s: float) -> None:
         """The thread is done with what it took, whatever came of it, after so much time on a
         processor."""
         with self._changed:
             now = monotonic()
+            self._overdue.discard(get_ident())
             if now - self._begun.pop(get_ident()) < self._patience_s():
                 self._progress_s = now
             self._usual_s += (busy_s - self._usual_s) / _USUAL_TASKS
@@ -122,7 +152,7 @@ class TaskQueue:
 
     def _wait(self) -> None:
         """Until something changes. While there are tasks, one thread looks at the time for all."""
-        if self._is_watched or not self._heap:
+        if self._is_watched or not len(self):
             self._changed.wait()
             return
         self._is_watched = True
@@ -134,20 +164,24 @@ class TaskQueue:
             self._changed.wait(late_s - now)
         finally:
             self._is_watched = False
-        if self._heap and self._may_begin():
+        if len(self) and self._may_begin():
             self._changed.notify_all()
 
     def close(self) -> None:
         """Nobody gets anything any more."""
         with self._changed:
             self._closed = True
-            self._heap.clear()
+            self._within.clear()
+            self._between.clear()
             self._changed.notify_all()
 
     def _push(self, job: LoadJob, index: int, span: Span | None) -> None:
+        if not job.plan.sync:
+            self._between.append((monotonic(), (job, index, span)))
+            return
         self._number += 1
         number = 0 if span is None else span.number
-        heappush(self._heap, (not job.plan.sync, number, self._number, (job, index, span)))
+        heappush(self._within, (number, self._number, (job, index, span)))
 
 
 def _counts(job: LoadJob, index: int) -> int:

@@ -6,7 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from objkv.breaker import Breakers, Change, Patience
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.errors import (
+    LeftAlone,
+    StoreBusy,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    ValueTooLong,
+)
+from objkv.sockets import is_trial
 from objkv.stores.breaker import BreakerStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -232,3 +240,34 @@ def test_state_openings_and_refused_calls_are_told(scene: Scene) -> None:
     scene.store.get("k")
     assert scene.recorder.drain() == {"breaker_open_bulk_read": 0}
     assert scene.recorder.drain() == {}
+
+
+@pytest.mark.parametrize("verb", ["get", "put"])
+def test_a_store_that_is_asked_too_much_is_spared_writes_first(verb: str) -> None:
+    inner = FlakyStore(MemoryStore())
+    store = BreakerStore(inner, Breakers("bulk", Patience(), NullRecorder()))
+    inner.fail_next(StoreBusy("503"))
+    with pytest.raises(StoreBusy):
+        store.get("k") if verb == "get" else store.put("k", b"v")
+    with pytest.raises(LeftAlone):
+        store.put_if_absent("k", b"v")
+    assert store.get("k") is None
+    assert inner.calls == [verb, "get"]
+
+
+def test_a_probe_is_known_as_one(scene: Scene) -> None:
+    trials: list[bool] = []
+
+    class Asked(MemoryStore):
+        def get(self, key: str) -> bytes | None:
+            trials.append(is_trial())
+            raise DOWN
+
+    store = BreakerStore(Asked(), scene.breakers)
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable):
+            store.get("k")
+    scene.now_s += 10
+    with pytest.raises(StoreUnavailable, match="down"):
+        store.get("k")
+    assert trials == [False, False, False, True]

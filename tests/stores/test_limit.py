@@ -1,11 +1,13 @@
 """``LimitStore``: bounded calls, bounded waiting."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from objkv.errors import StoreError, StoreUnavailable
+from objkv.sockets import EndsBy
 from objkv.stores.limit import LimitStore
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
@@ -66,3 +68,34 @@ def test_a_scan_holds_no_slot_while_its_consumer_works() -> None:
 def test_repr_is_a_status_line() -> None:
     store = LimitStore(MemoryStore(), calls_max=3, wait_s=1)
     assert repr(store) == "<LimitStore 3 calls of <MemoryStore 0 values>>"
+
+
+def test_writes_leave_half_of_the_slots_to_reads() -> None:
+    inner, gate = FlakyStore(MemoryStore()), threading.Event()
+    inner.hold(gate)
+    store = LimitStore(inner, calls_max=4, wait_s=60)
+    with ThreadPoolExecutor(10) as pool:
+        puts = [pool.submit(store.put, f"k{i}", b"v") for i in range(8)]
+        while len(inner.calls) < 2:
+            pass
+        gets = [pool.submit(store.get, "k0") for _ in range(2)]
+        while inner.calls.count("get") < 2:
+            pass
+        assert inner.calls.count("put") == 2
+        gate.set()
+        for call in (*puts, *gets):
+            call.result()
+    assert inner.calls.count("put") == 8
+
+
+def test_whoever_has_less_time_waits_less() -> None:
+    inner, gate = FlakyStore(MemoryStore()), threading.Event()
+    inner.hold(gate)
+    store = LimitStore(inner, calls_max=1, wait_s=3600)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.get, "k")
+        assert inner.arrived.wait(60)
+        with pytest.raises(StoreUnavailable), EndsBy(time.monotonic()):
+            store.get("k")
+        gate.set()
+        assert first.result() is None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from botocore.exceptions import ClientError
 
-from objkv.errors import StoreError, StoreUnavailable
+from objkv.errors import StoreBusy, StoreError, StoreUnavailable
 from objkv.stores import s3_client as s3_client_module
 from objkv.stores import s3_crew
 from objkv.stores.s3 import S3Store
@@ -204,3 +204,24 @@ def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
             with pytest.raises(StoreError):
                 store.put("k", bytes(2 * MIB))
         assert "Uploads" not in store._client.list_multipart_uploads(Bucket=BUCKET)
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (503, ""), (429, "")])
+def test_a_server_that_is_asked_too_much_is_busy(status: int, code: str) -> None:
+    with (
+        QuickS3(intercept=lambda _: failure(status, code)) as server,
+        s3_store(server.url) as store,
+        pytest.raises(StoreBusy),
+    ):
+        store.get("k")
+
+
+def test_uploads_leave_half_of_the_threads_to_reads() -> None:
+    crew, gate = Crew(4), threading.Event()
+    offered = [crew.offer(gate.wait, writes=True) for _ in range(4)]  # type: ignore[arg-type]
+    assert offered == [True, True, False, False]
+    assert [crew.offer(gate.wait) for _ in range(3)] == [True, True, False]  # type: ignore[arg-type]
+    gate.set()
+    crew.close()
+    assert repr(crew) == "<Crew 0/4 busy>"

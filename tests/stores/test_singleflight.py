@@ -1,6 +1,7 @@
 """``SingleflightStore``: one call for many callers, and nobody's buffer touched too late."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.sockets import EndsBy
 from objkv.stores.memory import MemoryStore
 from objkv.stores.singleflight import SingleflightStore
 from objkv.testing.flaky import FlakyStore
@@ -191,3 +193,20 @@ def test_nothing_is_kept_after_a_call(scene: Scene) -> None:
     with pytest.raises(StoreError):
         scene.store.get("k")
     assert repr(scene.store).startswith("<SingleflightStore 0 keys under way of")
+
+
+def test_followers_with_more_time_than_the_leader_ask_again() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        scene = Scene(pool, wait_s=60)
+
+        def hurried() -> bytes | None:
+            with EndsBy(time.monotonic()):
+                return scene.store.get("k")
+
+        scene.inner.fail_next(StoreUnavailable("too late"))
+        leader = scene.lead(hurried)
+        (follower,) = scene.follow(lambda: scene.store.get("k"))
+        scene.gate.set()
+        with pytest.raises(StoreUnavailable):
+            leader.result()
+        assert follower.result() == b"value"

@@ -204,6 +204,7 @@ class NobodyWaits:
 
     waiting = 0
     is_closed = False
+    is_shedding = False
 
     def __init__(self, *, takes: bool) -> None:
         self.takes = takes

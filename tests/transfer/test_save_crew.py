@@ -9,8 +9,9 @@ from threading import Event
 
 import pytest
 
-from objkv.errors import StoreError
+from objkv.errors import LeftAlone, StoreBusy, StoreError
 from objkv.telemetry import MemoryRecorder
+from objkv.testing.clock import ManualClock
 from objkv.transfer.save_crew import SaveCrew
 from tests.transfer.world import PATIENCE_S, wait_until
 
@@ -84,3 +85,27 @@ def test_an_item_that_was_saved_is_not_kept_until_the_next_one() -> None:
         one.put([item])
         del item
         wait_until(lambda: gc.collect() >= 0 and seen() is None)
+
+
+@pytest.mark.parametrize("refusal", [LeftAlone("open"), StoreBusy("503")])
+def test_saves_give_way_for_a_moment_to_a_store_that_wants_none(
+    refusal: StoreError, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, faults = ManualClock(), [refusal]
+
+    def save(_: Item) -> None:
+        if faults:
+            raise faults.pop()
+
+    recorder = MemoryRecorder()
+    one = SaveCrew("saves", 1, save, recorder, clock=clock)
+    one.put([Item("a")])
+    wait_until(lambda: recorder.value("saves_shed") == 1)
+    wait_until(lambda: one.is_shedding)
+    clock.advance(0.9)
+    assert one.is_shedding
+    clock.advance(0.2)
+    assert not one.is_shedding
+    assert recorder.value("save_errors") == 0
+    assert caplog.text == ""  # the breaker says it
+    one.close(PATIENCE_S, list)

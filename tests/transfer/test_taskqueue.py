@@ -197,3 +197,54 @@ def test_no_task_is_left_lying_whoever_waits_for_whom(seed: int) -> None:
         time.sleep(source.choice([0, 0, 0.001, 0.004]))
     wait_until(lambda: len(crew.took) == added)
     crew.join()
+
+
+def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(taskqueue, "monotonic", clock)
+    queue = TaskQueue(1_000, eager=9, overdue_s=10)
+    queue.add(job("between", 3, sync=False))
+    taken = []
+    for _ in range(100):  # there are always some within
+        queue.add(job("within", 2, sync=True))
+        task = queue.take()
+        assert task is not None
+        taken.append(task[0].plan.request_id)
+        clock.advance(1)
+        queue.finish(0)
+    assert taken[:10] == ["within"] * 10
+    assert taken[10:13] == ["between"] * 3
+    assert set(taken[13:]) == {"within"}
+
+
+def test_overdue_loads_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(taskqueue, "monotonic", clock)
+    queue = TaskQueue(1_000, eager=9, overdue_s=10)
+    queue.add(job("between", 4, sync=False))
+    queue.add(job("within", 4, sync=True))
+    clock.advance(11)
+    taken: list[str] = []
+    done = Event()
+
+    def work() -> None:
+        task = queue.take()
+        assert task is not None
+        taken.append(task[0].plan.request_id)
+        assert done.wait(PATIENCE_S)
+        queue.finish(0)
+
+    threads = [Thread(target=work) for _ in range(4)]
+    for number, thread in enumerate(threads, 1):
+        thread.start()
+        wait_until(lambda number=number: len(taken) == number)  # type: ignore[misc]
+    assert taken == ["between", "within", "within", "within"]
+    assert queue.hanging(0) == 0
+    clock.advance(31)
+    assert queue.hanging(30) == 4
+    done.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert queue.hanging(0) == 0
