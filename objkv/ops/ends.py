@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -163,6 +164,17 @@ def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
             continue
         if key.field == field:
             yield key
+
+
+def looks(
+    bulk: ReadStore, pool: Executor, keys: Sequence[ChunkKey], *, at_once: int
+) -> Iterator[Entry | None]:
+    """What the bulk store has of ``keys``, in order; so many are asked for at once."""
+    # Pieces rather than keys: a thread that is woken for each takes longer than a folder's answer.
+    size = max(1, -(-len(keys) // at_once))
+    pieces = [keys[start : start + size] for start in range(0, len(keys), size)]
+    for found in pool.map(lambda piece: [bulk.head(key.path()) for key in piece], pieces):
+        yield from found
 
 
 def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | None:

@@ -10,7 +10,7 @@ from objkv.cache.eviction import Candidate, choose
 from objkv.index.base import Record, Usage
 from objkv.index.shapes import is_shapes
 from objkv.ops.crew import Check, Unit
-from objkv.ops.ends import Ends, record_keys
+from objkv.ops.ends import Ends, looks, record_keys
 from objkv.ops.sweep_remove import Remover, SweepLimits
 from objkv.ops.sweep_survey import Survey
 from objkv.ops.tally import Tally
@@ -62,7 +62,9 @@ class RecordSweep:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
                     check()
                     keys = [(key, one) for one in batch for key in record_keys(name, one)]
-                    entries = pool.map(lambda pair: self._ends.bulk.head(pair[0].path()), keys)
+                    entries = looks(
+                        self._ends.bulk, pool, [key for key, _ in keys], at_once=self._workers
+                    )
                     for (key, record), entry in zip(keys, entries, strict=True):
                         shard = record.shards[key.field]
                         if entry is None:

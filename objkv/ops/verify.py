@@ -24,6 +24,7 @@ from objkv.ops.ends import (
     Ends,
     Namespace,
     Part,
+    looks,
     record_keys,
     stored_entries,
     stored_payloads,
@@ -105,9 +106,8 @@ class Verify:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
                     check()
                     keys = [key for record in batch for key in record_keys(name, record)]
-                    for key, entry in zip(
-                        keys, pool.map(lambda key: bulk.head(key.path()), keys), strict=True
-                    ):
+                    found = looks(bulk, pool, keys, at_once=self._workers)
+                    for key, entry in zip(keys, found, strict=True):
                         if entry is None:
                             self._verify(key, tally)
 
