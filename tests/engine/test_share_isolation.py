@@ -53,6 +53,13 @@ def make_adapter(folder: Path, *, seed: int) -> Path:
     return folder
 
 
+def reading(job: Job) -> Job:
+    """The same replica with the rights of a reader; vLLM would have it save as well."""
+    connector = dict(job.connector or {})
+    extra = connector["kv_connector_extra_config"] | {"role": "reader"}
+    return job.model_copy(update={"connector": connector | {"kv_connector_extra_config": extra}})
+
+
 @scenario
 def sharing(folder: Path) -> Values:
     store = SharedStore(folder / "store")
@@ -76,10 +83,11 @@ def sharing(folder: Path) -> Values:
         folder,
     )
     files = len(store.payloads())
-    consumer, tenant = run_replicas(
+    consumer, tenant, reader = run_replicas(
         [
             store.job(*one_by_one(asked), engine=LORA, role="kv_consumer"),
             store.copy(folder / "tenant").job(*one_by_one([PLAIN, PLAIN]), tenant="other"),
+            reading(store.copy(folder / "read").job(*one_by_one([PLAIN, UNKNOWN, UNKNOWN]))),
         ],
         folder,
     )
@@ -88,6 +96,8 @@ def sharing(folder: Path) -> Values:
         "producer": producer,
         "consumer": consumer,
         "tenant": tenant,
+        "reader": reader,
+        "read files": len(SharedStore(folder / "read").payloads()),
         "files": [files, len(store.payloads())],
     }
 
@@ -122,6 +132,16 @@ def test_a_consumer_loads_and_never_saves() -> None:
     assert consumed()["plain"] == WHOLE
     assert (consumed()["unknown"], consumed()["unknown again"]) == (0, 0)
     assert before == after == 4 * CHUNKS
+
+
+def test_a_reader_loads_and_writes_nothing_though_vllm_would_have_it_save() -> None:
+    run: Result = sharing()["reader"]
+    assert run.cached == [WHOLE, 0, 0]
+    assert run.tokens == [sharing()["alone"].tokens[i] for i in (0, -1, -1)]
+    assert sharing()["read files"] == 4 * CHUNKS
+    ours = [name for name in run.metrics if name.startswith("vllm:objkv")]
+    assert "vllm:objkv_loads" in ours
+    assert not [name for name in ours if "error" in name or "save" in name]
 
 
 def test_a_producer_saves_and_never_loads() -> None:
