@@ -216,7 +216,8 @@ class _Flight:
 
     def fail(self, exc: BaseException) -> None:
         """Give everybody the store's error; any other (an interrupt of the leader's thread, the end
-        of its time, what its ``arrived`` raised) is the leader's own, and its followers try again."""
+        of its time, what its ``arrived`` raised) is the leader's own, and its followers try
+        again."""
         with self._changed:
             for seat in self._seats:
                 seat.error = exc if isinstance(exc, StoreError) else None
