@@ -43,6 +43,8 @@ class Seen:
     """Calls at which processes were killed."""
     steps: dict[str, int] = field(default_factory=dict)
     """By scenario, how many there were to be killed at."""
+    hit: Counter[str] = field(default_factory=Counter)
+    """By scenario, kills at one of them: no step comes again before each has been hit once."""
     ghosts: int = 0
     """Records of payloads that are gone."""
     orphans: int = 0
@@ -157,10 +159,7 @@ class Rounds:
     def _step_kill(self, scenario: str, work: Callable[[], object]) -> None:
         """Kill ``work`` at a step at which it has not been killed yet; the first time it is let
         through, to count them."""
-        if not self._left.get(scenario):
-            at = NEVER
-        else:
-            at = self._left[scenario].pop()
+        at = self._left[scenario].pop() if self._left.get(scenario) else NEVER
         how, what = Child(work, at=at).wait()
         if how == "error":
             raise Violation(f"{scenario}: {what}")
@@ -172,6 +171,7 @@ class Rounds:
                 self._random.shuffle(self._left[scenario])
             return
         self._note((how, what))
+        self.seen.hit[scenario] += 1
 
     def _kill_later(self, child: Child) -> None:
         started = time.monotonic()

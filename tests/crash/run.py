@@ -64,12 +64,15 @@ def main() -> int:
 def table(seen: list[tuple[str, Seen]]) -> str:
     """Markdown, a row for each place."""
     head = (
-        "place", "rounds", "kills", "at distinct calls", "steps of save/sweep/rebuild",
+        "place", "rounds", "kills", "at distinct calls", "steps hit, of save, sweep, rebuild",
         "indexed, read, right", "ghosts", "orphans swept", "leftovers swept", "records rebuilt",
     )  # fmt: skip
     rows = [head, ("---",) * len(head)]
     for name, one in seen:
-        steps = "/".join(str(one.steps.get(s, "-")) for s in ("save", "sweep", "rebuild"))
+        steps = ", ".join(
+            f"{min(one.hit[s], one.steps[s])} of {one.steps[s]}" if s in one.steps else "-"
+            for s in ("save", "sweep", "rebuild")
+        )
         rows.append(
             (
                 name, one.rounds.total(), one.kills, len(one.sites), steps, one.indexed,
