@@ -103,6 +103,7 @@ class EncoderSaver:
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop; what is left is dropped."""
         self._crew.close(drain_s, self._drop_all)
+        self._cache.close(0.0)
 
     def __repr__(self) -> str:
         return f"<EncoderSaver {self._crew}>"
