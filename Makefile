@@ -58,6 +58,11 @@ MINUTES ?= 10
 fuzz: $(STAMP) ## feed everything that is read with what others might send (MINUTES=10)
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
+ROUNDS ?= 1000
+.PHONY: crash
+crash: $(STAMP) ## kill savers, sweeps, rebuilds and servers at every step (ROUNDS=1000)
+	@$(BIN)/python -m tests.crash.run --rounds $(ROUNDS) $(ARGS)
+
 .PHONY: bench
 bench: $(STAMP) ## measure codecs and transfers on this machine
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)
