@@ -7,6 +7,7 @@ Opening sends nothing and creates nothing: what is wrong shows in the first call
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Thread
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from objkv.assembly.redis import call_s, connect_redis
 from objkv.breaker import Breakers, Change, OnChange, Patience
 from objkv.cache.bulk_index import BulkIndex
 from objkv.config import Config, cache_folder, local_path, without_password
-from objkv.errors import ConfigError, StoreDenied, StoreError
+from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, Usage, WriteIndex
 from objkv.index.breaker import BreakerIndex
 from objkv.index.deadline import DeadlineIndex
@@ -40,6 +41,9 @@ from objkv.stores.singleflight import SingleflightStore
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
+
+_CHECK_FACTOR = 2
+"""Of ``load_deadline_ms``: stores that keep a deadline are over by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ def check_backends(backends: Backends, config: Config) -> None:
     for name, check, url in ends:
         shown = without_password(url)
         try:
-            check()
+            _within(_CHECK_FACTOR * config.load_deadline_ms / 1000, check)
         except StoreDenied as exc:
             raise ConfigError(f"{name} {shown}: {exc}") from exc
         except StoreError as exc:
@@ -165,6 +169,28 @@ def check_backends(backends: Backends, config: Config) -> None:
             logger.warning(
                 "%s unreachable at start, serving without it url=%s error=%s", name, shown, exc
             )
+
+
+def _within(seconds: float, check: Callable[[], None]) -> None:
+    """``check``, on a thread that is left behind where it hangs, as on a file system whose server
+    is gone: then ``StoreUnavailable``."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            check()
+        except BaseException as exc:
+            outcome.append(exc)
+        else:
+            outcome.append(None)
+
+    thread = Thread(target=run, name="objkv-check", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise StoreUnavailable(f"no answer for {seconds:g} s")
+    if outcome[0] is not None:
+        raise outcome[0]
 
 
 def log_change(change: Change) -> None:

@@ -1,6 +1,8 @@
 """Both ends opened as the settings say, wrapped in the stated order, judged at the start."""
 
 import logging
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.ops.probes import probe_index, probe_store
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, failure
 from objkv.testing.servers.redis import valkey_server
 from tests.ops.world import NAMESPACE, WHOLE, save
 
@@ -50,8 +53,7 @@ def test_a_folder_alone_is_bulk_store_and_index(tmp_path: Path) -> None:
         field = f"0.{WHOLE}"
         found = backends.index.find(NAMESPACE, [key.prefix_hash for key in keys], [field])
         assert all(shards is not None for shards in found)
-        with pytest.raises(StoreDenied, match="set index_url"):
-            backends.index.pin(NAMESPACE, keys[0].prefix_hash, until_s=2**33, ttl_s=1)
+        assert backends.index.pin(NAMESPACE, keys[0].prefix_hash, until_s=2**33, ttl_s=1)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
@@ -163,6 +165,41 @@ def test_what_only_an_operator_can_mend_is_an_error_in_the_log(
     ]
 
 
+@pytest.mark.parametrize("code", ["AccessDenied", "NoSuchBucket"])
+def test_a_refusal_while_serving_is_one_error_that_says_what_to_fix_and_its_end_one_line(
+    code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bucket that was removed, or rights that were taken away, for writes alone."""
+    refuses = True
+
+    def refuse(request: Request) -> Answer | None:
+        status = 403 if code == "AccessDenied" else 404
+        return failure(status, code) if refuses and request.method == "PUT" else None
+
+    with QuickS3(intercept=refuse) as server:
+        url = {"bulk_url": "s3://kv-cache/p", "s3_endpoint_url": server.url}
+        keys = {"s3_access_key_id": "a", "s3_secret_access_key": "b", "s3_addressing": "path"}
+        pauses = {"breaker_failures": 2, "breaker_reset_ms": 1, "breaker_reset_max_ms": 1}
+        config = load_config({**url, **keys, **pauses, "index_url": "memory:"}, environ={})
+        recorder = MemoryRecorder()
+        with open_backends(config, recorder) as backends:
+            for _ in range(5):
+                with pytest.raises(StoreError):
+                    backends.bulk.put_if_absent("k", b"v")
+                assert backends.bulk.get("k") is None
+            [record] = [r for r in caplog.records if r.name.startswith("objkv")]
+            assert record.levelno == logging.ERROR
+            assert "bulk writes are refused" in record.message
+            assert "credentials lack" in record.message or "create it" in record.message
+            assert recorder.value("breaker_open_bulk_write") == 1
+            assert recorder.value("breaker_open_bulk_read") == 0
+            refuses = False
+            while recorder.value("breaker_open_bulk_write"):
+                with suppress(StoreUnavailable):  # until the pause is over
+                    backends.bulk.put_if_absent("k", b"v")
+            assert "bulk writes work again" in caplog.text
+
+
 class _End:
     """Answers ``check`` with an error, or not, and counts closings."""
 
@@ -214,6 +251,23 @@ def test_an_end_that_does_not_answer_is_one_warning(
         assert record.levelno == logging.WARNING
         assert "unreachable at start, serving without it" in record.message
         assert "hunter2" not in record.message
+
+
+def test_an_end_that_hangs_does_not_hang_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a folder on a file system whose server is gone: nobody can call that thread back."""
+    gate = threading.Event()
+
+    class Hangs(_Bulk):
+        def check(self) -> None:
+            assert gate.wait(120)
+
+    try:
+        check_backends(Backends(Hangs(), None, _Index()), config_of(tmp_path, load_deadline_ms=10))
+    finally:
+        gate.set()
+    assert "no answer for 0.02 s" in caplog.text
 
 
 def test_strict_refuses_to_start_without_an_end(tmp_path: Path) -> None:
