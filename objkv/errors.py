@@ -4,9 +4,15 @@ Only the connector and the command line catch ``ObjkvError``; the connector turn
 them into a miss, so none ever reaches the engine.
 """
 
+from objkv.secrecy import hide_in_current_error, without_secrets
+
 
 class ObjkvError(Exception):
-    """Base of everything objkv raises on purpose."""
+    """Base of everything objkv raises on purpose. Shows no secret, whoever chose the words."""
+
+    def __init__(self, *words: object) -> None:
+        super().__init__(*(without_secrets(w) if isinstance(w, str) else w for w in words))
+        hide_in_current_error()
 
 
 class ConfigError(ObjkvError):

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
 import pytest
 
+from objkv.secrecy import forget_secrets
 from tests.engine.cache import LEDGER
 
 _COUNTS = ("engine_fresh", "engine_replayed")
@@ -25,6 +27,13 @@ hypothesis.settings.load_profile("objkv")
 # no test could interrupt a program as a terminal does.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def secrets_are_forgotten() -> Iterator[None]:
+    """The secrets of one test are words of another."""
+    yield
+    forget_secrets()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

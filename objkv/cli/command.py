@@ -16,6 +16,7 @@ from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.output import Output, printable
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
+from objkv.secrecy import without_secrets
 from objkv.telemetry import NullRecorder
 
 FINE: Final = 0
@@ -103,7 +104,7 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
     # The last frame: what is not ours is a bug, and a user can do more with a sentence.
     except Exception as exc:
         if debug:
-            traceback.print_exc()
+            sys.stderr.write(without_secrets(traceback.format_exc()))
         if isinstance(exc, ObjkvError):
             code = exit_code(exc)
             hint = "; objkv doctor shows what works" if code == UNREACHABLE else ""
@@ -133,5 +134,5 @@ def _session(options: CommonOptions) -> Session:
 
 
 def _say(sentence: str, code: int) -> int:
-    sys.stderr.write(f"objkv: {printable(sentence)}\n")
+    sys.stderr.write(f"objkv: {printable(without_secrets(sentence))}\n")
     return code

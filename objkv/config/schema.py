@@ -20,7 +20,7 @@ LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
 AdmissionMode = Literal["auto", "always", "never"]
 Role = Literal["reader", "writer", "sweeper"]
-_SECRETS = ("s3_access_key_id", "s3_secret_access_key", "redis_password")
+SECRET_SETTINGS = ("s3_access_key_id", "s3_secret_access_key", "redis_password")
 
 
 class Config(BaseModel):
@@ -280,7 +280,7 @@ class Config(BaseModel):
     def public(self) -> dict[str, Any]:
         """All settings as plain values, secrets masked: for ``doctor`` and logs."""
         out = self.model_dump(mode="json")
-        for name in _SECRETS:
+        for name in SECRET_SETTINGS:
             if out[name] is not None:
                 out[name] = "***"
         for name in ("signing_keys_command", "encryption_keys_command"):

@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from objkv.config.schema import Config
+from objkv.config.schema import SECRET_SETTINGS, Config
+from objkv.config.urls import passwords_in
 from objkv.errors import ConfigError
+from objkv.secrecy import keep_secret
 
 ENV_PREFIX = "OBJKV_"
 CONFIG_FILE_VARIABLE = "OBJKV_CONFIG_FILE"
@@ -72,12 +74,21 @@ def resolve_config(
     for source, (where, values) in given.items():
         _refuse_unknown(values, where, env=source == "environment")
         merged |= values
+        _keep_secrets(values)
         sources |= dict.fromkeys(values, source)
     try:
         return Resolved(Config.model_validate(merged), sources)
     except ValidationError as exc:
         lines = [_explain(e["loc"], e["msg"], sources, given) for e in exc.errors()]
         raise ConfigError("objkv settings: " + "; ".join(lines)) from exc
+
+
+def _keep_secrets(values: Mapping[str, Any]) -> None:
+    """Also those of settings that turn out to be wrong."""
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    keep_secret(*(texts.get(name) for name in SECRET_SETTINGS))
+    for name in ("bulk_url", "index_url", "s3_endpoint_url"):
+        keep_secret(*passwords_in(texts.get(name, "")))
 
 
 def _refuse_unknown(values: Mapping[str, Any], where: str, *, env: bool) -> None:

@@ -13,6 +13,8 @@ _REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
 _TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
 INDEX_SCHEMES = ("sqlite", "bulk", "memory", *_REDIS_KINDS, *_TLS_KINDS)
 
+_PARAMETER = re.compile(r"[?&][^=&]*(?:password|secret|token)[^=&]*=([^&]*)")
+
 
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/objkv``, by default ``~/.cache/objkv``: shared by the user's replicas."""
@@ -40,14 +42,29 @@ def local_path(url: str) -> Path:
 
 def without_password(url: str) -> str:
     """The URL with its passwords, if any, replaced by ``***``."""
-    scheme, separator, rest = url.partition("://")
-    rest = re.sub(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", r"\1***", rest)
+    scheme, separator, rest = _parts(url)
+    rest = _PARAMETER.sub(lambda match: match[0].removesuffix(match[1]) + "***", rest)
     # The last "@": a password that was not percent-encoded may hold "@" and "/" itself.
     login, at, place = rest.rpartition("@")
     if not at or scheme in ("file", "sqlite"):
         return f"{scheme}{separator}{rest}"
     user, colon, _ = login.partition(":")
     return f"{scheme}{separator}{user}{colon and ':***'}@{place}"
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    scheme, separator, rest = url.partition("://")
+    return (scheme, separator, rest) if separator else ("", "", url)
+
+
+def passwords_in(url: str) -> list[str]:
+    """What ``without_password`` masks."""
+    scheme, _, rest = _parts(url)
+    found = [match[1] for match in _PARAMETER.finditer(rest)]
+    login, at, _ = rest.rpartition("@")
+    if at and scheme not in ("file", "sqlite"):
+        found.append(login.partition(":")[2])
+    return [password for password in found if password]
 
 
 def check_url(name: str, url: str, known: tuple[str, ...]) -> None:

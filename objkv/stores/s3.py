@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
 
+from objkv.config import without_password
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -101,7 +102,11 @@ class S3Store:
         )
 
     def __repr__(self) -> str:
-        return f"<S3Store s3://{self._bucket}/{self._prefix} at {self._client.meta.endpoint_url}>"
+        return f"<S3Store s3://{self._bucket}/{self._prefix} at {self._endpoint}>"
+
+    @property
+    def _endpoint(self) -> str:
+        return without_password(self._client.meta.endpoint_url)
 
     @property
     def conditional_puts(self) -> bool | None:
@@ -223,7 +228,7 @@ class S3Store:
 
     def check(self) -> None:
         """List one object: the answer to a listing names what is wrong, that to a HEAD does not."""
-        where = f"s3://{self._bucket} at {self._client.meta.endpoint_url}"
+        where = f"s3://{self._bucket} at {self._endpoint}"
         with self._begun_in_time(), translated("check", where):
             self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
 

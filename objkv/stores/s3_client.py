@@ -31,7 +31,9 @@ from botocore.exceptions import (
 from urllib3.exceptions import HTTPError
 
 from objkv.config import Config, refuse_clear
+from objkv.config.urls import passwords_in
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
+from objkv.secrecy import keep_secret
 from objkv.sockets import EndsBy
 from objkv.stores.s3_body import BodyLost
 from objkv.stores.s3_connections import make_punctual
@@ -92,6 +94,7 @@ def open_s3_client(config: Config) -> "S3Client":
             aws_secret_access_key=config.s3_secret_access_key,
             config=_client_config(config),
         )
+        keep_secret(*passwords_in(client.meta.endpoint_url))
         if not config.allow_plaintext:  # AWS's own settings may name an endpoint as well
             refuse_clear("the endpoint", client.meta.endpoint_url)
     except (BotoCoreError, ValueError) as exc:

@@ -1,0 +1,75 @@
+"""What is masked in the words of errors, and what is left as it is."""
+
+import traceback
+
+import pytest
+
+from objkv.config.urls import passwords_in, without_password
+from objkv.errors import StoreDenied, StoreError
+from objkv.secrecy import KNOWN_MAX, keep_secret, without_secrets
+
+
+def test_a_secret_is_masked_however_it_is_spelled() -> None:
+    keep_secret("pass/word+1")
+    assert without_secrets("AUTH pass/word+1; pass%2Fword%2B1!") == "AUTH ***; ***!"
+
+
+def test_a_short_one_is_masked_as_a_word_only() -> None:
+    keep_secret("secret", "abc", "", None)
+    assert without_secrets("set s3_secret_access_key, not secret abc") == (
+        "set s3_secret_access_key, not *** abc"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("x-amz-security-token:AbC/d+e==\nhost:x", "x-amz-security-token:***\nhost:x"),
+        ("X-Amz-Security-Token=AbC&x=1", "X-Amz-Security-Token=***&x=1"),
+        (
+            "Credential=AKIAX/20261122/us-east-1, Signature=0af, x",
+            "Credential=***, Signature=***, x",
+        ),
+        ("the bucket does not exist", "the bucket does not exist"),
+    ],
+)
+def test_what_signs_a_request_is_masked_though_nobody_named_it(text: str, masked: str) -> None:
+    assert without_secrets(text) == masked
+
+
+def test_errors_mask_their_own_words_and_those_they_follow_from() -> None:
+    keep_secret("hunter2-hunter2")
+    with pytest.raises(StoreError) as caught:
+        try:
+            try:
+                raise OSError(5, "hunter2-hunter2")
+            except OSError as exc:
+                raise ValueError("AUTH hunter2-hunter2", 7) from exc
+        except ValueError as exc:
+            raise StoreDenied(f"denied: {exc}") from exc
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+    assert str(caught.value) == "denied: ('AUTH ***', 7)"
+    assert caught.value.__cause__.args == ("AUTH ***", 7)  # type: ignore[union-attr]
+
+
+def test_the_latest_secrets_are_remembered() -> None:
+    keep_secret(*(f"a-secret-{number}" for number in range(KNOWN_MAX + 1)))
+    assert without_secrets(f"a-secret-{KNOWN_MAX}, a-secret-0") == "***, a-secret-0"
+
+
+@pytest.mark.parametrize(
+    ("url", "passwords"),
+    [
+        ("redis://host", []),
+        ("redis://user@host", []),
+        ("redis://user:a:b@c@host/0", ["a:b@c"]),
+        ("rediss+sentinel://:x@h/0?service=s&sentinel_password=y", ["y", "x"]),
+        ("host:pass@else", ["pass"]),
+        ("file:///a:b@c", []),
+        ("memory:", []),
+    ],
+)
+def test_passwords_in_urls_are_those_that_are_not_shown(url: str, passwords: list[str]) -> None:
+    assert passwords_in(url) == passwords
+    shown = without_password(url)
+    assert not any(password in shown for password in passwords if len(password) > 1)

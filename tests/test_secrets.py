@@ -1,0 +1,346 @@
+"""Secrets are configured everywhere, and shown nowhere: not by commands, logs, errors or reprs."""
+
+import functools
+import json
+import logging
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from html import escape
+from pathlib import Path
+from socket import socket
+from types import FunctionType, MethodType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from objkv.assembly.backends import Backends, check_backends, open_backends
+from objkv.assembly.describe import describe_index
+from objkv.cli.app import app
+from objkv.config import load_config, resolve_config
+from objkv.errors import ConfigError, ObjkvError
+from objkv.telemetry import MemoryRecorder
+from objkv.testing.index_samples import FIELD, NAMESPACE, chunk, prefix_hash, shard
+from objkv.testing.servers.listener import Listener
+
+IN_URL = "url/password+one"
+IN_SETTING = "setting:password@two"
+KEY_ID = "AKIAOBJKVSECRETTHREE"
+SECRET_KEY = "s3/secret+access/four"
+SESSION_TOKEN = "session-token//five=="
+ENDPOINT_PASSWORD = "endpoint-password-six"
+SIGNING_KEY = "00112233445566778899aabbccddeeff" * 2
+SECRETS = (IN_URL, IN_SETTING, KEY_ID, SECRET_KEY, SESSION_TOKEN, ENDPOINT_PASSWORD, SIGNING_KEY)
+NOBODY = "127.0.0.1:9"
+"""``discard``: nobody listens there on a machine that runs tests."""
+
+
+class TellTaleRedis(Listener):
+    """Refuses every command, and says which it was, as servers do with those they do not know."""
+
+    def serve(self, connection: socket) -> None:
+        """Until the other end has enough of it."""
+        while data := connection.recv(65536):
+            words = re.sub(rb"[\r\n]+", b" ", data)
+            refusal = b"-ERR unknown command, with args beginning with: " + words + b"\r\n"
+            connection.sendall(refusal * len(re.findall(rb"\*\d+\r\n", data)))
+
+
+class TellTaleS3(Listener):
+    """Denies every request, and says what it was, as servers do whose signatures differ."""
+
+    def serve(self, connection: socket) -> None:
+        """Until the other end has enough of it."""
+        head = b""
+        while b"\r\n\r\n" not in head:
+            if not (more := connection.recv(65536)):
+                return
+            head += more
+        said = escape(head.decode("latin-1"))
+        body = (
+            '<?xml version="1.0"?><Error><Code>SignatureDoesNotMatch</Code>'
+            f"<Message>{said}</Message><CanonicalRequest>{said}</CanonicalRequest></Error>"
+        ).encode()
+        connection.sendall(
+            b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Type: application/xml\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), b"" if head[:4] == b"HEAD" else body)
+        )
+
+
+class World:
+    """Settings with secrets in every place that may hold one."""
+
+    def __init__(self, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.environ = environ
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+
+
+def settings_for(redis: str, s3: str, keys: Path) -> dict[str, str]:
+    return {
+        "OBJKV_INDEX_URL": f"redis://reader:{IN_URL.replace('/', '%2F')}@{redis}/0",
+        "OBJKV_ALLOW_PLAINTEXT": "true",
+        "OBJKV_BULK_URL": "s3://bucket/prefix",
+        "OBJKV_S3_ENDPOINT_URL": f"http://me:{ENDPOINT_PASSWORD}@{s3}",
+        "OBJKV_S3_ACCESS_KEY_ID": KEY_ID,
+        "OBJKV_S3_SECRET_ACCESS_KEY": SECRET_KEY,
+        "OBJKV_S3_ADDRESSING": "path",
+        "OBJKV_SIGNING_KEYS_FILE": str(keys),
+        "OBJKV_LOAD_DEADLINE_MS": "300",
+        "OBJKV_LOOKUP_DEADLINE_MS": "300",
+        "OBJKV_SAVE_DEADLINE_MS": "300",
+        "AWS_SESSION_TOKEN": SESSION_TOKEN,
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+
+
+WORLDS = ("unreachable", "denied", "denied in setting")
+
+
+@pytest.fixture
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    keys = tmp_path / "keys"
+    keys.write_text(f"key-1 * {SIGNING_KEY}\n")
+    keys.chmod(0o600)
+    with ExitStack() as servers:
+        redis = s3 = NOBODY
+        if request.param != "unreachable":
+            redis, s3 = (
+                "{}:{}".format(*servers.enter_context(kind()).address)
+                for kind in (TellTaleRedis, TellTaleS3)
+            )
+        environ = settings_for(redis, s3, keys)
+        if request.param == "denied":  # then the client takes what AWS's own variables say
+            del environ["OBJKV_S3_ACCESS_KEY_ID"], environ["OBJKV_S3_SECRET_ACCESS_KEY"]
+        if request.param == "denied in setting":
+            environ |= {"OBJKV_REDIS_PASSWORD": IN_SETTING, "OBJKV_REDIS_USERNAME": "writer"}
+        yield World(environ, monkeypatch)
+
+
+def shown(text: str) -> list[str]:
+    """Which secrets are in ``text``, also as URLs, JSON or HTML write them."""
+    found = []
+    for secret in SECRETS:
+        spellings = {secret, secret.replace("/", "%2F"), escape(secret), json.dumps(secret)[1:-1]}
+        spellings |= {secret.replace("+", "%2B"), repr(secret)[1:-1]}
+        if any(spelling in text for spelling in spellings):
+            at = next(text.index(one) for one in spellings if one in text)
+            found.append(text[max(0, at - 200) : at + 80])
+    return found
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """All that was logged so far as a handler would write it; ours from DEBUG on."""
+    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.DEBUG, logger="objkv")
+    formatter = logging.Formatter("%(name)s %(message)s")
+    return lambda: "\n".join(map(formatter.format, caplog.records))
+
+
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("doctor",),
+    ("ls",),
+    ("ls", "--prefixes"),
+    ("ls", "--bulk"),
+    ("show", "ab" * 20),
+    ("match", "--tokens", "-"),
+    ("diff", "0" * 32, "1" * 32),
+    ("pin", "--list"),
+    ("unpin", "ab" * 20),
+    ("verify",),
+    ("sweep",),
+    ("rebuild",),
+    ("access", "--role", "writer"),
+    ("bench", "store", "--configured", "--quick", "--rounds", "1"),
+)
+
+
+def test_every_command_is_tried() -> None:
+    names = {command.name for command in app.registered_commands} | {"bench"}
+    assert names == {words[0] for words in COMMANDS} | {"demo"}, "demo has servers of its own"
+
+
+BRIEFLY = [("unreachable", "doctor"), ("denied", "doctor"), ("denied in setting", "ls")]
+"""What CI has time for: all commands reach the ends in the same way."""
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        pytest.param(
+            world,
+            words,
+            marks=[] if (world, words[0]) in BRIEFLY else pytest.mark.wide,
+            id=f"{world}: {' '.join(words)}",
+        )
+        for world in WORLDS
+        for words in COMMANDS
+    ],
+    indirect=["world"],
+)
+def test_no_command_shows_a_secret(
+    world: World, words: tuple[str, ...], logged: Callable[[], str]
+) -> None:
+    for options in ((), ("--json",)):
+        ran = CliRunner().invoke(app, ["--debug", *words, *options], input="1 2 3")
+        assert ran.exception is None or isinstance(ran.exception, SystemExit)
+        assert ran.exit_code != 70, ran.output
+        assert shown(ran.stdout + ran.stderr) == []
+    assert shown(logged()) == []
+
+
+def errors_of(backends: Backends) -> Iterator[BaseException]:
+    """What every call on both ends ends with."""
+    buffer = memoryview(bytearray(64))
+    key = "ns/aa/key"
+    stores = [backends.bulk, *([backends.hot] if backends.hot else [])]
+    calls: list[Callable[[], object]] = [
+        call
+        for store in stores
+        for call in (
+            store.check,
+            functools.partial(store.get, key),
+            functools.partial(store.get_into, key, buffer),
+            functools.partial(store.get_range_into, key, 0, buffer),
+            functools.partial(store.head, key),
+            functools.partial(store.put, key, b"x"),
+            functools.partial(store.put_if_absent, key, b"x"),
+            functools.partial(store.delete, key),
+            lambda store=store: list(store.scan("ns/")),
+        )
+    ]
+    index = backends.index
+    calls += [
+        index.check,
+        index.namespaces,
+        lambda: index.lookup(NAMESPACE, [prefix_hash(1)]),
+        lambda: index.find(NAMESPACE, [prefix_hash(1)], [FIELD]),
+        lambda: list(index.scan(NAMESPACE)),
+        lambda: index.publish(chunk(), {FIELD: shard()}, ttl_s=60),
+        lambda: index.lease("name", "owner", ttl_ms=1000),
+        lambda: index.drop(NAMESPACE, prefix_hash(1)),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ObjkvError as exc:
+            yield exc
+
+
+def told(error: BaseException) -> str:
+    """All that a log may show of an error."""
+    return f"{error!r} {error} " + "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("world", WORLDS, indirect=True)
+def test_no_error_of_an_end_shows_a_secret(world: World, logged: Callable[[], str]) -> None:
+    config = load_config({"breaker_failures": 1000}, environ=world.environ)
+    with open_backends(config, MemoryRecorder()) as backends:
+        errors = list(errors_of(backends))
+        assert len(errors) > 15
+        assert [told(error) for error in errors if shown(told(error))] == []
+        with suppress(ConfigError):  # an end that does not answer is but a warning
+            check_backends(backends, config)
+    with pytest.raises(ObjkvError) as caught:
+        describe_index(config)
+    assert shown(told(caught.value)) == []
+    assert shown(logged()) == []
+
+
+def reachable(start: object) -> Iterator[object]:
+    """All objects of ours that ``start`` holds, and what they hold themselves."""
+    seen: set[int] = set()
+    todo = [start]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, str | bytes | int | float | type | None):
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            todo += one
+        elif isinstance(one, functools.partial):
+            todo += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            todo.append(one.__self__)
+        elif isinstance(one, FunctionType):
+            todo += [cell.cell_contents for cell in one.__closure__ or () if not _is_empty(cell)]
+        elif type(one).__module__.startswith(("objkv", "redis", "botocore")):
+            todo += getattr(one, "__dict__", {}).values()
+            for kind in type(one).__mro__:
+                slots = getattr(kind, "__slots__", ())
+                names = (slots,) if isinstance(slots, str) else slots
+                todo += [
+                    getattr(one, n) for n in names if not n.startswith("__") and hasattr(one, n)
+                ]
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
+
+
+@pytest.mark.parametrize("world", WORLDS, indirect=True)
+def test_no_object_of_the_wiring_shows_a_secret(world: World) -> None:
+    resolved = resolve_config(environ=world.environ)
+    assert shown(f"{resolved!r} {resolved.config!r} {resolved.config} ") == []
+    assert shown(str(resolved.config.public())) == []
+    with open_backends(resolved.config, MemoryRecorder()) as backends:
+        objects = [
+            one
+            for one in reachable(backends)
+            # A client's own parts hold the credentials themselves; ours do not print them.
+            if type(one).__module__.startswith("objkv") or type(one).__name__ in ("Redis", "S3")
+        ]
+        assert len(objects) > 10
+        assert [type(one) for one in objects if shown(repr(one))] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"OBJKV_INDEX_URL": f"redis://u:{IN_URL}@host"},
+        {"OBJKV_INDEX_URL": f"http://u:{IN_URL}@host"},
+        {"OBJKV_INDEX_URL": f"rediss://u:{IN_URL}@"},
+        {"OBJKV_INDEX_URL": f"rediss://u:{IN_URL}@host:port"},
+        {"OBJKV_INDEX_URL": f"rediss://u:{IN_URL}@[::1"},
+        {"OBJKV_BULK_URL": f"gs://me:{IN_URL}@bucket"},
+        {"OBJKV_S3_ENDPOINT_URL": f"s3.example.com:{ENDPOINT_PASSWORD}@x"},
+        {"OBJKV_S3_ENDPOINT_URL": f"https://me:{ENDPOINT_PASSWORD}@s3.example.com:port"},
+        {"OBJKV_REDIS_PASSWROD": IN_SETTING},
+        {"OBJKV_REDIS_PASSWORD": IN_SETTING, "OBJKV_TTL_S": "x"},
+        {"OBJKV_TTL_S": SECRET_KEY},
+        {"OBJKV_CODEC": SECRET_KEY},
+        {"OBJKV_TENANT": SECRET_KEY},
+        {"OBJKV_LOAD_MODE": SECRET_KEY},
+    ],
+    ids=lambda wrong: " ".join(name.removeprefix("OBJKV_").lower() for name in wrong),
+)
+def test_no_wrong_setting_shows_a_secret(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    for words in (["doctor"], ["doctor", "--json"], ["ls"]):
+        ran = CliRunner().invoke(app, ["--debug", *words])
+        assert shown(ran.stdout + ran.stderr) == []
+
+
+def test_what_tells_of_secrets_is_found() -> None:
+    for secret in SECRETS:
+        assert shown(f"x {secret} y")
+    assert not shown("nothing")
