@@ -1,22 +1,26 @@
 """The bucket rights of each role on a real S3 server: enough for its work, nothing beyond it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from objkv.assembly.backends import open_backends
 from objkv.config import Config, Role
-from objkv.errors import StoreDenied, StoreError
+from objkv.errors import StoreDenied
+from objkv.index.memory import MemoryIndex
 from objkv.ops.access import ROLES, access_of
 from objkv.stores.s3 import S3Store
 from objkv.stores.s3_client import open_s3_client
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
 from objkv.testing.servers.ceph_users import CephUsers
 from objkv.testing.servers.redis import wait_until
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
 from tests.services.s3_fixtures import BUCKET, PART_BYTES, s3_config
+from tests.transfer.world import HASHES, Replica
+from tests.transfer.world import NAMESPACE as CHUNKS
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
@@ -170,27 +174,40 @@ def test_no_role_of_a_tenant_reaches_anothers(tenants: Tenants, role: Role) -> N
             list(above._listing.pages("list_objects_v2", prefix))
 
 
-def test_a_policy_that_is_taken_away_is_refusals_until_it_is_back(
+def test_a_policy_that_is_taken_away_is_misses_and_drops_until_it_is_back(
     tenants: Tenants, users: CephUsers
 ) -> None:
-    tenants.prepare()
-    config = tenants.granted("reader")
-    policy = access_of(config, "reader").iam
-    assert policy is not None
-    recorder = MemoryRecorder()
-    quick = config.model_copy(update={"breaker_reset_ms": 1, "breaker_reset_max_ms": 1})
-    with open_backends(quick, recorder) as ends:
-        buffer = memoryview(bytearray(len(PAYLOAD)))
-        assert ends.bulk.get_into(PATH, buffer) == len(PAYLOAD)
+    """Replicas' own loads and saves; none is restarted. Two of them, because on this server a value
+    is its writer's whatever policies say."""
+    tenants.prepare(empty=True)
+    quick = {"breaker_reset_ms": 1, "breaker_reset_max_ms": 1, "role": "writer"}
+    reads, writes, _ = ROLES
+    configs = [tenants.granted(role).model_copy(update=quick) for role in (writes, reads)]
+    policies = [access_of(configs[0], role).iam or {} for role in (writes, reads)]
+    index = MemoryIndex()
+    with (
+        open_backends(configs[0], NullRecorder()) as wide,
+        open_backends(configs[1], NullRecorder()) as narrow,
+        closing(Replica(wide.bulk, index, seed=1)) as writer,
+        closing(Replica(narrow.bulk, index, seed=2)) as reader,
+    ):
+
+        def loads() -> bool:
+            return not reader.load(range(2), first_block=9).failed
+
+        def saves(chunks: range) -> bool:
+            writer.save(chunks)
+            return None not in index.lookup(CHUNKS, [HASHES[c] for c in chunks])
+
+        assert saves(range(2))
+        assert loads()
+        users.allow_nothing("writer")
         users.allow_nothing("reader")
-        with pytest.raises(StoreDenied, match="lack a permission"):
-            ends.bulk.get_into(PATH, buffer)
-        users.allow("reader", policy)
-
-        def is_back() -> bool:
-            try:
-                return ends.bulk.get_into(PATH, buffer) == len(PAYLOAD)
-            except StoreError:
-                return False
-
-        wait_until(is_back, "gets to be allowed again")
+        assert not loads()
+        assert not saves(range(2, 3))
+        assert reader.recorder.value("load_errors") > 0
+        assert writer.recorder.value("save_errors") > 0
+        users.allow("writer", policies[0])
+        users.allow("reader", policies[1])
+        wait_until(loads, "loads to be hits again")
+        wait_until(lambda: saves(range(2, 3)), "saves to be stored again")
