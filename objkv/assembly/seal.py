@@ -18,20 +18,21 @@ from objkv.errors import ConfigError
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
-def open_seal(config: Config, *, tenant: str | None = None) -> Seal | None:
+def open_seal(
+    config: Config, *, tenant: str | None = None, seals: tuple[str, ...] | None = None
+) -> Seal | None:
     """The seal of ``tenant``, by default the configured one; None where none is asked for.
 
-    Reads key files and runs key commands, once each. Raises ``ConfigError``.
+    ``seals``: in which of the ways ``signed`` and ``encrypted``; by default as configured. Reads
+    key files and runs key commands, once each. Raises ``ConfigError``, also where keys for one of
+    these ways are not configured.
     """
-    if not config.seals:
+    seals = config.seals if seals is None else seals
+    if not seals:
         return None
     tenant = config.tenant if tenant is None else tenant
-    signing = _keys(
-        "signing", config.signing_keys_file, config.signing_keys_command, tenant, config
-    )
-    encryption = _keys(
-        "encryption", config.encryption_keys_file, config.encryption_keys_command, tenant, config
-    )
+    signing = _keys("signing", config, tenant) if "signed" in seals else []
+    encryption = _keys("encryption", config, tenant) if "encrypted" in seals else []
     try:
         return Seal(signing, encryption)
     except ImportError as exc:
@@ -41,16 +42,20 @@ def open_seal(config: Config, *, tenant: str | None = None) -> Seal | None:
         ) from None
 
 
-def _keys(
-    kind: str, file: Path | None, command: str | None, tenant: str, config: Config
-) -> list[SealKey]:
+def _keys(kind: str, config: Config, tenant: str) -> list[SealKey]:
+    """Of ``signing`` or ``encryption``."""
+    file, command = (getattr(config, f"{kind}_keys_{source}") for source in ("file", "command"))
     if file is not None:
-        name, text = f"{kind}_keys_file {file}", _read(f"{kind}_keys_file {file}", file)
-    elif command is not None:
+        name = f"{kind}_keys_file {file}"
+        text = _read(name, file)
+    elif command:
         name = f"{kind}_keys_command"
         text = _run(name, command, config.keys_command_deadline_ms / 1000)
     else:
-        return []
+        raise ConfigError(
+            f"payloads are sealed, and their keys are not here: set {kind}_keys_file or "
+            f"{kind}_keys_command"
+        )
     try:
         keys = keys_of(parse_keys(text), tenant)
     except ValueError as exc:

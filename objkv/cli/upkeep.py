@@ -4,7 +4,7 @@ go on from, and how a report ends."""
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +45,7 @@ class Upkeep:
         left, missing = {}, ""
         for name, namespace in found.items():
             try:
-                self.ends.seal_of(namespace.tenant)
+                self.ends.seal_of(namespace)
             except ConfigError as exc:
                 missing = str(exc)
                 self.session.out.note(f"{name} is left alone: {missing}")
@@ -122,7 +122,7 @@ def upkeep(
             ttl_s=config.ttl_s,
             lease_ms=config.lease_ms,
             owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
-            seal_of=lru_cache(lambda tenant: _seal(session, tenant)),
+            seal_of=open_seals(session),
         )
         place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
         file = checkpoint_file(cache_folder(), command, place, settings)
@@ -152,5 +152,21 @@ def refuse_memory(session: Session, command: str) -> None:
             )
 
 
-def _seal(session: Session, tenant: str | None) -> Seal | None:
-    return open_seal(session.config, tenant=tenant)
+def open_seals(session: Session) -> Callable[[Namespace], Seal | None]:
+    """What the payloads of a namespace are sealed with; raises ``ConfigError`` where the keys for
+    that are not here."""
+    # Once for each tenant, not for each namespace: to ask for keys may take seconds.
+    seal = lru_cache(
+        lambda tenant, seals: (
+            open_seal(session.config, tenant=tenant, seals=seals) if seals else None
+        )
+    )
+
+    def seal_of(namespace: Namespace) -> Seal | None:
+        """A namespace's document says how its payloads are sealed, and nobody can make another one
+        of the same digest. Without one, what is configured counts."""
+        if not namespace.is_known:
+            return seal(None, session.config.seals)
+        return seal(namespace.tenant, namespace.seals)
+
+    return seal_of

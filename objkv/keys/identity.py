@@ -15,6 +15,8 @@ NAMESPACE_HEX = 32
 
 SEALS_NAME = "payloads"
 """Of a pair in ``extra``."""
+SEALS = ("signed", "encrypted")
+"""Ways in which payloads can be sealed."""
 
 GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "mamba"]
 _WINDOWED = ("sliding_window", "chunked_local")
@@ -103,6 +105,14 @@ def sealed_extra(
     if not seals:
         return extra
     return tuple(sorted({**dict(extra), SEALS_NAME: " ".join(seals)}.items()))
+
+
+def seals_of(extra: object) -> tuple[str, ...]:
+    """The ways that ``sealed_extra`` was given, from a document's ``extra``, whatever that is."""
+    pairs = extra if isinstance(extra, list) else []
+    told = [pair[1] for pair in pairs if isinstance(pair, list) and pair[:1] == [SEALS_NAME]]
+    ways = told[0].split(" ") if len(told) == 1 and isinstance(told[0], str) else []
+    return tuple(ways) if set(ways) <= set(SEALS) else ()
 
 
 def canonical_json(document: Any) -> bytes:

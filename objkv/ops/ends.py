@@ -12,7 +12,7 @@ from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
 from objkv.index.base import PruneIndex, Record, ShardRecord
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import HASH_SCHEME, NAMESPACE_HEX, canonical_json, identity_path
+from objkv.keys.identity import HASH_SCHEME, NAMESPACE_HEX, canonical_json, identity_path, seals_of
 from objkv.keys.topology import Shard
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
@@ -43,8 +43,9 @@ class Ends:
     lease_ms: int
     owner: str
     """Names this process in leases."""
-    seal_of: Callable[[str | None], Seal | None] = lambda tenant: None
-    """The seal of a tenant's payloads; None asks for the configured tenant's."""
+    seal_of: Callable[["Namespace"], Seal | None] = lambda namespace: None
+    """What its payloads are sealed with. Raises ``ConfigError`` if the keys for that are not
+    here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Namespace:
     """All the rest of the document: equal where only the epochs differ."""
     has_shapes: bool = False
     """Whether readers find chunks of other shapes by a record that says which there are."""
+    seals: tuple[str, ...] = ()
+    """``signed``, ``encrypted``: how its payloads are sealed."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,7 +105,8 @@ def read_namespace(bulk: ReadStore, name: str) -> Namespace:
             return Namespace(name, is_known=False)
         is_chunks = values.get("hash") == HASH_SCHEME
         has_shapes = is_chunks and values.get("page_layout") != _HANDOFF_LAYOUT
-        return Namespace(name, True, tenant, epoch, canonical_json(values), has_shapes)
+        seals = seals_of(values.get("extra"))
+        return Namespace(name, True, tenant, epoch, canonical_json(values), has_shapes, seals)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return Namespace(name, is_known=False)
 

@@ -133,6 +133,10 @@ _REASONS: dict[str, tuple[str, str]] = {
         "adapters are applied to other modules",
         "start both with the same --lora-target-modules",
     ),
+    "extra.payloads": (
+        "their payloads are not sealed alike, and each refuses what is not sealed as its own are",
+        "set signing_keys_… and encryption_keys_… alike on all replicas, or on none",
+    ),
     "extra.lora_tower": (
         "adapters change what is made of images in one of them",
         "start both with or without --enable-tower-connector-lora",

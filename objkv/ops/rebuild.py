@@ -46,7 +46,7 @@ class Rebuild:
         otherwise), ``present``, ``written`` (meanwhile, by others), ``other`` (no payloads), and
         finds ``unreadable`` and ``foreign`` (of another key)."""
         for part in parts:
-            seal = self._ends.seal_of(namespaces[part.namespace].tenant)
+            seal = self._ends.seal_of(namespaces[part.namespace])
             yield Unit(f"records {part.name}", self._part_work(part, seal))
 
     def namespaces(self, namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from objkv.codec.payload import HEADER_BYTES_MAX, Header, frame_pages, read_header
+from objkv.codec.payload import (
+    HEADER_BYTES_MAX,
+    Header,
+    check_frames,
+    frame_pages,
+    read_header,
+)
+from objkv.codec.seal import Seal
+from objkv.codec.values import ENCRYPTED
 from objkv.errors import PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.chunk import ChunkKey
@@ -59,6 +67,12 @@ class PayloadReport:
     writer: str | None = None
     created_s: int | None = None
     frames: tuple[FrameReport, ...] = ()
+    signed_by: str | None = None
+    """Id of the key that the payload says it was signed with; None if it is not."""
+    encrypted_by: str | None = None
+    seal_verified: bool | None = None
+    """Whether it was looked at with the keys; without them only damage is found. None if there is
+    no seal."""
 
 
 def is_beginning(text: str) -> bool:
@@ -99,16 +113,16 @@ def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> l
     return keys
 
 
-def inspect_payload(bulk: ReadStore, key: ChunkKey) -> PayloadReport:
+def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) -> PayloadReport:
     """Get the payload, no more of it than its header says, and verify its header, its claim and
-    every frame."""
+    every frame; with ``seal`` also who made it."""
     path = key.path()
     found = bulk.head(path)
     payload = None if found is None else bulk.get_range(path, 0, HEADER_BYTES_MAX)
     if found is None or payload is None:
         return _report(key, None, "missing", "the bulk store does not have it")
     try:
-        header = read_header(payload)
+        header = read_header(payload, seal=seal)
     except PayloadError as exc:
         return _report(key, found.nbytes, "corrupt", f"header: {exc}")
     if found.nbytes > len(payload):
@@ -119,7 +133,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey) -> PayloadReport:
         problem = f"{found.nbytes} bytes where the header says {header.nbytes}"
     if header.claim.key != key:
         problem = f"claims to be {header.claim.key.path()}"
-    provenance = header.provenance
+    provenance, marks = header.provenance, header.marks
     return PayloadReport(
         key=key.path(),
         verdict="corrupt" if problem else "ok",
@@ -138,6 +152,9 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey) -> PayloadReport:
         tokens_stored=provenance.tokens is not None,
         writer=provenance.writer,
         created_s=provenance.created_s,
+        signed_by=marks.signed_by or None,
+        encrypted_by=marks.encrypted_by or None,
+        seal_verified=header.opened is not None if marks.signed_by else None,
         frames=frames,
     )
 
@@ -150,8 +167,11 @@ def _frame(header: Header, number: int, payload: bytes) -> FrameReport:
     frame = header.frames[number]
     problem = None
     try:
-        scratch = None if frame.codec == "none" else memoryview(bytearray(frame.layer.nbytes))
-        frame_pages(header, number, payload, scratch)
+        if frame.codec.endswith(ENCRYPTED) and header.opened is None:
+            check_frames(header, payload[: frame.offset + frame.nbytes], number)
+        else:
+            scratch = None if frame.codec == "none" else memoryview(bytearray(frame.layer.nbytes))
+            frame_pages(header, number, payload, scratch)
     except PayloadError as exc:
         problem = str(exc)
     return FrameReport(

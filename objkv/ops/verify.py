@@ -187,7 +187,7 @@ class Verify:
         self._ends.index.publish(chunk, {key.field: shard}, ttl_s=self._ends.ttl_s)
 
     def _seal(self, key: ChunkKey) -> Seal | None:
-        return self._ends.seal_of(self._namespaces.get(key.namespace, _NO_NAMESPACE).tenant)
+        return self._ends.seal_of(self._namespaces.get(key.namespace, _NO_NAMESPACE))
 
 
 def choose_sample(

@@ -10,7 +10,8 @@ from tests.ops.world import NAMESPACE
 PAYLOAD_KEYS = [
     "key", "verdict", "problem", "nbytes", "group", "shard", "parent_hash", "token_start",
     "token_end", "codec", "ratio", "header_bytes", "header_checksum", "token_digest",
-    "tokens_stored", "writer", "created_s", "frames",
+    "tokens_stored", "writer", "created_s", "frames", "signed_by",
+    "encrypted_by", "seal_verified",
 ]  # fmt: skip
 FRAME_KEYS = ["layer", "dtype", "shape", "codec", "nbytes", "raw_bytes", "problem"]
 
