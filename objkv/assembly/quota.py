@@ -22,7 +22,7 @@ def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
     usage = BulkIndex(backends.bulk).usage if is_ours else backends.index.usage
     return Quota(
         TenantUsage(usage, backends.bulk, config.tenant),
-        config.quota_bytes * config.quota_high_percent // 100,
+        max(1, config.quota_bytes * config.quota_high_percent // 100),
         recorder,
         relief=Relief(backends.index, sweep_settings(config), recorder) if is_ours else None,
     )

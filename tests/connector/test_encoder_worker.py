@@ -166,6 +166,27 @@ def test_the_same_output_is_saved_once(place: Place) -> None:
         assert (first.count("saves"), first.count("save_repeats")) == (1, 2)
 
 
+class NoRoom:
+    """A place above its quota."""
+
+    def has_room(self) -> bool:
+        return False
+
+    def add(self, nbytes: int) -> None:
+        raise AssertionError("nothing is saved")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def test_above_the_quota_an_output_is_not_saved(place: Place) -> None:
+    with replica(place) as first:
+        first.saver._cache._room = NoRoom()
+        first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
+        assert first.saver.drain(10)
+        assert (first.count("saves"), first.count("save_over_quota")) == (0, 1)
+
+
 def test_two_replicas_save_the_same_output(place: Place) -> None:
     with replica(place) as first, replica(place) as other:
         for one in (first, other):

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,17 @@ def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> No
     assert counted(engine, "tier_save_deadlines") == 1
     save(engine, 3, 4)  # the rows can be given to others
     world.gate.set()
+
+
+def test_above_the_quota_nothing_is_saved_and_rows_are_freed(world: World) -> None:
+    engine = world.engine(rows=2)
+    save(engine, 1, 2)
+    no_room = SimpleNamespace(has_room=lambda: False, close=lambda: None)
+    engine.tier._store._cache._room = no_room
+    save(engine, 3, 4)
+    assert counted(engine, "tier_save_over_quota") == 2
+    request = engine.begin()
+    assert engine.find(request, [offload_key(n) for n in (1, 3)]) == [HIT, MISS]
 
 
 def test_a_slow_index_is_a_miss_after_its_deadline(
