@@ -53,7 +53,12 @@ class Slab:
 
 
 class SlabPool:
-    """``count`` buffers of ``slab_bytes`` each. Safe from many threads."""
+    """``count`` buffers of ``slab_bytes`` each. Safe from many threads.
+
+    Free and leased slabs make the total: counted at every lease and every release. What does not
+    add up is a bug, told to the log once as an error, and raises nowhere: a lost slab costs misses
+    and drops, and an exception where slabs are given back would cost whatever comes after it.
+    """
 
     def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
         assert count > 0
@@ -63,6 +68,7 @@ class SlabPool:
         self._leased = 0
         self._slab_bytes = slab_bytes
         self._lock = Lock()
+        self._adds_up = True
         memory = torch.empty(count * slab_bytes, dtype=torch.uint8, pin_memory=pinned)
         # Last in, first out: the warm slab is leased first, and on a host without a GPU pages
         # that were never needed are never touched.
@@ -92,6 +98,11 @@ class SlabPool:
             self._check()
             return self._leased
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether free and leased slabs made the total whenever anybody looked."""
+        return self._adds_up
+
     def lease(self) -> Slab:
         """A free slab, with undefined contents. Raises ``SlabsExhaustedError``; never waits."""
         with self._lock:
@@ -99,6 +110,7 @@ class SlabPool:
                 raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
             memory = self._free.pop()
             self._leased += 1
+            self._check()
         return Slab(self, memory)
 
     def take_back(self, memory: torch.Tensor) -> None:
@@ -112,8 +124,12 @@ class SlabPool:
         return f"<SlabPool {self._name} {self._leased}/{self._total} leased, {self._slab_bytes} B>"
 
     def _check(self) -> None:
-        assert self._leased >= 0
-        assert len(self._free) + self._leased == self._total
+        free, leased = len(self._free), self._leased
+        if leased >= 0 and free + leased == self._total:
+            return
+        news, self._adds_up = self._adds_up, False
+        if news:
+            logger.error("slabs do not add up: %d free, %d leased in %r", free, leased, self)
 
 
 class WideSlabs(Generic[T]):
@@ -125,6 +141,8 @@ class WideSlabs(Generic[T]):
         into."""
         assert pairs > 0
         self._pairs = self._free = pairs
+        self._entered = 0
+        self._adds_up = True
         self._slab_bytes = slab_bytes
         self._pinned = pinned
         self._waiting: deque[T] = deque()
@@ -139,13 +157,22 @@ class WideSlabs(Generic[T]):
                 self._waiting.append(task)
                 return False
             self._free -= 1
+            self._entered += 1
+            self._check()
             return True
 
     def leave(self) -> T | None:
         """Give the pair back, and somebody else's task to whoever can run it, if one waits."""
         with self._lock:
             self._free += 1
+            self._entered -= 1
+            self._check()
             return self._waiting.popleft() if self._waiting else None
+
+    @property
+    def adds_up(self) -> bool:
+        """As of ``SlabPool``, of the pairs and of their slabs."""
+        return self._adds_up and (self._pool is None or self._pool.adds_up)
 
     def pool(self) -> SlabPool:
         """Two slabs for each who has entered. Raises ``SlabsExhaustedError`` where there is no
@@ -158,6 +185,13 @@ class WideSlabs(Generic[T]):
     def __repr__(self) -> str:
         made = "none made yet" if self._pool is None else "made"
         return f"<WideSlabs {self._pairs} pairs of {self._slab_bytes} B, {made}>"
+
+    def _check(self) -> None:
+        if self._entered >= 0 and self._free + self._entered == self._pairs:
+            return
+        news, self._adds_up = self._adds_up, False
+        if news:
+            logger.error("pairs of slabs do not add up: %d entered of %r", self._entered, self)
 
     def _make(self) -> SlabPool:
         count, size = 2 * self._pairs, self._slab_bytes

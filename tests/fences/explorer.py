@@ -2,7 +2,7 @@
 
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,18 @@ from tests.fences.stage import Broken, on_stage
 from tests.fences.world import Engine, Knobs, listening, play
 
 __all__ = ["Found", "Tally", "listening", "play_seed", "play_situations"]
+
+
+WORLDS = tuple(
+    Knobs(
+        late=late,
+        drain_ms=0 if hurried else 5_000,
+        fences_always=hurried,
+        leased_of_100=leased_of_100,
+    )
+    for late in (True, False)
+    for hurried, leased_of_100 in ((True, 0), (False, 0), (False, 100))
+)
 
 
 class Found(Broken):
@@ -43,30 +55,29 @@ def play_seed(seed: int, tally: Tally, folder: Path | None = None) -> None:
 
 
 def play_situations(
-    *, preemptions: int, tally: Tally, stride: int = 1, first: int = 0, only: str = ""
+    *,
+    preemptions: int,
+    tally: Tally,
+    stride: int = 1,
+    first: int = 0,
+    only: str = "",
+    worlds: Sequence[Knobs] = WORLDS,
 ) -> Iterator[str]:
     """Every event at every time of a load and of a save, with every switch of threads, as far as
     the bounds go. Yields after each. Raises ``Found``."""
-    for late in (True, False):
+    for knobs in worlds:
         for name, life in situations().items():
             if only not in name:
                 continue
-            for hurried in (True, False):
-                knobs = Knobs(
-                    late=late,
-                    drain_ms=0 if hurried else 5_000,
-                    fences_always=hurried,
-                    leased_of_100=0 if hurried else 100 * name.startswith("save"),
-                )
 
-                def one(
-                    recorded: Recorded, life: Life = life, knobs: Knobs = knobs, name: str = name
-                ) -> None:
-                    where = f"{name}, {knobs}, choices {_short(recorded)}"
-                    _play(life, knobs, 0, recorded, tally, where)
+            def one(
+                recorded: Recorded, life: Life = life, knobs: Knobs = knobs, name: str = name
+            ) -> None:
+                where = f"{name}, {knobs}, choices"
+                _play(life, knobs, 0, recorded, tally, where)
 
-                for _ in explore(one, preemptions=preemptions, stride=stride, first=first):
-                    yield name
+            for _ in explore(one, preemptions=preemptions, stride=stride, first=first):
+                yield name
 
 
 def _play(
@@ -76,7 +87,7 @@ def _play(
         try:
             engine = play(stage, life, knobs, seed)
         except Exception as exc:
-            raise Found(f"{where}: {exc!r} in {_line_of(exc)}") from exc
+            raise Found(f"{where} {_short(schedule)}: {exc!r} in {_line_of(exc)}") from exc
     tally.add(schedule, engine)
 
 

@@ -80,6 +80,7 @@ def load_then(event: str, steps: int, *, sync: bool) -> Life:
     return life
 
 
+ENDED_FROM = {"abort": ("loading", "running"), "finish": ("running",)}
 EVENTS = ("preempt", "abort", "finish", "sleep", "update", "shutdown")
 
 
@@ -90,9 +91,8 @@ def _happen(engine: Engine, event: str, name: str) -> None:
             if request is not None and request.state == "running":
                 engine.preempt(name)
         case "abort" | "finish":
-            if request is not None and request.state != "new":
-                if event == "abort" or request.state == "running":
-                    engine.end(name)
+            if request is not None and request.state in ENDED_FROM[event]:
+                engine.end(name)
         case "sleep":
             engine.sleep()
             engine.wake()

@@ -51,6 +51,7 @@ NUM_BLOCKS = 27
 POISON = 250.0
 """What blocks hold whose owner has written nothing."""
 UPLOAD_S = 0.05
+FAULTS = ("refused", "lost", "flipped", "short", "broken off", "hangs")
 
 
 @cache
@@ -543,13 +544,13 @@ class Engine:
         if self.hands.broken:
             raise Broken("; ".join(self.hands.broken))
         for pool in self.pools:
-            if pool.leased or pool.free != pool.total:
+            if pool.leased or pool.free != pool.total or not pool.adds_up:
                 raise Broken(f"slabs are left leased: {pool!r}")
         if self.index._leases:
             raise Broken(f"leases are left: {sorted(self.index._leases)}")
-        for cache in self.keys:
-            if cache._repeats._under_way:
-                raise Broken(f"saves never ended: {sorted(cache._repeats._under_way)}")
+        for keys in self.keys:
+            if keys._repeats._under_way:
+                raise Broken(f"saves never ended: {sorted(keys._repeats._under_way)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
