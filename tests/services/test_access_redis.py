@@ -4,6 +4,7 @@ nothing of another tenant's."""
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from objkv.ops.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.index_samples import LONG_S, chunk, shard
 from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
+from objkv.testing.servers.redis_groups import ServerGroup
 from tests.codec.payloads import CLAIM
+from tests.index.redis_clock import flushed
 from tests.services.access_roles import FIELD, HASH, NAMESPACE, WORK, load, save
 from tests.services.redis_fixtures import PATIENT
 
@@ -245,3 +248,26 @@ def test_rights_that_are_taken_away_are_misses_until_they_are_back(server: Redis
         admin.execute_command("ACL", "SETUSER", "objkv-a-reader", "on")
         wait_until(hit, "hits again")
         lookups.close()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_does_its_work_on_a_cluster(
+    cluster: ServerGroup, tmp_path: Path, role: Role
+) -> None:
+    flushed(*cluster.primaries)
+    bulk_url = f"file://{tmp_path}/b"
+    all_rights = load_config(
+        {"bulk_url": bulk_url, "index_url": cluster.url, **PATIENT}, environ={}
+    )
+    found = access_of(all_rights, role, tenant="a")
+    assert found.acl is not None
+    words = found.acl.replace(">PASSWORD", ">secret").split()
+    for node in [*cluster.primaries, *cluster.replicas]:
+        node.client().execute_command("ACL", "SETUSER", words[1], "reset", *words[2:])
+    if role != "writer":
+        recorder = MemoryRecorder()
+        place = all_rights.model_copy(update={"redis_prefix": found.settings["redis_prefix"]})
+        with open_backends(place, recorder) as ends:
+            save(ends, recorder, "admin")
+    given = {"bulk_url": bulk_url, "index_url": cluster.url, "redis_password": "secret"}
+    WORK[role](load_config(PATIENT | given | found.settings, environ={}))
