@@ -1,0 +1,189 @@
+"""What verifying does while somebody writes, and in which order it takes payloads out of use. That
+it finds what is there: ``tests/cli/test_upkeep.py``."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Event, Thread
+
+import pytest
+
+from objkv.assembly.backends import Backends
+from objkv.index.base import ChunkEntry
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.ops.ends import Ends
+from objkv.ops.tally import Tally
+from objkv.ops.verify import Verify, choose_sample
+from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
+from objkv.stores.memory import MemoryStore
+from objkv.testing.damage import DamagedStore, Defects
+
+
+class World:
+    """Both ends in memory, and a hot store; one payload of a kind besides some good ones."""
+
+    def __init__(self, **defects: int) -> None:
+        self.bulk, self.hot, self.index = MemoryStore(), MemoryStore(), MemoryIndex()
+        maker = DamagedStore(Backends(self.bulk, self.hot, self.index))
+        self.planted = maker.plant(Defects(good=3, **defects))
+        self.ends = Ends(
+            self.bulk, self.hot, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000,
+            owner="me",
+        )  # fmt: skip
+
+    def key(self, kind: str) -> ChunkKey:
+        return ChunkKey.parse(self.planted[kind][0])
+
+    def verify(self, key: ChunkKey) -> Tally:
+        work = Verify(self.ends, {}, quarantine=True, budget=Budget(1 << 20), workers=2)
+        tally = Tally()
+        for unit in work.sample([key]):
+            unit.work(tally, lambda: None)
+        return tally
+
+    def mend(self, key: ChunkKey) -> None:
+        """What a saver does whose load found the payload corrupt."""
+        good = DamagedStore(Backends(MemoryStore(), None, MemoryIndex()))
+        good.plant(Defects(good=40))
+        payload = good._ends.bulk.get(key.path())
+        assert payload is not None
+        self.bulk.put(key.path(), payload)
+
+
+def checker(world: World, meanwhile: Callable[[float], None]) -> Checker:
+    return Checker(world.ends, Budget(1 << 20), sleep=meanwhile)
+
+
+def test_what_is_mended_meanwhile_is_right() -> None:
+    world = World(frame=1)
+    key = world.key("frame")
+    checked, _ = checker(world, lambda _: world.mend(key)).check(key, None)
+    assert checked.verdict == "ok"
+
+
+def test_what_is_forgotten_meanwhile_is_no_finding() -> None:
+    world = World(frame=1)
+    key = world.key("frame")
+    checked, record = checker(
+        world, lambda _: world.index.drop(key.namespace, key.prefix_hash) or None
+    ).check(key, None)
+    assert (checked.verdict, record) == ("changed", None)
+
+
+def test_what_was_written_long_ago_is_not_waited_for() -> None:
+    world = World(frame=1)
+    check = Checker(
+        world.ends, Budget(1), sleep=lambda _: pytest.fail("slept"), clock=lambda: 4e9
+    ).check
+    assert check(world.key("frame"), None)[0].verdict == "corrupt"
+
+
+def test_quarantine_forgets_then_copies_then_deletes() -> None:
+    world = World(frame=1)
+    key, order = world.key("frame"), []
+    bad = world.bulk.get(key.path())
+    forget, put, delete = world.index.forget, world.bulk.put, world.bulk.delete
+    world.index.forget = lambda *told: order.append("forget") or forget(*told)
+    world.bulk.put = lambda path, value: order.append(f"put {path}") or put(path, value)
+    world.bulk.delete = lambda path: order.append("delete") or delete(path)
+    assert world.verify(key).counts["quarantined"] == 1
+    assert order == ["forget", f"put quarantine/{key.path()}", "delete"]
+    assert world.bulk.get(f"quarantine/{key.path()}") == bad
+    assert world.index.lookup(key.namespace, [key.prefix_hash]) == [None]
+    assert world.index.lease(key.path(), "saver", ttl_ms=1), "no lease is kept"
+
+
+def test_what_a_saver_holds_is_left_to_it() -> None:
+    world = World(frame=1)
+    key = world.key("frame")
+    world.index.lease(key.path(), "saver", ttl_ms=100_000)
+    counts = world.verify(key).counts
+    assert (counts["corrupt"], counts["quarantined"]) == (1, 0)
+    assert world.bulk.get(key.path()) is not None
+
+
+def test_what_changes_before_the_lease_is_not_taken_away() -> None:
+    world = World(frame=1)
+    key, lease = world.key("frame"), world.index.lease
+
+    def mended_before(name: str, owner: str, *, ttl_ms: int) -> bool:
+        world.mend(key)
+        return lease(name, owner, ttl_ms=ttl_ms)
+
+    world.index.lease = mended_before  # type: ignore[method-assign]
+    assert world.verify(key).counts["quarantined"] == 0
+    assert world.bulk.get(key.path()) is not None
+
+
+def test_a_wrong_hot_copy_goes_and_the_record_says_so() -> None:
+    world = World(hot=1)
+    key = world.key("hot")
+    assert world.verify(key).counts["mended"] == 1
+    assert world.hot.get(key.path()) is None
+    [record] = world.index.lookup(key.namespace, [key.prefix_hash])
+    assert record is not None
+    assert not record.shards[key.field].hot
+    assert world.verify(key).counts["ok"] == 1
+
+
+def test_a_hot_copy_that_was_evicted_is_fine() -> None:
+    world = World(hot=1)
+    key = world.key("hot")
+    world.hot.delete(key.path())
+    assert world.verify(key).counts["ok"] == 1
+
+
+def test_what_is_absurdly_long_is_not_read() -> None:
+    world = World(frame=1)
+    key = world.key("frame")
+    head = world.bulk.head
+    world.bulk.head = lambda path: replace(head(path), nbytes=LARGE_BYTES + 1)
+    world.bulk.get = lambda path: pytest.fail("read it all")
+    checked, _ = Checker(world.ends, Budget(1), clock=lambda: 4e9).check(key, None)
+    assert checked.verdict == "corrupt"
+    assert "where the header says" in checked.detail
+
+
+def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:
+    budget, inside, leave = Budget(100), Event(), Event()
+
+    def take() -> None:
+        with budget.taking(60):
+            inside.set()
+            leave.wait(10)
+
+    thread = Thread(target=take)
+    thread.start()
+    assert inside.wait(10)
+    with budget.taking(40):
+        pass
+    other = Thread(target=lambda: budget.taking(1000).__enter__())
+    other.start()
+    other.join(0.05)
+    assert other.is_alive(), "it waits until nobody has any"
+    leave.set()
+    other.join(10)
+    thread.join(10)
+    assert not other.is_alive()
+
+
+def test_a_sample_takes_every_payload_as_often_as_any_other() -> None:
+    world = World()
+    DamagedStore(Backends(world.bulk, None, world.index), seed=5).plant(Defects(good=7))
+    seen: dict[ChunkKey, int] = {}
+    names = world.index.namespaces()
+    for seed in range(300):
+        for key in choose_sample(world.ends, names, [], size=2, seed=seed):
+            seen[key] = seen.get(key, 0) + 1
+    assert len(seen) == 10
+    assert all(30 <= times <= 90 for times in seen.values())
+    assert len(choose_sample(world.ends, names, [], size=50, seed=1)) == 10
+
+
+def test_a_record_of_nothing_is_no_key() -> None:
+    world = World()
+    entry = ChunkEntry("f" * 32, bytes(20), bytes(20), 0, 16)
+    [record] = [one for one in world.index.scan(world.planted.namespace) if one.nbytes][:1]
+    shard = next(iter(record.shards.values()))
+    world.index.publish(entry, {"0.nonsense": shard, "x.L0-1_H0-1": shard}, ttl_s=10)
+    assert choose_sample(world.ends, ["f" * 32], [], size=5, seed=1) == []
