@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 import numpy as np
 
 from objkv.assembly.backends import Backends, open_backends
+from objkv.assembly.seal import open_seal
 from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
+from objkv.codec.seal import Seal
 from objkv.config import load_config
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.identity import GroupIdentity, Identity, identity_path, sealed_extra
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
@@ -86,43 +88,56 @@ class Planted:
 class DamagedStore:
     """Writes payloads as replicas do, and then damages some."""
 
-    def __init__(self, ends: Backends, *, seed: int = 0, ttl_s: int = 86_400) -> None:
+    def __init__(
+        self,
+        ends: Backends,
+        *,
+        seed: int = 0,
+        ttl_s: int = 86_400,
+        seal: Seal | None = None,
+        seals: tuple[str, ...] = (),
+    ) -> None:
+        """``seal``: of all payloads, in the ways that ``seals`` names."""
         self._ends = ends
+        self._seal = seal
+        self._identity = replace(IDENTITY, extra=sealed_extra(IDENTITY.extra, seals))
         self._seed = seed
         self._ttl_s = ttl_s
         self._made = 0
         self._chain: list[tuple[ChunkEntry, Sequence[int]]] = []
-        self.planted = Planted(IDENTITY.namespace())
+        self.planted = Planted(self._identity.namespace())
 
     def plant(self, defects: Defects) -> Planted:
         """Fill both ends."""
-        old = replace(IDENTITY, weights_epoch=IDENTITY.weights_epoch - 1)
-        for identity in (IDENTITY, old) if defects.old_epoch else (IDENTITY,):
+        own = self._identity
+        old = replace(own, weights_epoch=own.weights_epoch - 1)
+        for identity in (own, old) if defects.old_epoch else (own,):
             self._ends.bulk.put(identity_path(identity.namespace()), identity.canonical())
         for kind in (one.name for one in fields(defects)):
             count = getattr(defects, kind)
             if kind == "hot" and self._ends.hot is None:
                 count = 0
             self.planted.paths[kind] = sorted(self._one(kind, old) for _ in range(count))
-        self._announce(IDENTITY.namespace())
+        self._announce(own.namespace())
         return self.planted
 
     def _one(self, kind: str, old: Identity) -> str:
-        namespace = IDENTITY.namespace()
+        namespace = self._identity.namespace()
         if kind == "old_epoch":
             namespace = old.namespace()
         if kind == "stranger":
             namespace = "5" * 32
         chunk, tokens = self._next(namespace)
         key = ChunkKey(namespace, chunk.prefix_hash, 0, SHARDS[self._made % len(SHARDS)])
-        payload = make_payload(key, chunk, tokens, codec=_CODECS[self._made % len(_CODECS)])
+        codec = _CODECS[self._made % len(_CODECS)]
+        payload = make_payload(key, chunk, tokens, codec=codec, seal=self._seal)
         header = read_header(payload)
         record = shard_record(header)
         if spoil := _SPOILERS.get(kind):
             payload = spoil(payload, header)
         if kind == "foreign":
             other = ChunkKey(namespace, bytes(20), 0, key.shard)
-            payload = make_payload(other, chunk, tokens, codec="none")
+            payload = make_payload(other, chunk, tokens, codec="none", seal=self._seal)
         if kind != "ghost":
             self._ends.bulk.put_if_absent(key.path(), payload)
         if kind == "mismatch":
@@ -154,7 +169,13 @@ class DamagedStore:
 
 
 def make_payload(
-    key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], *, codec: str, layer_items: int = 32
+    key: ChunkKey,
+    chunk: ChunkEntry,
+    tokens: Sequence[int],
+    *,
+    codec: str,
+    layer_items: int = 32,
+    seal: Seal | None = None,
 ) -> bytes:
     """A payload of pages that only its key and length decide, and that can be compressed."""
     heads = key.shard.head_end - key.shard.head_start
@@ -165,7 +186,7 @@ def make_payload(
     pages = [chance.integers(0, 4, layer.nbytes, np.uint8).tobytes() for layer in layers]
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
     provenance = Provenance(token_digest(tokens), "damage:0", 1_700_000_000)
-    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
+    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal))
 
 
 def _flipped(payload: bytes, place: int) -> bytes:
@@ -195,7 +216,9 @@ def main() -> None:
     seed = given.pop("seed")
     config = load_config(urls)
     with open_backends(config, NullRecorder()) as ends:
-        planted = DamagedStore(ends, seed=seed, ttl_s=config.ttl_s).plant(Defects(**given))
+        seal = open_seal(config)
+        maker = DamagedStore(ends, seed=seed, ttl_s=config.ttl_s, seal=seal, seals=config.seals)
+        planted = maker.plant(Defects(**given))
     json.dump(asdict(planted), sys.stdout, indent=2)
     sys.stdout.write("\n")
 

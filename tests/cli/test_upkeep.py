@@ -1,6 +1,7 @@
 """``objkv verify``, ``sweep`` and ``rebuild`` on stores whose defects are known: they find exactly
 these, mend them, and harm nothing else."""
 
+import base64
 import os
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from objkv.assembly.backends import Backends, open_backends
+from objkv.assembly.seal import open_seal
 from objkv.config import load_config
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
@@ -57,6 +59,40 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
         assert (said.code, said.out) == (
             0, "the folder is its own index: there is nothing to rebuild\n",
         )  # fmt: skip
+
+
+def test_sealed_payloads_are_held_against_their_keys(
+    run: Run, ends: Backends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("right", "wrong"):
+        secret = base64.b64encode(os.urandom(32)).decode()
+        (tmp_path / name).write_text(f"key-1 default {secret}\n")
+        (tmp_path / name).chmod(0o600)
+
+    def keys(name: str) -> None:
+        for kind in ("SIGNING", "ENCRYPTION"):
+            monkeypatch.setenv(f"OBJKV_{kind}_KEYS_FILE", str(tmp_path / name))
+
+    keys("right")
+    config = load_config({})
+    planted = DamagedStore(ends, seal=open_seal(config), seals=config.seals).plant(
+        Defects(good=30, frame=2, header=1, foreign=1)
+    )
+    wrong = planted_as(planted, corrupt=("header", "frame"), foreign=("foreign",))
+    assert found(run("verify", "--all", "--json").document) == wrong
+    assert run("rebuild", "--json").document["present"] == 32
+    keys("wrong")
+    assert run("verify", "--all", "--json").document["corrupt"] == 34
+    refused = run("verify", "--all", "--quarantine", "--json")
+    assert refused.code == 2
+    assert "are keys or settings missing here?" in refused.err
+    assert run("rebuild", "--json").document["unreadable"] >= 14
+    for kind in ("SIGNING", "ENCRYPTION"):
+        monkeypatch.delenv(f"OBJKV_{kind}_KEYS_FILE")
+    for command in ("verify", "rebuild"):
+        without = run(command)
+        assert without.code == 2
+        assert "is left alone" in without.err
 
 
 @pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
