@@ -60,9 +60,14 @@ def _memory(facts: ServerFacts) -> Check:
             return Check("index", "memory policy", "warning", detail, fix)
         return Check("index", "memory policy", "ok", f"{told}: once full, nothing new is announced")
     if policy.startswith("allkeys-"):
-        detail = f"{told}: pinned records may be evicted too, which costs hits only"
+        detail = (
+            f"{told}: pinned records may be evicted too, which costs hits only, and the totals "
+            "that quotas go by"
+        )
         return Check("index", "memory policy", "ok", detail)
-    return Check("index", "memory policy", "ok", f"{told}: old records give way, pinned ones stay")
+    last = "last" if policy == "volatile-ttl" else "too, which costs hits only"
+    detail = f"{told}: old records give way, pinned ones {last}"
+    return Check("index", "memory policy", "ok", detail)
 
 
 def _clock(facts: ServerFacts) -> list[Check]:

@@ -1,4 +1,4 @@
-# The bulk store: private, encrypted, TLS only, and everything in it expires.
+# The bulk store: private, encrypted, TLS only, and every payload in it expires.
 
 resource "aws_s3_bucket" "bulk" {
   bucket        = var.name
@@ -42,8 +42,13 @@ resource "aws_s3_bucket_lifecycle_configuration" "bulk" {
     id     = "expire"
     status = "Enabled"
 
+    # Not the small documents: what a namespace stands for is written once, and a pin must not end
+    # before its day. docs/capacity.md says what else this rule costs.
     filter {
-      prefix = "${var.prefix}/"
+      and {
+        prefix                   = "${var.prefix}/"
+        object_size_greater_than = 16384
+      }
     }
 
     expiration {

@@ -210,8 +210,8 @@ def test_others_keys_and_other_prefixes_are_left_alone(client: redis.Redis) -> N
             StoreDenied,
             "redis_password",
         ),
-        (exceptions.NoPermissionError("hset"), StoreDenied, "docs/index.md"),
-        (exceptions.ResponseError("ERR ACL failure in script: x"), StoreDenied, "docs/index.md"),
+        (exceptions.NoPermissionError("hset"), StoreDenied, "objkv access"),
+        (exceptions.ResponseError("ERR ACL failure in script: x"), StoreDenied, "objkv access"),
         (exceptions.ResponseError("ERR something else"), StoreError, "something else"),
     ],
 )
