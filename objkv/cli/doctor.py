@@ -2,6 +2,7 @@
 
 from objkv.assembly.backends import open_bulk, open_hot, open_index
 from objkv.assembly.describe import describe_index
+from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Output
 from objkv.ops.doctor import DoctorReport, Patient, Verdict, examine
@@ -33,6 +34,7 @@ def doctor(session: Session) -> int:
         open_index=lambda: open_index(session.config, NullRecorder(), on_change=_nobody),
         describe_index=lambda: describe_index(session.config),
         numbers=numbers,
+        open_seal=lambda: open_seal(session.config),
     )
     with session.out.waiting("probing"):
         report = examine(session.resolved, patient)

@@ -141,9 +141,14 @@ class Seal:
         cipher.bind(header.provenance.token_digest)
         return Opened(cipher)
 
-    def __repr__(self) -> str:
+    @property
+    def told(self) -> str:
+        """The ids of its keys, the first of each kind first: what may be shown."""
         kinds = [f"{kind} {[key.id for key in keys]}" for kind, keys in self._kinds.items() if keys]
-        return f"<Seal {', '.join(kinds)}>"
+        return ", ".join(kinds)
+
+    def __repr__(self) -> str:
+        return f"<Seal {self.told}>"
 
 
 def proof_of(stored: Buffer) -> str:

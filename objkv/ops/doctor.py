@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
+from objkv.codec.seal import Seal
 from objkv.config import Resolved, Role
 from objkv.errors import ObjkvError
 from objkv.index.base import PruneIndex
@@ -70,6 +71,8 @@ class Patient:
     """None where the index is no server."""
     numbers: MemoryRecorder
     """Where the bulk store counts."""
+    open_seal: Callable[[], Seal | None] = lambda: None
+    """What payloads are sealed with."""
 
 
 def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
@@ -88,6 +91,7 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
         *_examine_reach(resolved, "index", "bulk"),
         *hot,
         *check_privacy(resolved.config),
+        *_examine_seal(patient),
         *check_transport(resolved.config),
         check_engine(),
     ]
@@ -111,6 +115,14 @@ def verdict(checks: list[Check]) -> Verdict:
         if status in found:
             return status
     return "warnings" if "warning" in found else "ok"
+
+
+def _examine_seal(patient: Patient) -> list[Check]:
+    try:
+        seal = patient.open_seal()
+    except ObjkvError as exc:
+        return [failure("seal", "keys", exc)]
+    return [] if seal is None else [Check("seal", "keys", "ok", seal.told)]
 
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:

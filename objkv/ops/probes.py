@@ -21,7 +21,7 @@ _TTL_S = 60
 CLOCK_SKEW_MAX_S = 60
 _NOT_ALLOWED = f"not allowed, nor needed: {_PROBE_BYTES} bytes stay until somebody deletes them"
 
-Area = Literal["bulk", "hot", "index", "engine"]
+Area = Literal["bulk", "hot", "index", "seal", "engine"]
 Status = Literal["ok", "warning", "failed", "unreachable", "denied", "skipped"]
 BAD: frozenset[Status] = frozenset(("failed", "unreachable", "denied"))
 

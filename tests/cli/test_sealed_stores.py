@@ -13,7 +13,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity, sealed_extra
 from objkv.keys.prefix import root_hash
 from objkv.stores.local import LocalStore
-from tests.cli.conftest import Machine, Run
+from tests.cli.conftest import Machine, Ran, Run
 from tests.codec.payloads import LAYERS, PROVENANCE, pages_of
 from tests.ops.world import CHUNK, IDENTITY, WHOLE, record_of, save_identity
 
@@ -132,3 +132,19 @@ def test_two_that_are_not_sealed_alike_do_not_share_and_are_told_why(
 ) -> None:
     ran = run("diff", keys["plain"].namespace, keys["sealed"].namespace)
     assert "not sealed alike" in " ".join(ran.out.split())
+
+
+@pytest.mark.usefixtures("with_keys")
+def test_doctor_reads_the_keys_and_tells_their_ids(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seal(ran: Ran) -> list[tuple[str, str]]:
+        found = [check for check in ran.document["checks"] if check["area"] == "seal"]
+        return [(check["status"], check["detail"]) for check in found]
+
+    ran = run("doctor", "--json")
+    assert seal(ran) == [("ok", "signing ['ours'], encryption ['ours']")]
+    assert OURS.hex() not in ran.out
+    monkeypatch.setenv("OBJKV_SIGNING_KEYS_FILE", "/nowhere")
+    ran = run("doctor", "--json")
+    assert (seal(ran)[0][0], ran.code) == ("denied", 2)
