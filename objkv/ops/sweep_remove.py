@@ -132,7 +132,7 @@ class Remover:
         if not ends.is_own_index:
             [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
             known = None if record is None else record.shards.get(key.field)
-            if known != shard:
+            if known != shard or (record is not None and record.pinned):
                 return False
             if shard is not None and not ends.index.forget(
                 key.namespace, key.prefix_hash, key.field, shard

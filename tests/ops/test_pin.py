@@ -12,7 +12,10 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
+from objkv.ops.ends import Ends
 from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
+from objkv.ops.sweep_remove import Remover, SweepLimits
+from objkv.ops.tally import Tally
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
@@ -184,6 +187,28 @@ def test_a_pin_that_cannot_be_read_is_removed_by_unpinning(
     bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
     assert pinner.unpin(NAMESPACE, bytes.fromhex("9" * 40)) is not None
     assert bulk.head(f"{NAMESPACE}/pins/{'9' * 40}.json") is None
+
+
+def test_what_is_pinned_while_a_sweep_is_under_way_stays(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    """The sweep chose it before; it looks once more before it removes."""
+    keys = save(bulk, index)
+    ends = Ends(bulk, None, index, is_own_index=False, ttl_s=3_600, lease_ms=1_000, owner="sweep")
+    remover = Remover(ends, SweepLimits(apply=True, grace_s=0), lambda: None)
+    [record] = index.lookup(NAMESPACE, [keys[2].prefix_hash])
+    entry = bulk.head(keys[2].path())
+    assert record is not None
+    assert entry is not None
+    chain = chain_of(index, NAMESPACE, keys[2].prefix_hash)
+    pinner.pin(NAMESPACE, chain, until_s=int(clock()) + DAY_S)
+    tally = Tally()
+    remover.payload("over_quota", keys[2], entry, record.shards[keys[2].field], tally)
+    assert (tally.counts["changed"], tally.counts["removed"]) == (1, 0)
+    assert bulk.head(keys[2].path()) is not None
+    pinner.unpin(NAMESPACE, keys[2].prefix_hash)
+    remover.payload("over_quota", keys[2], entry, record.shards[keys[2].field], tally)
+    assert bulk.head(keys[2].path()) is None
 
 
 def test_a_folder_that_is_its_own_index_has_pins_too(tmp_path: Path, clock: ManualClock) -> None:
