@@ -6,13 +6,14 @@ grown prompt adds is asked for. A failed, late or refused lookup is "no match".
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from math import inf
-from threading import BoundedSemaphore, Event, Thread
+from threading import BoundedSemaphore
 from time import monotonic
 from typing import Protocol, TypeVar
 
+from objkv.cache.threads import Threads
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex, Shards
 from objkv.telemetry import Recorder
@@ -83,11 +84,8 @@ class LookupService:
         self._limits = limits
         self._clock = clock
         self._slots = BoundedSemaphore(limits.queue_max)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="objkv-lookup")
-        started = Event()
-        for _ in range(_THREADS):  # now: starting one takes longer than all else that ``ask`` does
-            self._pool.submit(started.wait)
-        started.set()
+        # Started now: that takes longer than all else that ``ask`` does.
+        self._pool = Threads(_THREADS, "objkv-lookup")
         self._memos: dict[str, _Memo] = {}
 
     def ask(self, request_id: str, namespace: str, hashes: Hashes) -> Records | None:
@@ -142,10 +140,7 @@ class LookupService:
     def close(self) -> None:
         """Stop taking lookups and end the threads. A job that outlasts the deadline is left to end
         by itself, within the index's own time-outs."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        waiting = Thread(target=self._pool.shutdown, name="objkv-lookup-close", daemon=True)
-        waiting.start()
-        waiting.join(min(self._limits.deadline_s, _CLOSE_S_MAX))
+        self._pool.close(min(self._limits.deadline_s, _CLOSE_S_MAX))
 
     def __repr__(self) -> str:
         pending = sum(memo.answer is None for memo in self._memos.values())
