@@ -63,6 +63,11 @@ ROUNDS ?= 1000
 crash: $(STAMP) ## kill savers, sweeps, rebuilds and servers at every step (ROUNDS=1000)
 	@$(BIN)/python -m tests.crash.run --rounds $(ROUNDS) $(ARGS)
 
+.PHONY: faults
+faults: $(STAMP) ## every fault in real engines, on Valkey and Ceph; writes docs/reliability.md
+	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table
+	@$(BIN)/pytest -q -m faults tests/faults $(ARGS)
+
 .PHONY: bench
 bench: $(STAMP) ## measure codecs and transfers on this machine
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)

@@ -43,6 +43,8 @@ class SqliteFile:
         self._busy_s = busy_ms / 1000
         self._lock = Lock()
         self._idle: list[sqlite3.Connection] = []
+        self._place: tuple[int, int] | None = None
+        """Device and number of the file that the idle connections have open."""
         self._inherited: list[sqlite3.Connection] = []
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _abandon(this()))
@@ -51,10 +53,12 @@ class SqliteFile:
     def read(self) -> Iterator[sqlite3.Connection]:
         """Borrow a connection; each statement sees one state of the file."""
         with translated(self.path):
+            place = self._look()
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 connection = self._open()
+                place = self._look()
             try:
                 yield connection
             except BaseException:
@@ -62,7 +66,11 @@ class SqliteFile:
                 connection.close()
                 raise
             with self._lock:
-                self._idle.append(connection)
+                is_current = place == self._place
+                if is_current:
+                    self._idle.append(connection)
+            if not is_current:
+                connection.close()
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -82,6 +90,23 @@ class SqliteFile:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def _look(self) -> tuple[int, int] | None:
+        """Which file is at the path now. Connections to another, which was removed or replaced, are
+        closed: whoever reads and writes on in a file without a name shares it with nobody."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            place = None
+        else:
+            place = found.st_dev, found.st_ino
+        stale: list[sqlite3.Connection] = []
+        with self._lock:
+            if place != self._place:
+                stale, self._idle, self._place = self._idle, [], place
+        for connection in stale:
+            connection.close()
+        return place
 
     def _open(self) -> sqlite3.Connection:
         prepare(self.path)

@@ -211,3 +211,17 @@ def test_making_an_index_touches_nothing(tmp_path: Path) -> None:
     index.close()
     assert list(tmp_path.iterdir()) == []
     assert repr(index) == f"<SqliteIndex {tmp_path}/deeper/index.sqlite>"
+
+
+def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> None:
+    """Its connections would go on with a file that has no name, and share it with nobody."""
+    path = tmp_path / "index.sqlite"
+    mine, others = SqliteIndex(path), SqliteIndex(path)
+    mine.publish(chunk(1), {FIELD: shard(1)}, ttl_s=60)
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    assert mine.lookup(chunk(1).namespace, [chunk(1).prefix_hash]) == [None]
+    mine.publish(chunk(2), {FIELD: shard(2)}, ttl_s=60)
+    assert others.lookup(chunk(2).namespace, [chunk(2).prefix_hash]) != [None]
+    mine.close()
+    others.close()

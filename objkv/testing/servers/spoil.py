@@ -19,6 +19,7 @@ from objkv.testing.servers.listener import Listener
 FAULTS = frozenset(
     ("reset", "unanswered", "stall", "lag", "truncate", "flip", "another", "error", "hook")
 )
+SMALL_BYTES = 1024
 _POLL_S = 0.02
 
 
@@ -27,18 +28,24 @@ class Spoil:
     """One fault, and whom it meets."""
 
     fault: str
-    """``reset``: the connection is reset, halfway through the answer if that has a body;
+    """One of ``FAULTS``.
+
+    ``reset``: the connection is reset, halfway through the answer if that has a body;
     ``unanswered``: the server does what is asked, and the connection is reset instead of the
     answer; ``stall``: nothing comes any more, halfway through a body; ``lag``: the answer comes
-    ``lag_s`` later; ``truncate``: of the body comes half, and as far as HTTP goes that is all there
-    is, while Redis closes the connection;
-    ``flip``: one bit of the body is another; ``another``: the bytes of another value of this
-    server, as long as the right ones if there are such; ``error``: the answer is ``error`` and the
-    server is not asked; ``hook``: nothing, but that ``hook`` is called first."""
+    ``lag_s`` later; ``truncate``: of an answer's body comes half, and as far as HTTP goes that is
+    all there is, while Redis closes the connection; of a body that is put, half goes on before both
+    connections end; ``flip``: one bit of the body, of the answer or of what is put, is another;
+    ``another``: the bytes of another value of this server, as long as the right ones if there are
+    such; ``error``: the answer is ``error`` and the server is not asked; ``hook``: nothing, but
+    that ``hook`` is called first.
+    """
     verbs: frozenset[str] = frozenset()
     """``GET``, ``LIST``, ``EVALSHA``; empty: all."""
     containing: bytes = b""
     """A part of the request's head, its target or its key for instance."""
+    when: Callable[[bytes], bool] = lambda _: True
+    """Told the request's head: its first line and headers, or a command's first words."""
     skip: int = 0
     """So many that match are spared first."""
     times: int | None = None
@@ -93,7 +100,9 @@ class Spoiler(Listener):
         with self._rules_lock:
             self.asked[verb] += 1
             for number, rule in enumerate(self._rules):
-                if (rule.verbs and verb not in rule.verbs) or rule.containing not in head:
+                if rule.verbs and verb not in rule.verbs:
+                    continue
+                if rule.containing not in head or not rule.when(head):
                     continue
                 self._matched[number] += 1
                 at = self._matched[number] - rule.skip
@@ -147,10 +156,10 @@ def reset(client: socket.socket) -> None:
 
 
 def flipped(body: bytes) -> bytes:
-    """The same but for one bit in its last quarter: payloads begin with a header of some 4 KiB, and
-    what follows it is what the model reads."""
-    at = len(body) - 1 - len(body) // 8
-    return body[:at] + bytes((body[at] ^ 4,)) + body[at + 1 :]
+    """The same but for one bit. Payloads begin with a header of some 4 KiB, and what follows it is
+    what the model reads: that of a large body is in its last quarter. A small one is no payload."""
+    at, bit = (len(body) - 1 - len(body) // 8, 4) if len(body) >= SMALL_BYTES else (0, 0x80)
+    return body[:at] + bytes((body[at] ^ bit,)) + body[at + 1 :]
 
 
 def is_open(client: socket.socket) -> bool:

@@ -81,12 +81,17 @@ class SpoilS3(Spoiler):
         if rule is not None and fault == "error":
             connection.sendall(_refusal(rule.error))
             return False
+        if request.method == "PUT" and fault == "flip":
+            body = flipped(body)
         if request.method == "PUT" and "?" not in request.target:
             self._keep(request.target, body)
         # The server is not asked to go on: what it would say has been said.
         head = b"\r\n".join(
             line for line in request.head.split(b"\r\n") if not line.lower().startswith(b"expect:")
         )
+        if request.method == "PUT" and fault == "truncate":
+            upstream.send((head, body[: len(body) // 2]))
+            return self._end("reset", connection)
         answer = upstream.send((head, body))
         if rule is not None and fault == "lag":
             self._lag(rule.lag_s)

@@ -1,0 +1,77 @@
+"""The servers of the quick form, and a clock that can be moved; the full form is asked for."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import boto3
+import botocore.auth
+import pytest
+from botocore.retries.standard import ExponentialBackoff
+
+from objkv.assembly import redis as assembly_redis
+from objkv.breaker import Breakers
+from objkv.cache.repeats import Repeats
+from objkv.index.near import NearIndex
+from objkv.index.redis import RedisIndex
+from objkv.index.shapes import ShapesIndex
+from objkv.index.sqlite import SqliteIndex
+from objkv.stores import s3_signing
+from objkv.stores.redis import RedisStore
+from objkv.transfer.saver import Saver
+from tests.faults.places import Clock, Servers, running_servers
+
+_BUSY_MS = 100
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``-m faults`` runs the full form; nothing else does."""
+    if "faults" in (config.option.markexpr or ""):
+        return
+    full = [item for item in items if item.get_closest_marker("faults")]
+    if full:
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if item not in full]
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Real servers behind proxies that spoil; this process's clients are in a hurry, and read a
+    clock that can be moved."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        _lead(patch, clock)
+        # A session reads the client's models from files each time, 100 ms of a core.
+        session = boto3.session.Session()
+        patch.setattr(boto3.session, "Session", lambda: session)
+        patch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)
+        patch.setattr(assembly_redis, "READ_FLOOR_S", 0.5)
+        patch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.5)
+        with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
+            yield running
+
+
+def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Let everything that reads a clock, but for deadlines, read ``clock``."""
+    defaults: dict[Callable[..., Any], dict[str, Any]] = {
+        cls.__init__: {"clock": clock.wall}
+        for cls in (SqliteIndex, RedisIndex, NearIndex, ShapesIndex, RedisStore)
+    }
+    defaults[SqliteIndex.__init__]["busy_ms"] = _BUSY_MS
+    for paused in (Breakers, Repeats, Saver):
+        defaults[paused.__init__] = {"clock": clock.pauses}
+    for function, own in defaults.items():
+        patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
+    patch.setattr(s3_signing, "time", clock.wall)
+    patch.setattr(botocore.auth, "get_current_datetime", clock.now)
+
+
+class Lines(logging.Handler):
+    """What objkv logs at WARNING or above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())

@@ -1,0 +1,420 @@
+"""Where the toy engine's payloads and records are, and what can be done to these places."""
+
+import itertools
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from objkv.assembly.backends import open_bulk
+from objkv.config import load_config
+from objkv.stores.base import PruneStore
+from objkv.telemetry import NullRecorder
+from objkv.testing.servers.lifetime import die_with_parent
+from objkv.testing.servers.ports import free_port
+from objkv.testing.servers.redis import (
+    RedisServer,
+    valkey_binary,
+    valkey_server,
+    wait_until,
+)
+from objkv.testing.servers.spoil import Spoil
+from objkv.testing.servers.spoil_redis import SpoilRedis
+from objkv.testing.servers.spoil_s3 import SpoilS3
+
+HOUR_S = 3600.0
+DISK_BYTES = 4 << 20
+SKEW_MAX_S = 900.0
+"""More, and S3 refuses what was signed."""
+_BODIES = frozenset({"GET", "PUT"})
+Undo = Callable[[], None]
+
+
+class Clock:
+    """The wall clock of this process, as far as objkv and its clients read it; and the clock by
+    which servers are left alone for a while, and saves not repeated."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        self.pauses_ahead_s = 0.0
+
+    def wall(self) -> float:
+        """Seconds since the epoch, more or less."""
+        return time.time() + self.ahead_s
+
+    def now(self) -> datetime:
+        """The same for botocore."""
+        return datetime.fromtimestamp(self.wall(), UTC)
+
+    def pauses(self) -> float:
+        """Seconds, monotonic."""
+        return time.monotonic() + self.pauses_ahead_s
+
+
+class S3Process:
+    """A quick S3 server in a process of its own, which forgets all when it is killed."""
+
+    def __init__(self) -> None:
+        self.address = ("127.0.0.1", free_port())
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        command = [sys.executable, "-m", "objkv.testing.servers.quick_s3"]
+        self._process = subprocess.Popen(
+            [*command, "--port", str(self.address[1])],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline()
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def restart(self) -> None:
+        """Start it again on its port."""
+        self.kill()
+        self.start()
+
+
+@dataclass
+class Servers:
+    """What a test session has running."""
+
+    s3: S3Process
+    s3_proxy: SpoilS3
+    redis: RedisServer
+    redis_proxy: SpoilRedis
+    folder: Path
+    clock: Clock
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+
+@contextmanager
+def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
+    """Start everything, end everything."""
+    s3 = S3Process()
+    try:
+        with (
+            valkey_server(folder / "valkey") as server,
+            SpoilS3(s3.address) as s3_proxy,
+            SpoilRedis(("127.0.0.1", server.port)) as redis_proxy,
+        ):
+            yield Servers(s3, s3_proxy, server, redis_proxy, folder, clock)
+    finally:
+        s3.kill()
+
+
+class Place:
+    """Bulk store and index of one row in one mode, and the faults that they can have."""
+
+    def __init__(self, servers: Servers, world: str, *, direct: bool = False) -> None:
+        """``direct``: clients go to the servers themselves, not through the proxies."""
+        self.servers = servers
+        self.folder = servers.folder / f"place-{next(servers.numbers)}"
+        self.folder.mkdir()
+        self.world = world
+        self.extra: list[RedisServer] = []
+        self.is_mounted = False
+        s3 = servers.s3.url if direct else servers.s3_proxy.url
+        self.settings: dict[str, Any] = {
+            "s3_endpoint_url": s3,
+            "s3_access_key_id": "key",
+            "s3_secret_access_key": "secret",
+        }
+        if world == "s3":
+            self.settings |= {
+                "bulk_url": f"s3://bucket/{self.folder.name}",
+                "index_url": f"{servers.redis.url}/0",
+                "hot_payload_bytes_max": 0,
+            }
+        elif world == "redis":
+            address = f"{servers.redis.url}/0" if direct else servers.redis_proxy.url
+            self.settings |= {"bulk_url": f"file://{self.folder}/chunks", "index_url": address}
+        else:
+            self.settings |= {
+                "bulk_url": f"file://{self.folder}/chunks",
+                "index_url": f"sqlite://{self.index_file}",
+            }
+        self.mend()
+
+    @property
+    def index_file(self) -> Path:
+        """Of SQLite."""
+        return self.folder / "index.sqlite"
+
+    def mend(self) -> None:
+        """Let nothing be spoiled any more, whatever happened."""
+        self.servers.clock.ahead_s = 0.0
+        self.servers.s3_proxy.mend()
+        self.servers.redis_proxy.mend()
+
+    def close(self) -> None:
+        """End what this place alone has running."""
+        self.mend()
+        for server in self.extra:
+            server.kill()
+        if self.extra:
+            self.servers.redis.restart()
+            self.servers.redis_proxy.target = ("127.0.0.1", self.servers.redis.port)
+        if self.is_mounted:
+            subprocess.run([_program("umount"), "--lazy", str(self.folder)], check=True)
+
+    def asked(self) -> int:
+        """Requests to the server that fails in this world, so far."""
+        proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
+        return sum(count for verb, count in proxy.asked.items() if verb != "CLIENT")
+
+    def spoiled(self) -> int:
+        """Of these, how many were spoiled."""
+        proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
+        return sum(proxy.spoiled.values())
+
+    @contextmanager
+    def bulk(self) -> Iterator[PruneStore]:
+        """The bulk store itself, past all proxies."""
+        settings = self.settings | {"s3_endpoint_url": self.servers.s3.url}
+        with closing(open_bulk(load_config(settings), NullRecorder())) as store:
+            yield store
+
+    def payloads(self) -> list[str]:
+        """Paths of all payloads."""
+        with self.bulk() as store:
+            return [e.key for e in store.scan("") if e.key.endswith(".safetensors")]
+
+    def inject(self, name: str) -> Undo:
+        """Cause the fault of the row ``name``; what undoes it."""
+        world = name.partition("-")[0]
+        own = getattr(self, f"_{name.replace('-', '_')}", None)
+        if own is not None:
+            undo: Undo = own()
+            return undo
+        proxy = self.servers.s3_proxy if world == "s3" else self.servers.redis_proxy
+        proxy.spoil(*_RULES[name])
+        return proxy.mend
+
+    def _s3_killed(self) -> Undo:
+        self.servers.s3.kill()
+        return self.servers.s3.restart
+
+    def _s3_deleted(self) -> Undo:
+        with self.bulk() as store:
+            for path in self.payloads():
+                store.delete(path)
+        return lambda: None
+
+    def _s3_clock_ahead(self) -> Undo:
+        return self._shift(5 * HOUR_S)
+
+    def _s3_clock_behind(self) -> Undo:
+        return self._shift(-5 * HOUR_S)
+
+    def _sqlite_clock_ahead(self) -> Undo:
+        return self._shift(48 * HOUR_S)
+
+    def _sqlite_clock_behind(self) -> Undo:
+        return self._shift(-48 * HOUR_S)
+
+    def _shift(self, seconds: float) -> Undo:
+        clock = self.servers.clock
+        clock.ahead_s = seconds
+        self.servers.s3_proxy.spoil(
+            Spoil("error", when=_is_skewed, error="403 RequestTimeTooSkewed")
+        )
+
+        def undo() -> None:
+            clock.ahead_s = 0.0
+            self.servers.s3_proxy.mend()
+
+        return undo
+
+    def _redis_killed(self) -> Undo:
+        self.servers.redis.kill()
+        return self.servers.redis.restart
+
+    def _redis_stalled(self) -> Undo:
+        self.servers.redis.pause()
+        return self.servers.redis.resume
+
+    def prepare(self, name: str) -> None:
+        """What has to be there before the healthy part of a verb's test: for a fail-over a replica
+        that follows, then is cut off. What is written from now on it will lack."""
+        if name != "redis-failover":
+            return
+        port, primary = free_port(), self.servers.redis_proxy.target[1]
+        args = ("--port", str(port), "--replicaof", f"127.0.0.1 {primary}")
+        args += ("--repl-diskless-sync-delay", "0")
+        replica = RedisServer(valkey_binary(), self.folder / str(port), port=port, args=args)
+        self.extra.append(replica.start())
+        with closing(replica.client()) as client, closing(_client(primary)) as at_primary:
+            at_primary.set("before", "it was cut off")
+            wait_until(lambda: bool(client.exists("before")), "the replica to follow")
+            client.replicaof("127.0.0.1", "1")
+            at_primary.delete("before")
+
+    def _redis_failover(self) -> Undo:
+        """The primary dies, the replica takes its place, and clients are led to it, as by a name or
+        a virtual address."""
+        replica = self.extra[-1]
+        (self.extra[-2] if len(self.extra) > 1 else self.servers.redis).kill()
+        with closing(replica.client()) as client:
+            client.replicaof("NO", "ONE")
+            assert client.exists("before")
+        self.servers.redis_proxy.target = ("127.0.0.1", replica.port)
+        return lambda: None
+
+    def _redis_evicting(self) -> Undo:
+        return self._redis_limit("allkeys-lru")
+
+    def _redis_full(self) -> Undo:
+        return self._redis_limit("noeviction")
+
+    def _redis_limit(self, policy: str) -> Undo:
+        with closing(self.servers.redis.client()) as client:
+            client.config_set("maxmemory-policy", policy)
+            client.config_set("maxmemory", 1)
+            if policy != "noeviction":
+                wait_until(lambda: not client.dbsize(), "the eviction")
+                used = int(client.info("memory")["used_memory"])
+                client.config_set("maxmemory", used + (1 << 20))
+
+        def undo() -> None:
+            with closing(self.servers.redis.client()) as client:
+                client.config_set("maxmemory", 0)
+
+        return undo
+
+    def _redis_readonly(self) -> Undo:
+        with closing(self.servers.redis.client()) as client:
+            client.config_set("replica-read-only", "yes")
+            client.replicaof("127.0.0.1", "1")
+
+        def undo() -> None:
+            with closing(self.servers.redis.client()) as client:
+                client.replicaof("NO", "ONE")
+
+        return undo
+
+    def _redis_wiped(self) -> Undo:
+        with closing(self.servers.redis.client()) as client:
+            client.flushall()
+        return lambda: None
+
+    def _sqlite_removed(self) -> Undo:
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{self.index_file}{suffix}").unlink(missing_ok=True)
+        return lambda: None
+
+    def _sqlite_corrupt(self) -> Undo:
+        for suffix in ("-wal", "-shm"):
+            Path(f"{self.index_file}{suffix}").unlink(missing_ok=True)
+        kept = self.index_file.with_suffix(".aside")
+        self.index_file.rename(kept)
+        self.index_file.write_bytes(b"not a database " * 1000)
+
+        def undo() -> None:
+            self.index_file.unlink()
+            kept.rename(self.index_file)
+
+        return undo
+
+    def _sqlite_locked(self) -> Undo:
+        holder = sqlite3.connect(self.index_file, isolation_level=None, check_same_thread=False)
+        holder.execute("BEGIN EXCLUSIVE")
+
+        def undo() -> None:
+            holder.rollback()
+            holder.close()
+
+        return undo
+
+    def small_disk(self) -> None:
+        """Make the place a file system of its own, so small that it can be filled."""
+        done = subprocess.run(
+            [
+                _program("mount"),
+                "-t",
+                "tmpfs",
+                "-o",
+                f"size={DISK_BYTES}",
+                "objkv-test",
+                str(self.folder),
+            ],
+            capture_output=True,
+        )
+        self.is_mounted = done.returncode == 0
+
+    def _disk_full(self) -> Undo:
+        """A disk that is full. Who may mount none gets files that cannot grow: the error is another
+        then (EFBIG), and as much of one that only an operator can act on."""
+        if not self.is_mounted:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+            return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        filler = self.folder / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            for _ in range(2 * DISK_BYTES // 1024):
+                file.write(bytes(1024))
+        assert filler.stat().st_size < DISK_BYTES
+        return filler.unlink
+
+
+def _program(name: str) -> str:
+    return shutil.which(name) or name
+
+
+def _client(port: int) -> redis.Redis:
+    return redis.Redis(port=port, protocol=2)
+
+
+def _is_skewed(head: bytes) -> bool:
+    """Whether the request was signed at another time than now: what S3 looks at first."""
+    at = head.lower().find(b"x-amz-date:")
+    stamp = head[at:].partition(b":")[2].split(b"\r\n")[0].strip().decode()
+    signed = datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    return abs(signed.timestamp() - time.time()) > SKEW_MAX_S
+
+
+def _error(error: str) -> tuple[Spoil, ...]:
+    return (Spoil("error", error=error),)
+
+
+_RULES: dict[str, tuple[Spoil, ...]] = {
+    "s3-reset": (Spoil("reset"),),
+    "s3-unanswered": (Spoil("unanswered", _BODIES),),
+    "s3-stalled": (Spoil("stall"),),
+    "s3-lag": (Spoil("lag"),),
+    "s3-truncated": (Spoil("truncate", _BODIES),),
+    "s3-flipped": (Spoil("flip", _BODIES),),
+    "s3-500": _error("500 InternalError"),
+    "s3-503": _error("503 SlowDown"),
+    "s3-403": _error("403 AccessDenied"),
+    "s3-404": _error("404 NoSuchKey"),
+    "s3-another": (Spoil("another", frozenset({"GET"})),),
+    "s3-expired": _error("403 ExpiredToken"),
+    "redis-reset": (Spoil("reset"),),
+    "redis-lag": (Spoil("lag", lag_s=0.02),),
+    "redis-truncated": (Spoil("truncate"),),
+    "redis-flipped": (Spoil("flip"),),
+    "redis-loading": _error("LOADING Redis is loading the dataset in memory"),
+    "redis-another": (Spoil("another"),),
+}

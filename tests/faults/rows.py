@@ -1,0 +1,246 @@
+"""The matrix: what fails, and what then becomes of a lookup, a load and a save.
+
+A row is one fault, injected for real; a cell is one verb of it, in both load modes. The tests
+assert exactly what stands here, and ``docs/reliability.md`` is written from it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verb = Literal["lookup", "load", "save"]
+Outcome = Literal["hit", "miss", "saved", "drop"]
+World = Literal["s3", "redis", "folder"]
+
+VERBS: tuple[Verb, ...] = ("lookup", "load", "save")
+MODES = ("async", "layerwise")
+
+INDEX_READS, INDEX_WRITES, HOT_READS = "index reads", "index writes", "hot reads"
+LOADS_TOLD, SAVES_TOLD, REFUSED = "loads failing", "saves failing", "payload refused"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What becomes of one verb while the fault is there."""
+
+    outcome: Outcome
+    """Of a lookup and a load ``hit`` or ``miss``; of a save ``saved``, which is a hit for whoever
+    comes next, or ``drop``."""
+    counted: str = ""
+    """The metric that counts the fault; empty where there is none to tell of."""
+    told: str = ""
+    """What begins the one line in the log; empty: nothing is said."""
+    beside: str = ""
+    """What begins a line that may come as well: of what is done in the background."""
+    touched: bool = True
+    """False: this verb never goes where the fault is, and the test shows that it did not."""
+
+
+UNTOUCHED_HIT = Cell("hit", touched=False)
+UNTOUCHED_SAVE = Cell("saved", touched=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault."""
+
+    name: str
+    what: str
+    world: World
+    lookup: Cell
+    load: Cell
+    save: Cell
+    note: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def cell(self, verb: Verb) -> Cell:
+        """The cell of ``verb``."""
+        cell: Cell = getattr(self, verb)
+        return cell
+
+
+def _s3(name: str, what: str, load: Cell, save: Cell, **more: Any) -> Row:
+    return Row(f"s3-{name}", what, "s3", UNTOUCHED_HIT, load, save, **more)
+
+
+_LOAD_FAILS = Cell("miss", "load_errors", LOADS_TOLD)
+_LOAD_REFUSED = Cell("miss", "load_corrupt", REFUSED)
+_LOAD_GHOST = Cell("miss", "load_ghosts")
+_SAVE_FAILS = Cell("drop", "save_errors", SAVES_TOLD)
+_SAVED = Cell("saved")
+_FOUND = Cell("hit")
+_LOOKUP_FAILS = Cell("miss", "lookup_errors", INDEX_READS)
+_FOUND_UNMARKED = Cell("hit", beside=INDEX_WRITES)
+"""That it was used cannot be noted, which is done in the background."""
+_UNANNOUNCED = Cell("drop", "publish_errors", INDEX_WRITES)
+_FROM_BULK = Cell("hit", "hot_errors", HOT_READS, beside=INDEX_WRITES)
+
+ROWS: tuple[Row, ...] = (
+    _s3("killed", "S3's process is killed", _LOAD_FAILS, _SAVE_FAILS),
+    _s3("reset", "connections to S3 are reset", _LOAD_FAILS, _SAVE_FAILS),
+    _s3("unanswered", "S3 does what it is asked, its answers are lost", _LOAD_FAILS, _SAVE_FAILS),
+    _s3(
+        "stalled",
+        "S3 accepts and never answers",
+        _LOAD_FAILS,
+        _SAVE_FAILS,
+        settings={"load_deadline_ms": 2_000, "step_load_deadline_ms": 2_000},
+    ),
+    _s3("lag", "S3 answers late, within the deadline", _FOUND, _SAVED),
+    _s3("truncated", "bodies are cut short", _LOAD_REFUSED, _SAVE_FAILS),
+    _s3("flipped", "a bit of each body flips", _LOAD_REFUSED, Cell("drop")),
+    _s3("500", "S3 answers 500", _LOAD_FAILS, _SAVE_FAILS),
+    _s3("503", "S3 answers 503", _LOAD_FAILS, Cell("drop", "saves_shed")),
+    _s3("403", "S3 answers 403", _LOAD_FAILS, _SAVE_FAILS),
+    _s3("404", "S3 answers 404", _LOAD_GHOST, _SAVE_FAILS),
+    _s3("another", "S3 answers with another object's bytes", _LOAD_REFUSED, UNTOUCHED_SAVE),
+    _s3("expired", "the credentials expire", _LOAD_FAILS, _SAVE_FAILS),
+    _s3("deleted", "objects are deleted after their lookup", _LOAD_GHOST, _SAVED),
+    _s3("clock-ahead", "this machine's clock is 5 hours ahead", _LOAD_FAILS, _SAVE_FAILS),
+    _s3("clock-behind", "this machine's clock is 5 hours behind", _LOAD_FAILS, _SAVE_FAILS),
+    Row(
+        "redis-killed",
+        "Redis's process is killed",
+        "redis",
+        _LOOKUP_FAILS,
+        _FROM_BULK,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "redis-reset",
+        "connections to Redis are reset",
+        "redis",
+        _LOOKUP_FAILS,
+        _FROM_BULK,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "redis-stalled",
+        "Redis accepts and never answers (it is frozen)",
+        "redis",
+        Cell("miss", "lookup_deadlines", beside=INDEX_READS),
+        _FROM_BULK,
+        _UNANNOUNCED,
+        settings={"lookup_deadline_ms": 300},
+    ),
+    Row("redis-lag", "Redis answers late, within the deadline", "redis", _FOUND, _FOUND, _SAVED),
+    Row(
+        "redis-truncated",
+        "answers of Redis break off",
+        "redis",
+        _LOOKUP_FAILS,
+        _FROM_BULK,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "redis-flipped",
+        "a bit of each value from Redis flips",
+        "redis",
+        Cell("miss"),
+        _LOAD_REFUSED,
+        _SAVED,
+    ),
+    Row(
+        "redis-loading",
+        "Redis answers LOADING to everything",
+        "redis",
+        _LOOKUP_FAILS,
+        _FROM_BULK,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "redis-another",
+        "Redis answers with another key's value",
+        "redis",
+        _FOUND,
+        _LOAD_REFUSED,
+        _SAVED,
+    ),
+    Row(
+        "redis-failover",
+        "Redis fails over to a replica that lacks the newest writes",
+        "redis",
+        Cell("miss"),
+        Cell("hit", "hot_misses"),
+        _SAVED,
+    ),
+    Row(
+        "redis-evicting",
+        "Redis is over maxmemory and evicts",
+        "redis",
+        Cell("miss"),
+        Cell("hit", "hot_misses"),
+        _SAVED,
+    ),
+    Row(
+        "redis-full",
+        "Redis is over maxmemory and refuses writes",
+        "redis",
+        _FOUND_UNMARKED,
+        _FOUND_UNMARKED,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "redis-readonly",
+        "Redis is a read-only replica",
+        "redis",
+        _FOUND_UNMARKED,
+        _FOUND_UNMARKED,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "redis-wiped",
+        "the index is wiped (FLUSHALL)",
+        "redis",
+        Cell("miss"),
+        Cell("hit", "hot_misses"),
+        _SAVED,
+    ),
+    Row("disk-full", "the disk is full", "folder", _FOUND_UNMARKED, _FOUND_UNMARKED, _SAVE_FAILS),
+    Row(
+        "sqlite-removed",
+        "the SQLite file is removed",
+        "folder",
+        Cell("miss"),
+        UNTOUCHED_HIT,
+        _SAVED,
+    ),
+    Row(
+        "sqlite-corrupt",
+        "the SQLite file is overwritten",
+        "folder",
+        _LOOKUP_FAILS,
+        _FOUND_UNMARKED,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "sqlite-locked",
+        "another process holds the SQLite file locked",
+        "folder",
+        _FOUND_UNMARKED,
+        _FOUND_UNMARKED,
+        _UNANNOUNCED,
+    ),
+    Row(
+        "sqlite-clock-ahead",
+        "this machine's clock is 48 hours ahead: records seem expired",
+        "folder",
+        Cell("miss"),
+        UNTOUCHED_HIT,
+        _SAVED,
+    ),
+    Row(
+        "sqlite-clock-behind",
+        "this machine's clock is 48 hours behind",
+        "folder",
+        _FOUND,
+        UNTOUCHED_HIT,
+        Cell("drop"),
+    ),
+)
+BY_NAME = {row.name: row for row in ROWS}
+CELLS = tuple((row.name, verb, mode) for row in ROWS for verb in VERBS for mode in MODES)
+
+
+def cell_id(name: str, verb: str, mode: str) -> str:
+    """As it stands in the ids of tests and in the table."""
+    return f"{name}-{verb}-{mode}"

@@ -1,0 +1,261 @@
+"""The whole matrix, in this process: vLLM's scheduler and objkv's connector over a toy model, with
+a real Valkey, an S3 server and SQLite, whose faults are injected where they would happen.
+
+``make faults`` runs the same rows in real engines.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from objkv.testing.servers.spoil import wait_for
+from tests.faults.conftest import Lines
+from tests.faults.places import Place, Servers
+from tests.faults.rows import BY_NAME, CELLS, MODES, ROWS, Row, cell_id
+from tests.faults.seen import Seen
+from tests.faults.toy import CHUNKS, STORED_TOKENS, ShakenEngine, expected, prompt
+
+OWN_ENGINE = {
+    # Clients must feel the server's own end, not that of a proxy.
+    "s3-killed": True,
+    "redis-killed": True,
+    "redis-stalled": True,
+    # Deadlines of their own, another server from then on, a file that is another.
+    "s3-stalled": False,
+    "redis-failover": False,
+    "disk-full": False,
+    "sqlite-removed": False,
+    "sqlite-corrupt": False,
+}
+"""Rows that share no engine with others; of each, whether its clients go past the proxies."""
+PATIENT: dict[str, Any] = {
+    "lookup_deadline_ms": 20_000,
+    "step_load_deadline_ms": 20_000,
+    "near_records_max": 0,
+    "pinned_bytes_max": 1 << 20,
+    "breaker_failures": 1,
+    "breaker_reset_ms": 3_600_000,
+    "breaker_reset_max_ms": 3_600_000,
+    "drain_deadline_ms": 1_000,
+}
+HOURS_S = 4 * 3600.0
+
+_known: dict[tuple[str, str], dict[str, Seen] | Exception] = {}
+_engines: dict[tuple[str, str], tuple[Place, ShakenEngine]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines_end() -> Iterator[None]:
+    yield
+    while _engines:
+        _close(*_engines.popitem()[1])
+
+
+def _close(place: Place, engine: ShakenEngine) -> None:
+    place.mend()
+    engine.__exit__()
+    place.close()
+
+
+def seen(servers: Servers, name: str, mode: str) -> dict[str, Seen]:
+    """What was seen of a row in one mode, by verb, and of the time ``after``."""
+    if (name, mode) not in _known:
+        try:
+            _known[name, mode] = _shake(servers, BY_NAME[name], mode)
+        except Exception as exc:
+            _known[name, mode] = exc
+    known = _known[name, mode]
+    if isinstance(known, Exception):
+        raise known
+    return known
+
+
+def _shake(servers: Servers, row: Row, mode: str) -> dict[str, Seen]:
+    key = (row.name if row.name in OWN_ENGINE else row.world, mode)
+    if key in _engines:
+        place, engine = _engines.pop(key)
+    else:
+        place = Place(servers, row.world, direct=OWN_ENGINE.get(row.name, False))
+        if row.name == "disk-full":
+            place.small_disk()
+        settings = place.settings | PATIENT | {"load_mode": mode} | row.settings
+        engine = ShakenEngine(place.folder, **settings)
+    worked = False
+    try:
+        found = _Shake(servers, row, mode, place, engine).run()
+        worked = found["after"].outcome == "hit"
+    finally:
+        if worked and row.name not in OWN_ENGINE:
+            _engines[key] = place, engine
+        else:
+            _close(place, engine)
+    return found
+
+
+class _Shake:
+    """One engine, one fault, each verb once."""
+
+    def __init__(
+        self, servers: Servers, row: Row, mode: str, place: Place, engine: ShakenEngine
+    ) -> None:
+        self._servers = servers
+        self._row = row
+        self._mode = mode
+        self._place = place
+        self._engine = engine
+        self._lines = Lines()
+        self._counted: Counter[str] = Counter()
+        self._prompts = iter([prompt(next(servers.numbers)) for _ in range(4)])
+
+    def run(self) -> dict[str, Seen]:
+        logger = logging.getLogger("objkv")
+        logger.addHandler(self._lines)
+        try:
+            return {
+                "lookup": self._shaken(self._lookup),
+                "load": self._shaken(self._load),
+                "save": self._shaken(self._save),
+                "after": self._after(),
+            }
+        finally:
+            logger.removeHandler(self._lines)
+
+    def _shaken(self, verb: Callable[[Seen, list[int]], None]) -> Seen:
+        tokens = next(self._prompts)
+        self._settle()
+        self._place.prepare(self._row.name)
+        if verb != self._save:  # what they ask for has to be stored, and nobody left alone
+            self._engine.answer(tokens)
+            self._settle()
+            assert self._place.world != "redis" or self._is_stored(tokens)
+            self._settle()
+        self._lines.lines.clear()
+        self._count()
+        self._counted.clear()
+        seen = Seen()
+        verb(seen, tokens)
+        self._last = tokens
+        return seen
+
+    def _note(self, seen: Seen, counted: str) -> None:
+        """What was told of it: threads that nobody waits for may tell a little later."""
+        wait_for(lambda: not counted or self._count()[counted] > 0, bound_s=5.0)
+        seen.counted = dict(self._count())
+        seen.lines = list(self._lines.lines)
+
+    def _lookup(self, seen: Seen, tokens: list[int]) -> None:
+        """The fault is there until the lookup is answered."""
+        mend = self._inject()
+        before = self._place.asked()
+
+        def mend_at_load() -> None:
+            assert wait_for(self._engine.is_idle)
+            seen.outcome, seen.ended = "hit", True
+            seen.asked = self._place.asked() - before
+            mend()
+            self._pass_time()
+
+        self._engine.at_load = mend_at_load
+        self._answer(seen, tokens)
+        if not seen.ended:
+            self._engine.at_load = None
+            seen.outcome, seen.ended = "miss", True
+            mend()
+        self._note(seen, self._row.lookup.counted)
+
+    def _load(self, seen: Seen, tokens: list[int]) -> None:
+        """The fault comes when the lookup was answered, and is there until the request ends."""
+        undo: list[Callable[[], None]] = []
+        before: list[int] = []
+
+        def inject() -> None:
+            assert wait_for(self._engine.is_idle)
+            undo.append(self._inject())
+            before.append(self._place.asked())
+
+        self._engine.at_load = inject
+        self._engine.sync_loads.clear()
+        self._count()
+        self._answer(seen, tokens)
+        seen.ended = True
+        seen.asked = self._place.asked() - before[0]
+        failed = wait_for(lambda: self._count()["loads"] > 0) and self._counted["load_failures"]
+        seen.outcome = "miss" if failed else "hit"
+        assert self._engine.sync_loads[:1] == [self._mode == "layerwise"]
+        if self._row.name != "s3-stalled":  # which frees nobody before it is over
+            assert wait_for(self._engine.is_idle)
+        undo[0]()
+        self._note(seen, self._row.load.counted)
+
+    def _save(self, seen: Seen, tokens: list[int]) -> None:
+        """The fault is there while the prompt is computed and saved; then somebody asks for it."""
+        mend = self._inject()
+        before = self._place.spoiled()
+        self._answer(seen, tokens)
+        seen.ended = True
+        self._engine.save_all()
+        seen.asked = self._place.spoiled() - before
+        mend()
+        self._note(seen, self._row.save.counted)
+        self._settle()
+        seen.outcome = "saved" if self._is_stored(tokens) else "drop"
+
+    def _after(self) -> Seen:
+        """The fault is over: what was lost is computed and saved again, and then it is there."""
+        self._lines.lines.clear()
+        seen, tokens = Seen(right=True, ended=True, outcome="miss"), self._last
+        self._settle()
+        for _ in range(CHUNKS + 1):  # each request finds out of one chunk at least that it is gone
+            stored = self._is_stored(tokens)
+            self._settle()
+            if stored:
+                seen.outcome = "hit"
+                break
+        self._note(seen, "")
+        return seen
+
+    def _inject(self) -> Callable[[], None]:
+        return self._place.inject(self._row.name)
+
+    def _answer(self, seen: Seen, tokens: list[int]) -> None:
+        seen.right = self._engine.answer(tokens).tokens == expected(tokens)
+
+    def _is_stored(self, tokens: list[int]) -> bool:
+        self._count()
+        self._counted.clear()
+        answer = self._engine.answer(tokens)
+        assert answer.tokens == expected(tokens)
+        wait_for(lambda: self._count()["loads"] > 0 or not self._counted["hit_tokens"])
+        return answer.loaded == STORED_TOKENS and not self._counted["load_failures"]
+
+    def _settle(self) -> None:
+        """Nothing under way, nothing in the engine's own cache, no server left alone."""
+        self._engine.save_all()
+        self._engine.forget()
+        assert wait_for(self._engine.is_idle)
+        self._pass_time()
+
+    def _pass_time(self) -> None:
+        self._servers.clock.pauses_ahead_s += HOURS_S
+
+    def _count(self) -> Counter[str]:
+        for side in (self._engine.worker, self._engine.scheduler.connector):
+            for name, value in side._recorder.drain().items():
+                self._counted[name] += value
+        return self._counted
+
+
+@pytest.mark.parametrize(("name", "verb", "mode"), CELLS, ids=[cell_id(*cell) for cell in CELLS])
+def test_cell(servers: Servers, name: str, verb: str, mode: str) -> None:
+    seen(servers, name, mode)[verb].check(BY_NAME[name].cell(verb))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [row.name for row in ROWS])
+def test_after_the_fault_everything_works_again(servers: Servers, name: str, mode: str) -> None:
+    after = seen(servers, name, mode)["after"]
+    assert after.right
+    assert after.outcome == "hit"

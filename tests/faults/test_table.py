@@ -1,0 +1,39 @@
+"""The page shows the matrix that is tested, all of it and nothing else."""
+
+from objkv.connector.breaker_metrics import BREAKER_COUNTERS
+from objkv.connector.metrics import COUNTERS
+from tests.faults import table
+from tests.faults.rows import CELLS, ROWS, VERBS, cell_id
+
+
+def test_the_page_lists_exactly_the_cells_that_are_tested() -> None:
+    assert table.listed() == {cell_id(*cell) for cell in CELLS}
+
+
+def test_the_page_is_as_it_would_be_written() -> None:
+    assert table.page() == table.PAGE.read_text(), "run python -m tests.faults.table"
+
+
+def test_every_fault_is_counted_by_a_metric_that_operators_can_see() -> None:
+    counted = {row.cell(verb).counted for row in ROWS for verb in VERBS} - {""}
+    assert counted <= set(COUNTERS) | set(BREAKER_COUNTERS)
+
+
+def test_a_loss_that_is_not_counted_is_one_that_nobody_can_notice() -> None:
+    """What was wiped, evicted or lost by a fail-over is an ordinary miss to whoever asks."""
+    silent = {
+        (row.name, verb)
+        for row in ROWS
+        for verb in VERBS
+        if row.cell(verb).outcome in ("miss", "drop") and not row.cell(verb).counted
+    }
+    assert silent == {
+        ("s3-flipped", "save"),
+        ("redis-flipped", "lookup"),
+        ("redis-failover", "lookup"),
+        ("redis-evicting", "lookup"),
+        ("redis-wiped", "lookup"),
+        ("sqlite-removed", "lookup"),
+        ("sqlite-clock-ahead", "lookup"),
+        ("sqlite-clock-behind", "save"),
+    }

@@ -1,0 +1,90 @@
+"""An engine as ``hybrid_engine`` has it, whose loads may fail within the step as well.
+
+Attention waits for each layer before it reads it, and what it computes from blocks that then turn
+out to have failed is thrown away by the scheduler: only what is kept has to be right.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.connector.hybrid_engine import Answer, Engine, Layout, digest, next_token
+
+LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
+CHUNKS = 3
+TAIL = 3
+"""Tokens of a prompt after its last chunk."""
+STORED_TOKENS = CHUNKS * LAYOUT.chunk_tokens
+ANSWER_TOKENS = 1
+
+
+def prompt(seed: int) -> list[int]:
+    """Tokens of three chunks and a bit; no two seeds share a chunk."""
+    return [5 + digest([seed, i])[0] % 50 for i in range(STORED_TOKENS + TAIL)]
+
+
+def expected(tokens: list[int]) -> list[int]:
+    """What the model says to a prompt, without any connector."""
+    said = list(tokens)
+    for _ in range(ANSWER_TOKENS):
+        said.append(next_token(said))
+    return said[len(tokens) :]
+
+
+class ShakenEngine(Engine):
+    """One replica; ``at_load`` is called once, before the next load begins."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.at_load: Callable[[], None] | None = None
+        self.sync_loads: list[bool] = []
+        """Of each load that was planned, whether it was within the step."""
+        self._wrong: dict[str, AssertionError] = {}
+        self._lengths: dict[str, int] = {}
+        super().__init__(LAYOUT, folder, **settings)
+        for side in (self.worker, self.scheduler.connector):
+            side.get_kv_connector_stats = lambda: None  # the test reads the recorders itself
+
+    def answer(self, tokens: list[int]) -> Answer:
+        """The answer to one prompt."""
+        return self.run([tokens], max_tokens=ANSWER_TOKENS)[0]
+
+    def is_idle(self) -> bool:
+        """Whether nothing is being looked up, marked as used, or read in the background."""
+        lookups = self.scheduler.connector._scheduler._lookups
+        reads = repr(self.worker._worker._loader._slabs)
+        return lookups._slots._value == lookups._limits.queue_max and " 0/" in reads
+
+    def _execute(self, output: Any) -> Any:
+        loads = output.kv_connector_metadata.loads
+        self.sync_loads += (plan.sync for plan in loads)
+        if loads and self.at_load is not None:
+            call, self.at_load = self.at_load, None
+            call()
+        result = super()._execute(output)
+        failed = result.kv_connector_output.invalid_block_ids
+        wrong, self._wrong = self._wrong, {}
+        for name, error in wrong.items():
+            if not failed.intersection(*[self._running[name].blocks[0]]):
+                raise error
+        return result
+
+    def _update_states(self, output: Any) -> None:
+        super()._update_states(output)
+        for new in output.scheduled_new_reqs:
+            self._lengths[new.req_id] = len(new.prompt_token_ids)
+        # Source: vLLM 0.32, ``_update_states`` in ``v1/worker/gpu_model_runner.py``: tokens that
+        # were sampled from failed loads are taken back.
+        cached = output.scheduled_cached_reqs
+        for name, count in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+            del self._running[name].tokens[self._lengths[name] + count :]
+
+    def _forward(self, output: Any) -> dict[str, list[int]]:
+        for layer in self.caches:
+            self.worker.wait_for_layer_load(layer)
+        return super()._forward(output)
+
+    def _look(self, name: str) -> None:
+        try:
+            super()._look(name)
+        except AssertionError as exc:
+            self._wrong[name] = exc
