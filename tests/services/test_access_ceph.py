@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from objkv.assembly.backends import open_backends
+from objkv.cli.app import app
 from objkv.config import Config, Role
 from objkv.errors import StoreDenied
 from objkv.index.memory import MemoryIndex
@@ -16,7 +19,10 @@ from objkv.stores.s3_client import open_s3_client
 from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
 from objkv.testing.servers.ceph_users import CephUsers
-from objkv.testing.servers.redis import wait_until
+from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
+from tests.ops.world import NAMESPACE as FLEETS
+from tests.ops.world import save, save_identity
+from tests.services.access_fleet import Fleet, run
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
 from tests.services.s3_fixtures import BUCKET, PART_BYTES, s3_config
 from tests.transfer.world import HASHES, Replica
@@ -211,3 +217,63 @@ def test_a_policy_that_is_taken_away_is_misses_and_drops_until_it_is_back(
         users.allow("reader", policies[1])
         wait_until(loads, "loads to be hits again")
         wait_until(lambda: saves(range(2, 3)), "saves to be stored again")
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fleet(s3_server: S3Server, redis: RedisServer) -> Fleet:
+    return Fleet(s3_server, redis)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_doctor_finds_every_role_well(fleet: Fleet, home: None, role: Role) -> None:
+    out = run(fleet, role, "doctor")
+    assert "denied" not in out
+    assert "everything works" in out
+
+
+def test_operators_do_all_that_they_do_with_a_sweepers_rights(fleet: Fleet, home: None) -> None:
+    with fleet.everything() as ends:
+        save_identity(ends.bulk)
+        keys = save(ends.bulk, ends.index)
+        first, second, last = (key.prefix_hash for key in keys)
+        assert FLEETS[:8] in run(fleet, "sweeper", "ls")
+        run(fleet, "sweeper", "pin", last.hex())
+        assert last.hex()[:12] in run(fleet, "sweeper", "pin", "--list")
+        run(fleet, "sweeper", "unpin", last.hex())
+        ends.bulk.put(keys[2].path(), b"not a payload")
+        run(fleet, "sweeper", "verify", "--all", "--quarantine", "--force", code=1)
+        assert ends.bulk.get(keys[2].path()) is None
+        # On this server a value is its writer's, whoever's the bucket is.
+        assert f"quarantine/{keys[2].path()}" in [entry.key for entry in ends.bulk.scan("")]
+        assert ends.index.lookup(FLEETS, [last]) == [None]
+        ends.index.drop(FLEETS, first)
+        run(fleet, "sweeper", "rebuild")
+        assert ends.index.lookup(FLEETS, [first]) != [None]
+        ends.index.drop(FLEETS, second)
+        run(fleet, "sweeper", "sweep", "--apply", "--grace-s", "0", "--force")
+        assert ends.bulk.get(keys[1].path()) is None
+        assert ends.bulk.get(keys[0].path()) is not None
+
+
+@pytest.mark.parametrize("words", [("pin", "00" * 20), ("rebuild",), ("sweep", "--apply")])
+def test_what_a_role_may_not_do_is_a_sentence(
+    fleet: Fleet, home: None, words: tuple[str, ...]
+) -> None:
+    with fleet.everything() as ends:
+        save_identity(ends.bulk)
+        save(ends.bulk, ends.index)
+    ran = CliRunner().invoke(app, words, env=fleet.environment("reader"))
+    assert ran.exit_code in (1, 2)
+    assert "Traceback" not in ran.output
