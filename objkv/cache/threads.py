@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ class Threads:
     def __init__(self, count: int, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = Lock()
-        self._waiting: set[Future[object]] = set()
+        self._waiting: set[Future[Any]] = set()
         self._closed = False
         self._threads = [
             Thread(target=self._work, name=f"{name}_{number}", daemon=True)
@@ -46,7 +46,7 @@ class Threads:
         with self._lock:
             if self._closed:
                 raise RuntimeError("no more jobs are taken")
-            self._waiting.add(future)  # type: ignore[arg-type]  # of whatever type
+            self._waiting.add(future)
         future.add_done_callback(self._done)
         self._jobs.put(run)
         return future
@@ -64,7 +64,7 @@ class Threads:
         for thread in self._threads:
             thread.join(max(0.0, end - monotonic()))
 
-    def _done(self, future: Future[object]) -> None:
+    def _done(self, future: Future[Any]) -> None:
         with self._lock:
             self._waiting.discard(future)
 

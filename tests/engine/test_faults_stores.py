@@ -105,6 +105,7 @@ def store_changes(folder: Path) -> Values:
                 load_mode=mode,
                 load_deadline_ms=STUCK_S * 1000,
                 breaker_reset_ms=100,
+                breaker_reset_max_ms=100,
             )
             replicas[mode] = (copy, place, stack.enter_context(Replica(job, place)))
         for copy, place, _ in replicas.values():
