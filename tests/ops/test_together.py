@@ -1,0 +1,77 @@
+"""Savers, sweepers, rebuilders and a verifier at the same time, without any time of grace."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from threading import Event
+
+from objkv.assembly.backends import Backends
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.index.shapes import SHAPES_HASH, is_shapes
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import identity_path
+from objkv.keys.topology import Shard
+from objkv.ops.ends import Ends, record_keys
+from objkv.stores.memory import MemoryStore
+from objkv.testing.damage import DamagedStore, Defects
+from tests.crash.saving import NAMESPACE, rebuild_all, save_all, saves, sweep_all, verify_all
+
+LEASE_MS = 60_000
+ROUNDS = 6
+
+
+def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    backends = Backends(bulk, None, index)
+    DamagedStore(backends).plant(Defects(good=16, orphan=8, ghost=8))
+    owners, ended, published, publish = count(), Event(), set[str](), index.publish
+
+    def noted(chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        if chunk.prefix_hash != SHAPES_HASH:
+            group, _, shard = next(iter(shards)).partition(".")
+            key = ChunkKey(chunk.namespace, chunk.prefix_hash, int(group), Shard.parse(shard))
+            published.add(key.path())
+        publish(chunk, shards, ttl_s=ttl_s)
+
+    index.publish = noted  # type: ignore[method-assign]
+
+    def ends() -> Ends:
+        return Ends(
+            bulk, None, index, is_own_index=False, ttl_s=3600, lease_ms=LEASE_MS,
+            owner=f"operator-{next(owners)}",
+        )  # fmt: skip
+
+    def saver(number: int) -> None:
+        for turn in range(ROUNDS):
+            wanted = saves(10_000_000 * (1 + number % 2) + turn * 1_000, 3)  # two savers of each
+            save_all(backends, wanted, f"saver-{number}", lease_ms=LEASE_MS)
+
+    def operator(work: Callable[[Ends], object]) -> int:
+        turns = 0
+        while not ended.is_set() or not turns:
+            work(ends())
+            turns += 1
+        return turns
+
+    with ThreadPoolExecutor(9) as pool:
+        operators = [pool.submit(operator, work) for work in 2 * [sweep_all, rebuild_all]]
+        operators.append(pool.submit(operator, verify_all))
+        try:
+            list(pool.map(saver, range(4)))
+        finally:
+            ended.set()
+        assert all(one.result() > 0 for one in operators)
+
+    # Whoever announced a payload, nobody may have removed it or its record since.
+    indexed = {
+        key.path() for one in index.scan(NAMESPACE) if not is_shapes(one)
+        for key in record_keys(NAMESPACE, one)
+    }  # fmt: skip
+    assert published
+    assert published <= indexed
+    assert verify_all(ends()).findings == []
+    sweep_all(ends())
+    left = {entry.key for entry in bulk.scan(NAMESPACE)}
+    assert left == indexed | {identity_path(NAMESPACE)}
+    assert verify_all(ends()).counts["ok"] == len(indexed)
