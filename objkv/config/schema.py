@@ -15,6 +15,7 @@ from objkv.config.urls import (
     refuse_clear,
     without_password,
 )
+from objkv.secrecy import without_secrets
 
 LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]
@@ -289,4 +290,5 @@ class Config(BaseModel):
         for name in ("bulk_url", "index_url", "s3_endpoint_url"):
             if out[name] is not None:
                 out[name] = without_password(out[name])
-        return out
+        # Also where somebody pasted one of them into a setting that holds none.
+        return {n: without_secrets(v) if isinstance(v, str) else v for n, v in out.items()}

@@ -113,15 +113,17 @@ def run_one(number: int, seconds: float, first_seed: int, failures: Path) -> int
         if took_s > SLOW_S:
             raise TimeoutError(f"{took_s:.1f} s")
 
-    until, batch = time.monotonic() + seconds, 0
+    began_s, batch = time.monotonic(), 0
     try:
-        while not failure and time.monotonic() < until:
+        if target.fast is not None:
+            failure = _many(target.fast, attempt, first_seed, began_s + seconds / 2)
+        while not failure and time.monotonic() < began_s + seconds:
             failure = _batch(target.examples, attempt, first_seed + batch)
             batch += 1
     except KeyboardInterrupt:
         pass
     if failure:
-        path = failures / f"failed-{number}-{first_seed + batch - 1}.txt"
+        path = failures / f"failed-{number}-{first_seed + batch}.txt"
         path.write_text(failure)
         failure = f"{failure.strip().splitlines()[-1][:200]} ({path})"
     else:
@@ -129,6 +131,18 @@ def run_one(number: int, seconds: float, first_seed: int, failures: Path) -> int
     told = {"examples": ends.total(), "slowest_s": slowest_s, "ends": ends, "failure": failure}
     print(json.dumps(told), flush=True)
     return 0
+
+
+def _many(make: Any, attempt: Any, number: int, until_s: float) -> str:
+    """As many examples as there is time for; what went wrong, if anything did."""
+    source = random.Random(number)
+    while time.monotonic() < until_s:
+        example = make(source)
+        try:
+            attempt(example)
+        except Exception:
+            return f"{example!r}\n{traceback.format_exc()}"
+    return ""
 
 
 def _batch(examples: Any, attempt: Any, number: int) -> str:

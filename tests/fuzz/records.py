@@ -3,6 +3,7 @@
 import hashlib
 import json
 import posixpath
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from objkv.stores.base import check_key, check_prefix, is_key
 from objkv.stores.memory import MemoryStore
 from objkv.testing.index_samples import shard
 from tests.codec.payloads import CLAIM, sample
-from tests.fuzz.mutation import change_document, changed_bytes, changed_text
+from tests.fuzz.mutation import change_document, changed_bytes, changed_text, spoiled
 from tests.fuzz.payloads import whole_payloads
 from tests.fuzz.target import Finding, Target, outcome, require
 from tests.ops.world import IDENTITY
@@ -116,6 +117,11 @@ def _identities(draw: st.DrawFn) -> tuple[bytes, str]:
     return text, hashlib.sha256(text).hexdigest()[:32]
 
 
+def _fast_identity(random: Random) -> tuple[bytes, str]:
+    text = spoiled(random, [IDENTITY.canonical()])
+    return text, hashlib.sha256(text).hexdigest()[:32]
+
+
 @outcome(PayloadError)
 def _identity(example: tuple[bytes, str]) -> str:
     document, namespace = example
@@ -156,12 +162,27 @@ def _folder(payload: bytes) -> str:
 
 
 TARGETS = (
-    Target("shard record", changed_bytes(_SHARDS) | st.sampled_from(_SHARDS), _shard),
+    Target(
+        "shard record",
+        changed_bytes(_SHARDS) | st.sampled_from(_SHARDS),
+        _shard,
+        lambda random: spoiled(random, _SHARDS),
+    ),
     Target("Redis record", _replies(), _reply),
-    Target("key", changed_text(_PATH) | changed_text("a/b.c/..d") | st.just(_PATH), _key),
+    Target(
+        "key",
+        changed_text(_PATH) | changed_text("a/b.c/..d") | st.just(_PATH),
+        _key,
+        lambda random: spoiled(random, [_PATH.encode(), b"a/b.c/..d"]).decode("latin-1"),
+    ),
     Target("prefix", changed_text(_PATH[:40]) | st.text("ab./~\n", max_size=12), _prefix),
-    Target("identity document", _identities(), _identity),
+    Target("identity document", _identities(), _identity, _fast_identity),
     Target("identity documents compared", _identities(), _diff),
-    Target("pin", changed_bytes([_PIN.document()]), _pin),
+    Target(
+        "pin",
+        changed_bytes([_PIN.document()]),
+        _pin,
+        lambda random: spoiled(random, [_PIN.document()]),
+    ),
     Target("folder as index", st.sampled_from(_PAYLOADS) | whole_payloads(), _folder),
 )

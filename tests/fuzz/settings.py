@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from objkv.config import Config, resolve_config, without_password
 from objkv.errors import ConfigError
 from objkv.ops.prompt import parse_tokens
-from tests.fuzz.mutation import changed_bytes, changed_text, odd_values
+from tests.fuzz.mutation import changed_bytes, changed_text, odd_values, spoiled
 from tests.fuzz.target import Target, outcome, require
 
 SECRET = "hunter2hunter2"
@@ -102,7 +102,12 @@ def _prompt(text: str) -> str:
 _PROMPTS = ["[1, 2, 3]", "1 2,3\n4", '["1", 2]', "", "[" * 3000, "9" * 5000, "[1e5]", "0" * 5000]
 
 TARGETS = (
-    Target("settings file", changed_bytes([_TOML]) | st.just(b"a=" + b"[" * 5000), _file),
+    Target(
+        "settings file",
+        changed_bytes([_TOML]) | st.just(b"a=" + b"[" * 5000),
+        _file,
+        lambda random: spoiled(random, [_TOML]),
+    ),
     Target("environment", _environments(), _environment),
     Target(
         "extra config",

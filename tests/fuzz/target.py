@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -25,6 +26,8 @@ class Target:
     examples: st.SearchStrategy[Any]
     check: Callable[[Any], str]
     """Raises for a broken promise; what came of the example in a word."""
+    fast: Callable[[Random], Any] | None = None
+    """Makes examples for long runs, many more of them than ``examples`` does in the same time."""
 
 
 def outcome(refusals: type[Exception] | tuple[type[Exception], ...]) -> Any:

@@ -1,5 +1,7 @@
 """Every target for a moment, with the same examples every time."""
 
+from random import Random
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -26,6 +28,9 @@ def test_promises_hold_whatever_is_read(target: Target) -> None:
         ends.add(target.check(example))
 
     run()
+    source = Random(1)
+    for _ in range(EXAMPLES if target.fast else 0):
+        ends.add(target.check(target.fast(source)))
     assert len(ends) > 1, f"only {ends}: the examples do not reach what is to be tested"
 
 

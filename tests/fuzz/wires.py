@@ -3,6 +3,7 @@
 import select
 import time
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from objkv.resp.lines import CLIENT_ERRORS
 from objkv.stores.redis_values import _received
 from objkv.stores.s3_line import Answer, NoAnswer
 from objkv.testing.index_samples import shard
-from tests.fuzz.mutation import NUMBERS, changed_bytes
+from tests.fuzz.mutation import NUMBERS, changed_bytes, spoiled
 from tests.fuzz.target import Finding, Target, outcome, require
 
 _VALUE = encode_shard(shard())
@@ -217,8 +218,36 @@ class _S3Line:
         return 0
 
 
+def _fast_cut(random: Random, data: bytes) -> list[bytes]:
+    cuts = sorted(random.randint(0, len(data)) for _ in range(random.randrange(4)))
+    pieces = [data[a:b] for a, b in pairwise([0, *cuts, len(data)])]
+    return [piece for piece in pieces if piece]
+
+
+def _fast_find(random: Random) -> tuple[int, tuple[str, ...], list[bytes], bool]:
+    fields = random.choice([FIELDS[:1], FIELDS])
+    count = random.randint(1, 5)
+    row = b"*%d\r\n" % len(fields) if len(fields) > 1 else b""
+    kinds = ANSWERS[:2] * 8 + ANSWERS
+    text = b"".join(row + b"".join(random.choices(kinds, k=len(fields))) for _ in range(count))
+    if random.random() < 0.7:
+        text = spoiled(random, [text])
+    return count, fields, _fast_cut(random, text), random.random() < 0.9
+
+
+def _fast_value(random: Random) -> tuple[int, list[bytes]]:
+    value = random.randbytes(random.randrange(200))
+    answer = b"$%d\r\n%b\r\n" % (len(value), value)
+    return random.randrange(256), _fast_cut(random, spoiled(random, [answer], near=6))
+
+
 TARGETS = (
-    Target("Redis: shards of many chunks", _finds(), check_find),
-    Target("Redis: a value", _values(), _value),
-    Target("S3: the head of an answer", changed_bytes(_HEADS), _answer),
+    Target("Redis: shards of many chunks", _finds(), check_find, _fast_find),
+    Target("Redis: a value", _values(), _value, _fast_value),
+    Target(
+        "S3: the head of an answer",
+        changed_bytes(_HEADS),
+        _answer,
+        lambda random: spoiled(random, _HEADS),
+    ),
 )
