@@ -95,10 +95,11 @@ def check_end() -> None:
 
 def punctual(sock: socket.socket) -> socket.socket:
     """The same connection, as a socket that heeds ``EndsBy``; use the result only."""
+    timeout_s = sock.gettimeout()
     if isinstance(sock, ssl.SSLSocket):
         sock.__class__ = _PunctualTls
+        sock.settimeout(timeout_s)
         return sock
-    timeout_s = sock.gettimeout()
     made = _PunctualSocket(fileno=sock.detach())
     made.settimeout(timeout_s)
     return made
