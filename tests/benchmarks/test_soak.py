@@ -18,7 +18,17 @@ sys.exit(main())
 
 def soak(*command: str) -> tuple[int, dict[str, Any]]:
     run = subprocess.run(
-        [sys.executable, *command, "--seconds", "8", "--replicas", "2", "--json"],
+        [
+            sys.executable,
+            *command,
+            "--engine",
+            "none",
+            "--seconds",
+            "8",
+            "--replicas",
+            "2",
+            "--json",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -305,6 +305,7 @@ class Engine:
         if sync:
             side.start_loads(plan)
         self._forward(side, plan)
+        tokens = self.compute.given
         if not sync:
             side.start_loads(plan)
         side.end_forward(plan)
@@ -312,8 +313,7 @@ class Engine:
         results = side.results(plan, finished)
         failed = side.take_failed_blocks()
         side.take_report()
-        position = self.compute.given
-        self.compute_passes(position)
+        self.compute_passes(tokens)
         self._settle(failed)
         for name in results.received:
             self._received(self.requests[name], failed)
