@@ -121,9 +121,12 @@ class Promoter:
         if shard.hot and self._hot.head(key.path()) is not None:
             return  # promoted by another replica
         # Read once more: the bytes that were loaded lie in a slab that the load needs back.
-        payload = self._bulk.get(key.path())
-        if payload is None:
+        # No more of them than the record promised, whatever lies there now.
+        room = memoryview(bytearray(shard.nbytes))
+        nbytes = self._bulk.get_into(key.path(), room)
+        if nbytes is None:
             return
+        payload = room[:nbytes]
         header = read_header(payload, seal=self._seal)
         if header.claim != claim or header.checksum != shard.header_checksum:
             return

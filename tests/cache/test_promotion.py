@@ -280,3 +280,18 @@ def test_closing_ends_the_thread_and_later_loads_change_nothing(make: Make) -> N
     for _ in range(10):
         world.cache.note_load(replace(CLAIM, token_start=0), HEADER, hot=False)
     assert world.cache.close(0.0)
+
+
+def test_no_more_is_read_than_the_record_promises(make: Make) -> None:
+    world = make()
+    world.bulk.put(PATH, bytes(10_000_000))
+    world.load(2)
+    assert world.log == []
+    assert world.recorder.value("hot_promote_errors") == 1
+
+
+def test_a_payload_that_was_cut_short_is_not_copied(make: Make) -> None:
+    world = make()
+    world.bulk.put(PATH, PAYLOAD[:-1])
+    world.load(2)
+    assert world.log == []
