@@ -63,6 +63,10 @@ ROUNDS ?= 1000
 crash: $(STAMP) ## kill savers, sweeps, rebuilds and servers at every step (ROUNDS=1000)
 	@$(BIN)/python -m tests.crash.run --rounds $(ROUNDS) $(ARGS)
 
+.PHONY: fences
+fences: $(STAMP) ## play transfers in every order of their threads (MINUTES=10)
+	@$(BIN)/python -m tests.fences --minutes $(MINUTES) $(ARGS)
+
 .PHONY: faults
 faults: $(STAMP) ## every fault in real engines, on Valkey and Ceph; writes docs/reliability.md
 	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table
