@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.codec.seal import Seal
 from objkv.connector.encoder_fetch import EncoderFetcher, FetchLimits
 from objkv.connector.encoder_metadata import EncoderPlan
 from objkv.connector.encoder_read import OutputReader
@@ -89,6 +90,7 @@ class Replica:
         limits: Limits | None = None,
         form: OutputForm = FORM,
         identity: EncoderIdentity = IDENTITY,
+        seal: Seal | None = None,
     ) -> None:
         limits = limits or Limits()
         self.clock = ManualClock()
@@ -96,7 +98,7 @@ class Replica:
         self.worker_recorder = MemoryRecorder()
         settings = CacheSettings("w", 3600, 600_000, hot_payload_bytes_max=0)
         caches = [
-            ChunkCache(place.store, None, place.index, settings, recorder)
+            ChunkCache(place.store, None, place.index, settings, recorder, seal=seal)
             for recorder in (self.recorder, self.worker_recorder)
         ]
         self.fetcher = EncoderFetcher(
