@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 1.0
 """At least so long ``close`` waits for threads that have nothing left to do."""
-_SHED_S = 1.0
+_SHED_S = 0.1
 """So long nothing is tried after a save that was not wanted."""
 
 

@@ -27,7 +27,10 @@ from tests.engine.prompts import prompt_of
 MODES = ("async", "layerwise")
 CHUNKS = 5
 WHOLE, BROKEN, UNSAVED, GONE, STUCK = (prompt_of(CHUNKS * CHUNK + 9, seed=i) for i in range(5))
-STORED = (WHOLE, BROKEN, GONE, STUCK)
+TRIED = prompt_of(CHUNK + 9, seed=5)
+"""Shows that the store is back: one load, and one save, are let through to find that out."""
+TRIED_TOO = prompt_of(CHUNK + 9, seed=6)
+STORED = (WHOLE, BROKEN, GONE, STUCK, TRIED)
 FAR_PORT = 9
 """``discard``: nobody listens there on a machine that runs tests."""
 
@@ -52,7 +55,7 @@ def changing_store(folder: Path) -> tuple[Step, ...]:
         *meanwhile("break"),
         *one_by_one([BROKEN, UNSAVED]),
         *meanwhile("mend"),
-        *one_by_one([BROKEN, UNSAVED, UNSAVED]),
+        *one_by_one([TRIED, TRIED_TOO, BROKEN, UNSAVED, UNSAVED]),
         *meanwhile("remove"),
         *one_by_one([GONE, GONE, STUCK]),
         Call(function="tests.engine.fleet:hold_gets", arguments={"gate": str(gate)}),
@@ -79,7 +82,7 @@ def _change(store: SharedStore, folder: Path) -> None:
         elif event == "mend":
             store.bulk.unlink()
             aside.rename(store.bulk)
-            time.sleep(0.2)  # the breaker's pause
+            time.sleep(0.3)  # the breaker's pause, and that of saves
         else:
             shutil.rmtree(store.bulk)
         (folder / f"{event}.done").touch()
@@ -120,6 +123,8 @@ def outcome(mode: str) -> dict[str, int | None]:
         "whole",
         "broken",
         "broken, unsaved",
+        "tried",
+        "tried, unsaved",
         "mended",
         "mended, unsaved",
         "mended, unsaved, again",

@@ -102,9 +102,9 @@ def test_saves_give_way_for_a_moment_to_a_store_that_wants_none(
     one.put([Item("a")])
     wait_until(lambda: recorder.value("saves_shed") == 1)
     wait_until(lambda: one.is_shedding)
-    clock.advance(0.9)
+    clock.advance(0.09)
     assert one.is_shedding
-    clock.advance(0.2)
+    clock.advance(0.02)
     assert not one.is_shedding
     assert recorder.value("save_errors") == 0
     assert caplog.text == ""  # the breaker says it
