@@ -1,6 +1,5 @@
 """The servers of the quick form, and a clock that can be moved; the full form is asked for."""
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,14 +63,3 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
     patch.setattr(s3_signing, "time", clock.wall)
     patch.setattr(botocore.auth, "get_current_datetime", clock.now)
-
-
-class Lines(logging.Handler):
-    """What objkv logs at WARNING or above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 
@@ -62,6 +62,19 @@ class Clock:
         return time.monotonic() + self.pauses_ahead_s
 
 
+class S3Server(Protocol):
+    """What S3 is for the matrix: somewhere, and mortal."""
+
+    url: str
+    address: tuple[str, int]
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+
+    def restart(self) -> None:
+        """Start it again on its port."""
+
+
 class S3Process:
     """A quick S3 server in a process of its own, which forgets all when it is killed."""
 
@@ -100,12 +113,18 @@ class S3Process:
 class Servers:
     """What a test session has running."""
 
-    s3: S3Process
+    s3: S3Server
     s3_proxy: SpoilS3
     redis: RedisServer
     redis_proxy: SpoilRedis
     folder: Path
     clock: Clock
+    s3_settings: dict[str, Any] = field(
+        default_factory=lambda: {
+            "s3_access_key_id": "key",
+            "s3_secret_access_key": "secret",
+        }
+    )
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
 
@@ -136,11 +155,7 @@ class Place:
         self.extra: list[RedisServer] = []
         self.is_mounted = False
         s3 = servers.s3.url if direct else servers.s3_proxy.url
-        self.settings: dict[str, Any] = {
-            "s3_endpoint_url": s3,
-            "s3_access_key_id": "key",
-            "s3_secret_access_key": "secret",
-        }
+        self.settings: dict[str, Any] = {"s3_endpoint_url": s3} | servers.s3_settings
         if world == "s3":
             self.settings |= {
                 "bulk_url": f"s3://bucket/{self.folder.name}",
@@ -347,15 +362,16 @@ class Place:
 
         return undo
 
-    def small_disk(self) -> None:
+    def small_disk(self, nbytes: int = DISK_BYTES) -> None:
         """Make the place a file system of its own, so small that it can be filled."""
+        self._disk_bytes = nbytes
         done = subprocess.run(
             [
                 _program("mount"),
                 "-t",
                 "tmpfs",
                 "-o",
-                f"size={DISK_BYTES}",
+                f"size={nbytes}",
                 "objkv-test",
                 str(self.folder),
             ],
@@ -372,9 +388,9 @@ class Place:
             return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         filler = self.folder / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
-            for _ in range(2 * DISK_BYTES // 1024):
+            for _ in range(2 * self._disk_bytes // 1024):
                 file.write(bytes(1024))
-        assert filler.stat().st_size < DISK_BYTES
+        assert filler.stat().st_size < self._disk_bytes
         return filler.unlink
 
 

@@ -1,11 +1,23 @@
 """What was seen of one verb under one fault, and whether it is what the matrix says."""
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.faults.rows import Cell
 
 UNEXPECTED = ("unexpectedly", "continuing without it", "not taken out", "Traceback")
+
+
+class Lines(logging.Handler):
+    """What objkv logs at WARNING or above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 @dataclass

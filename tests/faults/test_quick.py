@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from objkv.testing.servers.spoil import wait_for
-from tests.faults.conftest import Lines
 from tests.faults.places import Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, MODES, ROWS, Row, cell_id
-from tests.faults.seen import Seen
+from tests.faults.seen import Lines, Seen
 from tests.faults.toy import CHUNKS, STORED_TOKENS, ShakenEngine, expected, prompt
 
 OWN_ENGINE = {

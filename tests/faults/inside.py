@@ -1,0 +1,111 @@
+"""What a replica does to itself while the matrix is tried on it: functions for ``Call`` steps.
+
+The fault is in another process, or in this one's clock; ``control`` is the port of whoever causes
+it, who is told ``inject`` and ``mend`` and answers when that is done.
+"""
+
+import logging
+import socket
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from tests.engine.replica import read_metrics
+from tests.faults.seen import Lines
+
+PAUSE_S = 0.3
+"""Longer than a server is left alone here, and than saves give way."""
+_PREFIX = "vllm:objkv_"
+_lines = Lines()
+_before: dict[str, float] = {}
+_fired = False
+
+
+def begin(_llm: Any) -> None:
+    """Keep the lines; do not wait half a minute where a test cannot."""
+    from objkv.cache import repeats
+    from objkv.transfer import save_crew
+
+    logging.getLogger("objkv").addHandler(_lines)
+    repeats.KEEP_S = 0.0
+    save_crew._SHED_S = PAUSE_S / 3
+
+
+def tell(llm: Any, control: int, word: str) -> None:
+    """Have ``word`` done, here or there; returns when it is."""
+    if word.startswith("clock"):
+        _shift(llm, float(word.partition(" ")[2]))
+        return
+    with socket.create_connection(("127.0.0.1", control)) as connection:
+        connection.sendall(f"{word}\n".encode())
+        answer = connection.makefile().readline().strip()
+    assert answer == "done", answer
+
+
+def at_load(llm: Any, control: int, word: str) -> None:
+    """Have ``word`` done once, when the next load was planned and has not begun."""
+    global _fired
+    _fired = False
+    side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    plan_step = type(side).plan_step.__get__(side)
+
+    def planned(output: Any) -> Any:
+        global _fired
+        plan = plan_step(output)
+        if plan.loads:
+            _fired = True
+            del side.plan_step
+            tell(llm, control, word)
+        return plan
+
+    side.plan_step = planned
+
+
+def note(llm: Any) -> dict[str, Any]:
+    """What was counted and logged since the last time; whether ``at_load`` saw a load."""
+    now = {
+        name.removeprefix(_PREFIX): value
+        for name, value in read_metrics(llm).items()
+        if name.startswith(_PREFIX)
+    }
+    counted = {name: value - _before.get(name, 0) for name, value in now.items()}
+    _before.update(now)
+    lines = list(_lines.lines)
+    _lines.lines.clear()
+    return {
+        "counted": {name: value for name, value in counted.items() if value},
+        "lines": lines,
+        "fired": _fired,
+    }
+
+
+def disarm(llm: Any) -> None:
+    """No load was planned: nothing is to be done at the next one."""
+    side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    side.__dict__.pop("plan_step", None)
+
+
+def pause(_llm: Any) -> None:
+    """Until every server that was left alone may be tried again."""
+    time.sleep(PAUSE_S)
+
+
+def _shift(llm: Any, ahead_s: float) -> None:
+    """Let this process's wall clock differ, as far as objkv and its clients read it."""
+    import botocore.auth
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from objkv.stores import s3_signing
+
+    def wall() -> float:
+        return time.time() + ahead_s
+
+    s3_signing.time = wall
+    botocore.auth.get_current_datetime = lambda: datetime.fromtimestamp(wall(), UTC)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    for connector in (scheduler, get_kv_transfer_group()):
+        place = connector._backends.index
+        while place is not None:  # through all wrappers
+            if hasattr(place, "_clock"):
+                place._clock = wall
+            place = getattr(place, "_inner", None)

@@ -1,0 +1,237 @@
+"""The matrix in real vLLM engines, with a real Valkey and a real Ceph: ``make faults``.
+
+One replica for each row and mode, forked off a process that has imported vLLM. What it is asked and
+what is asserted is what the quick form asks and asserts.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.testing.servers.ceph import ceph_missing
+from objkv.testing.servers.listener import Listener
+from tests.engine.fleet import CHUNK, CONNECTOR, NUMBERS_TOLD, PATIENT, SAVED
+from tests.engine.harness import run_replica
+from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
+from tests.engine.prompts import prompt_of
+from tests.faults.fleet import real_servers
+from tests.faults.places import HOUR_S, Place, Servers
+from tests.faults.rows import BY_NAME, CELLS, Row, Verb, cell_id
+from tests.faults.seen import Seen
+from tests.faults.test_quick import OWN_ENGINE
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1_200)]
+
+CHUNKS = 3
+FOUND, LOADED, NEW = (prompt_of(CHUNKS * CHUNK + 9, seed=70 + i) for i in range(3))
+ROUNDS = CHUNKS + 1
+"""Each request finds out of one chunk at least that it is gone."""
+DISK_BYTES = 32 << 20
+SHIFTS = {
+    "s3-clock-ahead": 5 * HOUR_S,
+    "s3-clock-behind": -5 * HOUR_S,
+    "sqlite-clock-ahead": 48 * HOUR_S,
+    "sqlite-clock-behind": -48 * HOUR_S,
+}
+IMPATIENT: dict[str, Any] = {
+    "chunk_tokens": CHUNK,
+    "near_records_max": 0,
+    "hot_save_bytes_max": 1 << 20,
+    "breaker_failures": 1,
+    "breaker_reset_ms": 50,
+    "breaker_reset_max_ms": 50,
+    "load_deadline_ms": 60_000,
+    "step_load_deadline_ms": 60_000,
+}
+STALLED: dict[str, dict[str, Any]] = {
+    "s3-stalled": {"load_deadline_ms": 8_000, "step_load_deadline_ms": 8_000},
+    "redis-stalled": {"lookup_deadline_ms": 2_000},
+}
+IN_PAUSES = Call(function="tests.faults.inside:pause")
+NOTED = Call(function="tests.faults.inside:note")
+CLEAN: tuple[Step, ...] = (SAVED, Settle(), ResetPrefixCache(), IN_PAUSES)
+
+_known: dict[tuple[str, str], dict[str, Seen] | Exception] = {}
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    if missing := ceph_missing():
+        pytest.fail(missing)
+    with real_servers(tmp_path_factory.mktemp("fleet")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
+    """The tokens of the prompts without a connector."""
+    steps = tuple(Generate(prompts=(prompt,)) for prompt in (FOUND, LOADED, NEW))
+    return run_replica(Job(steps=steps), tmp_path_factory.mktemp("alone")).tokens
+
+
+class Control(Listener):
+    """Does in this process what a replica asks for."""
+
+    def __init__(self, words: dict[str, Callable[[], None]]) -> None:
+        self._words = words
+        self._one_at_a_time = threading.Lock()
+        super().__init__()
+
+    def serve(self, connection: socket.socket) -> None:
+        """One word, one answer."""
+        word = connection.makefile().readline().strip()
+        try:
+            with self._one_at_a_time:
+                self._words[word]()
+        except Exception as exc:  # the replica's step fails with it
+            connection.sendall(f"{exc!r}\n".encode())
+        else:
+            connection.sendall(b"done\n")
+
+
+class _Row:
+    """The steps of one replica, and what its answers mean."""
+
+    def __init__(self, row: Row, place: Place) -> None:
+        self._row, self._place = row, place
+        self._undo: Callable[[], None] = lambda: None
+        self._asked = {"inject": 0, "mend": 0}
+        self.asked: list[int] = []
+        """Requests to the end that fails, per fault."""
+
+    def control(self) -> Control:
+        """What the replica tells."""
+        return Control(
+            {
+                "prepare": lambda: self._place.prepare(self._row.name),
+                "inject": self._inject,
+                "mend": self._mend,
+            }
+        )
+
+    def _inject(self) -> None:
+        self._undo = self._place.inject(self._row.name)
+        self._before = self._place.asked()
+
+    def _mend(self) -> None:
+        self.asked.append(self._place.asked() - self._before)
+        self._undo()
+        self._undo = lambda: None
+
+    def steps(self, port: int) -> tuple[Step, ...]:
+        """Lookup, load, save, and the time after."""
+        ahead = SHIFTS.get(self._row.name)
+        inject = "inject" if ahead is None else f"clock {ahead}"
+        mend = "mend" if ahead is None else "clock 0"
+
+        def tell(word: str, function: str = "tell") -> Call:
+            arguments = {"control": port, "word": word}
+            return Call(function=f"tests.faults.inside:{function}", arguments=arguments)
+
+        def healthy(prompt: Prompt) -> tuple[Step, ...]:
+            """Stored, and loaded once, so that nobody is left alone."""
+            run = (Generate(prompts=(prompt,)), *CLEAN)
+            return (tell("prepare"), *run, *run, NUMBERS_TOLD, NOTED)
+
+        ended = (NUMBERS_TOLD, NOTED)
+        disarm = Call(function="tests.faults.inside:disarm")
+        idle = Call(function="tests.engine.fleet:end_loads")
+        lookup = (tell(inject), tell(mend, "at_load"), Generate(prompts=(FOUND,)))
+        load = (tell(inject, "at_load"), Generate(prompts=(LOADED,)))
+        save = (tell(inject), Generate(prompts=(NEW,)), SAVED)
+        again = (Generate(prompts=(NEW,)), *CLEAN)
+        return (
+            Call(function="tests.faults.inside:begin"),
+            *(*healthy(FOUND), *lookup, disarm, *ended, tell(mend), *CLEAN),
+            *(*healthy(LOADED), *load, idle, *ended, tell(mend), *CLEAN),
+            *(tell("prepare"), NUMBERS_TOLD, NOTED, *save, *ended, tell(mend), *CLEAN),
+            *(again * (ROUNDS + 1)),
+        )
+
+
+def _run(fleet: Servers, row: Row, mode: str, folder: Path) -> tuple[_Row, Result]:
+    place = Place(fleet, row.world, direct=OWN_ENGINE.get(row.name, False))
+    if row.name == "disk-full":
+        place.small_disk(DISK_BYTES)
+    told = _Row(row, place)
+    settings = PATIENT | place.settings | IMPATIENT | {"load_mode": mode}
+    settings |= STALLED.get(row.name, {})
+    connector = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+    try:
+        with told.control() as control:
+            job = Job(steps=told.steps(control.address[1]), connector=connector)
+            return told, run_replica(job, folder)
+    finally:
+        place.close()
+
+
+def _judged(
+    row: Row, told: _Row, run: Result, alone: list[tuple[int, ...]]
+) -> tuple[dict[str, Seen], bool]:
+    """What was seen of each verb, and whether all was well afterwards."""
+    notes = [answer for answer in run.answers if isinstance(answer, dict)]
+    outputs = [o for (o,) in run.outputs if len(o.tokens) > 1]
+    lookup, load, save, *after = (outputs[i] for i in (2, 5, *range(6, len(outputs))))
+    _, at_lookup, _, at_load, _, at_save = notes
+    failed = at_load["counted"].get("load_failures", 0)
+    found = {
+        "lookup": "hit" if at_lookup["fired"] else "miss",
+        "load": "hit" if at_load["fired"] and not failed else "miss",
+        "save": "saved" if after[0].cached_tokens == CHUNKS * CHUNK else "drop",
+    }
+    seen = {}
+    for verb, output, note, tokens in (
+        ("lookup", lookup, at_lookup, alone[0]),
+        ("load", load, at_load, alone[1]),
+        ("save", save, at_save, alone[2]),
+    ):
+        seen[verb] = Seen(
+            outcome=found[verb],
+            right=output.tokens == tokens and output.finish_reason == "length",
+            counted=note["counted"],
+            lines=note["lines"],
+            ended=True,
+        )
+    if told.asked:
+        seen["lookup"].asked = told.asked[0]
+    assert at_load["fired"]
+    return seen, after[-1].cached_tokens == CHUNKS * CHUNK
+
+
+def seen(
+    fleet: Servers, alone: list[tuple[int, ...]], cell: tuple[str, str], folder: Path
+) -> dict[str, Seen]:
+    """What was seen of a row in one mode, by verb."""
+    if cell not in _known:
+        row = BY_NAME[cell[0]]
+        try:
+            found, works = _judged(row, *_run(fleet, row, cell[1], folder), alone)
+            assert works, "what was lost was not found again afterwards"
+            _known[cell] = found
+        except Exception as exc:
+            _known[cell] = exc
+    known = _known[cell]
+    if isinstance(known, Exception):
+        raise known
+    return known
+
+
+@pytest.mark.parametrize(("name", "verb", "mode"), CELLS, ids=[cell_id(*cell) for cell in CELLS])
+def test_cell(
+    fleet: Servers,
+    alone: list[tuple[int, ...]],
+    tmp_path: Path,
+    name: str,
+    verb: Verb,
+    mode: str,
+) -> None:
+    found = seen(fleet, alone, (name, mode), tmp_path)
+    found[verb].check(BY_NAME[name].cell(verb))
