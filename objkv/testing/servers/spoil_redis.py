@@ -87,6 +87,8 @@ class SpoilRedis(Spoiler):
 
     def _of_another(self, verb: str, words: list[bytes], answer: bytes) -> bytes:
         """What the same command was answered for another key, or as it is if none was asked for."""
+        if len(words) < 2:
+            return answer
         with self._rules_lock:
             for (other, key), kept in reversed(self._kept.items()):
                 if other == verb and key != words[1] and len(kept) == len(answer):
