@@ -27,7 +27,7 @@ SPARE_BYTES = 1 << 30
 """Of address space, besides what the process has when it begins."""
 SLOW_S = 5.0
 """An example that takes longer is a finding; a busy machine makes one of milliseconds no slower."""
-_DYING_S = 60.0
+_DYING_S = 300.0
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.wires import ANSWERS, FIELDS, check_find
 
-EXAMPLES = 40
+EXAMPLES = 20
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

@@ -109,7 +109,7 @@ def test_what_is_no_file_is_refused_and_nobody_waits(tmp_path: Path, kind: str) 
 def test_a_row_of_any_length_is_an_error_and_no_memory(tmp_path: Path) -> None:
     used(tmp_path / "index.sqlite").close()
     connection = sqlite3.connect(tmp_path / "index.sqlite")
-    connection.execute("UPDATE shards SET value = zeroblob(200000000)")
+    connection.execute("UPDATE shards SET value = zeroblob(20000000)")
     connection.commit()
     connection.close()
     with pytest.raises(StoreError):
