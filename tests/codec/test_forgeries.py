@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from objkv.codec import payload as payload_module
 from objkv.codec.header import digest
 from objkv.codec.payload import (
     CODECS,
@@ -353,6 +354,28 @@ def test_a_hot_copy_that_was_forged_is_found_before_it_is_made() -> None:
     payload[-1] ^= 1
     with pytest.raises(PayloadError):
         check_frames(header, payload)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_finds_other_bytes_of_the_same_checksum_has_found_nothing(
+    kind: str, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums are not cryptographic: here every frame has the one that its header tells."""
+    seal, payload = SEALS[kind], bytearray(SAMPLES[kind, codec])
+    header = read_header(payload, seal=seal)
+    scratch = memoryview(bytearray(LAYERS[0].nbytes))
+    for number in range(len(LAYERS)):
+        told = header.frames.checksums[number]
+        monkeypatch.setattr(payload_module, "digest", lambda _, told=told: told)
+        at = header.frames.starts[number]
+        payload[at] ^= 1
+        with pytest.raises(PayloadError):
+            frame_pages(header, number, payload, scratch)
+        if not seal.encrypts:
+            with pytest.raises(PayloadError):
+                check_frames(header, payload[: header.frames.ends[number]], number)
+        payload[at] ^= 1
 
 
 def test_reworking_alone_changes_nothing() -> None:
