@@ -201,6 +201,9 @@ class Rounds:
         records = _records(self._place)
         if lost != "index" and (gone := self._promised - _payloads(records)):
             raise Violation(f"saved, and not indexed any more: {sorted(gone)}")
+        if lost == "index":
+            self._what_is_stored_is_found_again()
+            records = _records(self._place)
         self._compare(records)
         swept = sweep_all(ends)
         if swept.counts["busy"]:
@@ -220,6 +223,15 @@ class Rounds:
             if payload is not None and payload != expected[path].payload():
                 raise Violation(f"{path}: other bytes")
             self.seen.indexed += 1
+
+    def _what_is_stored_is_found_again(self) -> None:
+        """An index that lost what it had: every payload of the bucket is indexed again."""
+        restored = rebuild_all(self._place.ends)
+        _demand(restored, ("unreadable", "foreign"), "rebuild after a loss")
+        stored = {e.key for e in self._place.used.bulk.scan("") if e.key.endswith(".safetensors")}
+        if stored != _payloads(_records(self._place)):
+            raise Violation(f"not indexed again: {sorted(stored)}")
+        self.seen.restored += restored.counts["restored"]
 
     def _nothing_else_is_left(self) -> None:
         ends = self._place.ends
