@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from objkv.secrecy import without_secrets
+
 _DEFAULT_QUOTA_BYTES = 50 << 30
 BULK_SCHEMES = ("file", "memory", "s3")
 _REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
@@ -69,7 +71,7 @@ def passwords_in(url: str) -> list[str]:
 
 def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
     """Raise ``ValueError`` that says what to write unless ``url`` can be used as ``name``."""
-    shown = without_password(url)
+    shown = without_secrets(without_password(url))  # also what was pasted in the wrong place
     scheme, _, rest = url.partition(":")
     if scheme not in known:
         raise ValueError(f"{name} {shown!r}: use one of {', '.join(known)}")

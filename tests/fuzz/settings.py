@@ -56,7 +56,7 @@ def _told(work: Any) -> str:
     return "read"
 
 
-def _file(text: bytes) -> str:
+def read_settings(text: bytes) -> str:
     path = Path(_FOLDER.name) / "objkv.toml"
     path.write_bytes(text)
     return _told(lambda: resolve_config(environ={}, file=path).config)
@@ -105,7 +105,7 @@ TARGETS = (
     Target(
         "settings file",
         changed_bytes([_TOML]) | st.just(b"a=" + b"[" * 5000),
-        _file,
+        read_settings,
         lambda random: spoiled(random, [_TOML]),
     ),
     Target("environment", _environments(), _environment),

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.fuzz.settings import SECRET, read_settings
 from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.wires import ANSWERS, FIELDS, check_find
@@ -40,6 +41,12 @@ def test_no_answer_of_redis_is_an_error_of_another_kind(
     answer: bytes, fields: tuple[str, ...]
 ) -> None:
     check_find((2, fields, [answer, answer], True))
+
+
+def test_a_password_pasted_into_another_setting_is_not_shown() -> None:
+    url = f"rediss://user:{SECRET}s3://bucket/prefix"
+    text = f'bulk_url = "{url}"\nredis_password = "{SECRET}"'
+    assert read_settings(text.encode()) == "refused"
 
 
 def test_names_are_different() -> None:
