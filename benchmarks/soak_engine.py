@@ -37,6 +37,8 @@ FAULT_S, PAUSE_S = 1.2, 1.6
 SILENT_S = 180.0
 """An engine that says nothing for so long hangs."""
 START_S = 900.0
+REFUSED_START = "objkv.errors.ConfigError"
+"""How an engine ends that starts while a server denies everything: the operator is told."""
 PROMPTS, LONGEST, CHUNK = 30, 48, 64
 GROWTH_MIB_MAX, GROWTH_S_MIN = 256.0, 240.0
 """Of resident memory within the second half of an engine's life. A new vLLM grows by itself for
@@ -304,6 +306,7 @@ class _Watch:
         self.direct: SpoilS3 | None = None
         self.hangs: list[str] = []
         self.crashes: list[str] = []
+        self.refused_starts = 0
         self.events: list[tuple[float, str]] = []
         self.samples: list[dict[str, float]] = []
         self._since = time.monotonic()
@@ -377,7 +380,7 @@ class _Watch:
             engine.look()
             if engine.ended:
                 if not engine.killed and engine.file("ended").read_text() not in ("", "0"):
-                    self._crashed(engine)
+                    self._ended(engine)
             elif engine.silent_s > SILENT_S:
                 engine.signal(signal.SIGUSR1)
                 time.sleep(2.0)
@@ -394,8 +397,14 @@ class _Watch:
                 }
             )
 
-    def _crashed(self, engine: Engine) -> None:
+    def _ended(self, engine: Engine) -> None:
         tail = engine.file("log").read_text(errors="replace")[-3000:]
+        if not engine.lines and REFUSED_START in tail:  # servers denied it all, which is told
+            self.refused_starts += 1
+            engine.killed = True
+            if not self._fleet.stop.exists():
+                self._fleet.start(disturb=True)
+            return
         if not any(told.startswith(engine.name) for told in self.crashes):
             self.crashes.append(f"{engine.name} ended by itself: {tail}")
 
@@ -422,6 +431,7 @@ class _Watch:
             },
             "ended": sum(bool(e.lines and e.lines[-1].get("over")) for e in engines),
             "killed": sum(e.killed for e in engines),
+            "refused starts": self.refused_starts,
             "metrics": _metrics(engines),
             "growth": {e.name: _growth(e) for e in engines if e.lines},
             "samples": self.samples,

@@ -18,13 +18,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    mpl.rcParams["svg.hashsalt"] = "soak"
+    mpl.rcParams["svg.hashsalt"], mpl.rcParams["svg.fonttype"] = "soak", "none"
     times = [sample["at_s"] / 60 for sample in result["samples"]]
     figure, panels = plt.subplots(
         len(PANELS), 1, figsize=(8, 4.6), sharex=True, layout="constrained"
     )
     for panel, (name, title) in zip(panels, PANELS, strict=True):
-        panel.plot(times, [sample[name] for sample in result["samples"]], color=INK, linewidth=1.2)
+        panel.plot(times, [round(one[name], 1) for one in result["samples"]], color=INK)
         if name == "slab_mib":
             leased = [sample["leased"] for sample in result["samples"]]
             panel.plot(times, leased, color=INK, linewidth=0.8, alpha=0.5)
@@ -34,9 +34,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         panel.tick_params(labelsize=7)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-        ends = panel.get_ylim()[1]
-        marks = [at / 60 for at, _ in result["events"]]
-        panel.vlines(marks, 0, ends * 0.06, color=FAINT, linewidth=0.6)
+    marks = [at / 60 for at, _ in result["events"]]
+    panels[-1].plot(marks, [0] * len(marks), "|", color=FAINT, markersize=7, clip_on=False)
     panels[-1].set_xlabel("minutes; each tick below is a fault", fontsize=8)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
