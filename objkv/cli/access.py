@@ -22,7 +22,7 @@ def access(
         str | None, typer.Option(help="Key that encrypts the bucket.", metavar="ARN")
     ] = None,
 ) -> int:
-    """Print the least rights that a role needs in the bucket and in Redis."""
+    """Print the least rights of a role, in the bucket and in Redis."""
     found = access_of(session.config, role, tenant=tenant, kms_key_arn=kms_key_arn)
     if session.out.machine:
         session.out.document(found)

@@ -34,7 +34,7 @@ def rebuild(
         bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
     ] = False,
 ) -> int:
-    """Restore the index from the bulk store: records, pins, shapes, totals."""
+    """Restore the index from the bulk store: records, pins, totals."""
     refuse_memory(session, "rebuild")
     if session.config.index_url.startswith("bulk:"):
         return _nothing_to_do(session)

@@ -47,7 +47,7 @@ def verify(
         bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
     ] = False,
 ) -> int:
-    """Check stored payloads: every byte, their claims, and their records."""
+    """Check stored payloads: every byte, claim and record."""
     with upkeep(
         session,
         "verify",
