@@ -42,7 +42,7 @@ class RecordSweep:
     def ghosts(self) -> Iterator[Unit]:
         """Records without payloads. With all categories, totals are set to what was counted."""
         if "ghost" in self._limits.only:
-            for name in self._found.indexed:
+            for name in self._found.counted:
                 yield Unit(f"records {name}", self._ghost_work(name))
 
     def quotas(self, quota_bytes: int, *, high_percent: int, low_percent: int) -> Iterator[Unit]:

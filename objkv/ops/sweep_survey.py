@@ -36,7 +36,9 @@ class Survey:
     """Those that the bulk store has folders of."""
     parts: Sequence[Part]
     indexed: Sequence[str]
-    """Namespaces that the index knows."""
+    """Namespaces that the index has records of."""
+    counted: Sequence[str]
+    """Namespaces of which there may be totals: also those whose records have all expired."""
     pins: Mapping[str, frozenset[bytes]]
     """By namespace, the chunks that are pinned now."""
     old: frozenset[str]
@@ -49,15 +51,20 @@ def survey(
     """Read the names, documents and pins of everything, or of the namespace ``only``."""
     every = {name: read_namespace(ends.bulk, name) for name in stored_namespaces(ends.bulk)}
     old = old_epochs(every.values())
-    indexed = [] if ends.is_own_index else ends.index.namespaces()
+    indexed: Sequence[str] = () if ends.is_own_index else ends.index.namespaces()
+    counted: set[str] = set()
+    if not ends.is_own_index:
+        counted = {*indexed, *every, *(usage.namespace for usage in ends.index.usage())}
     if only is not None:
         every = {name: found for name, found in every.items() if name == only}
         indexed = [name for name in indexed if name == only]
+        counted &= {only}
     now_s = clock()
     return Survey(
         namespaces=every,
         parts=stored_parts(ends.bulk, list(every)),
         indexed=indexed,
+        counted=sorted(counted),
         pins={name: _pinned(ends.bulk, name, now_s) for name in every},
         old=old & every.keys(),
     )

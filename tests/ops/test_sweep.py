@@ -12,7 +12,7 @@ from objkv.assembly.backends import Backends
 from objkv.cache.tiered import shard_record
 from objkv.codec.payload import read_header
 from objkv.errors import ConfigError, StoreDenied
-from objkv.index.base import ChunkEntry
+from objkv.index.base import ChunkEntry, Usage
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
@@ -224,3 +224,35 @@ def test_uploads_that_may_not_be_listed_are_told() -> None:
 
     world.bulk.unfinished = denied
     assert world.sweep().counts["not_listed"] == 1
+
+
+class TotalsIndex(MeddledIndex):
+    """Keeps running totals, as one does that cannot tell exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals: dict[str, Usage] = {}
+
+    def usage(self) -> list[Usage]:
+        return list(self.totals.values())
+
+    def set_usage(self, usage: Usage) -> None:
+        self.totals[usage.namespace] = usage
+
+
+@pytest.mark.parametrize("only", [None, NAMESPACE])
+def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
+    only: str | None,
+) -> None:
+    world = World(Defects(orphan=3))
+    gone = "f" * 32
+    index = TotalsIndex()
+    world.ends = replace(world.ends, index=index)
+    for name in (NAMESPACE, gone):
+        index.totals[name] = Usage(name, 10_000, 9, 0)
+    limits = SweepLimits(apply=True, grace_s=-1)
+    remover = Remover(world.ends, limits, lambda: None)
+    records = RecordSweep(world.ends, survey(world.ends, only), limits, remover, workers=1)
+    Crew(Checkpoint(None), workers=1).run(records.ghosts())
+    left = {usage.namespace: usage.nbytes for usage in index.usage()}
+    assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
