@@ -1,7 +1,11 @@
 """A full folder of one machine is swept by its replicas: nobody else would.
 
-In a process of its own, because a sweep reads every record: in the engine's it would take turns
+In processes of their own, because a sweep reads every record: in the engine's it would take turns
 with the forward pass. One at a time on a machine, and not again for a while.
+
+What lies in the folder counts, but a sweep gives up only what the index knows: records that have
+expired, or went with the file they were in, are restored first. What is then still without one is
+nothing that anybody can read, however much of it there is.
 """
 
 import logging
@@ -23,16 +27,23 @@ LEASE = "sweep"
 _PAUSE_MS = 600_000
 """From the beginning of one sweep to that of the next, whichever replica makes it."""
 _BOUND_S = 300.0
-"""A sweep that takes longer is ended; the next one goes on where it was."""
+"""A rebuild, or a sweep, that takes longer is ended; the next one goes on where it was."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
+_REBUILD = ("rebuild", "--json")
+_SWEEP = ("sweep", "--apply", "--json")
+_FORCE = "--force"
+_REBUILT = (0, 1)
+"""Exit codes of a rebuild that is complete; with 1, it found payloads that nobody can read."""
+_ENDED = -2
+"""Instead of the exit code of what was ended."""
 
 
-def sweep_command() -> list[str]:
-    """The program, which gives way to all others."""
+def objkv_command() -> list[str]:
+    """The program without its arguments, which gives way to all others."""
     nice = shutil.which("nice")
     first = [nice, "-n", "10"] if nice else []
-    return [*first, sys.executable, "-m", "objkv.cli", "sweep", "--apply", "--json"]
+    return [*first, sys.executable, "-m", "objkv.cli"]
 
 
 class Relief:
@@ -49,7 +60,7 @@ class Relief:
         """
         Args:
             settings: ``OBJKV_*`` variables, which win over this process's own.
-            command: the program, for tests; ``sweep_command`` by default.
+            command: the program, for tests; ``objkv_command`` by default.
         """
         self._index = index
         self._settings = settings
@@ -65,11 +76,11 @@ class Relief:
         try:
             if not self._index.lease(LEASE, uuid.uuid4().hex, ttl_ms=_PAUSE_MS):
                 return False
-            code, said = self._run()
+            code, said = self._make_room()
         except (StoreError, OSError) as exc:
             code, said = -1, str(exc)
         self._recorder.count("sweeps")
-        if code != 0 and not self._closed:
+        if code not in (0, _ENDED) and not self._closed:
             self._recorder.count("sweep_errors")
             logger.warning("sweeping a full folder failed code=%d error=%s", code, said)
         return True
@@ -82,12 +93,21 @@ class Relief:
         if process is not None:
             process.terminate()
 
-    def _run(self) -> tuple[int, str]:
+    def _make_room(self) -> tuple[int, str]:
+        code, said = self._run(_REBUILD)
+        if code == _ENDED:
+            return code, said
+        if code in _REBUILT:  # so that the index, and this folder, are the ones they should be
+            return self._run((*_SWEEP, _FORCE))
+        logger.warning("rebuilding the index of a full folder failed code=%d error=%s", code, said)
+        return self._run(_SWEEP)
+
+    def _run(self, arguments: Sequence[str]) -> tuple[int, str]:
         with self._lock:
             if self._closed:
-                return 0, ""
+                return _ENDED, ""
             process = self._process = subprocess.Popen(
-                self._command or sweep_command(),
+                [*(self._command or objkv_command()), *arguments],
                 env=os.environ | self._settings,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -102,7 +122,7 @@ class Relief:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
-            return 0, ""
+            return _ENDED, ""
         finally:
             with self._lock:
                 self._process = None
