@@ -89,7 +89,7 @@ class Quota:
         self._relief = relief
         self._clock = clock
         self._changed = Condition()
-        self._asked = self._closed = self._is_full = False
+        self._asked = self._closed = self._is_full = self._has_failed = False
         self._bytes: int | None = None
         self._thread: Thread | None = None
 
@@ -144,8 +144,14 @@ class Quota:
                     return
                 self._asked = False
             begun = self._clock()
-            self.read()
-            self._relieve()
+            try:
+                self.read()
+                self._relieve()
+            except Exception:  # a bug; without this thread, nobody would ever read again
+                self._recorder.count("quota_errors")
+                if not self._has_failed:
+                    self._has_failed = True
+                    logger.exception("reading how much is stored failed")
             pause_s = max(_INTERVAL_S, (self._clock() - begun) / _SHARE_MAX)
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, pause_s):

@@ -31,6 +31,7 @@ from objkv.stores.base import (
 )
 from objkv.stores.local_beneath import FOLDER, PLACE, VALUE, Beneath
 from objkv.stores.local_disk import ABSENT, failed, read_into, some_of, translated
+from objkv.stores.local_walk import Walks
 
 # "~" is not allowed in keys, so a temporary file can neither be read nor collide with a value.
 _TEMPORARY = "~tmp-"
@@ -52,6 +53,7 @@ class LocalStore:
         """``private``: a folder above ``root`` that nobody else may enter, if it is made here."""
         self._root = os.path.abspath(root)
         self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
+        self._walks = Walks(self._beneath)
         self._clock = clock
 
     def __repr__(self) -> str:
@@ -120,16 +122,16 @@ class LocalStore:
         return Entry(key, found.st_size, found.st_mtime)
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Entries in key order, one folder's listing in memory at a time (per level)."""
+        """Entries in key order; see ``Walks``."""
         check_prefix(prefix)
-        for key, found in self._walk(prefix.rpartition("/")[0], prefix):
+        for key, found in self._walks.walk(prefix.rpartition("/")[0], prefix):
             if stat.S_ISREG(found.st_mode) and is_key(key):
                 yield Entry(key, found.st_size, found.st_mtime)
 
     def folders(self, folder: str) -> list[str]:
         """One listing."""
         check_prefix(f"{folder}/" if folder else "")
-        listed = self._listed(folder)
+        listed = self._walks.listed(folder)
         return sorted(name for name, found in listed if found is None and is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
@@ -179,7 +181,7 @@ class LocalStore:
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Temporary files; of their key nothing but the folder is known."""
-        for path, found in self._walk("", ""):
+        for path, found in self._walks.walk("", ""):
             folder, name = _split(path)
             if name.startswith(_TEMPORARY):
                 yield Unfinished(folder, name, found.st_size, found.st_mtime)
@@ -259,34 +261,6 @@ class LocalStore:
             except FileNotFoundError:  # also when a delete removed the empty folder just now
                 self._beneath.make_folders(folder)
         raise StoreUnavailable(f"put: {folder} is removed as fast as it is created")
-
-    def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """All that is under ``folder`` and may start with ``prefix``, but for folders, in key
-        order: a folder sorts as the keys in it do, with its ``/``."""
-        names = {f"{n}/" if found is None else n: found for n, found in self._listed(folder)}
-        for name in sorted(names):
-            key, found = f"{folder}/{name}" if folder else name, names[name]
-            if not key.startswith(prefix):
-                continue
-            if found is None:
-                yield from self._walk(key[:-1], prefix)
-            else:
-                yield key, found
-
-    def _listed(self, folder: str) -> list[tuple[str, os.stat_result | None]]:
-        """What is in ``folder``, None for folders; of a symbolic link, what it is itself."""
-        listed: list[tuple[str, os.stat_result | None]] = []
-        with translated("scan", folder or self._root):
-            try:
-                with self._beneath.at(folder, FOLDER) as fd, os.scandir(fd) as found:
-                    for entry in found:
-                        with suppress(FileNotFoundError):  # removed meanwhile
-                            is_folder = entry.is_dir(follow_symlinks=False)
-                            about = None if is_folder else entry.stat(follow_symlinks=False)
-                            listed.append((entry.name, about))
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-        return listed
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Saves stop at a quota, by what is read in the background, and go on when there is room again."""
 
 import logging
+from queue import Queue
 from threading import Event
 
 import pytest
@@ -11,6 +12,7 @@ from objkv.index.base import Usage
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from objkv.testing.servers.redis import wait_until
 from tests.ops.world import IDENTITY, NAMESPACE, save_identity
 
 BOUND_S = 60
@@ -109,6 +111,33 @@ def test_the_first_question_begins_reading_and_does_not_wait_for_it(
     quota._thread.join(BOUND_S)
     assert not quota._thread.is_alive()
     assert not quota.has_room()
+
+
+def test_nothing_ends_the_thread_and_the_log_tells_it_once(
+    recorder: MemoryRecorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("objkv.cache.quota._INTERVAL_S", 0.0)
+    monkeypatch.setattr("objkv.cache.quota._SHARE_MAX", 1e9)
+    readings = Queue[int]()
+
+    def used() -> int:
+        if readings.qsize() < 3:
+            readings.put(0)
+            raise RecursionError
+        readings.put(100)
+        return 100
+
+    quota = Quota(used, 100, recorder)
+    for _ in range(4):
+        seen = readings.qsize()
+        quota.has_room()
+        wait_until(lambda seen=seen: readings.qsize() > seen, "a reading")
+    wait_until(lambda: not quota.has_room(), "the quota")
+    quota.close()
+    assert recorder.value("quota_errors") == 3
+    assert [r.getMessage() for r in caplog.records if r.exc_info] == [
+        "reading how much is stored failed"
+    ]
 
 
 def test_closed_before_it_was_asked_it_starts_nothing(
