@@ -5,7 +5,7 @@ Not scans: one that broke off cannot go on, and one that seemed to end early wou
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from objkv.errors import StoreError
@@ -28,10 +28,29 @@ class PatientStore(WrappedStore):
 
     def __init__(self, inner: PruneStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
         super().__init__(inner)
+        self._prune = inner
         self._sleep = sleep
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
         return call() if verb == "scan" else _repeated(call, self._sleep)
+
+    def once(self) -> PruneStore:
+        """The store that repeats nothing, for calls that must not be repeated blindly."""
+        return self._prune
+
+
+def once(store: PruneStore) -> PruneStore:
+    """``store``, or what it repeats the calls of."""
+    return store.once() if isinstance(store, PatientStore) else store
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before each further attempt, until patience ends."""
+    waited_s, next_s = 0.0, _FIRST_S
+    while waited_s < PATIENCE_S:
+        pause_s = next_s * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
+        yield pause_s
+        waited_s, next_s = waited_s + pause_s, min(2 * next_s, _LONGEST_S)
 
 
 class PatientIndex(WrappedIndex):
@@ -62,13 +81,11 @@ class PatientIndex(WrappedIndex):
 
 
 def _repeated(call: Callable[[], T], sleep: Callable[[float], None]) -> T:
-    waited_s, next_s = 0.0, _FIRST_S
-    while True:
+    for pause_s in pauses():
         try:
             return call()
         except StoreError as exc:
-            if not exc.transient or waited_s >= PATIENCE_S:
+            if not exc.transient:
                 raise
-        pause_s = next_s * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
         sleep(pause_s)
-        waited_s, next_s = waited_s + pause_s, min(2 * next_s, _LONGEST_S)
+    return call()

@@ -1,18 +1,23 @@
 """Removes payloads and records while replicas go on: index first, bulk second, under the lease that
 savers take, and only what is still as it was found.
 
-A crash between two steps leaves an orphan, which the next sweep removes.
+A crash between two steps leaves an orphan, which the next sweep removes. A saver that could not ask
+for the lease may announce a payload right before it goes: its record is forgotten after.
 """
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from threading import Lock
 from typing import Literal, get_args
 
+from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.crew import Halted
 from objkv.ops.ends import Ends
+from objkv.ops.lease import Lease
+from objkv.ops.patient import once, pauses
 from objkv.ops.tally import Tally
 from objkv.stores.base import Entry, Unfinished
 
@@ -42,13 +47,23 @@ class Remover:
     """Counts what it is given as found, and removes it if that is allowed. Safe from many threads,
     each with a ``Tally`` of its own."""
 
-    def __init__(self, ends: Ends, limits: SweepLimits, halt: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ends: Ends,
+        limits: SweepLimits,
+        halt: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         """``halt``: called once when no further removal is allowed."""
         self._ends = ends
         self._limits = limits
         self._halt = halt
         self._lock = Lock()
         self._left = limits.removals_max
+        self._clock = clock
+        self._sleep = sleep
 
     def payload(
         self, kind: Category, key: ChunkKey, entry: Entry, shard: ShardRecord | None, tally: Tally
@@ -58,14 +73,14 @@ class Remover:
         if not self._may(kind):
             tally.find(kind, entry.key, entry.nbytes)
             return
-        ends, path = self._ends, key.path()
-        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+        lease = Lease(self._ends, key.path(), clock=self._clock)
+        if not lease.take():
             tally.count("busy")
             return
         try:
-            is_removed = self._remove(key, entry, shard)
+            is_removed = self._remove(key, entry, shard, lease)
         finally:
-            ends.index.release(path, ends.owner)
+            lease.release()
         if is_removed:
             tally.find(kind, entry.key, entry.nbytes)
             tally.count("removed", entry.nbytes)
@@ -78,17 +93,20 @@ class Remover:
             tally.find("ghost", key.path(), shard.nbytes)
             return
         ends, path = self._ends, key.path()
-        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+        lease = Lease(ends, path, clock=self._clock)
+        if not lease.take():
             tally.count("busy")
             return
         try:
-            is_forgotten = ends.bulk.head(path) is None and ends.index.forget(
-                key.namespace, key.prefix_hash, key.field, shard
+            is_forgotten = (
+                ends.bulk.head(path) is None
+                and lease.renew()
+                and ends.index.forget(key.namespace, key.prefix_hash, key.field, shard)
             )
             if is_forgotten:
                 self._remove_copy(path, shard)
         finally:
-            ends.index.release(path, ends.owner)
+            lease.release()
         if is_forgotten:
             tally.find("ghost", path, shard.nbytes)
             tally.count("removed")
@@ -124,7 +142,7 @@ class Remover:
         self._halt()
         raise Halted
 
-    def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None) -> bool:
+    def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None, lease: Lease) -> bool:
         ends, path = self._ends, key.path()
         now = ends.bulk.head(path)
         if now is None or not _is_same(now, entry):
@@ -134,13 +152,51 @@ class Remover:
             known = None if record is None else record.shards.get(key.field)
             if known != shard or (record is not None and record.pinned):
                 return False
-            if shard is not None and not ends.index.forget(
-                key.namespace, key.prefix_hash, key.field, shard
+            if shard is not None and not (
+                lease.renew()
+                and ends.index.forget(key.namespace, key.prefix_hash, key.field, shard)
             ):
                 return False
-        ends.bulk.delete(path)
+        if not self._delete(entry, lease):
+            return False
         self._remove_copy(path, shard)
+        self._withdraw(key)
         return True
+
+    def _delete(self, entry: Entry, lease: Lease) -> bool:
+        """Delete ``entry``; False if it is, or may be, another's by now. A delete that failed may
+        have been done all the same, and something saved since: it is looked at before the next."""
+        store, path = once(self._ends.bulk), entry.key
+        for pause_s in pauses():
+            if not lease.renew():
+                return False
+            try:
+                store.delete(path)
+            except StoreError as exc:
+                if not exc.transient:
+                    raise
+            else:
+                return True
+            self._sleep(pause_s)
+            now = self._ends.bulk.head(path)
+            if now is None or not _is_same(now, entry):
+                return now is None
+        if not lease.renew():
+            return False
+        store.delete(path)
+        return True
+
+    def _withdraw(self, key: ChunkKey) -> None:
+        """Forget what was announced of a payload while it was deleted."""
+        ends = self._ends
+        if ends.is_own_index:
+            return
+        [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
+        known = None if record is None else record.shards.get(key.field)
+        if known is None or ends.bulk.head(key.path()) is not None:
+            return
+        if ends.index.forget(key.namespace, key.prefix_hash, key.field, known):
+            self._remove_copy(key.path(), known)
 
     def _remove_copy(self, path: str, shard: ShardRecord | None) -> None:
         # Of what had no record nobody knows whether there is a copy; it ends by itself.

@@ -55,6 +55,7 @@ class World:
         quotas = records.quotas(quota_bytes, high_percent=100, low_percent=50)
         for units in (work.leftovers(), work.parts(), records.ghosts(), quotas, work.documents()):
             crew.run(units)
+        checkpoint.tally.add(crew.partial)
         return checkpoint.tally
 
     def rebuild(self) -> Tally:

@@ -1,0 +1,223 @@
+"""What is saved, or announced, while a sweep deletes it: no record stays of what is gone, and
+nothing goes that was saved since."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.codec.payload import read_header
+from objkv.errors import StoreUnavailable
+from objkv.index.base import WriteIndex
+from objkv.index.memory import MemoryIndex
+from objkv.index.wrapped import WrappedIndex
+from objkv.ops.ends import Ends
+from objkv.ops.patient import PatientIndex, PatientStore
+from objkv.ops.sweep_remove import Remover, SweepLimits
+from objkv.ops.tally import Tally
+from objkv.stores.base import Entry
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import NullRecorder
+from objkv.testing.clock import ManualClock
+from tests.ops.world import save
+
+LEASE_S = 10
+
+
+class World:
+    """Both ends in memory; one payload of them nobody announced."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.bulk, self.index = MemoryStore(), MemoryIndex(clock=self.clock)
+        [self.key] = save(self.bulk, None, range(16))
+        self.path = self.key.path()
+        payload = self.bulk.get(self.path)
+        assert payload is not None
+        self.payload = payload
+        self.tally = Tally()
+        self.slept: list[float] = []
+        entry = self.bulk.head(self.path)
+        assert entry is not None
+        self.entry = replace(entry, modified_s=entry.modified_s - 60)
+        self.is_old = True
+        self._head = self.bulk.head
+        self.bulk.head = self.head  # type: ignore[method-assign]
+
+    def head(self, key: str) -> Entry | None:
+        """What was there first was there long ago."""
+        return self.entry if self.is_old else self._head(key)
+
+    def sleep(self, pause_s: float) -> None:
+        """As the sweep does between two attempts."""
+        self.slept.append(pause_s)
+        self.clock.advance(pause_s)
+
+    def ends(self) -> Ends:
+        """As patient as those of a sweep."""
+        return Ends(
+            PatientStore(self.bulk, sleep=self.sleep),
+            None,
+            PatientIndex(self.index, sleep=self.sleep),
+            is_own_index=False,
+            ttl_s=3_600,
+            lease_ms=LEASE_S * 1_000,
+            owner="sweep",
+        )
+
+    def remover(self, sleep: Callable[[float], None] | None = None) -> Remover:
+        limits = SweepLimits(apply=True, grace_s=0)
+        return Remover(
+            self.ends(), limits, lambda: None, clock=self.clock, sleep=sleep or self.sleep
+        )
+
+    def remove(self, sleep: Callable[[float], None] | None = None) -> tuple[int, int]:
+        """How many are ``removed`` and ``changed``."""
+        self.remover(sleep).payload("orphan", self.key, self.entry, None, self.tally)
+        return self.tally.counts["removed"], self.tally.counts["changed"]
+
+    def save(self, index: WriteIndex) -> None:
+        """What a replica does with the same payload, unless somebody else has the lease."""
+        settings = CacheSettings("saver", 3_600, LEASE_S * 1_000, 0)
+        cache = ChunkCache(self.bulk, None, index, settings, NullRecorder())
+        header = read_header(self.payload)
+        if cache.take_lease(self.key):
+            cache.save(header.claim, self.payload, header)
+            cache.release_lease(self.key)
+
+    def is_found(self) -> tuple[bool, bool]:
+        """Whether the index promises it, and whether it is there."""
+        [record] = self.index.lookup(self.key.namespace, [self.key.prefix_hash])
+        return record is not None, self._head(self.path) is not None
+
+    def lose_answers(self, times: int) -> None:
+        """Deletes are done, and fail."""
+        delete, left = self.bulk.delete, [times]
+
+        def lost(key: str) -> bool:
+            done = delete(key)
+            self.is_old = False
+            left[0] -= 1
+            if left[0] >= 0:
+                raise StoreUnavailable("the answer was lost")
+            return done
+
+        self.bulk.delete = lost  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_delete_whose_answer_was_lost_is_not_repeated_on_what_was_saved_since(
+    failures: int,
+) -> None:
+    world = World()
+    world.lose_answers(failures)
+
+    def sleep(pause_s: float) -> None:
+        world.clock.advance(pause_s + LEASE_S)
+        world.save(world.index)
+
+    assert world.remove(sleep) == (0, 1)
+    assert world.is_found() == (True, True)
+
+
+def test_a_delete_that_was_done_although_its_answer_was_lost_is_done() -> None:
+    world = World()
+    world.lose_answers(1)
+    assert world.remove() == (1, 0)
+    assert (len(world.slept), world.is_found()) == (1, (False, False))
+
+
+def test_a_delete_that_fails_for_a_while_is_done_in_the_end() -> None:
+    world, left = World(), [3]
+    delete = world.bulk.delete
+
+    def fails(key: str) -> bool:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise StoreUnavailable("busy")
+        return delete(key)
+
+    world.bulk.delete = fails  # type: ignore[method-assign]
+    assert world.remove() == (1, 0)
+    assert world._head(world.path) is None
+
+
+def test_a_delete_that_never_succeeds_is_an_error() -> None:
+    world = World()
+
+    def fails(key: str) -> bool:
+        raise StoreUnavailable("gone")
+
+    world.bulk.delete = fails  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailable):
+        world.remove()
+    assert world.index.lease(world.path, "saver", ttl_ms=1), "the sweep keeps no lease"
+
+
+def test_nothing_is_removed_once_the_lease_may_have_ended() -> None:
+    world = World()
+
+    def slow(key: str) -> Entry | None:
+        world.clock.advance(LEASE_S)
+        return world.entry
+
+    world.bulk.head = slow  # type: ignore[method-assign]
+    assert world.remove() == (0, 1)
+    assert world._head(world.path) is not None
+
+
+def test_no_record_is_forgotten_once_the_lease_may_have_ended() -> None:
+    world = World()
+    [key] = save(world.bulk, world.index, range(500, 516))
+    [record] = world.index.lookup(key.namespace, [key.prefix_hash])
+    assert record is not None
+
+    def slow(key: str) -> Entry | None:
+        world.clock.advance(LEASE_S)
+        return None
+
+    world.bulk.head = slow  # type: ignore[method-assign]
+    world.remover().record(key, record.shards[key.field], world.tally)
+    assert world.tally.counts["changed"] == 1
+    assert world.index.lookup(key.namespace, [key.prefix_hash]) == [record]
+
+
+class Leaseless(WrappedIndex):
+    """Fails for leases only."""
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        raise StoreUnavailable("slow")
+
+    def release(self, name: str, owner: str) -> None:
+        raise StoreUnavailable("slow")
+
+
+def test_what_a_saver_without_a_lease_announces_while_it_is_deleted_is_forgotten() -> None:
+    world = World()
+    delete = world.bulk.delete
+
+    def meddled(key: str) -> bool:
+        world.save(Leaseless(world.index))
+        assert world.is_found() == (True, True)
+        world.is_old = False
+        return delete(key)
+
+    world.bulk.delete = meddled  # type: ignore[method-assign]
+    assert world.remove() == (1, 0)
+    assert world.is_found() == (False, False)
+
+
+def test_what_is_saved_right_after_it_was_deleted_stays() -> None:
+    world = World()
+    delete = world.bulk.delete
+
+    def meddled(key: str) -> bool:
+        done = delete(key)
+        world.is_old = False
+        world.save(Leaseless(world.index))
+        return done
+
+    world.bulk.delete = meddled  # type: ignore[method-assign]
+    assert world.remove() == (1, 0)
+    assert world.is_found() == (True, True)
