@@ -43,7 +43,8 @@ def objkv_command() -> list[str]:
     """The program without its arguments, which gives way to all others."""
     nice = shutil.which("nice")
     first = [nice, "-n", "10"] if nice else []
-    return [*first, sys.executable, "-m", "objkv.cli"]
+    # -P: it imports nothing from the folder that the engine was started in.
+    return [*first, sys.executable, "-P", "-m", "objkv.cli"]
 
 
 class Relief:

@@ -4,6 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from objkv.ops.demo.process import Program, ProgramFailed
 from objkv.testing.servers.redis import wait_until
 
 START_AND_WAIT = """
@@ -35,3 +38,14 @@ def test_a_program_does_not_outlive_a_demo_that_ends_before_it_has_entered_its_b
         assert runs(pid)
         demo.kill()
     wait_until(lambda: not runs(pid), "the program to end with the demo")
+
+
+def test_a_program_imports_nothing_from_the_folder_that_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planted.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with Program("it", ("-m", "planted"), tmp_path / "log", {}) as program:
+        with pytest.raises(ProgramFailed):
+            list(program.lines(bound_s=60))
+        assert "No module named planted" in (tmp_path / "log").read_text()

@@ -47,6 +47,20 @@ def test_a_sweep_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert recorder.value("sweep_errors") == 1
 
 
+def test_nothing_is_imported_from_the_folder_that_the_engine_runs_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "objkv").mkdir()
+    (tmp_path / "objkv" / "__init__.py").write_text("open('planted', 'w')\nraise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    recorder = MemoryRecorder()
+    bulk = tmp_path / "bulk"
+    bulk.mkdir()
+    settings = {"OBJKV_BULK_URL": f"file://{bulk}", "OBJKV_INDEX_URL": "bulk:"}
+    Relief(MemoryIndex(), settings, recorder)()
+    assert not (tmp_path / "planted").exists()
+
+
 def test_a_program_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
     recorder = MemoryRecorder()
     caplog.set_level(logging.WARNING)

@@ -60,7 +60,7 @@ class Program:
         self.log_file = log_file
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, "-P", *arguments],  # not from the folder that it is started in
                 env={**_environment(), **settings},
                 stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if speaks else log,

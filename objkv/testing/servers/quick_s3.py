@@ -145,7 +145,7 @@ class QuickS3Process:
 @contextmanager
 def quick_s3_process() -> Iterator[QuickS3Process]:
     """Both servers in one new process, killed at the end."""
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__]
+    command = [sys.executable, "-P", "-m", __spec__.name if __spec__ else __name__]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
