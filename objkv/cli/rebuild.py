@@ -49,6 +49,7 @@ def rebuild(
             parts = stored_parts(bulk, list(found))
         work = Rebuild(run.ends, apply=not dry_run)
         run.run("restoring records", work.parts(parts, found))
+        run.run("looking for what was lost again", work.lost(parts, found))
         run.run("restoring what stands on them", work.namespaces(found))
         _show(run, len(found), dry_run)
         counts = run.tally.counts
@@ -57,7 +58,8 @@ def rebuild(
 
 def _nothing_to_do(session: Session) -> int:
     if session.out.machine:
-        session.out.document({"command": "rebuild", "ending": "complete", "own_index": True})
+        document = {"command": "rebuild", "ending": "complete", "complete": True, "own_index": True}
+        session.out.document(document)
     else:
         session.out.line("the folder is its own index: there is nothing to rebuild")
     return FINE

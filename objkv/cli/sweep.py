@@ -64,7 +64,12 @@ def sweep(
         force=force,
         removals_max=limit,
     )
-    settings = (apply, sorted(limits.only), namespace, limits.grace_s, strangers)
+    high, low = config.quota_high_percent, config.quota_low_percent
+    # All that decides what is found: a run continues another only where they are the same.
+    settings = (
+        *(apply, sorted(limits.only), namespace, limits.grace_s, strangers),
+        *(config.ttl_s, config.quota_bytes, high, low),
+    )
     with upkeep(session, "sweep", *settings, writes=apply, workers=workers, restart=restart) as run:
         with session.out.waiting("reading namespaces"):
             found = survey(run.ends, namespace)
@@ -77,15 +82,8 @@ def sweep(
         run.run("sweeping payloads", work.parts())
         run.run("sweeping records", records.ghosts())
         if namespace is None:  # a tenant's quota is for all of its namespaces
-            high, low = (
-                config.quota_high_percent,
-                config.quota_low_percent,
-            )
-            quota = config.quota_bytes
-            run.run(
-                "sweeping beyond quotas",
-                records.quotas(quota, high_percent=high, low_percent=low),
-            )
+            quotas = records.quotas(config.quota_bytes, high_percent=high, low_percent=low)
+            run.run("sweeping beyond quotas", quotas)
         run.run("sweeping documents", work.documents())
         _show(run, apply)
         is_found = any(run.tally.counts[category] for category in CATEGORIES)

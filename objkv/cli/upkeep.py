@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from objkv.assembly.seal import open_seal
-from objkv.cli.command import INTERRUPTED, Session
+from objkv.cli.command import FOUND, INTERRUPTED, Session
 from objkv.codec.seal import Seal
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
@@ -69,6 +69,7 @@ class Upkeep:
         return {
             "command": command,
             "ending": self.crew.ending,
+            "complete": self.crew.ending == "complete",
             "resumed": self.checkpoint.resumed,
             **more,
             "findings": tally.findings,
@@ -89,8 +90,10 @@ class Upkeep:
             out.line(f"not complete, {words[ending]}{kept}", "yellow")
 
     def code(self, otherwise: int) -> int:
-        """The exit code."""
-        return INTERRUPTED if self.crew.ending == "interrupted" else otherwise
+        """The exit code. What has not looked at everything cannot say that all is fine."""
+        if self.crew.ending == "interrupted":
+            return INTERRUPTED
+        return otherwise if self.crew.ending == "complete" else max(otherwise, FOUND)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
-from objkv.errors import ConfigError
 from objkv.ops.ends import Namespace, Part, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.sweep_survey import refuse_wrong_bulk
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import Budget
 
@@ -61,8 +61,8 @@ def verify(
     ) as run:
         with session.out.waiting("reading namespaces"):
             found, parts, indexed = _places(run, namespace)
-        if quarantine:
-            _refuse_wrong_bulk(found, indexed)
+        if quarantine and not force:
+            refuse_wrong_bulk(run.ends, indexed)
         work = Verify(
             run.ends,
             found,
@@ -93,14 +93,6 @@ def _places(
     skipped = every.keys() - found.keys()
     indexed = [name for name in known if namespace in (None, name) and name not in skipped]
     return found, stored_parts(ends.bulk, list(found)), indexed
-
-
-def _refuse_wrong_bulk(found: dict[str, Namespace], indexed: list[str]) -> None:
-    if indexed and not any(name in found for name in indexed):
-        raise ConfigError(
-            "none of the index's namespaces is in the bulk store: do bulk_url and index_url belong "
-            "together?"
-        )
 
 
 def _show(run: Upkeep, every: bool, quarantine: bool) -> None:

@@ -1,6 +1,8 @@
 """Many units of work by several threads: it can be stopped at any time, and go on later.
 
 Whatever ends it, every unit is either done and told to the checkpoint, or done once more next time.
+A unit whose work others may undo, or whose outcome depends on more than what it is named after, is
+done in every run.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +34,8 @@ class Unit:
     name: str
     work: Callable[[Tally, Check], None]
     """Counts what it finds; calls the check now and then, and lets what that raises pass."""
+    again: bool = False
+    """Never done for good: a run that continues another does it anew, and counts it anew."""
 
 
 class Crew:
@@ -54,7 +58,7 @@ class Crew:
         self._lock = Lock()
         self.ending: Ending = "complete"
         self.partial = Tally()
-        """What units found that did not finish: it will be found again."""
+        """What units found that did not finish, or never do for good: it will be found again."""
 
     def run(self, units: Iterable[Unit], tell: Tell = lambda done, total: None) -> None:
         """Run those that are not done yet; nothing, if an earlier run of this crew was stopped.
@@ -62,7 +66,7 @@ class Crew:
         Raises the first error of a unit, after those under way have ended.
         """
         every = list(units)
-        left = [unit for unit in every if unit.name not in self._checkpoint.done]
+        left = [unit for unit in every if unit.again or unit.name not in self._checkpoint.done]
         if self.ending != "complete":
             return
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-ops")
@@ -120,9 +124,14 @@ class Crew:
             tell(done)
 
     def _take(self, unit: Unit, found: Tally | None) -> bool:
-        if found is not None:
+        if found is None:
+            return False
+        if unit.again:
+            with self._lock:
+                self.partial.add(found)
+        else:
             self._checkpoint.finish(unit.name, found)
-        return found is not None
+        return True
 
     def _work(self, unit: Unit) -> Tally | None:
         found = Tally()

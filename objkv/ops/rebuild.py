@@ -49,10 +49,18 @@ class Rebuild:
             seal = self._ends.seal_of(namespaces[part.namespace])
             yield Unit(f"records {part.name}", self._part_work(part, seal))
 
+    def lost(self, parts: list[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+        """Restore what has no record now, although its part is done: the index may have lost what
+        was written, since an earlier run or during this one. Counts ``restored`` only, once more;
+        reads no header of a payload that has its record."""
+        for part in parts if self._apply else ():
+            seal = self._ends.seal_of(namespaces[part.namespace])
+            yield Unit(f"lost {part.name}", self._lost_work(part, seal), again=True)
+
     def namespaces(self, namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
         """Restore pins, which shards are in use, and totals. Counts ``pins`` and ``shapes``."""
         for namespace in namespaces.values():
-            yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace))
+            yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace), again=True)
 
     def _part_work(self, part: Part, seal: Seal | None) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:
@@ -64,6 +72,19 @@ class Rebuild:
                 for stored in batch:
                     check()
                     self._restore(stored, seal, tally)
+
+        return work
+
+    def _lost_work(self, part: Part, seal: Seal | None) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            for batch in stored_payloads(self._ends, part):
+                for stored in batch:
+                    check()
+                    if stored.shard is None:
+                        found = Tally()  # what else there is to say of it has been said
+                        self._restore(stored, seal, found)
+                        tally.counts["restored"] += found.counts["restored"]
+                        tally.nbytes["restored"] += found.nbytes["restored"]
 
         return work
 

@@ -1,5 +1,6 @@
 """Finds, and removes where it may, what nobody can use: see ``Category`` in ``sweep_remove``."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -53,13 +54,13 @@ class Sweep:
         if not self._limits.apply:
             return
         for name in sorted(self._found.namespaces):
-            yield Unit(f"documents {name}", self._document_work(name))
+            yield Unit(f"documents {name}", self._document_work(name), again=True)
 
     def _temporary(self, tally: Tally, check: Check) -> None:
         try:
             for found in self._ends.bulk.unfinished():
                 check()
-                if self._is_old(found.modified_s):
+                if self._is_old(found.modified_s, self._limits.put_s):
                     self._remover.leftover(found, tally)
         except StoreDenied:  # a right that no policy can limit to a prefix: many do not have it
             tally.count("not_listed")
@@ -126,5 +127,5 @@ class Sweep:
 
         return work
 
-    def _is_old(self, modified_s: float) -> bool:
-        return self._clock() - modified_s >= self._limits.grace_s
+    def _is_old(self, modified_s: float, least_s: float = -math.inf) -> bool:
+        return self._clock() - modified_s >= max(self._limits.grace_s, least_s)

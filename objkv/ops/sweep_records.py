@@ -52,7 +52,7 @@ class RecordSweep:
             return
         high, low = (quota_bytes * percent // 100 for percent in (high_percent, low_percent))
         for tenant in sorted({t for t in map(self._tenant, self._found.namespaces) if t}):
-            yield Unit(f"quota {tenant}", self._quota_work(tenant, high, low))
+            yield Unit(f"quota {tenant}", self._quota_work(tenant, high, low), again=True)
 
     def _ghost_work(self, name: str) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:

@@ -110,7 +110,7 @@ def refuse_wrong_ends(ends: Ends, found: Survey, *, clock: Callable[[], float] =
             "the index has no record of any payload: it was wiped, is not the one of this bucket, "
             "or nothing was used for long. Run objkv rebuild, or sweep with --force if all is to go"
         )
-    _refuse_wrong_bulk(ends, found)
+    refuse_wrong_bulk(ends, [name for name in found.indexed if name not in found.old])
 
 
 @dataclass(slots=True)
@@ -138,8 +138,9 @@ def _count(ends: Ends, parts: Sequence[Part], now_s: float) -> _Count:
     return count
 
 
-def _refuse_wrong_bulk(ends: Ends, found: Survey) -> None:
-    names = [name for name in found.indexed if name not in found.old]
+def refuse_wrong_bulk(ends: Ends, names: Sequence[str]) -> None:
+    """Raises ``ConfigError`` where the bulk store has none of the payloads that the index knows in
+    the namespaces ``names``."""
     keys = [
         key.path()
         for name in names
@@ -151,7 +152,7 @@ def _refuse_wrong_bulk(ends: Ends, found: Survey) -> None:
     if keys and not any(ends.bulk.head(path) for path in _spread(keys, _YOUNG_MIN * 16)):
         raise ConfigError(
             "none of the payloads that the index knows is in the bulk store: it is not the one of "
-            "this index, or was emptied. Sweep with --force if the records are to go"
+            "this index, or was emptied. With --force the records go all the same"
         )
 
 

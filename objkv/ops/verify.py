@@ -1,20 +1,22 @@
 """Checks stored payloads, all or some of them, and takes what is corrupt out of use if asked to.
 
 What is found wrong is moved: first its record is forgotten, then it is copied to ``quarantine/``
-under its own path and deleted. Replicas compute it again.
+under its own path and deleted. Replicas compute it again. A lease keeps savers out meanwhile, but
+it may run out, and a folder that is its own index has none; so the very bytes that are copied are
+judged, and only what is still the same entry is deleted.
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Lock
 
 from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ChunkEntry, Record, ShardRecord
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
@@ -31,6 +33,7 @@ from objkv.ops.ends import (
 )
 from objkv.ops.tally import Tally
 from objkv.ops.verify_payload import Budget, Checked, Checker
+from objkv.stores.base import Entry
 
 COPY_BYTES_MAX = 1 << 30
 """Larger ones are deleted without a copy: no payload is that large."""
@@ -38,6 +41,14 @@ MOST_AT_LEAST = 20
 """Payloads that must be wrong before that can be most of them."""
 _RECORDS_AT_ONCE = 250
 _NO_NAMESPACE = Namespace("", is_known=False)
+
+
+@dataclass(slots=True)
+class _Share:
+    """How many were looked at, and how many of them are wrong."""
+
+    seen: int = 0
+    wrong: int = 0
 
 
 class Verify:
@@ -59,11 +70,12 @@ class Verify:
         self._ends = ends
         self._namespaces = namespaces
         self._quarantine = quarantine
+        self._budget = budget
         self._checker = Checker(ends, budget)
         self._workers = workers
         self._force = force
         self._lock = Lock()
-        self._seen = self._wrong = 0
+        self._payloads, self._records = _Share(), _Share()
 
     def parts(self, parts: Sequence[Part]) -> Iterator[Unit]:
         """Check every payload that the index knows; where there is no index, every payload."""
@@ -107,48 +119,53 @@ class Verify:
                     check()
                     keys = [key for record in batch for key in record_keys(name, record)]
                     found = looks(bulk, pool, keys, at_once=self._workers)
-                    for key, entry in zip(keys, found, strict=True):
-                        if entry is None:
-                            self._verify(key, tally)
+                    gone = [key for key, one in zip(keys, found, strict=True) if one is None]
+                    self._judge_all(self._records, len(keys), len(gone), "they are not there")
+                    for key in gone:
+                        checked, record = self._checker.check(key, self._seal(key))
+                        self._take(key, checked, record, tally)
 
         return work
 
     def _verify(self, key: ChunkKey, tally: Tally) -> None:
-        seal = self._seal(key)
-        checked, record = self._checker.check(key, seal)
-        self._judge_all(checked)
+        checked, record = self._checker.check(key, self._seal(key))
+        is_wrong = checked.verdict in ("corrupt", "foreign", "missing")
+        self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
+        self._take(key, checked, record, tally)
+
+    def _take(self, key: ChunkKey, checked: Checked, record: Record | None, tally: Tally) -> None:
         if checked.verdict in ("ok", "changed"):
             tally.count(checked.verdict, checked.nbytes)
             return
         tally.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
         if self._quarantine:
-            done = self._set_right(key, checked, record, seal)
+            done = self._set_right(key, checked, record)
             if done is not None:
                 tally.count(done, checked.nbytes)
 
-    def _judge_all(self, checked: Checked) -> None:
+    def _judge_all(self, share: _Share, seen: int, wrong: int, why: str) -> None:
         """Raises ``ConfigError`` where payloads seem to be wrong because something else is."""
         with self._lock:
-            self._seen += 1
-            self._wrong += checked.verdict in ("corrupt", "foreign")
-            is_most = self._wrong >= MOST_AT_LEAST and 2 * self._wrong > self._seen
+            share.seen += seen
+            share.wrong += wrong
+            is_most = wrong > 0 and share.wrong >= MOST_AT_LEAST and 2 * share.wrong > share.seen
         if is_most and self._quarantine and not self._force:
             raise ConfigError(
-                f"{self._wrong} of {self._seen} payloads are wrong, the last one because "
-                f"{checked.detail!r}: are keys or settings missing here? objkv verify without "
-                "--quarantine lists them; with --force they are taken out of use"
+                f"{share.wrong} of {share.seen} payloads are wrong, the last one because {why!r}: "
+                "are keys or settings missing here? is the bulk store this index's? objkv verify "
+                "without --quarantine lists them; with --force they are taken out of use"
             )
 
-    def _set_right(
-        self, key: ChunkKey, found: Checked, record: Record | None, seal: Seal | None
-    ) -> str | None:
+    def _set_right(self, key: ChunkKey, found: Checked, record: Record | None) -> str | None:
         """What was done about it, None if that was not possible or somebody else did."""
-        ends, path = self._ends, key.path()
-        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+        if not self._has_lease(key):
             return None
+        ends, path = self._ends, key.path()
         try:
-            now, now_record = self._checker.look(key, seal)
+            now, now_record = self._checker.look(key, self._seal(key))
             if now.verdict != found.verdict or _shard(now_record, key) != _shard(record, key):
+                return None
+            if not self._has_lease(key):  # to look may have taken longer than it lasts
                 return None
             if now.verdict == "hot" and ends.hot is not None:
                 ends.hot.delete(path)
@@ -173,10 +190,35 @@ class Verify:
             ends.hot.delete(path)
         if found.verdict == "missing":
             return "forgotten"
-        if found.nbytes <= COPY_BYTES_MAX and (payload := ends.bulk.get(path)) is not None:
-            ends.bulk.put(f"{QUARANTINE}/{path}", payload)
+        entry = Entry(path, found.nbytes, found.written_s)
+        if ends.bulk.head(path) != entry or not self._copy(key, entry.nbytes):
+            return None
+        if not self._has_lease(key) or ends.bulk.head(path) != entry:
+            return None
         ends.bulk.delete(path)
         return "quarantined"
+
+    def _copy(self, key: ChunkKey, nbytes: int) -> bool:
+        """Copy to the quarantine what is wrong; False if it is not, or no longer."""
+        bulk, path = self._ends.bulk, key.path()
+        if nbytes > COPY_BYTES_MAX:
+            return True
+        with self._budget.taking(nbytes):
+            payload = bulk.get(path)
+            if payload is None:
+                return False
+            try:
+                if self._checker.read(payload, self._seal(key)).claim.key == key:
+                    return False
+            except PayloadError:
+                pass
+            bulk.put(f"{QUARANTINE}/{path}", payload)
+            return True
+
+    def _has_lease(self, key: ChunkKey) -> bool:
+        """Take the lease that savers take, or renew it; False if somebody else has it."""
+        ends = self._ends
+        return ends.index.lease(key.path(), ends.owner, ttl_ms=ends.lease_ms)
 
     def _publish(self, key: ChunkKey, header: Header, *, is_hot: bool) -> None:
         claim = header.claim

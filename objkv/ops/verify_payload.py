@@ -119,8 +119,7 @@ class Checker:
                 payload = self._ends.bulk.get(key.path())
                 if payload is None:
                     return Checked("changed", 0)
-                header = read_header(payload, seal=seal)
-                self._check_frames(header, payload)
+                header = self.read(payload, seal)
                 if header.claim.key != key:
                     return Checked("foreign", nbytes, f"claims to be {header.claim.key.path()}")
                 if record is None:
@@ -134,6 +133,13 @@ class Checker:
                 return Checked("ok", nbytes, header=header)
         except PayloadError as exc:
             return Checked("corrupt", nbytes, str(exc))
+
+    def read(self, payload: bytes, seal: Seal | None) -> Header:
+        """The header of a payload of which every byte was checked; raises ``PayloadError``. Whose
+        it is remains to be compared."""
+        header = read_header(payload, seal=seal)
+        self._check_frames(header, payload)
+        return header
 
     def _check_frames(self, header: Header, payload: bytes) -> None:
         if header.nbytes != len(payload):

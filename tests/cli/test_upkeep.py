@@ -12,8 +12,12 @@ import pytest
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.seal import open_seal
 from objkv.config import load_config
+from objkv.errors import StoreDenied
+from objkv.index.shapes import SHAPES_HASH
+from objkv.index.sqlite import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
+from objkv.ops.sweep import Sweep
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Run
@@ -177,6 +181,120 @@ def test_an_index_of_another_bucket_is_not_emptied(
         ran = run(*command, *other)
         assert ran.code == 2, ran.out
     assert len(records(ends, NAMESPACE)) == 8
+
+
+def wipe(ends: Backends) -> None:
+    for record in list(ends.index.scan(NAMESPACE)):
+        ends.index.drop(NAMESPACE, record.prefix_hash)
+
+
+@pytest.mark.parametrize("ending", ["broke off", "went on"])
+def test_an_index_that_is_lost_while_it_is_rebuilt_is_rebuilt_all_the_same(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    DamagedStore(ends).plant(Defects(good=60, header=1))
+    before = records(ends, NAMESPACE)
+    wipe(ends)
+    publish, left = SqliteIndex.publish, 25
+
+    def lost(*told: Any, **ttl: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            wipe(ends)
+        if left < 0 and ending == "broke off":
+            raise StoreDenied("the index is not there")
+        publish(*told, **ttl)
+
+    monkeypatch.setattr(SqliteIndex, "publish", lost)
+    first = run("rebuild", "--workers", "1", "--json")
+    monkeypatch.setattr(SqliteIndex, "publish", publish)
+    if ending == "broke off":
+        assert first.code == 2
+        wipe(ends)
+        again = run("rebuild", "--workers", "1", "--json")
+        assert again.document["resumed"]
+        assert again.document["unreadable"] == 1
+    left_over = records(ends, NAMESPACE)
+    assert len(before) - len(left_over) <= 1  # the one with an unreadable header
+    assert all(left_over[key].shards == before[key].shards for key in left_over)
+    assert ends.index.lookup(NAMESPACE, [SHAPES_HASH]) != [None]
+    swept = run("sweep", "--apply", "--grace-s", "0", "--json")
+    assert swept.document["removed"] == 1
+
+
+def test_records_are_not_forgotten_because_the_bulk_store_is_another_one(
+    run: Run, ends: Backends
+) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=60))
+    before = len(records(ends, NAMESPACE))
+    for count, why in ((50, "is the bulk store this index's?"), (60, "none of the payloads")):
+        for path in planted["good"][:count]:
+            ends.bulk.delete(path)
+        for how in (("--all",), ("--sample", "60")):
+            refused = run("verify", *how, "--quarantine", "--restart", "--json")
+            assert refused.code == 2, refused.out
+            assert why in refused.err
+        assert len(records(ends, NAMESPACE)) > before // 2
+    forced = run("verify", "--all", "--quarantine", "--restart", "--force", "--json")
+    assert forced.code == 1
+    assert records(ends, NAMESPACE) == {}
+
+
+def test_a_sweep_that_goes_on_heeds_another_quota(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DamagedStore(ends).plant(Defects(good=40))
+    used = sum(record.nbytes for record in records(ends, NAMESPACE).values())
+    options = ("sweep", "--apply", "--grace-s", "0", "--json")
+    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(2 * used))
+    documents = Sweep.documents
+
+    def denied(_: Sweep) -> Any:
+        raise StoreDenied("no")
+
+    monkeypatch.setattr(Sweep, "documents", denied)
+    assert run(*options).code == 2
+    monkeypatch.setattr(Sweep, "documents", documents)
+    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(used // 4))
+    document = run(*options).document
+    assert not document["resumed"]
+    assert document["categories"]["over_quota"]["payloads"] > 0
+
+
+def test_quotas_are_judged_anew_by_a_sweep_that_goes_on(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = DamagedStore(ends)
+    maker.plant(Defects(good=40))
+    used = sum(record.nbytes for record in records(ends, NAMESPACE).values())
+    options = ("sweep", "--apply", "--grace-s", "0", "--json")
+    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(2 * used))
+    documents = Sweep.documents
+
+    def denied(_: Sweep) -> Any:
+        raise StoreDenied("no")
+
+    monkeypatch.setattr(Sweep, "documents", denied)
+    assert run(*options).code == 2
+    monkeypatch.setattr(Sweep, "documents", documents)
+    maker.plant(Defects(good=80))
+    document = run(*options).document
+    assert document["resumed"]
+    assert document["categories"]["over_quota"]["payloads"] > 0
+
+
+def test_what_did_not_look_at_everything_is_not_fine(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=8, orphan=3))
+    ran = run("verify", "--all", "--deadline-s", "0", "--json")
+    assert (ran.code, ran.document["complete"], ran.document["checked"]) == (1, False, 0)
+    said = run("verify", "--all", "--deadline-s", "0")
+    assert (said.code, "not complete, the time is over" in said.out) == (1, True)
+    ran = run("verify", "--all", "--json")
+    assert (ran.code, ran.document["complete"]) == (0, True)
+    for limit, code in (("1", 1), ("5", 0)):
+        ran = run("sweep", "--apply", "--grace-s", "0", "--limit", limit, "--json")
+        assert (ran.code, ran.document["complete"]) == (code, code == 0)
 
 
 def test_leftovers_of_killed_writers_are_swept_by_age(run: Run, ends: Backends, home: Path) -> None:

@@ -89,7 +89,7 @@ def crew_of() -> tuple[Crew, Checkpoint]:
 def sweep_all(ends: Ends) -> Tally:
     """As ``objkv sweep --apply --force --grace-s 0``."""
     crew, checkpoint = crew_of()
-    limits = SweepLimits(apply=True, grace_s=-60, force=True)
+    limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
     found = survey(ends)
     remover = Remover(ends, limits, lambda: None)
     work = Sweep(ends, found, limits, remover)
@@ -104,7 +104,9 @@ def rebuild_all(ends: Ends) -> Tally:
     crew, checkpoint = crew_of()
     found = {name: read_namespace(ends.bulk, name) for name in stored_namespaces(ends.bulk)}
     work = Rebuild(ends, apply=True)
-    crew.run(work.parts(stored_parts(ends.bulk, list(found)), found))
+    parts = stored_parts(ends.bulk, list(found))
+    crew.run(work.parts(parts, found))
+    crew.run(work.lost(parts, found))
     crew.run(work.namespaces(found))
     return checkpoint.tally
 

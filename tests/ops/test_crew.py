@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
 
@@ -84,6 +85,17 @@ def test_the_first_error_ends_the_run_and_what_was_done_is_kept(tmp_path: Path) 
     again = Checkpoint(tmp_path / "file")
     assert again.done == {str(number) for number in range(9)}
     again.close(complete=False)
+
+
+def test_what_is_never_done_for_good_is_done_in_every_run(tmp_path: Path) -> None:
+    work = Work()
+    for run in (1, 2):
+        checkpoint = Checkpoint(tmp_path / "file")
+        crew = Crew(checkpoint, workers=1)
+        crew.run([replace(unit, again=True) for unit in work.units(3)])
+        assert (crew.partial.counts["done"], sum(work.done.values())) == (3, 3 * run)
+        checkpoint.close(complete=False)
+        assert (checkpoint.done, checkpoint.tally.counts["done"]) == (set(), 0)
 
 
 def test_nothing_is_begun_after_the_deadline() -> None:

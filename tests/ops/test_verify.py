@@ -8,6 +8,7 @@ from threading import Event, Thread
 import pytest
 
 from objkv.assembly.backends import Backends
+from objkv.cache.bulk_index import BulkIndex
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
@@ -91,6 +92,57 @@ def test_quarantine_forgets_then_copies_then_deletes() -> None:
     assert world.bulk.get(f"quarantine/{key.path()}") == bad
     assert world.index.lookup(key.namespace, [key.prefix_hash]) == [None]
     assert world.index.lease(key.path(), "saver", ttl_ms=1), "no lease is kept"
+
+
+def own_index(**defects: int) -> World:
+    """A folder that is its own index: its leases keep nobody out."""
+    world = World(**defects)
+    world.ends = replace(world.ends, hot=None, index=BulkIndex(world.bulk), is_own_index=True)
+    return world
+
+
+@pytest.mark.parametrize("moment", ["get", "put"])
+def test_what_is_mended_although_there_is_a_lease_stays(moment: str) -> None:
+    world = own_index(frame=1)
+    key, times = world.key("frame"), 0
+    real = getattr(world.bulk, moment)
+    # Two looks, one more with the lease, and the fourth get is of what is to be copied.
+    before = {"get": 4, "put": 1}[moment]
+
+    def meddled(path: str, *value: bytes) -> object:
+        nonlocal times
+        times += path.endswith(key.path())
+        if times == before and path.endswith(key.path()):
+            times += 1
+            setattr(world.bulk, moment, real)
+            world.mend(key)
+        return real(path, *value)
+
+    setattr(world.bulk, moment, meddled)
+    assert world.verify(key).counts["quarantined"] == 0
+    assert times > before
+    assert world.verify(key).counts["ok"] == 1
+    if moment == "get":
+        assert world.bulk.head(f"quarantine/{key.path()}") is None
+
+
+@pytest.mark.parametrize(("held", "is_forgotten"), [(1, False), (2, True)])
+def test_who_has_lost_the_lease_gives_up(held: int, is_forgotten: bool) -> None:
+    world = World(frame=1)
+    key, lease, asked = world.key("frame"), world.index.lease, 0
+
+    def lost(name: str, owner: str, *, ttl_ms: int) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked > held:  # it took too long, and a saver came
+            world.index.release(name, owner)
+            lease(name, "saver", ttl_ms=ttl_ms)
+        return lease(name, owner, ttl_ms=ttl_ms)
+
+    world.index.lease = lost  # type: ignore[method-assign]
+    assert world.verify(key).counts["quarantined"] == 0
+    assert world.bulk.head(key.path()) is not None
+    assert (world.index.lookup(key.namespace, [key.prefix_hash]) == [None]) is is_forgotten
 
 
 def test_what_a_saver_holds_is_left_to_it() -> None:
