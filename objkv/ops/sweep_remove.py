@@ -35,6 +35,9 @@ class SweepLimits:
     """False: everything is counted, nothing is removed."""
     grace_s: float
     """What is younger is left alone: somebody may be about to announce it."""
+    put_s: float = 600.0
+    """No put lasts so long: what is temporary and younger may be one under way, whatever the
+    grace."""
     only: Collection[Category] = CATEGORIES
     strangers: bool = False
     """Whether namespaces without an identity document are removed, too."""

@@ -257,3 +257,13 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     Crew(Checkpoint(None), workers=1).run(records.ghosts())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
     assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
+
+
+def test_a_put_under_way_is_left_alone_whatever_the_grace() -> None:
+    world, now_s = World(Defects(good=2)), time.time()
+    left = [Unfinished("a", name, 1, now_s - age_s) for name, age_s in (("new", 9), ("old", 1_000))]
+    discarded: list[str] = []
+    world.bulk.unfinished = lambda: iter(left)
+    world.bulk.discard = lambda found: discarded.append(found.name) is None
+    assert world.sweep().counts["temporary"] == 1
+    assert discarded == ["old"]
