@@ -15,11 +15,25 @@ from threading import Lock
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.sqlite_place import prepare
-from objkv.index.sqlite_schema import APPLICATION_ID, SCHEMA_VERSION, create, upgrade
+from objkv.index.sqlite_schema import (
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    create,
+    is_written,
+    upgrade,
+)
+from objkv.sockets import ends_s
 
 _WAL_RETRY_S = 0.01
 _VALUE_BYTES_MAX = 16 << 20
 """Of one row; no record comes near."""
+_CALL_S_MAX = 20.0
+"""Of what SQLite computes for one call, or whoever calls has less time: no index is so large."""
+_OPEN_S_MAX = 600.0
+"""The same, while the tables of an older version are changed."""
+_NOT_OURS = "tables or triggers that objkv did not make"
+_STEPS = 10_000
+"""Of SQLite's machine, below a millisecond, between two looks at the clock."""
 
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -60,6 +74,7 @@ class SqliteFile:
                 connection = self._open()
                 place = self._look()
             try:
+                _bound(connection, _CALL_S_MAX)
                 yield connection
             except BaseException:
                 # Whatever happened to it, the next call gets a fresh one.
@@ -115,6 +130,7 @@ class SqliteFile:
             self.path, timeout=self._busy_s, isolation_level=None, check_same_thread=False
         )
         try:
+            _bound(connection, _OPEN_S_MAX)
             # The file is not trusted: no functions in its schema, no values of any length.
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_BYTES_MAX)
@@ -143,6 +159,8 @@ class SqliteFile:
             )
         if version < SCHEMA_VERSION:
             self._change(connection)
+        if not is_written(connection, SCHEMA_VERSION):
+            raise _damaged(self.path, _NOT_OURS)
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
         # Switching the mode does not wait for others as other statements do, so it is repeated.
@@ -165,6 +183,8 @@ class SqliteFile:
             if version == 0 and tables == 0:
                 create(connection)
             elif 0 < version < SCHEMA_VERSION:
+                if not is_written(connection, version):
+                    raise _damaged(self.path, _NOT_OURS)
                 upgrade(connection)
             version = _pragma(connection, "user_version")
         except BaseException:
@@ -185,16 +205,29 @@ def translated(path: Path) -> Iterator[None]:
             raise StoreUnavailable(f"index {path} is busy: {exc}") from exc
         if code == sqlite3.SQLITE_FULL:
             raise StoreUnavailable(f"index {path}: no space left, free some: {exc}") from exc
+        if code == sqlite3.SQLITE_INTERRUPT:
+            raise StoreUnavailable(f"index {path}: the time for this call is over") from exc
         if code in _BROKEN:
-            raise StoreDenied(
-                f"index {path} is damaged or not SQLite ({exc}): stop its users, delete it and its "
-                "-wal and -shm files; no KV is lost, chunks are found again once saved again"
-            ) from exc
+            raise _damaged(path, exc) from exc
         if code in _REFUSED:
             raise StoreDenied(
                 f"index {path}: {exc}: this user must be able to write the file and its folder"
             ) from exc
         raise StoreError(f"index {path}: {exc}") from exc
+
+
+def _damaged(path: Path, what: object) -> StoreDenied:
+    return StoreDenied(
+        f"index {path} is damaged or not of objkv ({what}): stop its users, delete it and its "
+        "-wal and -shm files; no KV is lost, chunks are found again once saved again"
+    )
+
+
+def _bound(connection: sqlite3.Connection, seconds: float) -> None:
+    """From now on what it computes is interrupted after so long, or when this call's time is over.
+    Waiting for another writer is bounded by itself."""
+    until_s = min(time.monotonic() + seconds, ends_s())
+    connection.set_progress_handler(lambda: time.monotonic() > until_s, _STEPS)
 
 
 def _code(exc: sqlite3.Error) -> int:

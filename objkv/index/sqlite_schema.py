@@ -5,6 +5,8 @@ totals are exact whoever writes, also through an older objkv that still has the 
 """
 
 import sqlite3
+from contextlib import closing
+from functools import cache
 
 from objkv.index.shapes import SHAPES_HASH
 
@@ -74,8 +76,7 @@ _VERSION_2 = (
 
 def create(connection: sqlite3.Connection) -> None:
     """Make the tables of the newest version; within a transaction of the caller."""
-    for statement in _VERSION_1.split(";\n"):
-        connection.execute(statement)
+    _create_version_1(connection)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     upgrade(connection)
 
@@ -85,3 +86,29 @@ def upgrade(connection: sqlite3.Connection) -> None:
     for statement in _VERSION_2:
         connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def is_written(connection: sqlite3.Connection, version: int) -> bool:
+    """Whether the file has the tables, indexes and triggers that objkv made in ``version``, to the
+    letter, and nothing beside them: a trigger or a view of somebody else's would be run by whoever
+    publishes or looks something up."""
+    expected = _schema_of(version)
+    rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
+    return len(rows) == len(expected) and frozenset(rows) == expected
+
+
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_schema"
+
+
+@cache
+def _schema_of(version: int) -> frozenset[tuple[object, ...]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        _create_version_1(connection)
+        if version == SCHEMA_VERSION:
+            upgrade(connection)
+        return frozenset(connection.execute(_SCHEMA))
+
+
+def _create_version_1(connection: sqlite3.Connection) -> None:
+    for statement in _VERSION_1.split(";\n"):
+        connection.execute(statement)
