@@ -7,6 +7,7 @@ judged, and only what is still the same entry is deleted.
 """
 
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from threading import Lock
 from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
-from objkv.errors import ConfigError, PayloadError
+from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.index.base import ChunkEntry, Record, ShardRecord
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
@@ -31,6 +32,7 @@ from objkv.ops.ends import (
     stored_entries,
     stored_payloads,
 )
+from objkv.ops.patient import once, pauses
 from objkv.ops.tally import Tally
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
@@ -193,10 +195,7 @@ class Verify:
         entry = Entry(path, found.nbytes, found.written_s)
         if ends.bulk.head(path) != entry or not self._copy(key, entry.nbytes):
             return None
-        if not self._has_lease(key) or ends.bulk.head(path) != entry:
-            return None
-        ends.bulk.delete(path)
-        return "quarantined"
+        return "quarantined" if self._delete(key, entry) else None
 
     def _copy(self, key: ChunkKey, nbytes: int) -> bool:
         """Copy to the quarantine what is wrong; False if it is not, or no longer."""
@@ -214,6 +213,25 @@ class Verify:
                 pass
             bulk.put(f"{QUARANTINE}/{path}", payload)
             return True
+
+    def _delete(self, key: ChunkKey, entry: Entry) -> bool:
+        """Delete ``entry``; False if it is, or may be, another's by now. A delete that failed may
+        have been done all the same, and something saved since: so it is looked at before each."""
+        bulk = self._ends.bulk
+        waits = pauses()
+        while self._has_lease(key) and bulk.head(entry.key) == entry:
+            try:
+                once(bulk).delete(entry.key)
+            except StoreError as exc:
+                pause_s = next(waits, None)
+                if not exc.transient or pause_s is None:
+                    raise
+                time.sleep(pause_s)
+                if bulk.head(entry.key) is None:
+                    return True
+            else:
+                return True
+        return False
 
     def _has_lease(self, key: ChunkKey) -> bool:
         """Take the lease that savers take, or renew it; False if somebody else has it."""

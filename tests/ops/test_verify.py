@@ -9,10 +9,12 @@ import pytest
 
 from objkv.assembly.backends import Backends
 from objkv.cache.bulk_index import BulkIndex
+from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.ends import Ends
+from objkv.ops.patient import PatientStore
 from objkv.ops.tally import Tally
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
@@ -143,6 +145,29 @@ def test_who_has_lost_the_lease_gives_up(held: int, is_forgotten: bool) -> None:
     assert world.verify(key).counts["quarantined"] == 0
     assert world.bulk.head(key.path()) is not None
     assert (world.index.lookup(key.namespace, [key.prefix_hash]) == [None]) is is_forgotten
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_a_delete_whose_answer_was_lost_is_not_repeated_blindly(
+    monkeypatch: pytest.MonkeyPatch, is_mended: bool
+) -> None:
+    monkeypatch.setattr("objkv.ops.verify.time.sleep", lambda _: None)
+    world = own_index(frame=1)
+    key, delete, deletes = world.key("frame"), world.bulk.delete, 0
+
+    def lost(path: str) -> bool:
+        nonlocal deletes
+        deletes += 1
+        delete(path)
+        if is_mended:
+            world.mend(key)
+        raise StoreUnavailable("the answer was lost")
+
+    world.bulk.delete = lost  # type: ignore[method-assign]
+    world.ends = replace(world.ends, bulk=PatientStore(world.bulk, sleep=lambda _: None))
+    assert world.verify(key).counts["quarantined"] == (not is_mended)
+    assert deletes == 1
+    assert (world.bulk.head(key.path()) is not None) is is_mended
 
 
 def test_what_a_saver_holds_is_left_to_it() -> None:
