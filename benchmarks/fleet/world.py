@@ -85,6 +85,8 @@ class Replica:
         """Late answers of Redis in a row."""
         self.closed_until_s = 0.0
         """Until when the breaker leaves Redis alone."""
+        self.pauses = 0
+        """Of the breaker in a row."""
 
     def backlog_s(self, model: Model) -> float:
         """Time to compute everything that is here, as far as can be told."""
@@ -176,10 +178,13 @@ class World:
         if busy > REDIS_FULL and self.rng.random() > REDIS_FULL / busy:
             replica.failures += 1
             if replica.failures >= self.settings.breaker_failures:
-                replica.closed_until_s = now + self.settings.breaker_reset_ms / 1000
+                longest_ms = self.settings.breaker_reset_ms * 2**replica.pauses
+                pause_ms = min(longest_ms, self.settings.breaker_reset_max_ms)
+                replica.closed_until_s = now + pause_ms / 1000
+                replica.pauses = min(replica.pauses + 1, 30)
                 replica.failures = self.settings.breaker_failures - 1  # one call tries again
             return None
-        replica.failures = 0
+        replica.failures = replica.pauses = 0
         return work_s / (1 - min(busy, REDIS_FULL))
 
     def keep_hot(self, unit: Unit, now: float) -> None:

@@ -226,7 +226,7 @@ def test_a_redis_that_is_asked_too_much_is_left_alone_by_breakers() -> None:
     one, enough = (run(replace(huge, redis_primaries=n)).world.counts for n in (1, 100))
     assert enough.late_lookups == enough.unasked_lookups == 0
     assert one.late_lookups > 0
-    assert one.unasked_lookups > one.late_lookups, "five late answers, then five seconds of peace"
+    assert one.unasked_lookups > one.late_lookups / 2, "five late answers, then some peace"
     assert one.saved < enough.saved
 
 

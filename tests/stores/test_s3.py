@@ -20,7 +20,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import make_server
 
 from objkv.config import Config
-from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.stores import s3_body
 from objkv.stores.s3 import S3Store
 from objkv.stores.s3_client import open_s3_client, translated
@@ -186,6 +186,38 @@ def test_a_server_that_ignores_the_condition_is_found_out(
     assert store.put_if_absent("a", b"1") is True
     assert store.conditional_puts is False
     assert store.put_if_absent("a", b"2") is False
+    assert store.get("a") == b"1"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        failure(503, "SlowDown"),
+        failure(500, "InternalError"),
+        failure(429, "TooManyRequests"),
+        failure(400, "RequestTimeout"),
+        ReadTimeoutError(endpoint_url="http://s3"),
+        StoreUnavailable("the deadline is too near to ask"),
+    ],
+    ids=lambda error: type(error).__name__ + str(error)[:40],
+)
+def test_a_second_put_without_a_verdict_leaves_it_to_the_next_to_find_out(
+    store: S3Store, recorder: MemoryRecorder, client: Any, error: Exception, on: Register
+) -> None:
+    puts: list[Any] = []
+
+    def fail_second(params: dict[str, Any], **_: object) -> None:
+        puts.append(params["headers"])
+        if len(puts) == 2:
+            raise error
+
+    on("PutObject", fail_second)
+    assert store.put_if_absent("a", b"1") is True
+    assert store.conditional_puts is None
+    assert store.put_if_absent("a", b"2") is False
+    assert store.put_if_absent("b", b"2") is True
+    assert store.conditional_puts is True
+    assert recorder.value("s3_unconditional_puts") == 0
     assert store.get("a") == b"1"
 
 
@@ -372,7 +404,9 @@ def raised(error: Exception) -> StoreError:
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_what_time_mends_is_unavailable(status: int) -> None:
-    assert type(raised(failure(status, "Whatever"))) is StoreUnavailable
+    expected = StoreBusy if status in (429, 503) else StoreUnavailable
+    assert type(raised(failure(status, "Whatever"))) is expected
+    assert issubclass(expected, StoreUnavailable)
 
 
 @pytest.mark.parametrize(
