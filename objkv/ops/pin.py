@@ -2,7 +2,8 @@
 
 Pinning writes the document in the bulk store first and tells the index then; unpinning tells the
 index first and removes the document last. So what breaks off halfway is still listed, and saying it
-again completes it.
+again completes it. Whoever has told the index reads the documents again: if others have changed
+them meanwhile, it is told once more, so that who tells it last tells what all documents say.
 """
 
 import time
@@ -16,6 +17,8 @@ from objkv.index.base import PruneIndex, ReadIndex, Record
 from objkv.stores.base import PruneStore, ReadStore
 
 _CHUNKS_MAX = 90_000
+_TELLINGS_MAX = 16
+"""Of one pin, while others change theirs all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +109,34 @@ class Pinner:
             return Pinned(namespace, leaf, 0, 0, 0, 0, 0)
         if pin is None:
             return None
-        missing = self._tell(pin, but=path)
+        self._tell(pin, but=path)
         self.bulk.delete(path)
+        missing = self._tell(pin, "")  # others may have told what this document said
         return Pinned(namespace, leaf, pin.tokens, len(pin.chunks), pin.until_s, 0, missing)
 
     def _tell(self, pin: Pin, but: str) -> int:
         """Tell the index until when each of its chunks is pinned, by all documents ``but`` one; how
         many of them it does not know."""
-        until: dict[bytes, int] = {}
+        until = self._until(pin, but)
+        for _ in range(_TELLINGS_MAX):
+            known = [
+                self.index.pin(pin.namespace, chunk, until_s=until_s, ttl_s=self.ttl_s)
+                for chunk, until_s in zip(pin.chunks, until, strict=True)
+            ]
+            told, until = until, self._until(pin, but)
+            if until == told:
+                break
+        return known.count(False)
+
+    def _until(self, pin: Pin, but: str) -> list[int]:
+        """Until when each of its chunks is pinned, by all documents ``but`` one; 0 if it is not."""
+        until = dict.fromkeys(pin.chunks, 0)
         now_s = self.clock()
         for other in scan_pins(self.bulk, pin.namespace):
             if isinstance(other, Pin) and other.path() != but and other.until_s > now_s:
-                for chunk in other.chunks:
-                    until[chunk] = max(other.until_s, until.get(chunk, 0))
-        known = [
-            self.index.pin(pin.namespace, chunk, until_s=until.get(chunk, 0), ttl_s=self.ttl_s)
-            for chunk in pin.chunks
-        ]
-        return known.count(False)
+                for chunk in until.keys() & other.chunks:
+                    until[chunk] = max(other.until_s, until[chunk])
+        return [until[chunk] for chunk in pin.chunks]
 
 
 def list_pins(
@@ -141,14 +154,27 @@ def list_pins(
     return PinList(tuple(pins), tuple(problems))
 
 
-def remove_ended_pins(bulk: PruneStore, namespace: str, *, now_s: float) -> int:
-    """Remove the documents of pins that have ended; how many. For sweeps."""
-    ended = [
-        pin.path()
-        for pin in scan_pins(bulk, namespace)
-        if isinstance(pin, Pin) and pin.until_s <= now_s
-    ]
-    return sum(bulk.delete(path) for path in ended)
+def remove_ended_pins(
+    bulk: PruneStore, namespace: str, *, now_s: float, grace_s: float = 0.0
+) -> int:
+    """Remove the documents of pins that ended ``grace_s`` ago; how many. For sweeps.
+
+    Each is read again right before: somebody may have made the pin longer.
+    """
+    ended = [pin.path() for pin in scan_pins(bulk, namespace) if _is_over(pin, now_s - grace_s)]
+    removed = 0
+    for path in ended:
+        try:
+            pin = read_pin(bulk, path)
+        except PayloadError:
+            continue
+        if _is_over(pin, now_s - grace_s):
+            removed += bulk.delete(path)
+    return removed
+
+
+def _is_over(pin: Pin | PayloadError | None, at_s: float) -> bool:
+    return isinstance(pin, Pin) and pin.until_s <= at_s
 
 
 def _described(index: ReadIndex, pin: Pin) -> Pinned:

@@ -110,7 +110,10 @@ class Sweep:
     def _document_work(self, name: str) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:
             bulk = self._ends.bulk
-            tally.counts["documents"] += remove_ended_pins(bulk, name, now_s=self._clock())
+            grace_s = max(0, self._limits.grace_s)
+            tally.counts["documents"] += remove_ended_pins(
+                bulk, name, now_s=self._clock(), grace_s=grace_s
+            )
             if name not in self._found.old or "old_epoch" not in self._limits.only:
                 return
             beside = []

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -225,3 +226,66 @@ def test_a_folder_that_is_its_own_index_has_pins_too(tmp_path: Path, clock: Manu
     )
     clock.advance(DAY_S)
     assert until(index, chunks) == [0, 0, 0]
+
+
+def test_a_pin_that_is_made_longer_while_ended_ones_are_removed_stays(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    chunks = hashes(save(bulk, index))
+    chains = [chain_of(index, NAMESPACE, leaf) for leaf in chunks[:2]]
+    for chain in chains:
+        pinner.pin(NAMESPACE, chain, until_s=int(clock()) + 100)
+    clock.advance(200)
+    delete, end = bulk.delete, int(clock()) + DAY_S
+
+    def meddled(key: str) -> bool:
+        bulk.delete = delete  # type: ignore[method-assign]
+        for chain in chains:
+            if chain[-1].prefix_hash.hex() not in key:
+                pinner.pin(NAMESPACE, chain, until_s=end)
+        return delete(key)
+
+    bulk.delete = meddled  # type: ignore[method-assign]
+    assert remove_ended_pins(bulk, NAMESPACE, now_s=clock()) == 1
+    assert [pin.until_s for pin in list_pins(bulk, index, [NAMESPACE], now_s=clock()).pins] == [end]
+
+
+def test_an_ended_pin_is_kept_for_the_grace_time(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
+) -> None:
+    chunks = hashes(save(bulk, index))
+    pinner.pin(NAMESPACE, chain_of(index, NAMESPACE, chunks[0]), until_s=int(clock()) + 100)
+    for passes_s, removed in ((150, 0), (49, 0), (2, 1)):
+        clock.advance(passes_s)
+        now_s = clock()
+        assert remove_ended_pins(bulk, NAMESPACE, now_s=now_s, grace_s=100) == removed
+
+
+@pytest.mark.parametrize("at", ["first scan", "deletion"])
+def test_what_is_pinned_while_a_longer_prefix_is_unpinned_stays_pinned(
+    pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock, at: str
+) -> None:
+    chunks = hashes(save(bulk, index))
+    long, short = (chain_of(index, NAMESPACE, chunks[number]) for number in (2, 1))
+    far, near = int(clock()) + DAY_S, int(clock()) + 1_000
+    pinner.pin(NAMESPACE, long, until_s=far)
+    pin, delete = index.pin, bulk.delete
+
+    def other() -> None:
+        index.pin, bulk.delete = pin, delete  # type: ignore[method-assign]
+        pinner.pin(NAMESPACE, short, until_s=near)
+
+    def meddled_pin(*told: Any, **options: Any) -> bool:
+        other()
+        return pin(*told, **options)
+
+    def meddled_delete(key: str) -> bool:
+        other()
+        return delete(key)
+
+    if at == "deletion":
+        bulk.delete = meddled_delete  # type: ignore[method-assign]
+    else:
+        index.pin = meddled_pin  # type: ignore[method-assign]
+    assert pinner.unpin(NAMESPACE, chunks[2]) is not None
+    assert until(index, chunks) == [near, near, 0]
