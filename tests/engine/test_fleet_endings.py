@@ -26,6 +26,7 @@ from tests.engine.harness import Replica, run_replica
 from tests.engine.job import Call, Generate, Job, Touch, WaitFor
 from tests.engine.prompts import prompt_of
 
+pytestmark = pytest.mark.wide
 WAYS = {
     "a script that ends": (EXIT, False),
     "a script that ends, its engine in other processes": (EXIT, True),
