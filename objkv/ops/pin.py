@@ -161,20 +161,24 @@ def remove_ended_pins(
 
     Each is read again right before: somebody may have made the pin longer.
     """
-    ended = [pin.path() for pin in scan_pins(bulk, namespace) if _is_over(pin, now_s - grace_s)]
+    ended = [
+        pin.path()
+        for pin in scan_pins(bulk, namespace)
+        if isinstance(pin, Pin) and _is_over(pin, now_s - grace_s)
+    ]
     removed = 0
     for path in ended:
         try:
             pin = read_pin(bulk, path)
         except PayloadError:
             continue
-        if _is_over(pin, now_s - grace_s):
+        if pin is not None and _is_over(pin, now_s - grace_s):
             removed += bulk.delete(path)
     return removed
 
 
-def _is_over(pin: Pin | PayloadError | None, at_s: float) -> bool:
-    return isinstance(pin, Pin) and pin.until_s <= at_s
+def _is_over(pin: Pin, at_s: float) -> bool:
+    return pin.until_s <= at_s
 
 
 def _described(index: ReadIndex, pin: Pin) -> Pinned:
