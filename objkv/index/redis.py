@@ -99,10 +99,7 @@ class RedisIndex:
         """See ``ReadIndex``; running totals. Other processes may keep back what they changed in
         the last seconds."""
         told = self._totals.take(early=True)
-        *replies, reply = self._pipelined(
-            [*self._totals.commands(told), ("HGETALL", self._totals.key)]
-        )
-        self._retell(told, replies)
+        [reply] = self._telling(told, ("HGETALL", self._totals.key))
         if isinstance(reply, Exception):
             with translated("usage"):
                 raise reply
@@ -117,7 +114,7 @@ class RedisIndex:
         with translated("close"):
             if told := self._totals.take(early=True):
                 with suppress(StoreError):
-                    self._pipelined(self._totals.commands(told))
+                    self._telling(told)
             self._finder.close()
             self._client.close()
 
@@ -178,10 +175,14 @@ class RedisIndex:
 
     def set_usage(self, usage: Usage) -> None:
         """See ``PruneIndex``."""
-        self._totals.take(early=True)  # counted, too
-        with translated("set usage"):
-            run: Callable[..., object] = self._client.execute_command
-            run(*replaced(self._totals.key, usage))
+        counted = self._totals.take_of(usage.namespace)
+        run: Callable[..., object] = self._client.execute_command
+        try:
+            with translated("set usage"):
+                run(*replaced(self._totals.key, usage))
+        except StoreError:
+            self._totals.put_back(counted)
+            raise
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
@@ -194,24 +195,23 @@ class RedisIndex:
             try:
                 if not told:
                     return run(*known)
-                reply, *replies = self._telling(known, told)
-                self._retell(told, replies)
+                [reply] = self._telling(told, known)
                 if isinstance(reply, Exception):
                     raise reply
                 return reply
             except exceptions.NoScriptError:
                 return run(*script.told(key, *args))
 
-    def _telling(self, command: Command, told: Mapping[str, int]) -> list[Any]:
+    def _telling(self, told: Mapping[str, int], *commands: Command) -> list[Any]:
+        """What ``commands`` answered; totals go before them, and are put back if they fail."""
         try:
-            return self._pipelined([command, *self._totals.commands(told)])
+            replies = self._pipelined([*self._totals.commands(told), *commands])
         except StoreError:
             self._totals.put_back(told)
             raise
-
-    def _retell(self, told: Mapping[str, int], replies: Sequence[object]) -> None:
-        pairs = zip(told.items(), replies, strict=True)
+        pairs = zip(told.items(), replies, strict=False)
         self._totals.put_back(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
+        return replies[len(told) :]
 
     def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
         """All replies, errors among them as values; one round trip, or one per cluster node."""

@@ -46,15 +46,20 @@ class Totals:
         """What is to be told now, by field; empty unless it is time, or ``early``."""
         now = self._clock()
         with self._lock:
-            if self._process != os.getpid():  # a fork's: the parent tells these
-                self._process = os.getpid()
-                self._pending.clear()
+            self._leave_to_parent()
             if not early and now < self._due_s:
                 return {}
             taken = {field: change for field, change in self._pending.items() if change}
             self._pending.clear()
             self._due_s = now + _TELL_S
         return taken
+
+    def take_of(self, namespace: str) -> dict[str, int]:
+        """What there is to be told of ``namespace``, by field: for who tells it otherwise."""
+        fields = f"{namespace}:nbytes", f"{namespace}:payloads"
+        with self._lock:
+            self._leave_to_parent()
+            return {field: self._pending.pop(field, 0) for field in fields}
 
     def commands(self, taken: Mapping[str, int]) -> list[Command]:
         """What tells it."""
@@ -66,6 +71,11 @@ class Totals:
         with self._lock:
             for field, change in taken.items():
                 self._pending[field] += change
+
+    def _leave_to_parent(self) -> None:
+        if self._process != os.getpid():  # a fork's: the parent tells these
+            self._process = os.getpid()
+            self._pending.clear()
 
 
 def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:

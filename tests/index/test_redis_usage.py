@@ -1,10 +1,12 @@
 """Running totals in Redis: what drifts, what mends it, and what a save pays for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import redis
 
+from objkv.errors import StoreUnavailable
 from objkv.index.base import Usage
 from objkv.index.redis import RedisIndex
 from objkv.index.redis_usage import Totals, read_totals
@@ -86,6 +88,44 @@ def test_totals_that_cannot_be_told_cost_no_save_and_are_told_later(client: redi
     assert all(index.lookup(NAMESPACE, [prefix_hash(1), prefix_hash(2)]))
     client.delete(KEY)
     assert index.usage() == [Usage(NAMESPACE, 13, 2, 0)]
+
+
+@pytest.mark.parametrize("asked", [RedisIndex.usage, RedisIndex.close])
+def test_totals_that_could_not_be_told_because_of_the_way_are_told_later(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch, asked: Callable[[RedisIndex], object]
+) -> None:
+    index = RedisIndex(client)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+
+    def down(commands: object) -> None:
+        raise StoreUnavailable("down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_pipelined", down)
+        with suppress(StoreUnavailable):
+            asked(index)
+    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
+
+
+def test_setting_the_totals_of_a_namespace_leaves_those_of_others_alone(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = RedisIndex(client)
+    for namespace in (NAMESPACE, OTHER):
+        index.publish(chunk(1, namespace), {FIELD: shard(10)}, ttl_s=LONG_S)
+
+    def down(*command: object) -> None:
+        raise redis.exceptions.ConnectionError("down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "execute_command", down)
+        with pytest.raises(StoreUnavailable):
+            index.set_usage(Usage(NAMESPACE, 10, 1, counted_s=7))
+    assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 10, OTHER: 10}
+    for namespace in (NAMESPACE, OTHER):
+        index.publish(chunk(2, namespace), {FIELD: shard(5)}, ttl_s=LONG_S)
+    index.set_usage(Usage(NAMESPACE, 15, 2, counted_s=7))
+    assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 15, OTHER: 15}
 
 
 def test_a_server_that_forgot_the_script_is_taught_while_totals_are_told(
