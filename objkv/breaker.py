@@ -19,8 +19,9 @@ from typing import Literal, TypeVar
 
 import pybreaker
 
+from objkv.burst import Burst
 from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError
-from objkv.sockets import Trial
+from objkv.sockets import Trial, ends_s
 from objkv.telemetry import Recorder
 
 T = TypeVar("T")
@@ -29,8 +30,17 @@ Direction = Literal["read", "write"]
 DIRECTIONS: tuple[Direction, ...] = ("read", "write")
 
 _PROBES_MAX = 2
-"""Calls that try a server again and do not return, before nobody else does: a file system that
+"""Calls that try a server again and do not return, before others do so seldom: a file system that
 hangs keeps the threads of all who ask it."""
+_SELDOM = 10
+"""Such others begin so many longest pauses after each other."""
+_CUT_SHARE = 1 / 4
+"""In the last part of a caller's time nothing more is begun (``objkv.stores.s3_term``)."""
+_BUSY_MAX = 3
+"""Reads that are answered ``StoreBusy`` close to each other before writes give way. One alone says
+little: servers that grow, and those with many clients, answer so now and then."""
+_BUSY_WITHIN_S = 3.0
+_BUSY_WITHIN_READS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,8 @@ class Patience:
     """The longest first pause. Each pause is twice as long as the one before at most."""
     reset_max_s: float = 15.0
     """The longest pause: so long after a server is back, at the latest, it is tried."""
+    enough_s: float = 1.0
+    """A call whose caller had less time, and that ends with it, says nothing of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,9 @@ class Breaker:
     the server is back, if not the next pause is longer, up to ``reset_max_s``. A probe that does
     not return is not waited for: another follows. Each pause is drawn from its upper half, so that
     many replicas do not probe in step. Safe from many threads.
+
+    A call that its caller's own ``EndsBy`` cuts short is neither failure nor success, unless he had
+    ``enough_s``: a server that got so long and gave nothing has failed him.
     """
 
     def __init__(
@@ -84,13 +99,17 @@ class Breaker:
         self._recorder = recorder
         self._on_change = on_change
         self.clock: Callable[[], float] = time.monotonic
+        """Of the same time as ``EndsBy``."""
         self.draw: Callable[[], float] = random.random
         """A number in [0, 1)."""
         self._lock = Lock()
         self._numbers = count()
         self._probes: set[int | None] = set()
         self._pauses = 0
+        self._pauses_kept: int | None = None
+        """Those of before, while it was opened for a moment only."""
         self._again_s = 0.0
+        self._seldom_s = 0.0
         self._closed_s = -math.inf
         self._denied = False
         self._breaker = pybreaker.CircuitBreaker(
@@ -112,6 +131,7 @@ class Breaker:
     def call(self, verb: str, call: Callable[[], T]) -> T:
         """Make ``call``, or raise ``LeftAlone`` without making it."""
         probe = self._enter(verb) if self.is_open else None
+        given_s = ends_s() - self.clock()
         try:
             if probe is None:
                 value = call()
@@ -119,11 +139,13 @@ class Breaker:
                 with Trial():  # asked once: many may be waiting to hear that it is back
                     value = call()
         except StoreError as exc:
-            self._leave(probe, exc)
+            if self._is_cut(exc, given_s):
+                self._let_go(probe)
+            else:
+                self._leave(probe, exc)
             raise
-        except BaseException:  # an interrupt says nothing of the server
-            if probe is not None:
-                self._interrupted(probe)
+        except BaseException as exc:  # says nothing of the server
+            self._let_go(probe, at_once=isinstance(exc, KeyboardInterrupt))
             raise
         self._leave(probe, None)
         return value
@@ -133,7 +155,10 @@ class Breaker:
         with self._lock:
             if not self.is_open:
                 return None
-            if self.clock() < self._again_s or len(self._probes) >= _PROBES_MAX:
+            now_s = self.clock()
+            if now_s < self._again_s or (
+                len(self._probes) >= _PROBES_MAX and now_s < self._seldom_s
+            ):
                 what = self._change
                 self._recorder.count(f"breaker_refused_{what.end}_{what.direction}")
                 raise LeftAlone(
@@ -142,6 +167,7 @@ class Breaker:
                 )
             probe = next(self._numbers)
             self._probes.add(probe)
+            self._seldom_s = now_s + _SELDOM * self._patience.reset_max_s
             self._pause()  # as if it failed: whether it ever returns nobody knows
             self._breaker.half_open()
             return probe
@@ -167,32 +193,51 @@ class Breaker:
                 self._opened(error)
             elif was_open and not self.is_open:
                 self._closed()
-            elif was_open and isinstance(error, StoreDenied) and not self._denied:
-                self._denied = True
-                self._tell(error)
+            elif was_open:
+                self._pauses_kept = None
+                if isinstance(error, StoreDenied) and not self._denied:
+                    self._denied = True
+                    self._tell(error)
 
-    def _interrupted(self, probe: int) -> None:
+    def _is_cut(self, error: StoreError, given_s: float) -> bool:
+        """Whether it was the caller who ended the call; he had ``given_s`` when it began."""
+        if not error.transient or isinstance(error, StoreBusy):
+            return False  # an answer
+        left_s = ends_s() - self.clock()
+        return given_s < self._patience.enough_s and left_s <= given_s * _CUT_SHARE
+
+    def _let_go(self, probe: int | None, *, at_once: bool = False) -> None:
+        """A call ended without news; if it was a probe another follows, after its pause."""
         with self._lock:
             self._probes.discard(probe)
-            self._again_s = self.clock()
+            if at_once and probe is not None:
+                self._again_s = self.clock()
 
-    def open(self, error: StoreError) -> None:
-        """Give the server up now, however many calls failed."""
+    def open(self, error: StoreError, *, briefly: bool = False) -> None:
+        """Give the server up now, however many calls failed. ``briefly``: for the first pause, and
+        if it is back then, all is as if it had not been given up."""
         with self._lock:
             if not self.is_open:
                 self._breaker.open()
-                self._opened(error)
+                self._opened(error, briefly=briefly)
 
-    def _opened(self, error: StoreError | None) -> None:
+    def _opened(self, error: StoreError | None, *, briefly: bool = False) -> None:
         if self.clock() - self._closed_s > self._patience.reset_max_s:
             self._pauses = 0  # else it was back for a moment only
+        self._pauses_kept = self._pauses if briefly else None
+        if briefly:
+            self._pauses = 0
         self._pause()
         self._denied = isinstance(error, StoreDenied)
         self._recorder.count(f"breaker_openings_{self._change.end}_{self._change.direction}")
         self._tell(error)
 
     def _closed(self) -> None:
-        self._closed_s = self.clock()
+        if self._pauses_kept is None:
+            self._closed_s = self.clock()
+        else:
+            self._pauses, self._pauses_kept = self._pauses_kept, None
+        self._probes.clear()  # those that still hang were let through in an outage that is over
         self._denied = False
         self._tell(None)
 
@@ -224,14 +269,25 @@ class Breakers:
         self.read = Breaker(end, "read", patience, recorder, on_change)
         self.write = Breaker(end, "write", patience, recorder, on_change)
         self.read.clock = self.write.clock = clock
+        self._reads = count()
+        self._busy = Burst(_BUSY_MAX, seconds=_BUSY_WITHIN_S, calls=_BUSY_WITHIN_READS)
 
     def call(self, direction: Direction, verb: str, call: Callable[[], T]) -> T:
         """Make ``call`` through the breaker of ``direction``. A server that is asked too much is
-        spared all writes from then on: what is read somebody waits for."""
+        spared all writes from then on: what is read somebody waits for. Reads have to hear so
+        several times, and stop writes for a moment only."""
+        if direction == "write":
+            try:
+                return self.write.call(verb, call)
+            except StoreBusy as exc:
+                self.write.open(exc)
+                raise
+        number = next(self._reads)
         try:
-            return (self.read if direction == "read" else self.write).call(verb, call)
+            return self.read.call(verb, call)
         except StoreBusy as exc:
-            self.write.open(exc)
+            if self._busy.add(self.read.clock(), number):
+                self.write.open(exc, briefly=True)
             raise
 
     @property

@@ -5,11 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.breaker import Breaker, Change, Patience
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.breaker import Breaker, Breakers, Change, Direction, Patience
+from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError, StoreUnavailable
+from objkv.sockets import EndsBy
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
 
@@ -190,3 +192,279 @@ def test_without_anybody_listening_it_works_as_well() -> None:
         with suppress(StoreUnavailable):
             breaker.call("put", fail)
     assert breaker.is_open
+
+
+@pytest.mark.parametrize("given_s", [0.0, 0.005, 0.9])
+def test_a_caller_with_too_little_time_says_nothing_of_the_server(given_s: float) -> None:
+    server = Server()
+
+    def late() -> None:
+        server.clock.advance(given_s)
+        raise StoreUnavailable("the deadline passed")
+
+    def cut() -> None:
+        with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + given_s):
+            server.breaker.call("get", late)
+
+    for _ in range(10):
+        cut()
+    assert not server.breaker.is_open
+    server.call()
+    server.call()
+    cut()  # nor is it an answer
+    server.call()
+    assert server.breaker.is_open
+
+
+def test_an_attempt_not_begun_since_the_time_is_too_short_is_no_failure() -> None:
+    """S3 begins none in the last quarter of the time there is."""
+    server = Server()
+
+    def refuse_to_begin() -> None:
+        server.clock.advance(0.08)
+        raise StoreUnavailable("the deadline is too near to ask")
+
+    for _ in range(10):
+        with pytest.raises(StoreUnavailable, match="near"), EndsBy(server.clock.now_s + 0.1):
+            server.breaker.call("get", refuse_to_begin)
+    assert not server.breaker.is_open
+
+
+@pytest.mark.parametrize("given_s", [1.0, 5.0])
+def test_who_had_time_enough_and_got_nothing_tells_of_a_server_that_stalls(given_s: float) -> None:
+    server = Server()
+
+    def stall() -> None:
+        server.clock.advance(given_s)
+        raise StoreUnavailable("the deadline passed")
+
+    for _ in range(PATIENCE.failures):
+        assert not server.breaker.is_open
+        with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + given_s):
+            server.breaker.call("get", stall)
+    assert server.breaker.is_open
+
+
+def test_a_deadline_set_within_the_call_is_the_servers() -> None:
+    server = Server()
+
+    def stall() -> None:
+        with EndsBy(server.clock.now_s + 0.1):
+            server.clock.advance(0.1)
+            raise StoreUnavailable("the deadline passed")
+
+    for _ in range(PATIENCE.failures):
+        with pytest.raises(StoreUnavailable, match="passed"):
+            server.breaker.call("get", stall)
+    assert server.breaker.is_open
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("reset"), StoreDenied("403"), StoreBusy("503")])
+def test_what_a_server_does_while_there_is_time_is_its_own_doing(error: StoreError) -> None:
+    server = Server()
+    server.error = error
+    for _ in range(PATIENCE.failures):
+        with EndsBy(server.clock.now_s + 0.1):
+            assert not server.call()
+    assert server.breaker.is_open
+
+
+@pytest.mark.parametrize("error", [StoreDenied("403"), StoreBusy("503")])
+def test_an_answer_that_comes_late_is_an_answer(error: StoreError) -> None:
+    server = Server()
+
+    def answer() -> None:
+        server.clock.advance(0.1)
+        raise error
+
+    for _ in range(PATIENCE.failures):
+        with pytest.raises(type(error), match=str(error)), EndsBy(server.clock.now_s + 0.1):
+            server.breaker.call("get", answer)
+    assert server.breaker.is_open
+
+
+def test_a_probe_cut_short_by_its_caller_keeps_its_pause_and_is_not_waited_for() -> None:
+    server = Server()
+    server.breaker.draw = lambda: 1.0
+    for _ in range(PATIENCE.failures):
+        server.call()
+
+    def late() -> None:
+        server.clock.advance(0.005)
+        raise StoreUnavailable("the deadline passed")
+
+    server.error = None
+    for _ in range(3):
+        server.clock.advance(PATIENCE.reset_max_s)
+        with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + 0.005):
+            server.breaker.call("get", late)
+        assert not server.call()
+    server.clock.advance(PATIENCE.reset_max_s)
+    assert server.call()
+
+
+def test_a_probe_that_raises_what_is_no_error_of_a_store_keeps_its_pause() -> None:
+    server = Server()
+    for _ in range(PATIENCE.failures):
+        server.call()
+    server.clock.advance(PATIENCE.reset_max_s)
+    for number in range(10):
+        with pytest.raises(LeftAlone if number else ZeroDivisionError):
+            server.breaker.call("get", lambda: 1 // 0)
+    server.clock.advance(PATIENCE.reset_max_s)
+    server.error = None
+    assert server.call()
+
+
+def test_where_probes_hang_another_is_made_now_and_then() -> None:
+    server = Server()
+    for _ in range(PATIENCE.failures):
+        server.call()
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def hang() -> None:
+        entered.release()
+        assert gate.wait(60)
+
+    made = 0
+    with ThreadPoolExecutor(8) as pool:
+        try:
+            for _ in range(45):  # of 15 s: four times ten of them and a bit
+                server.clock.advance(PATIENCE.reset_max_s)
+                before = server.recorder.value("breaker_refused_bulk_read")
+                probe = pool.submit(server.breaker.call, "get", hang)
+                while not entered.acquire(timeout=0.01):
+                    if server.recorder.value("breaker_refused_bulk_read") > before:
+                        assert isinstance(probe.exception(), LeftAlone)
+                        break
+                else:
+                    made += 1
+            assert made == 2 + 4
+            server.clock.advance(10 * PATIENCE.reset_max_s)
+            server.error = None
+            assert server.call(), "the server was back, and those that hang are not"
+        finally:
+            gate.set()
+    assert server.call()
+
+
+def test_probes_that_hang_since_an_earlier_outage_do_not_slow_down_a_later_one() -> None:
+    server = Server()
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def hang() -> None:
+        entered.release()
+        assert gate.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            for _ in range(PATIENCE.failures):
+                server.call()
+            for _ in range(2):
+                server.clock.advance(PATIENCE.reset_max_s)
+                pool.submit(server.breaker.call, "get", hang)
+                assert entered.acquire(timeout=60)
+            server.clock.advance(10 * PATIENCE.reset_max_s)
+            server.error = None
+            assert server.call()
+            server.error = StoreUnavailable("down")
+            for _ in range(PATIENCE.failures):
+                server.call()
+            server.error = None
+            server.clock.advance(PATIENCE.reset_max_s)
+            assert server.call()
+        finally:
+            gate.set()
+
+
+class Busy:
+    """Breakers of a server that is asked too much now and then."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(0.0)
+        self.breakers = Breakers("bulk", PATIENCE, NullRecorder(), clock=self.clock)
+        self.breakers.write.draw = lambda: 1.0
+
+    def call(self, direction: Direction, error: StoreError | None = None) -> bool:
+        """Whether it answered."""
+
+        def answer() -> None:
+            if error is not None:
+                raise error
+
+        try:
+            self.breakers.call(direction, "verb", answer)
+        except StoreError:
+            return False
+        return True
+
+    def busy_reads(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.call("read", StoreBusy("503"))
+            self.call("read")
+
+
+def test_one_read_in_a_hundred_that_is_too_much_stops_no_writes() -> None:
+    server = Busy()
+    for _ in range(600):
+        server.busy_reads(1)
+        assert sum(server.call("read") for _ in range(98)) == 98
+        server.clock.advance(0.5)
+        assert server.call("write")
+        server.clock.advance(0.5)
+
+
+def test_reads_that_are_too_much_now_and_then_stop_no_writes() -> None:
+    server = Busy()
+    for _ in range(20):
+        server.busy_reads(1)
+        server.clock.advance(2.0)
+        assert server.call("write")
+
+
+def test_several_reads_that_are_too_much_stop_writes_for_the_first_pause_each_time() -> None:
+    server = Busy()
+    for _ in range(20):
+        server.busy_reads(2)
+        assert server.call("write")
+        server.busy_reads(1)
+        assert not server.call("write")
+        server.clock.advance(PATIENCE.reset_s - 0.1)
+        assert not server.call("write")
+        server.clock.advance(0.2)
+        assert server.call("write")
+    for _ in range(PATIENCE.failures):  # nor is the next pause longer for it
+        server.call("write", StoreUnavailable("down"))
+    assert not server.call("write")
+    server.clock.advance(PATIENCE.reset_s + 0.1)
+    assert server.call("write")
+
+
+def test_writes_that_fail_when_tried_again_are_left_alone_ever_longer_whatever_stopped_them() -> (
+    None
+):
+    server = Busy()
+    server.busy_reads()
+    for pause_s in (1.0, 2.0, 4.0):
+        server.clock.advance(pause_s - 0.1)
+        assert not server.call("write")
+        server.clock.advance(0.2)
+        assert not server.call("write", StoreUnavailable("down"))
+    server.clock.advance(7.9)
+    assert not server.call("write")
+
+
+def test_reads_that_are_too_much_make_no_pause_of_failing_writes_shorter() -> None:
+    server = Busy()
+    for _ in range(6):  # back for a moment only
+        for _ in range(PATIENCE.failures):
+            server.call("write", StoreUnavailable("down"))
+        while not server.call("write"):
+            server.clock.advance(0.25)
+    server.busy_reads()
+    while not server.call("write"):
+        server.clock.advance(0.25)
+    for _ in range(PATIENCE.failures):
+        server.call("write", StoreUnavailable("down"))
+    server.clock.advance(PATIENCE.reset_max_s - 0.1)
+    assert not server.call("write")

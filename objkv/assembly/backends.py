@@ -244,6 +244,8 @@ def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange 
         config.breaker_failures,
         config.breaker_reset_ms / 1000,
         config.breaker_reset_max_ms / 1000,
+        # Loads late in their time have less: a store that stalls is to be found by all others.
+        min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000),
     )
     return Breakers(end, patience, recorder, on_change=on_change or log_change)
 

@@ -10,6 +10,7 @@ import pytest
 
 from objkv.assembly.backends import (
     Backends,
+    _breakers,
     check_backends,
     log_change,
     open_backends,
@@ -22,8 +23,10 @@ from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.ops.probes import probe_index, probe_store
+from objkv.sockets import EndsBy, ends_s
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.testing.clock import ManualClock
 from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, failure
 from objkv.testing.servers.redis import valkey_server
 from tests.ops.world import NAMESPACE, WHOLE, save
@@ -137,6 +140,35 @@ def test_an_index_that_keeps_failing_is_given_up_and_that_is_told_once(tmp_path:
     [change] = told
     assert (change.end, change.direction) == ("index", "read")
     assert isinstance(change.error, StoreUnavailable)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts_s", "is_cut_s"),
+    [
+        ({}, 1.01, 0.99),
+        ({"load_deadline_ms": 800}, 0.41, 0.39),
+        ({"step_load_deadline_ms": 500}, 0.26, 0.24),
+    ],
+)
+def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_not(
+    settings: dict[str, Any], counts_s: float, is_cut_s: float, tmp_path: Path
+) -> None:
+    clock = ManualClock(0.0)
+    told: list[Change] = []
+    config = config_of(tmp_path, breaker_failures=5, **settings)
+    reads = _breakers("bulk", config, NullRecorder(), told.append).read
+    reads.clock = clock
+
+    def stall() -> None:
+        clock.now_s = ends_s()
+        raise StoreUnavailable("the deadline passed")
+
+    for given_s, opens in ((is_cut_s, False), (counts_s, True)):
+        for _ in range(5):
+            assert not told
+            with pytest.raises(StoreUnavailable, match="passed"), EndsBy(clock.now_s + given_s):
+                reads.call("get", stall)
+        assert bool(told) is opens
 
 
 def test_by_default_a_change_is_one_line_in_the_log(
