@@ -167,6 +167,12 @@ def error_code(exc: ClientError) -> tuple[int, str]:
     return int(status), str(exc.response.get("Error", {}).get("Code", ""))
 
 
+def asks_for_later(exc: ClientError) -> bool:
+    """Whether the answer says nothing but that the server cannot for now."""
+    status, code = error_code(exc)
+    return status == 429 or status >= 500 or code in _LATER
+
+
 def is_missing(exc: ClientError) -> bool:
     """Whether the answer means that the key has no value; a HEAD's answer does not name why."""
     status, code = error_code(exc)
@@ -208,7 +214,7 @@ def _answered(what: str, exc: ClientError) -> StoreError:
         return StoreDenied(f"{reason}: {_FIX[code]}")
     if status in (429, 503) or code in _BUSY:
         return StoreBusy(reason)
-    if status >= 500 or code in _LATER:
+    if asks_for_later(exc):
         return StoreUnavailable(reason)
     if status in (301, 307):
         return StoreDenied(f"{reason}: {_FIX['PermanentRedirect']}")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
-from objkv.errors import StoreUnavailable
+from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.s3_body import BufferReader
-from objkv.stores.s3_client import error_code
+from objkv.stores.s3_client import asks_for_later, error_code
 from objkv.stores.s3_line import NoAnswer
 from objkv.stores.s3_term import Term
 from objkv.stores.s3_upload import Parts, Uploads
@@ -58,7 +58,7 @@ class Writer:
         self._term = term
         self._recorder = recorder
         self.conditional: bool | None = None
-        """Whether the server honours ``If-None-Match``; None until the first put found out."""
+        """Whether the server honours ``If-None-Match``; None until a put found out."""
 
     def put_if_absent(self, place: dict[str, Any], key: str, view: memoryview) -> bool:
         """``place``: bucket and key as the client wants them."""
@@ -125,13 +125,18 @@ class Writer:
         self.conditional = False
         return True
 
-    def _refuses_a_second(self, value: Value) -> bool:
-        """Whether the condition is honoured. The same bytes once more do no harm where it is not;
-        asked once per process, since HEAD before every PUT would cost a round trip each."""
+    def _refuses_a_second(self, value: Value) -> bool | None:
+        """Whether the condition is honoured; None: the next put has to find out. The same bytes
+        once more do no harm where it is not; asked once per process, since HEAD before every PUT
+        would cost a round trip each."""
         try:
             self._send(value, IfNoneMatch="*")
         except ClientError as exc:
+            if asks_for_later(exc) and not _is_refused(exc):
+                return None
             return error_code(exc)[0] in (_EXISTS, _CONFLICT)
+        except (BotoCoreError, StoreError):  # no answer: the value is there all the same
+            return None
         return False
 
     def _upload_if_absent(self, value: Value) -> bool:
