@@ -8,7 +8,7 @@ their slab: there they become the payload, and from there the store sends it.
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
 
 from objkv.cache.tiered import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim
@@ -23,6 +23,10 @@ from objkv.transfer.save_crew import SaveCrew
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
 logger = logging.getLogger(__name__)
+
+_COPIES_S = 1.0
+"""So long after its bound closing waits for copies out of the device, which read blocks."""
+_LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +162,27 @@ class Saver:
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop; what is left is dropped. No block is read any more
-        afterwards. No slab is leased, but one whose put does not end stays with its thread until
+        afterwards, unless the device still has copies under way a second after the bound. No slab
+        is leased, but one whose put, or whose copies, do not end stays with its thread until
         then."""
-        if self._last_mark is not None:  # blocks and slabs may be unmapped next: no copy comes late
-            self._last_mark.wait()
-        self._crew.close(drain_deadline_s, lambda left: self._give_up(item.chunk for item in left))
+        end = self._clock() + drain_deadline_s
+        if not self._copies_end(end + _COPIES_S):
+            logger.error("the device does not end the copies of saves, shutting down without them")
+        left_s = max(0.0, end - self._clock())
+        self._crew.close(left_s, lambda left: self._give_up(item.chunk for item in left))
 
     def __repr__(self) -> str:
         return f"<Saver {self._crew}>"
+
+    def _copies_end(self, until_s: float) -> bool:
+        """Blocks and slabs may be unmapped next: no copy may come late. Asked rather than waited
+        for, since CUDA knows no wait that has a bound."""
+        mark = self._last_mark
+        while mark is not None and not mark.done():
+            if self._clock() >= until_s:
+                return False
+            sleep(_LOOK_S)
+        return True
 
     def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> _Taken | None:
         move = save.move

@@ -1,6 +1,7 @@
 """What saving may take: memory, slabs, threads, and how it ends."""
 
 import logging
+import math
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from objkv.stores.base import Buffer, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.testing.clock import ManualClock
 from objkv.transfer import paging
-from objkv.transfer.lanes import HostLane
+from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -179,6 +181,38 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
     store.go.set()
     wait_until(lambda: replica.save_slabs.leased == 0)
     replica.loader.close()
+
+
+@pytest.mark.parametrize(("takes_s", "is_told"), [(5.5, False), (math.inf, True)])
+def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
+    takes_s: float, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = ManualClock(0.0)
+
+    class SlowMark(HostMark):
+        def done(self) -> bool:
+            clock.advance(0.25)  # so long until it is asked again
+            return clock.now_s >= takes_s
+
+        def wait(self) -> None:
+            raise AssertionError("nobody may wait without a bound")
+
+    replica = Replica(*stores(), seed=1)
+    saver = Saver(
+        replica.cache,
+        {0: replica.paged},
+        replica.save_slabs,
+        lane=HostLane(),
+        limits=SaveLimits(1, 8, PATIENCE_S, "none", "w"),
+        recorder=replica.recorder,
+        clock=clock,
+    )
+    saver._last_mark = SlowMark()
+    saver.close(5.0)
+    assert ("does not end the copies" in caplog.text) is is_told
+    assert clock.now_s == (6.0 if is_told else 5.5)
+    assert not any(thread.is_alive() for thread in saver._crew._threads)
+    replica.close()
 
 
 def test_after_closing_nothing_is_saved_and_no_slab_is_leased() -> None:
