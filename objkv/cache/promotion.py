@@ -1,7 +1,9 @@
 """Copies payloads that are loaded often from the bulk to the hot store, beside the loads.
 
 One thread, a bounded queue; what does not fit is dropped and counted. Order: hot first, the record
-that promises it last, so that a crash leaves a copy that nobody asks for, and which expires.
+that promises it last, so that a crash leaves a copy that nobody asks for, and which expires. The
+record is changed under the lease that savers and sweeps take: what a sweep deletes meanwhile is not
+announced again.
 """
 
 from collections import deque
@@ -9,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from threading import Condition, Thread
 from time import monotonic
+from uuid import uuid4
 
 from objkv.cache.placement import HotLimits, OftenLoaded
 from objkv.codec.payload import Claim, check_frames, read_header
 from objkv.codec.seal import Seal
-from objkv.errors import ObjkvError, PayloadError
+from objkv.errors import ObjkvError, PayloadError, StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import WriteStore
@@ -33,10 +36,14 @@ class Promoter:
         limits: HotLimits,
         *,
         ttl_s: int,
+        lease_ms: int,
         recorder: Recorder,
         seal: Seal | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        self._owner = f"promoter-{uuid4().hex}"  # a saver of this process must wait, too
+        self._lease_ms = lease_ms
+        self._clock = clock
         self._bulk = bulk
         self._hot = hot
         self._index = index
@@ -134,14 +141,36 @@ class Promoter:
             raise PayloadError(f"{len(payload)} bytes where the header says {header.nbytes}")
         check_frames(header, payload)
         self._hot.put(key.path(), payload)
-        if self._record(key) != shard:
-            return  # what was withdrawn, or replaced, meanwhile is not brought back
-        chunk = ChunkEntry(
-            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-        )
-        self._index.publish(chunk, {key.field: replace(shard, hot=True)}, ttl_s=self._ttl_s)
-        self._recorder.count("hot_promotions")
-        self._recorder.count("hot_promoted_bytes", len(payload))
+        if self._announce(claim, shard):
+            self._recorder.count("hot_promotions")
+            self._recorder.count("hot_promoted_bytes", len(payload))
+
+    def _announce(self, claim: Claim, shard: ShardRecord) -> bool:
+        key = claim.key
+        end_s = self._clock() + self._lease_ms / 1000
+        if not self._index.lease(key.path(), self._owner, ttl_ms=self._lease_ms):
+            self._often.forget(key.path())
+            return False  # somebody saves or deletes it right now
+        try:
+            if self._record(key) != shard or self._clock() >= end_s:
+                return False  # what was withdrawn, or replaced, meanwhile is not brought back
+            chunk = ChunkEntry(
+                key.namespace,
+                key.prefix_hash,
+                claim.parent_hash,
+                claim.token_start,
+                claim.token_end,
+            )
+            self._index.publish(chunk, {key.field: replace(shard, hot=True)}, ttl_s=self._ttl_s)
+        finally:
+            self._release(key)
+        return True
+
+    def _release(self, key: ChunkKey) -> None:
+        try:
+            self._index.release(key.path(), self._owner)
+        except StoreError:  # it ends by itself
+            self._recorder.count("lease_errors")
 
     def _record(self, key: ChunkKey) -> ShardRecord | None:
         (record,) = self._index.lookup(key.namespace, [key.prefix_hash])

@@ -98,6 +98,7 @@ class ChunkCache:
                 index,
                 settings.hot_limits,
                 ttl_s=settings.ttl_s,
+                lease_ms=settings.lease_ms,
                 recorder=recorder,
                 seal=seal,
             )

@@ -1,6 +1,6 @@
 """Payloads that are loaded often are copied to the hot store, hot first and the record last."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Thread
 
@@ -9,7 +9,7 @@ import pytest
 from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.codec.payload import Header, read_header
 from objkv.errors import StoreUnavailable
-from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.base import ChunkEntry, Record, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
@@ -295,3 +295,55 @@ def test_a_payload_that_was_cut_short_is_not_copied(make: Make) -> None:
     world.bulk.put(PATH, PAYLOAD[:-1])
     world.load(2)
     assert world.log == []
+
+
+def test_what_a_sweep_deletes_meanwhile_is_not_announced_again(make: Make) -> None:
+    """The sweep comes between the last look at the record and its announcement, if it may."""
+    world = make()
+    lookup, shard, swept = world.index.lookup, world.shard(), []
+
+    def sweep() -> None:
+        key = CLAIM.key
+        if not world.index.lease(PATH, "sweep", ttl_ms=1_000):
+            swept.append("busy")
+            return
+        world.index.forget(key.namespace, key.prefix_hash, key.field, shard)
+        world.bulk.delete(PATH)
+        world.index.release(PATH, "sweep")
+
+    def meddled(namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        found = lookup(namespace, prefix_hashes)
+        if world.hot.get(PATH) is not None and not swept:
+            sweep()
+        return found
+
+    world.index.lookup = meddled  # type: ignore[method-assign]
+    world.load(2)
+    assert swept == ["busy"]
+    assert world.bulk.head(PATH) is not None
+    assert world.shard().hot
+    assert world.index.lease(PATH, "sweep", ttl_ms=1), "the lease was given back"
+
+
+def test_what_somebody_saves_or_deletes_right_now_is_promoted_later(make: Make) -> None:
+    world = make()
+    world.index.lease(PATH, "sweep", ttl_ms=100_000)
+    world.load(2)
+    assert not world.shard().hot
+    world.index.release(PATH, "sweep")
+    world.load(2)
+    assert world.shard().hot
+
+
+def test_a_lease_that_cannot_be_given_back_ends_by_itself(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(name: str, owner: str) -> None:
+        raise StoreUnavailable("gone")
+
+    world = make()
+    monkeypatch.setattr(world.index, "release", gone)
+    world.load(2)
+    assert world.shard().hot
+    assert world.recorder.value("lease_errors") == 1
+    assert world.recorder.value("hot_promotions") == 1
