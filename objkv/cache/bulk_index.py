@@ -46,7 +46,9 @@ class BulkIndex:
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``; reads the header of every payload of these chunks."""
-        pins = read_pins(self._store, namespace) if prefix_hashes else {}
+        # Shapes are no chunk's, and asked for again and again by every replica.
+        is_for_chunks = any(prefix_hash != SHAPES_HASH for prefix_hash in prefix_hashes)
+        pins = read_pins(self._store, namespace) if is_for_chunks else {}
         return [
             record and self._pinned(record, pins)
             for record in (self._record(namespace, prefix_hash) for prefix_hash in prefix_hashes)

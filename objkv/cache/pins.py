@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from objkv.errors import PayloadError
+from objkv.errors import PayloadError, StoreDenied
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import ReadStore
 
@@ -18,6 +18,11 @@ FORMAT = 1
 UNTIL_S_MAX = 1 << 40
 DOCUMENT_BYTES_MAX = 4 << 20
 """Of a chain of 90,000 chunks; what is longer was not written by objkv."""
+_COMMAS_MAX = 100_000
+"""In a document of so many bytes; what has more is not taken apart."""
+_PINS_MAX = 100_000
+_CHUNKS_MAX = 1 << 22
+"""Of all pins of a namespace together: 10^9 tokens in chunks of 256."""
 _HASH = re.compile(f"[0-9a-f]{{{2 * PREFIX_HASH_BYTES}}}")
 
 
@@ -73,6 +78,9 @@ def parse_pin(document: bytes, path: str) -> Pin:
     """The pin that ``document`` spells, which lies at ``path``. Raises ``PayloadError`` for
     anything that ``Pin.document`` does not write, or does not write there."""
     try:
+        # Lists in lists take fifty times their own size.
+        if document.count(b"[") + document.count(b"{") > 2 or document.count(b",") > _COMMAS_MAX:
+            raise ValueError
         values = json.loads(document)
         written = values["chunks"]
         if values["format"] != FORMAT or not all(_HASH.fullmatch(chunk) for chunk in written):
@@ -97,7 +105,7 @@ def read_pin(bulk: ReadStore, path: str) -> Pin | None:
         return None
     if entry.nbytes > DOCUMENT_BYTES_MAX:
         raise PayloadError(f"{path}: not a pin of objkv: {entry.nbytes} bytes")
-    document = bulk.get(path)
+    document = bulk.get_range(path, 0, DOCUMENT_BYTES_MAX)
     return None if document is None else parse_pin(document, path)
 
 
@@ -116,10 +124,18 @@ def scan_pins(bulk: ReadStore, namespace: str) -> Iterator[Pin | PayloadError]:
 def read_pins(bulk: ReadStore, namespace: str) -> dict[bytes, int]:
     """Until when each pinned chunk is, by its prefix hash; also those whose time is over.
 
-    Documents that cannot be read pin nothing: ``objkv pin --list`` names them.
+    Documents that cannot be read pin nothing: ``objkv pin --list`` names them. Raises
+    ``StoreDenied`` for more than anybody pins: to leave some out would have them deleted.
     """
     until: dict[bytes, int] = {}
-    for pin in scan_pins(bulk, namespace):
+    chunks = 0
+    for count, pin in enumerate(scan_pins(bulk, namespace), 1):
+        chunks += len(pin.chunks) if isinstance(pin, Pin) else 0
+        if count > _PINS_MAX or chunks > _CHUNKS_MAX:
+            raise StoreDenied(
+                f"{pins_folder(namespace)}: more than {_PINS_MAX} pins or {_CHUNKS_MAX} chunks in "
+                "them: objkv pin --list shows them; remove those that nobody needs"
+            )
         if isinstance(pin, Pin):
             for prefix_hash in pin.chunks:
                 until[prefix_hash] = max(pin.until_s, until.get(prefix_hash, 0))

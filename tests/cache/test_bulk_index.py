@@ -225,3 +225,20 @@ def test_which_shards_are_in_use_is_said_in_the_folder_itself(
     assert set(record.shards) == {FIELD, *SIDES}
     assert list(index.scan(NAMESPACE)) == []
     assert count_bulk(store).other_entries == 0
+
+
+def test_who_asks_for_shapes_reads_no_pins(
+    index: BulkIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every replica does, again and again."""
+    asked: list[str] = []
+
+    def read_pins(store: object, namespace: str) -> dict[bytes, int]:
+        asked.append(namespace)
+        return {}
+
+    monkeypatch.setattr("objkv.cache.bulk_index.read_pins", read_pins)
+    index.lookup(NAMESPACE, [SHAPES_HASH])
+    assert asked == []
+    index.lookup(NAMESPACE, [SHAPES_HASH, HASHES[0]])
+    assert asked == [NAMESPACE]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.cache.pins import DOCUMENT_BYTES_MAX, Pin, parse_pin, pin_path, read_pins, scan_pins
-from objkv.errors import PayloadError
+from objkv.errors import PayloadError, StoreDenied
 from objkv.stores.memory import MemoryStore
 
 NAMESPACE = "0" * 32
@@ -89,3 +89,31 @@ def test_a_document_that_cannot_be_read_pins_nothing_and_is_told() -> None:
     assert read_pins(store, NAMESPACE) == {HASHES[0]: 2_000}
     found = list(scan_pins(store, NAMESPACE))
     assert [type(one) for one in found] == [Pin, PayloadError, PayloadError]
+
+
+@pytest.mark.parametrize("filling", ["[],", "{},", '"a",'])
+def test_a_document_of_many_values_is_not_taken_apart(
+    filling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parsed(document: bytes) -> None:
+        raise AssertionError("parsed")
+
+    document = f'{{"chunks":[{filling * 200_000}0]}}'.encode()
+    monkeypatch.setattr("objkv.cache.pins.json.loads", parsed)
+    with pytest.raises(PayloadError) as told:
+        parse_pin(document, pin_path(NAMESPACE, HASHES[0]))
+    assert isinstance(told.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("limit", ["_PINS_MAX", "_CHUNKS_MAX"])
+def test_more_pins_than_anybody_has_are_refused_and_none_is_left_out(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    for prefix_hash in HASHES[:3]:
+        store.put(pin(prefix_hash).path(), pin(prefix_hash).document())
+    monkeypatch.setattr(f"objkv.cache.pins.{limit}", 3)
+    assert len(read_pins(store, NAMESPACE)) == 3
+    monkeypatch.setattr(f"objkv.cache.pins.{limit}", 2)
+    with pytest.raises(StoreDenied, match="more than"):
+        read_pins(store, NAMESPACE)
