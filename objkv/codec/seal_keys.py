@@ -38,9 +38,8 @@ def parse_keys(text: str) -> list[SealKey]:
         keys.append(SealKey(key_id, tenant, _secret(where, secret)))
     if not keys:
         raise ValueError("no key in it")
-    for key in keys:
-        if sum(key.id == other.id and key.tenant == other.tenant for other in keys) > 1:
-            raise ValueError("two keys of one tenant have the same id")
+    if len({(key.id, key.tenant) for key in keys}) < len(keys):
+        raise ValueError("two keys of one tenant have the same id")
     return keys
 
 
