@@ -20,11 +20,14 @@ from objkv.index.redis_errors import translated
 from objkv.index.redis_find import Finder
 from objkv.index.redis_script import DROP, FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
 from objkv.index.redis_usage import Command, Totals, read_totals, replaced
+from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 Client = redis.Redis | redis.RedisCluster
 
 _SCAN_KEYS = 1_000
+_FIELDS_READ_MAX = 8 * FIELDS_MAX
+"""Of the record of shapes; no fleet has so many, forgotten ones included."""
 _TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
 
 
@@ -52,7 +55,12 @@ class RedisIndex:
         return f"<RedisIndex {self._prefix}:*>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``."""
+        """See ``ReadIndex``; replicas ask for the shapes themselves, so they look at its size
+        first."""
+        if SHAPES_HASH in prefix_hashes and not self._has_few_fields(namespace, SHAPES_HASH):
+            others = [one for one in prefix_hashes if one != SHAPES_HASH]
+            found = dict(zip(others, self.lookup(namespace, others), strict=True))
+            return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
         replies = self._pipelined(
             [("HGETALL", self._chunk(namespace, prefix_hash)) for prefix_hash in prefix_hashes]
         )
@@ -61,6 +69,15 @@ class RedisIndex:
             _record(prefix_hash, reply, now)
             for prefix_hash, reply in zip(prefix_hashes, replies, strict=True)
         ]
+
+    def _has_few_fields(self, namespace: str, prefix_hash: bytes) -> bool:
+        (reply,) = self._pipelined([("HLEN", self._chunk(namespace, prefix_hash))])
+        if not isinstance(reply, Exception):
+            return int(reply) <= _FIELDS_READ_MAX
+        if str(reply).startswith("WRONGTYPE"):
+            return False
+        with translated("lookup"):
+            raise reply
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]

@@ -23,9 +23,20 @@ _CONNECT: Final = ("ping", "client|setname")
 _DATABASE: Final = ("select",)
 _CLUSTER: Final = ("cluster|slots", "command")
 _INDEX: Final[dict[Role, tuple[str, ...]]] = {
-    "reader": ("hget", "hmget", "hgetall"),
+    "reader": ("hget", "hmget", "hgetall", "hlen"),
     "writer": (
-        *("hget", "hmget", "hgetall", "eval", "evalsha", "type", "hset", "hexists", "hkeys"),
+        *(
+            "hget",
+            "hmget",
+            "hgetall",
+            "hlen",
+            "eval",
+            "evalsha",
+            "type",
+            "hset",
+            "hexists",
+            "hkeys",
+        ),
         *("hdel", "get", "set", "del", "pexpire", "pttl", "hincrby"),
     ),
 }
@@ -88,7 +99,8 @@ def access_of(
             is_cluster="+cluster:" in config.index_url,
             has_database=_database(config.index_url) > 0,
         )
-        acl = f"user {settings['redis_username']} on >{PASSWORD} {rights}"
+        # Told of a user that is there already, rules add to what it has, but for "reset".
+        acl = f"user {settings['redis_username']} reset on >{PASSWORD} {rights}"
     return Access(role, settings, iam, acl)
 
 
@@ -119,7 +131,10 @@ def iam_policy(
 def kms_statement(role: Role, key_arn: str) -> dict[str, Any]:
     """What S3 asks of the key of an encrypted bucket on behalf of ``role``."""
     actions = ["kms:Decrypt"] if role == "reader" else ["kms:Decrypt", "kms:GenerateDataKey"]
-    return _allowed("UseTheKey", actions, key_arn)
+    statement = _allowed("UseTheKey", actions, key_arn)
+    # Through S3 alone: else whoever may read the objects' keys could use the key elsewhere.
+    statement["Condition"] = {"StringLike": {"kms:ViaService": ["s3.*.amazonaws.com"]}}
+    return statement
 
 
 def acl_commands(role: Role, *, has_hot: bool, is_cluster: bool, has_database: bool) -> list[str]:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
-from objkv.ops.access import ROLES, Access, access_of, acl_commands, as_text, iam_policy
+from objkv.ops.access import (
+    ROLES,
+    Access,
+    access_of,
+    acl_commands,
+    as_text,
+    iam_policy,
+    kms_statement,
+)
 
 TENANTS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", fullmatch=True)
 PLACE = {"bulk_url": "s3://bucket/objkv", "index_url": "rediss://h"}
@@ -101,10 +109,21 @@ def test_a_tenants_settings_are_settings(role: str, tenant: str) -> None:
     assert (again.iam, again.acl) == (found.iam, found.acl)
 
 
+def test_a_line_takes_away_what_a_user_had() -> None:
+    for role in ROLES:
+        assert str(access(role).acl).split()[2:5] == ["reset", "on", ">PASSWORD"]
+
+
+def test_the_buckets_key_is_used_through_s3_alone() -> None:
+    for role in ROLES:
+        condition = kms_statement(role, "arn:aws:kms:eu-west-1:1:key/x")["Condition"]
+        assert condition == {"StringLike": {"kms:ViaService": ["s3.*.amazonaws.com"]}}
+
+
 def test_commands_follow_the_places() -> None:
     plain = {"has_hot": False, "is_cluster": False, "has_database": False}
     assert acl_commands("reader", **plain) == [
-        *("ping", "client|setname", "hget", "hmget", "hgetall"),
+        *("ping", "client|setname", "hget", "hmget", "hgetall", "hlen"),
     ]
     for role in ROLES:
         with_hot = acl_commands(role, **plain | {"has_hot": True})

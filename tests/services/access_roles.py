@@ -129,6 +129,8 @@ def sweep(config: Config) -> None:
     with open_backends(config, recorder) as ends:
         ends.bulk.check()
         ends.index.check()
+        if config.index_url.startswith("redis"):  # a walk of the records meets the shapes as well
+            assert ends.index.lookup(NAMESPACE, [SHAPES_HASH]) == [None]
         bulk = ends.bulk
         assert bulk.get(KEY.path()) == PAYLOAD
         assert bulk.head(KEY.path()) is not None

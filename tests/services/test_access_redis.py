@@ -60,7 +60,7 @@ def granted(
     if less:
         words.remove(less)
     admin = server.client()
-    admin.execute_command("ACL", "SETUSER", words[1], "reset", *words[2:])
+    admin.execute_command("ACL", "SETUSER", *words[1:])
     admin.execute_command("SCRIPT", "FLUSH")
     return settings(server, **found.settings, redis_password="secret", **changes)
 
@@ -106,6 +106,16 @@ def _works(server: RedisServer, role: Role, *, less: str) -> bool:
     except (StoreError, ConfigError, AssertionError):
         return False
     return True
+
+
+def test_a_user_that_is_there_already_keeps_nothing(server: RedisServer) -> None:
+    admin = server.client()
+    admin.execute_command("ACL", "SETUSER", "objkv-a-reader", "on", "nopass", "~*", "&*", "+@all")
+    granted(server, "reader")
+    told = admin.acl_getuser("objkv-a-reader")
+    assert "nopass" not in told["flags"]
+    assert told["keys"] == ["~objkv-a:*"]
+    assert "+@all" not in str(told["commands"])
 
 
 def test_commands_for_payloads_are_left_out_where_none_is_kept(server: RedisServer) -> None:
@@ -263,7 +273,7 @@ def test_each_role_does_its_work_on_a_cluster(
     assert found.acl is not None
     words = found.acl.replace(">PASSWORD", ">secret").split()
     for node in [*cluster.primaries, *cluster.replicas]:
-        node.client().execute_command("ACL", "SETUSER", words[1], "reset", *words[2:])
+        node.client().execute_command("ACL", "SETUSER", *words[1:])
     if role != "writer":
         recorder = MemoryRecorder()
         place = all_rights.model_copy(update={"redis_prefix": found.settings["redis_prefix"]})
