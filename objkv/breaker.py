@@ -99,7 +99,8 @@ class Breaker:
         self._recorder = recorder
         self._on_change = on_change
         self.clock: Callable[[], float] = time.monotonic
-        """Of the same time as ``EndsBy``."""
+        self.now_s: Callable[[], float] = time.monotonic
+        """The clock of ``EndsBy``."""
         self.draw: Callable[[], float] = random.random
         """A number in [0, 1)."""
         self._lock = Lock()
@@ -131,7 +132,7 @@ class Breaker:
     def call(self, verb: str, call: Callable[[], T]) -> T:
         """Make ``call``, or raise ``LeftAlone`` without making it."""
         probe = self._enter(verb) if self.is_open else None
-        given_s = ends_s() - self.clock()
+        given_s = ends_s() - self.now_s()
         try:
             if probe is None:
                 value = call()
@@ -203,7 +204,7 @@ class Breaker:
         """Whether it was the caller who ended the call; he had ``given_s`` when it began."""
         if not error.transient or isinstance(error, StoreBusy):
             return False  # an answer
-        left_s = ends_s() - self.clock()
+        left_s = ends_s() - self.now_s()
         return given_s < self._patience.enough_s and left_s <= given_s * _CUT_SHARE
 
     def _let_go(self, probe: int | None, *, at_once: bool = False) -> None:
@@ -225,8 +226,7 @@ class Breaker:
         if self.clock() - self._closed_s > self._patience.reset_max_s:
             self._pauses = 0  # else it was back for a moment only
         self._pauses_kept = self._pauses if briefly else None
-        if briefly:
-            self._pauses = 0
+        self._pauses = 0 if briefly else self._pauses
         self._pause()
         self._denied = isinstance(error, StoreDenied)
         self._recorder.count(f"breaker_openings_{self._change.end}_{self._change.direction}")

@@ -27,7 +27,7 @@ class Server:
         self.changes: list[Change] = []
         self.recorder = MemoryRecorder()
         self.breaker = Breaker("bulk", "read", patience, self.recorder, self.changes.append)
-        self.breaker.clock = self.clock
+        self.breaker.clock = self.breaker.now_s = self.clock
         self.error: StoreError | None = StoreUnavailable("down")
         self.asked_s: list[float] = []
 
@@ -266,6 +266,15 @@ def test_what_a_server_does_while_there_is_time_is_its_own_doing(error: StoreErr
     for _ in range(PATIENCE.failures):
         with EndsBy(server.clock.now_s + 0.1):
             assert not server.call()
+    assert server.breaker.is_open
+
+
+def test_a_clock_of_pauses_that_is_another_says_nothing_of_deadlines() -> None:
+    server = Server()
+    server.breaker.clock = ManualClock(14_400.0)
+    with EndsBy(30.0):
+        for _ in range(PATIENCE.failures):
+            server.call()
     assert server.breaker.is_open
 
 

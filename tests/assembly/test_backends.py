@@ -157,7 +157,7 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
     told: list[Change] = []
     config = config_of(tmp_path, breaker_failures=5, **settings)
     reads = _breakers("bulk", config, NullRecorder(), told.append).read
-    reads.clock = clock
+    reads.clock = reads.now_s = clock
 
     def stall() -> None:
         clock.now_s = ends_s()
