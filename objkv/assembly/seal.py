@@ -4,9 +4,11 @@ A key is in nothing that this module says: errors tell the file, the line and wh
 """
 
 import os
+import selectors
 import shlex
 import stat
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,22 +109,40 @@ def _run(name: str, command: str, deadline_s: float) -> str:
     if not words:
         raise ConfigError(f"{name}: empty")
     try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=deadline_s,
-            check=False,
-        )
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            content = _printed(process, deadline_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"{name}: {words[0]} has not ended within {deadline_s:g} s (keys_command_deadline_ms)"
         ) from None
     except OSError as exc:
         raise ConfigError(f"{name}: {words[0]}: {exc.strerror}") from None
-    if done.returncode != 0:
-        raise ConfigError(f"{name}: {words[0]} ended with {done.returncode}")
-    return _text(name, done.stdout)
+    if process.returncode != 0 and len(content) <= KEYS_BYTES_MAX:
+        raise ConfigError(f"{name}: {words[0]} ended with {process.returncode}")
+    return _text(name, content)
+
+
+def _printed(process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
+    """All that it prints, or one byte more than keys may have; it has ended, or is killed. Raises
+    ``TimeoutExpired``, also for a program that it started and that goes on."""
+    assert process.stdout is not None
+    ends_s, content = time.monotonic() + deadline_s, b""
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while len(content) <= KEYS_BYTES_MAX:
+                if not selector.select(max(0.0, ends_s - time.monotonic())):
+                    raise subprocess.TimeoutExpired(process.args, deadline_s)
+                part = os.read(process.stdout.fileno(), KEYS_BYTES_MAX + 1 - len(content))
+                if not part:
+                    process.wait(max(0.0, ends_s - time.monotonic()))
+                    break
+                content += part
+        return content
+    finally:
+        process.kill()
 
 
 def _text(name: str, content: bytes) -> str:

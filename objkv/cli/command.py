@@ -104,7 +104,8 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
     # The last frame: what is not ours is a bug, and a user can do more with a sentence.
     except Exception as exc:
         if debug:
-            sys.stderr.write(without_secrets(traceback.format_exc()))
+            for line in without_secrets(traceback.format_exc()).splitlines():
+                sys.stderr.write(f"{printable(line)}\n")
         if isinstance(exc, ObjkvError):
             code = exit_code(exc)
             hint = "; objkv doctor shows what works" if code == UNREACHABLE else ""

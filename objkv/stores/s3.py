@@ -23,7 +23,7 @@ from objkv.stores.base import (
     is_key,
 )
 from objkv.stores.s3_absent import is_absent
-from objkv.stores.s3_body import read_all
+from objkv.stores.s3_body import VALUE_BYTES_MAX, read_all
 from objkv.stores.s3_client import attempt_s, error_code, translated
 from objkv.stores.s3_crew import Crew
 from objkv.stores.s3_hedge import Hedge
@@ -38,6 +38,8 @@ from objkv.telemetry import NullRecorder, Recorder
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
+
+_PARTIAL = 206
 
 
 class S3Store:
@@ -128,7 +130,7 @@ class S3Store:
 
     def _get_range(self, key: str, start: int, end: int, term: Term) -> bytes | None:
         try:
-            found = self._get(key, term, Range=f"bytes={start}-{end - 1}")
+            found = self._get(key, term, end - start, Range=f"bytes={start}-{end - 1}")
         except ClientError as exc:
             if error_code(exc)[0] == 416:  # beyond the end, so there is a value
                 return b""
@@ -136,7 +138,7 @@ class S3Store:
         if found is None:
             return None
         value, status = found
-        return value if status == 206 else value[start:end]
+        return value if status == _PARTIAL else value[start:end]
 
     def get_range_into(
         self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
@@ -247,8 +249,10 @@ class S3Store:
     def _begun_in_time(self) -> AbstractContextManager[None]:
         return self._term().client()
 
-    def _get(self, key: str, term: Term, **options: Any) -> tuple[bytes, int] | None:
-        """The body of an answer and its status."""
+    def _get(
+        self, key: str, term: Term, nbytes_max: int = VALUE_BYTES_MAX, **options: Any
+    ) -> tuple[bytes, int] | None:
+        """The body of an answer and its status; ``nbytes_max``: of a part."""
         check_key(key)
         with term.client():
             try:
@@ -257,4 +261,6 @@ class S3Store:
                 if is_absent(self._client, self._place(key), exc):
                     return None
                 raise
-            return read_all(answer, term.end_s), answer["ResponseMetadata"]["HTTPStatusCode"]
+            status = answer["ResponseMetadata"]["HTTPStatusCode"]
+            limit = nbytes_max if status == _PARTIAL else VALUE_BYTES_MAX
+            return read_all(answer, term.end_s, limit), status

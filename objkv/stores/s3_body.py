@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from objkv.errors import StoreUnavailable
+from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.base import copy_bytes
 
 SLICE_BYTES = 4 << 20
 """Between slices the deadline is looked at."""
+VALUE_BYTES_MAX = 8 << 30
+"""Of a value that is read as a whole; no payload comes near."""
 
 
 class BodyLost(StoreUnavailable):
@@ -85,24 +87,33 @@ def read_exactly(
             raise BodyLost(f"the deadline passed after {at} of {len(into)} bytes")
 
 
-def read_all(answer: Any, deadline_s: float) -> bytes:
+def read_all(answer: Any, deadline_s: float, nbytes_max: int = VALUE_BYTES_MAX) -> bytes:
     """The body of the client's ``answer``, also one whose length is not announced. Raises as
-    ``read_exactly``; the connection is closed then."""
-    body, nbytes = answer["Body"], answer.get("ContentLength")
+    ``read_exactly``, and ``StoreError`` for more than ``nbytes_max``, of which nothing is kept; the
+    connection is closed then."""
+    body, nbytes, at = answer["Body"], answer.get("ContentLength"), 0
     try:
         if nbytes is not None:
+            _check_length(int(nbytes), nbytes_max)
             value = bytearray(int(nbytes))
             read_exactly(body, memoryview(value), deadline_s)
             return bytes(value)
         parts: list[bytes] = []
         while part := body.read(SLICE_BYTES):
             parts.append(part)
+            at += len(part)
+            _check_length(at, nbytes_max)
             if time.monotonic() > deadline_s:
                 raise BodyLost("the deadline passed in a body of unknown length")
         return b"".join(parts)
     except BaseException:
         body.close()  # the connection still carries the rest: it cannot be used again
         raise
+
+
+def _check_length(nbytes: int, nbytes_max: int) -> None:
+    if nbytes > nbytes_max:
+        raise StoreError(f"the server answered {nbytes} bytes where {nbytes_max} at most are due")
 
 
 def _receiver(body: Any) -> Callable[[memoryview], int]:

@@ -137,6 +137,23 @@ def test_a_command_that_does_not_end_is_ended() -> None:
     assert "has not ended within 0.05 s" in told
 
 
+def test_a_command_whose_own_program_goes_on_is_not_waited_for() -> None:
+    """It holds the pipe, and may do so for ever."""
+    told = refusal(
+        signing_keys_command="/bin/sh -c 'sleep 5 & echo $0'", keys_command_deadline_ms=300
+    )
+    assert "has not ended within 0.3 s" in told
+
+
+def test_of_a_command_that_prints_without_end_no_more_is_read_than_keys_have() -> None:
+    endless = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
+    told = refusal(
+        signing_keys_command=shlex.join([sys.executable, "-c", endless]),
+        keys_command_deadline_ms=60_000,
+    )
+    assert "longer than" in told
+
+
 def test_settings_that_contradict_each_other_are_refused() -> None:
     for kind in ("signing", "encryption"):
         with pytest.raises(ConfigError, match=f"{kind}_keys_file and {kind}_keys_command"):

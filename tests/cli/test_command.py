@@ -90,6 +90,20 @@ def test_debug_shows_where_an_error_comes_from(run: Run) -> None:
     assert ran.err.splitlines()[-1].startswith("objkv: redis index")
 
 
+def test_debug_shows_no_name_that_a_terminal_would_obey(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> int:
+        raise StoreDenied("scan a\x1b]0;b\x07")
+
+    assert guarded(work, debug=True) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert told.count("\n") > 3
+    assert "\x1b" not in told
+    assert "\x07" not in told
+
+
 def test_a_settings_file_that_is_not_there_is_2(run: Run) -> None:
     ran = run("ls", "--config", "/nowhere.toml")
     assert ran.code == 2
