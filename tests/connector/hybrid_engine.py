@@ -84,7 +84,7 @@ class Engine:
         from objkv.connector.kv import ObjKVConnector
 
         self.layout = layout
-        self._config = _configured(layout, folder, settings)
+        self._config = self._configured(folder, settings)
         self._kv = _kv_cache_config(layout)
         sizes = resolve_kv_cache_block_sizes(self._kv, self._config)
         self._kv.hash_block_size = sizes[1]
@@ -110,6 +110,9 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+
+    def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
+        return _configured(self.layout, folder, settings)
 
     @property
     def chunk_tokens(self) -> int:
@@ -279,7 +282,7 @@ class Engine:
                 place = one.blocks[g][token // group.block_size]
                 assert place != 0, (name, g, token, "in the null block")
                 found = cache[place, :, token % group.block_size].flatten()
-                expected = _content(group, one.tokens, token)
+                expected = self._content(group, one.tokens, token)
                 assert torch.equal(found, expected), (name, g, token, one.computed)
 
     def _write(self, one: _Running, count: int) -> None:
@@ -292,14 +295,14 @@ class Engine:
                 continue
             for token in range(one.computed, end):
                 if (block := table[token // group.block_size]) != 0:
-                    content = _content(group, one.tokens, token).reshape(cache.shape[1], -1)
+                    content = self._content(group, one.tokens, token).reshape(cache.shape[1], -1)
                     cache[block, :, token % group.block_size] = content
 
-
-def _content(group: GroupIdentity, tokens: Sequence[int], token: int) -> torch.Tensor:
-    before = int.from_bytes(digest(tokens[:token])[:2], "big")
-    values = [tokens[token], token, before, len(group.layers[0])]
-    return torch.tensor(values, dtype=torch.float32)
+    def _content(self, group: GroupIdentity, tokens: Sequence[int], token: int) -> torch.Tensor:
+        """The KV of one token."""
+        before = int.from_bytes(digest(tokens[:token])[:2], "big")
+        values = [tokens[token], token, before, len(group.layers[0])]
+        return torch.tensor(values, dtype=torch.float32)
 
 
 def _caches(layout: Layout, kv: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

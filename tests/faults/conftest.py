@@ -15,12 +15,13 @@ from objkv.index.near import NearIndex
 from objkv.index.redis import RedisIndex
 from objkv.index.shapes import ShapesIndex
 from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite_file import SqliteFile
 from objkv.stores import s3_signing
 from objkv.stores.redis import RedisStore
 from objkv.transfer.saver import Saver
-from tests.faults.places import Clock, Servers, running_servers
+from tests.faults.places import Calls, Clock, Servers, running_servers
 
-_BUSY_MS = 100
+_PATIENT_MS = 60_000
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,11 +36,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Real servers behind proxies that spoil; this process's clients are in a hurry, and read a
-    clock that can be moved."""
-    clock = Clock()
+    """Real servers behind proxies that spoil; this process's clients read a clock that can be
+    moved, and what they ask SQLite is counted."""
+    clock, files = Clock(), Calls()
     with pytest.MonkeyPatch.context() as patch:
         _lead(patch, clock)
+        patch.setattr(SqliteFile, "read", files.counting(SqliteFile.read))
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda: session)
@@ -47,6 +49,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setattr(assembly_redis, "READ_FLOOR_S", 0.5)
         patch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.5)
         with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
+            running.files = files
             yield running
 
 
@@ -56,7 +59,7 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         cls.__init__: {"clock": clock.wall}
         for cls in (SqliteIndex, RedisIndex, NearIndex, ShapesIndex, RedisStore)
     }
-    defaults[SqliteIndex.__init__]["busy_ms"] = _BUSY_MS
+    defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
     for paused in (Breakers, Repeats, Saver):
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():

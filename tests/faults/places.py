@@ -8,12 +8,13 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import redis
 
@@ -35,10 +36,14 @@ from objkv.testing.servers.spoil_s3 import SpoilS3
 
 HOUR_S = 3600.0
 DISK_BYTES = 4 << 20
+SPARE_BYTES = 16 << 20
+"""Of a Redis that evicts, for what is written from then on: what comes at once has to fit."""
 SKEW_MAX_S = 900.0
 """More, and S3 refuses what was signed."""
 _BODIES = frozenset({"GET", "PUT"})
 Undo = Callable[[], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Clock:
@@ -60,6 +65,24 @@ class Clock:
     def pauses(self) -> float:
         """Seconds, monotonic."""
         return time.monotonic() + self.pauses_ahead_s
+
+
+class Calls:
+    """Counts calls: SQLite has no proxy that could."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._lock = Lock()
+
+    def counting(self, call: Callable[P, T]) -> Callable[P, T]:
+        """``call``, counted."""
+
+        def counted(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._lock:
+                self.made += 1
+            return call(*args, **kwargs)
+
+        return counted
 
 
 class S3Server(Protocol):
@@ -126,6 +149,8 @@ class Servers:
         }
     )
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    files: Calls = field(default_factory=Calls)
+    """What this process asked SQLite."""
 
 
 @contextmanager
@@ -195,7 +220,9 @@ class Place:
             subprocess.run([_program("umount"), "--lazy", str(self.folder)], check=True)
 
     def asked(self) -> int:
-        """Requests to the server that fails in this world, so far."""
+        """Requests to the server that fails in this world, so far; of a folder, to SQLite."""
+        if self.world == "folder":
+            return self.servers.files.made
         proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
         return sum(count for verb, count in proxy.asked.items() if verb != "CLIENT")
 
@@ -203,6 +230,10 @@ class Place:
         """Of these, how many were spoiled."""
         proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
         return sum(proxy.spoiled.values())
+
+    def watch(self, namespaces: Collection[str]) -> None:
+        """Count as spoiled, from now on, what S3 is asked about payloads of these namespaces."""
+        self.servers.s3_proxy.spoil(*(Spoil("hook", containing=n.encode()) for n in namespaces))
 
     @contextmanager
     def bulk(self) -> Iterator[PruneStore]:
@@ -277,7 +308,8 @@ class Place:
             return
         port, primary = free_port(), self.servers.redis_proxy.target[1]
         args = ("--port", str(port), "--replicaof", f"127.0.0.1 {primary}")
-        args += ("--repl-diskless-sync-delay", "0")
+        with closing(_client(primary)) as at_primary:
+            at_primary.config_set("repl-diskless-sync-delay", 0)
         replica = RedisServer(valkey_binary(), self.folder / str(port), port=port, args=args)
         self.extra.append(replica.start())
         with closing(replica.client()) as client, closing(_client(primary)) as at_primary:
@@ -310,7 +342,7 @@ class Place:
             if policy != "noeviction":
                 wait_until(lambda: not client.dbsize(), "the eviction")
                 used = int(client.info("memory")["used_memory"])
-                client.config_set("maxmemory", used + (1 << 20))
+                client.config_set("maxmemory", used + SPARE_BYTES)
 
         def undo() -> None:
             with closing(self.servers.redis.client()) as client:
@@ -340,17 +372,19 @@ class Place:
         return lambda: None
 
     def _sqlite_corrupt(self) -> Undo:
+        """Each in one go: saves may be under way, and what finds no file makes one. What is put
+        back is a copy, which nobody has open."""
+        kept, other = (self.index_file.with_suffix(f".{name}") for name in ("kept", "other"))
+        with (
+            closing(sqlite3.connect(self.index_file)) as source,
+            closing(sqlite3.connect(kept)) as copy,
+        ):
+            source.backup(copy)
+        other.write_bytes(b"not a database " * 1000)
+        other.replace(self.index_file)
         for suffix in ("-wal", "-shm"):
             Path(f"{self.index_file}{suffix}").unlink(missing_ok=True)
-        kept = self.index_file.with_suffix(".aside")
-        self.index_file.rename(kept)
-        self.index_file.write_bytes(b"not a database " * 1000)
-
-        def undo() -> None:
-            self.index_file.unlink()
-            kept.rename(self.index_file)
-
-        return undo
+        return lambda: kept.replace(self.index_file) and None
 
     def _sqlite_locked(self) -> Undo:
         holder = sqlite3.connect(self.index_file, isolation_level=None, check_same_thread=False)

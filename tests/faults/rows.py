@@ -14,6 +14,7 @@ World = Literal["s3", "redis", "folder"]
 VERBS: tuple[Verb, ...] = ("lookup", "load", "save")
 MODES = ("async", "layerwise")
 
+BULK_WRITES = "bulk writes"
 INDEX_READS, INDEX_WRITES, HOT_READS = "index reads", "index writes", "hot reads"
 LOADS_TOLD, SAVES_TOLD, REFUSED = "loads failing", "saves failing", "payload refused"
 
@@ -49,8 +50,13 @@ class Row:
     lookup: Cell
     load: Cell
     save: Cell
-    note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    hurry_s: float = 0.0
+    """How long clients wait for the end that fails, while it does, where waiting is all that a
+    test could do; 0: as long as ever. Whoever is well has time, however busy the machine is."""
+    is_theirs: bool = False
+    """The fault is a replica of another revision of the model: it asks for the same prompts, and
+    has the same bucket and the same index."""
 
     def cell(self, verb: Verb) -> Cell:
         """The cell of ``verb``."""
@@ -64,7 +70,8 @@ def _s3(name: str, what: str, load: Cell, save: Cell, **more: Any) -> Row:
 
 _LOAD_FAILS = Cell("miss", "load_errors", LOADS_TOLD)
 _LOAD_REFUSED = Cell("miss", "load_corrupt", REFUSED)
-_LOAD_GHOST = Cell("miss", "load_ghosts")
+_LOAD_GHOST = Cell("miss", "load_ghosts", beside=SAVES_TOLD)
+"""What was a ghost is computed and saved again at once, perhaps while the fault is still there."""
 _SAVE_FAILS = Cell("drop", "save_errors", SAVES_TOLD)
 _SAVED = Cell("saved")
 _FOUND = Cell("hit")
@@ -83,13 +90,13 @@ ROWS: tuple[Row, ...] = (
         "S3 accepts and never answers",
         _LOAD_FAILS,
         _SAVE_FAILS,
-        settings={"load_deadline_ms": 2_000, "step_load_deadline_ms": 2_000},
+        hurry_s=2.0,
     ),
     _s3("lag", "S3 answers late, within the deadline", _FOUND, _SAVED),
     _s3("truncated", "bodies are cut short", _LOAD_REFUSED, _SAVE_FAILS),
     _s3("flipped", "a bit of each body flips", _LOAD_REFUSED, Cell("drop")),
     _s3("500", "S3 answers 500", _LOAD_FAILS, _SAVE_FAILS),
-    _s3("503", "S3 answers 503", _LOAD_FAILS, Cell("drop", "saves_shed")),
+    _s3("503", "S3 answers 503", _LOAD_FAILS, Cell("drop", "saves_shed", BULK_WRITES)),
     _s3("403", "S3 answers 403", _LOAD_FAILS, _SAVE_FAILS),
     _s3("404", "S3 answers 404", _LOAD_GHOST, _SAVE_FAILS),
     _s3("another", "S3 answers with another object's bytes", _LOAD_REFUSED, UNTOUCHED_SAVE),
@@ -120,7 +127,8 @@ ROWS: tuple[Row, ...] = (
         Cell("miss", "lookup_deadlines", beside=INDEX_READS),
         _FROM_BULK,
         _UNANNOUNCED,
-        settings={"lookup_deadline_ms": 300},
+        settings={"lookup_deadline_ms": 300},  # from it clients of Redis take theirs
+        hurry_s=0.3,
     ),
     Row("redis-lag", "Redis answers late, within the deadline", "redis", _FOUND, _FOUND, _SAVED),
     Row(
@@ -160,7 +168,7 @@ ROWS: tuple[Row, ...] = (
         "Redis fails over to a replica that lacks the newest writes",
         "redis",
         Cell("miss"),
-        Cell("hit", "hot_misses"),
+        Cell("hit", "hot_misses", beside=INDEX_WRITES),  # its use was being noted on the primary
         _SAVED,
     ),
     Row(
@@ -201,7 +209,7 @@ ROWS: tuple[Row, ...] = (
         "the SQLite file is removed",
         "folder",
         Cell("miss"),
-        UNTOUCHED_HIT,
+        _FOUND,
         _SAVED,
     ),
     Row(
@@ -219,13 +227,14 @@ ROWS: tuple[Row, ...] = (
         _FOUND_UNMARKED,
         _FOUND_UNMARKED,
         _UNANNOUNCED,
+        hurry_s=0.1,
     ),
     Row(
         "sqlite-clock-ahead",
         "this machine's clock is 48 hours ahead: records seem expired",
         "folder",
         Cell("miss"),
-        UNTOUCHED_HIT,
+        _FOUND,
         _SAVED,
     ),
     Row(
@@ -233,8 +242,17 @@ ROWS: tuple[Row, ...] = (
         "this machine's clock is 48 hours behind",
         "folder",
         _FOUND,
-        UNTOUCHED_HIT,
+        _FOUND,
         Cell("drop"),
+    ),
+    Row(
+        "model-revision",
+        "another revision of the model has, or saves, the same prompts in this bucket and index",
+        "s3",
+        Cell("miss", touched=False),
+        UNTOUCHED_HIT,
+        UNTOUCHED_SAVE,
+        is_theirs=True,
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

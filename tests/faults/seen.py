@@ -57,4 +57,4 @@ class Seen:
         if cell.told:
             assert [line for line in told if line.startswith(cell.told)], self.lines
         else:
-            assert not told
+            assert not told, self.lines

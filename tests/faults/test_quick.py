@@ -15,19 +15,26 @@ from objkv.testing.servers.spoil import wait_for
 from tests.faults.places import Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, MODES, ROWS, Row, cell_id
 from tests.faults.seen import Lines, Seen
-from tests.faults.toy import CHUNKS, STORED_TOKENS, ShakenEngine, expected, prompt
+from tests.faults.toy import (
+    CHUNKS,
+    STORED_TOKENS,
+    RevisedEngine,
+    ShakenEngine,
+    expected,
+    prompt,
+)
 
 OWN_ENGINE = {
     # Clients must feel the server's own end, not that of a proxy.
     "s3-killed": True,
     "redis-killed": True,
     "redis-stalled": True,
-    # Deadlines of their own, another server from then on, a file that is another.
-    "s3-stalled": False,
+    # Another server from then on, a file that is another, weights of their own.
     "redis-failover": False,
     "disk-full": False,
     "sqlite-removed": False,
     "sqlite-corrupt": False,
+    "model-revision": False,
 }
 """Rows that share no engine with others; of each, whether its clients go past the proxies."""
 PATIENT: dict[str, Any] = {
@@ -80,8 +87,7 @@ def _shake(servers: Servers, row: Row, mode: str) -> dict[str, Seen]:
         place = Place(servers, row.world, direct=OWN_ENGINE.get(row.name, False))
         if row.name == "disk-full":
             place.small_disk()
-        settings = place.settings | PATIENT | {"load_mode": mode} | row.settings
-        engine = ShakenEngine(place.folder, **settings)
+        engine = _open(place, row, mode)
     worked = False
     try:
         found = _Shake(servers, row, mode, place, engine).run()
@@ -92,6 +98,13 @@ def _shake(servers: Servers, row: Row, mode: str) -> dict[str, Seen]:
         else:
             _close(place, engine)
     return found
+
+
+def _open(place: Place, row: Row, mode: str, revision: int = 1) -> ShakenEngine:
+    settings = place.settings | PATIENT | {"load_mode": mode} | row.settings
+    if row.is_theirs:
+        return RevisedEngine(revision, place.folder, **settings)
+    return ShakenEngine(place.folder, **settings)
 
 
 class _Shake:
@@ -107,11 +120,13 @@ class _Shake:
         self._engine = engine
         self._lines = Lines()
         self._counted: Counter[str] = Counter()
-        self._prompts = iter([prompt(next(servers.numbers)) for _ in range(4)])
+        self._prompts = iter([prompt(next(servers.numbers)) for _ in range(6)])
+        self._tokens: list[int] = []
 
     def run(self) -> dict[str, Seen]:
         logger = logging.getLogger("objkv")
         logger.addHandler(self._lines)
+        self._theirs = _open(self._place, self._row, self._mode, 2) if self._row.is_theirs else None
         try:
             return {
                 "lookup": self._shaken(self._lookup),
@@ -121,16 +136,21 @@ class _Shake:
             }
         finally:
             logger.removeHandler(self._lines)
+            if self._theirs is not None:
+                self._theirs.__exit__()
 
     def _shaken(self, verb: Callable[[Seen, list[int]], None]) -> Seen:
-        tokens = next(self._prompts)
+        self._tokens = tokens = next(self._prompts)
         self._settle()
         self._place.prepare(self._row.name)
-        if verb != self._save:  # what they ask for has to be stored, and nobody left alone
-            self._engine.answer(tokens)
-            self._settle()
-            assert self._place.world != "redis" or self._is_stored(tokens)
-            self._settle()
+        is_stored = verb == self._load or (verb == self._lookup and not self._row.is_theirs)
+        # What is asked for has to be stored, and nobody left alone; that saves fail is told anew
+        # once one did not.
+        healthy = tokens if is_stored else next(self._prompts)
+        self._engine.answer(healthy)
+        self._settle()
+        assert self._place.world != "redis" or self._is_stored(healthy)
+        self._settle()
         self._lines.lines.clear()
         self._count()
         self._counted.clear()
@@ -141,19 +161,19 @@ class _Shake:
 
     def _note(self, seen: Seen, counted: str) -> None:
         """What was told of it: threads that nobody waits for may tell a little later."""
-        wait_for(lambda: not counted or self._count()[counted] > 0, bound_s=5.0)
+        wait_for(lambda: not counted or self._count()[counted] > 0)
         seen.counted = dict(self._count())
         seen.lines = list(self._lines.lines)
 
     def _lookup(self, seen: Seen, tokens: list[int]) -> None:
         """The fault is there until the lookup is answered."""
         mend = self._inject()
-        before = self._place.asked()
+        before = self._asked()
 
         def mend_at_load() -> None:
             assert wait_for(self._engine.is_idle)
             seen.outcome, seen.ended = "hit", True
-            seen.asked = self._place.asked() - before
+            seen.asked = self._asked() - before
             mend()
             self._pass_time()
 
@@ -162,6 +182,7 @@ class _Shake:
         if not seen.ended:
             self._engine.at_load = None
             seen.outcome, seen.ended = "miss", True
+            seen.asked = self._asked() - before
             mend()
         self._note(seen, self._row.lookup.counted)
 
@@ -173,14 +194,14 @@ class _Shake:
         def inject() -> None:
             assert wait_for(self._engine.is_idle)
             undo.append(self._inject())
-            before.append(self._place.asked())
+            before.append(self._asked())
 
         self._engine.at_load = inject
         self._engine.sync_loads.clear()
         self._count()
         self._answer(seen, tokens)
         seen.ended = True
-        seen.asked = self._place.asked() - before[0]
+        seen.asked = self._asked() - before[0]
         failed = wait_for(lambda: self._count()["loads"] > 0) and self._counted["load_failures"]
         seen.outcome = "miss" if failed else "hit"
         assert self._engine.sync_loads[:1] == [self._mode == "layerwise"]
@@ -217,7 +238,44 @@ class _Shake:
         return seen
 
     def _inject(self) -> Callable[[], None]:
-        return self._place.inject(self._row.name)
+        row = self._row
+        mend = self._inject_theirs() if row.is_theirs else self._place.inject(row.name)
+        if not row.hurry_s:
+            return mend
+        calm = self._engine.hurry(row.world, row.hurry_s)
+
+        def undo() -> None:
+            mend()
+            calm()
+
+        return undo
+
+    def _inject_theirs(self) -> Callable[[], None]:
+        """The other revision asks for the same: it computes all of it, and saves it beside ours."""
+        theirs, before = self._theirs, set(self._place.payloads())
+        assert theirs is not None
+
+        def answered() -> int:
+            answer = theirs.answer(self._tokens)
+            assert answer.tokens == expected(self._tokens)
+            theirs.save_all()
+            theirs.forget()
+            return answer.loaded
+
+        assert answered() == 0
+        saved = set(self._place.payloads()) - before
+        assert len(saved) == CHUNKS
+        self._place.watch({path.partition("/")[0] for path in saved})
+
+        def undo() -> None:
+            self._place.mend()
+            assert answered() == STORED_TOKENS
+
+        return undo
+
+    def _asked(self) -> int:
+        """What is watched is spoiled by nothing but being counted."""
+        return self._place.spoiled() if self._row.is_theirs else self._place.asked()
 
     def _answer(self, seen: Seen, tokens: list[int]) -> None:
         seen.right = self._engine.answer(tokens).tokens == expected(tokens)

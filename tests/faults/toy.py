@@ -4,10 +4,16 @@ Attention waits for each layer before it reads it, and what it computes from blo
 out to have failed is thrown away by the scheduler: only what is kept has to be right.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
+from objkv.keys.identity import GroupIdentity
 from tests.connector.hybrid_engine import Answer, Engine, Layout, digest, next_token
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
@@ -16,6 +22,8 @@ TAIL = 3
 """Tokens of a prompt after its last chunk."""
 STORED_TOKENS = CHUNKS * LAYOUT.chunk_tokens
 ANSWER_TOKENS = 1
+LOOKUP_S = 20.0
+"""How long a lookup may take where nobody is in a hurry, whatever clients of Redis were told."""
 
 
 def prompt(seed: int) -> list[int]:
@@ -43,10 +51,49 @@ class ShakenEngine(Engine):
         super().__init__(LAYOUT, folder, **settings)
         for side in (self.worker, self.scheduler.connector):
             side.get_kv_connector_stats = lambda: None  # the test reads the recorders itself
+        lookups = self.scheduler.connector._scheduler._lookups
+        lookups._limits = replace(lookups._limits, deadline_s=LOOKUP_S)
 
     def answer(self, tokens: list[int]) -> Answer:
         """The answer to one prompt."""
         return self.run([tokens], max_tokens=ANSWER_TOKENS)[0]
+
+    def hurry(self, world: str, seconds: float) -> Callable[[], None]:
+        """Let clients of the end that fails in ``world`` wait so long only; what undoes it."""
+        undo: list[tuple[Any, str, Any]] = []
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            undo.append((owner, name, getattr(owner, name)))
+            _set(owner, name, value)
+
+        loader = self.worker._worker._loader
+        lookups = self.scheduler.connector._scheduler._lookups
+        if world == "s3":
+            limits = replace(loader._limits, deadline_s=seconds, step_deadline_s=seconds)
+            put(loader, "_limits", limits)
+        elif world == "redis":
+            put(lookups, "_limits", replace(lookups._limits, deadline_s=seconds))
+        for place in self._places():
+            if world == "s3" and hasattr(place, "_attempt_s"):
+                put(place, "_deadline_s", seconds)
+                put(place, "_attempt_s", seconds / 4)
+            elif world == "folder" and hasattr(place, "_file"):
+                put(place._file, "_busy_s", seconds)
+
+        def calm() -> None:
+            for owner, name, value in reversed(undo):
+                _set(owner, name, value)
+
+        return calm
+
+    def _places(self) -> Iterator[Any]:
+        """Stores and indexes of both sides, with all that is wrapped around them."""
+        for side in (self.worker, self.scheduler.connector):
+            backends = side._backends
+            for place in (backends.bulk, backends.hot, backends.index):
+                while place is not None:
+                    yield place
+                    place = getattr(place, "_inner", None)
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
@@ -88,3 +135,35 @@ class ShakenEngine(Engine):
             super()._look(name)
         except AssertionError as exc:
             self._wrong[name] = exc
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """What is open already heeds it, too."""
+    setattr(owner, name, value)
+    if name == "_busy_s":
+        owner.close()  # connections keep to what they were opened with
+
+
+class RevisedEngine(ShakenEngine):
+    """A replica of one revision of the model: its weights are files of its own, by which objkv
+    tells it from others, and so is the KV that it computes."""
+
+    def __init__(self, revision: int, folder: Path, **settings: Any) -> None:
+        self._revision = revision
+        super().__init__(folder, **settings)
+
+    def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
+        config = super()._configured(folder, settings)
+        model = folder / f"revision-{self._revision}"
+        model.mkdir()
+        save_file({"weight": torch.full((8,), float(self._revision))}, model / "model.safetensors")
+        config.model_config = copy.copy(config.model_config)
+        config.load_config = copy.copy(config.load_config)
+        (model / "config.json").write_text(
+            (Path(config.model_config.model) / "config.json").read_text()
+        )
+        config.model_config.model, config.load_config.load_format = str(model), "auto"
+        return config
+
+    def _content(self, group: GroupIdentity, tokens: Sequence[int], token: int) -> torch.Tensor:
+        return super()._content(group, tokens, token) + self._revision / 4
