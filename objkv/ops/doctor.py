@@ -16,7 +16,7 @@ from objkv.ops.privacy import check_privacy
 from objkv.ops.probes import BAD, Check, failure
 from objkv.ops.role_probes import probe_index_as, probe_store_as
 from objkv.ops.server import ServerFacts, judge_server
-from objkv.ops.transport import check_transport
+from objkv.ops.transport import check_login, check_transport
 from objkv.stores.base import PruneStore
 from objkv.telemetry import MemoryRecorder
 
@@ -93,6 +93,7 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
         *check_privacy(resolved.config),
         *_examine_seal(patient),
         *check_transport(resolved.config),
+        *check_login(resolved.config),
         check_engine(),
     ]
     values = resolved.config.public()

@@ -1,4 +1,4 @@
-"""Whether what goes to the stores can be read on its way. Looks at settings only."""
+"""Whether what goes to the stores can be read on its way, and by whom. Looks at settings only."""
 
 from urllib.parse import urlsplit
 
@@ -17,6 +17,19 @@ def check_transport(config: Config) -> list[Check]:
         scheme = urlsplit(config.index_url).scheme.replace("rediss", "redis")
         checks.append(_judge("index", config.index_url, scheme.replace("redis", "rediss")))
     return checks
+
+
+def check_login(config: Config) -> list[Check]:
+    """A warning where a server on another machine is asked without a name and a password: if it
+    answers, it lets in everybody, as ``default``, with all rights."""
+    url = config.index_url
+    if not url.startswith("redis") or not clear_hosts(url.replace("rediss", "redis", 1)):
+        return []
+    if config.redis_password or config.redis_cert_file or urlsplit(url).password:
+        return []
+    detail = "no name and password are set: a server that answers lets everybody do everything"
+    fix = "give each role a user (objkv access), and switch the user default off"
+    return [Check("index", "login", "warning", detail, fix)]
 
 
 def _judge(area: Area, url: str, secure: str) -> Check:

@@ -114,9 +114,9 @@ def test_a_bulk_store_without_conditional_puts_is_a_warning(ward: Ward) -> None:
         ({}, []),
         ({"bulk_url": "s3://bucket"}, ["index"]),
         ({"index_url": "rediss+sentinel://a,b/0?service=c"}, ["bulk"]),
-        ({"bulk_url": "s3://bucket", "index_url": "rediss://it"}, []),
+        ({"bulk_url": "s3://bucket", "index_url": "rediss://u:p@it"}, []),
         # Somebody may mean it: a network file system, a bucket for one machine.
-        ({"bulk_url": "file:///nfs", "index_url": "rediss://it"}, []),
+        ({"bulk_url": "file:///nfs", "index_url": "rediss://u:p@it"}, []),
         ({"bulk_url": "s3://bucket", "index_url": "sqlite:///it"}, []),
         ({"bulk_url": "file:///here"}, []),
     ],

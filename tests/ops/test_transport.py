@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from objkv.config import Config
-from objkv.ops.transport import check_transport
+from objkv.ops.transport import check_login, check_transport
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,23 @@ def test_the_fix_names_the_scheme() -> None:
     )
     assert "write rediss+sentinel://" in check.fix
     assert ":p@" not in str(check)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"index_url": "memory:"}, False),
+        ({"index_url": "redis://localhost"}, False),
+        ({"index_url": "rediss://h"}, True),
+        ({"index_url": "redis+cluster://h"}, True),
+        ({"index_url": "rediss://h", "redis_username": "u"}, True),
+        ({"index_url": "rediss://h", "redis_username": "u", "redis_password": "p"}, False),
+        ({"index_url": "rediss://u:p@h"}, False),
+        ({"index_url": "rediss://h", "redis_cert_file": "/c", "redis_key_file": "/k"}, False),
+    ],
+)
+def test_a_server_that_lets_everybody_in_is_a_warning(
+    settings: dict[str, Any], warns: bool
+) -> None:
+    checks = check_login(Config(bulk_url="memory:", allow_plaintext=True, **settings))
+    assert [(check.name, check.status) for check in checks] == [("login", "warning")] * warns
