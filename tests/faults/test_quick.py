@@ -268,8 +268,10 @@ class _Shake:
         self._place.watch({path.partition("/")[0] for path in saved})
 
         def undo() -> None:
-            self._place.mend()
+            before = self._asked()
             assert answered() == STORED_TOKENS
+            assert self._asked() > before  # it would be seen if ours asked
+            self._place.mend()
 
         return undo
 
