@@ -10,8 +10,8 @@ from objkv.stores.base import copy_bytes
 
 SLICE_BYTES = 4 << 20
 """Between slices the deadline is looked at."""
-VALUE_BYTES_MAX = 8 << 30
-"""Of a value that is read as a whole; no payload comes near."""
+VALUE_BYTES_MAX = 17 << 30
+"""Of a value that is read as a whole: more than the largest payload that any reader accepts."""
 
 
 class BodyLost(StoreUnavailable):
