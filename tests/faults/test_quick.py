@@ -149,8 +149,10 @@ class _Shake:
         healthy = tokens if is_stored else next(self._prompts)
         self._engine.answer(healthy)
         self._settle()
-        assert self._place.world != "redis" or self._is_stored(healthy)
-        self._settle()
+        # A server that is back is tried by one call first, and others are not made meanwhile.
+        assert self._place.world != "redis" or any(
+            self._is_stored_now(healthy) for _ in range(CHUNKS + 1)
+        )
         self._lines.lines.clear()
         self._count()
         self._counted.clear()
@@ -229,9 +231,7 @@ class _Shake:
         seen, tokens = Seen(right=True, ended=True, outcome="miss"), self._last
         self._settle()
         for _ in range(CHUNKS + 1):  # each request finds out of one chunk at least that it is gone
-            stored = self._is_stored(tokens)
-            self._settle()
-            if stored:
+            if self._is_stored_now(tokens):
                 seen.outcome = "hit"
                 break
         self._note(seen, "")
@@ -289,6 +289,11 @@ class _Shake:
         assert answer.tokens == expected(tokens)
         wait_for(lambda: self._count()["loads"] > 0 or not self._counted["hit_tokens"])
         return answer.loaded == STORED_TOKENS and not self._counted["load_failures"]
+
+    def _is_stored_now(self, tokens: list[int]) -> bool:
+        stored = self._is_stored(tokens)
+        self._settle()
+        return stored
 
     def _settle(self) -> None:
         """Nothing under way, nothing in the engine's own cache, no server left alone."""
