@@ -51,5 +51,9 @@ class PayloadError(ObjkvError):
     """Bytes that are not what they claim to be. Nobody can act; the payload is evicted."""
 
 
+class KeyMismatch(PayloadError):
+    """Whole, but sealed with another key than is here: the payload may well be good."""
+
+
 class TransferError(ObjkvError):
     """This process could not move bytes: no slab, queue full, deadline passed, closed."""

@@ -7,10 +7,12 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.errors import ConfigError
 from objkv.ops.ends import Namespace, Part, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.sweep_survey import refuse_wrong_bulk
-from objkv.ops.verify import Verify, choose_sample
+from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
+from objkv.ops.verify_sample import choose_sample
 
 SAMPLE = 200
 MEMORY_BYTES = 1 << 30
@@ -71,13 +73,19 @@ def verify(
             budget=Budget(memory_bytes),
             workers=workers,
         )
-        if every:
-            run.run("checking payloads", work.parts(parts))
-            run.run("looking for missing payloads", work.missing(indexed))
-        else:
-            with session.out.waiting("choosing a sample"):
-                keys = choose_sample(run.ends, indexed, parts, size=sample, seed=seed)
-            run.run("checking payloads", work.sample(keys))
+        try:
+            if every:
+                run.run("checking payloads", work.parts(parts))
+                run.run("looking for missing payloads", work.missing(indexed))
+            else:
+                with session.out.waiting("choosing a sample"):
+                    keys = choose_sample(run.ends, indexed, parts, size=sample, seed=seed)
+                run.run("checking payloads", work.sample(keys))
+            if quarantine and run.crew.ending == "complete":
+                run.run("taking out of use", work.settle(run.tally))
+        except ConfigError:  # what was found by wrong settings is not to be gone on from
+            run.checkpoint.close(complete=True)
+            raise
         _show(run, every, quarantine)
         return run.code(FOUND if any(run.tally.counts[kind] for kind in _WRONG) else FINE)
 
@@ -119,6 +127,12 @@ def _show(run: Upkeep, every: bool, quarantine: bool) -> None:
     done = [f"{counts[kind]:,} {kind}" for kind in _DONE if counts[kind]]
     if done:
         out.line(", ".join(done))
-    elif wrong:
+    elif wrong and not quarantine:
         out.line("nothing was changed: --quarantine takes them out of use")
+    elif wrong:
+        out.line("nothing was changed: that comes after all has been judged")
+    if quarantine and tally.omitted:
+        out.line(
+            f"{tally.omitted:,} more were found than are taken at once: run it again", "yellow"
+        )
     run.tell_end()

@@ -24,7 +24,7 @@ from objkv.codec.values import (
     Opened,
     Provenance,
 )
-from objkv.errors import PayloadError
+from objkv.errors import KeyMismatch, PayloadError
 
 KEY_BYTES: Final = 32
 KEY_ID: Final = "[A-Za-z0-9._-]{1,64}"
@@ -114,10 +114,10 @@ class Seal:
         told, key_id = bytes(match[1]), match[2].decode()
         key = self._signing.get(key_id)
         if key is None:
-            raise PayloadError(f"signed with key {key_id!r}, which is not known here")
+            raise KeyMismatch(f"signed with key {key_id!r}, which is not known here")
         header[SIGNATURE_AT:SIGNATURE_END] = _BLANK
         if not hmac.compare_digest(told, _signature(key, header)):
-            raise PayloadError(f"the signature of key {key_id!r} does not match")
+            raise KeyMismatch(f"the signature of key {key_id!r} does not match")
 
     def open(self, header: Header) -> Opened:
         """What the frames of ``header`` are to be held against, whose text went through ``verify``.
@@ -134,9 +134,7 @@ class Seal:
             raise PayloadError("not encrypted, and only encrypted payloads are loaded here")
         key = self._encryption.get(marks.encrypted_by)
         if key is None:
-            raise PayloadError(
-                f"encrypted with key {marks.encrypted_by!r}, which is not known here"
-            )
+            raise KeyMismatch(f"encrypted with key {marks.encrypted_by!r}, which is not known here")
         cipher = AesFrames(key.secret, bytes.fromhex(marks.salt), header.claim, len(frames))
         cipher.bind(header.provenance.token_digest)
         return Opened(cipher)

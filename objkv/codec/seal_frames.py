@@ -15,7 +15,7 @@ import numpy as np
 
 from objkv.codec.compress import Buffer
 from objkv.codec.values import Claim, LayerSpec, Place
-from objkv.errors import PayloadError
+from objkv.errors import KeyMismatch, PayloadError
 
 SALT_BYTES: Final = 32
 _KEY_INFO = b"objkv-encryption-1\n"
@@ -76,7 +76,7 @@ class AesFrames:
         try:
             context.finalize()
         except lib.InvalidTag:
-            raise PayloadError(
+            raise KeyMismatch(
                 f"layer {place.layer.name!r} is not what was encrypted for this place"
             ) from None
 

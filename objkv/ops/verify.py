@@ -1,12 +1,12 @@
 """Checks stored payloads, all or some of them, and takes what is corrupt out of use if asked to.
 
-What is found wrong is moved: first its record is forgotten, then it is copied to ``quarantine/``
-under its own path and deleted. Replicas compute it again. A lease keeps savers out meanwhile, but
-it may run out, and a folder that is its own index has none; so the very bytes that are copied are
-judged, and only what is still the same entry is deleted.
+Nothing is taken out of use before all has been judged: where most is wrong, something else is.
+Then what was found wrong is moved: first its record is forgotten, then it is copied to
+``quarantine/`` under its own path and deleted. Replicas compute it again. A lease keeps savers out
+meanwhile, but it may run out, and a folder that is its own index has none; so the very bytes that
+are copied are judged, and only what is still the same entry is deleted.
 """
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +29,10 @@ from objkv.ops.ends import (
     Part,
     looks,
     record_keys,
-    stored_entries,
     stored_payloads,
 )
 from objkv.ops.patient import once, pauses
-from objkv.ops.tally import Tally
+from objkv.ops.tally import Finding, Tally
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
 
@@ -42,6 +41,7 @@ COPY_BYTES_MAX = 1 << 30
 MOST_AT_LEAST = 20
 """Payloads that must be wrong before that can be most of them."""
 _RECORDS_AT_ONCE = 250
+_FINDINGS_AT_ONCE = 100
 _NO_NAMESPACE = Namespace("", is_known=False)
 
 
@@ -55,7 +55,7 @@ class _Share:
 
 class Verify:
     """Units of checks. Counts ``ok``, ``unindexed``, ``changed`` and finds what ``Verdict`` names
-    else; with ``quarantine`` also counts ``quarantined``, ``forgotten`` and ``mended``."""
+    else; ``settle`` also counts ``quarantined``, ``forgotten`` and ``mended``."""
 
     def __init__(
         self,
@@ -94,6 +94,39 @@ class Verify:
         for key in keys:
             yield Unit(f"payload {key.path()}", self._one_work(key))
 
+    def settle(self, found: Tally) -> Iterator[Unit]:
+        """Take out of use, or mend, what the units above have found, in earlier runs too; as
+        many as a tally names: the others are found again.
+
+        Raises ``ConfigError``, before anything is touched, where keys seem to be the wrong ones.
+        """
+        if not self._force:
+            self._refuse_wrong_keys(found)
+        for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
+            some = found.findings[start : start + _FINDINGS_AT_ONCE]
+            yield Unit(f"settle {start}", self._settle_work(some), again=True)
+
+    def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            for finding in findings:
+                check()
+                done = self._set_right(ChunkKey.parse(finding.key), finding.kind)
+                if done is not None:
+                    tally.count(done, finding.nbytes)
+
+        return work
+
+    def _refuse_wrong_keys(self, found: Tally) -> None:
+        for name in self._namespaces:
+            seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
+            if 2 * other > seen:
+                seal = self._seal_of(name)
+                raise ConfigError(
+                    f"{name}: {other} of {seen} payloads are sealed with other keys than those "
+                    f"here ({seal.told if seal else 'none'}): are these the right ones? Nothing "
+                    "was taken out of use; with --force they are"
+                )
+
     def _one_work(self, key: ChunkKey) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:
             self._verify(key, tally)
@@ -124,26 +157,25 @@ class Verify:
                     gone = [key for key, one in zip(keys, found, strict=True) if one is None]
                     self._judge_all(self._records, len(keys), len(gone), "they are not there")
                     for key in gone:
-                        checked, record = self._checker.check(key, self._seal(key))
-                        self._take(key, checked, record, tally)
+                        self._tell(key, self._checker.check(key, self._seal(key))[0], tally)
 
         return work
 
     def _verify(self, key: ChunkKey, tally: Tally) -> None:
-        checked, record = self._checker.check(key, self._seal(key))
+        checked, _ = self._checker.check(key, self._seal(key))
         is_wrong = checked.verdict in ("corrupt", "foreign", "missing")
         self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
-        self._take(key, checked, record, tally)
+        if checked.verdict != "changed":
+            tally.count(f"seen {key.namespace}")
+        if checked.is_of_other_keys:
+            tally.count(f"other keys {key.namespace}")
+        self._tell(key, checked, tally)
 
-    def _take(self, key: ChunkKey, checked: Checked, record: Record | None, tally: Tally) -> None:
+    def _tell(self, key: ChunkKey, checked: Checked, tally: Tally) -> None:
         if checked.verdict in ("ok", "changed"):
             tally.count(checked.verdict, checked.nbytes)
             return
         tally.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
-        if self._quarantine:
-            done = self._set_right(key, checked, record)
-            if done is not None:
-                tally.count(done, checked.nbytes)
 
     def _judge_all(self, share: _Share, seen: int, wrong: int, why: str) -> None:
         """Raises ``ConfigError`` where payloads seem to be wrong because something else is."""
@@ -154,18 +186,19 @@ class Verify:
         if is_most and self._quarantine and not self._force:
             raise ConfigError(
                 f"{share.wrong} of {share.seen} payloads are wrong, the last one because {why!r}: "
-                "are keys or settings missing here? is the bulk store this index's? objkv verify "
-                "without --quarantine lists them; with --force they are taken out of use"
+                "are keys or settings missing here? is the bulk store this index's? Nothing was "
+                "taken out of use: objkv verify without --quarantine lists them; with --force they "
+                "are"
             )
 
-    def _set_right(self, key: ChunkKey, found: Checked, record: Record | None) -> str | None:
+    def _set_right(self, key: ChunkKey, verdict: str) -> str | None:
         """What was done about it, None if that was not possible or somebody else did."""
         if not self._has_lease(key):
             return None
         ends, path = self._ends, key.path()
         try:
             now, now_record = self._checker.look(key, self._seal(key))
-            if now.verdict != found.verdict or _shard(now_record, key) != _shard(record, key):
+            if now.verdict != verdict:
                 return None
             if not self._has_lease(key):  # to look may have taken longer than it lasts
                 return None
@@ -247,32 +280,10 @@ class Verify:
         self._ends.index.publish(chunk, {key.field: shard}, ttl_s=self._ends.ttl_s)
 
     def _seal(self, key: ChunkKey) -> Seal | None:
-        return self._ends.seal_of(self._namespaces.get(key.namespace, _NO_NAMESPACE))
+        return self._seal_of(key.namespace)
 
-
-def choose_sample(
-    ends: Ends, names: Sequence[str], parts: Sequence[Part], *, size: int, seed: int | None
-) -> list[ChunkKey]:
-    """``size`` payloads, each as likely as any other; walks over all records (or, without an
-    index, all entries) and keeps no more than it returns."""
-    chance, chosen = random.Random(seed), list[ChunkKey]()  # noqa: S311  # not a secret
-    for number, key in enumerate(_every_key(ends, names, parts)):
-        if len(chosen) < size:
-            chosen.append(key)
-        elif (place := chance.randrange(number + 1)) < size:
-            chosen[place] = key
-    return list(dict.fromkeys(chosen))
-
-
-def _every_key(ends: Ends, names: Sequence[str], parts: Sequence[Part]) -> Iterator[ChunkKey]:
-    if ends.is_own_index:
-        for part in parts:
-            yield from (key for key, _ in stored_entries(ends.bulk, part) if key is not None)
-        return
-    for name in names:
-        for record in ends.index.scan(name):
-            if not is_shapes(record):
-                yield from record_keys(name, record)
+    def _seal_of(self, namespace: str) -> Seal | None:
+        return self._ends.seal_of(self._namespaces.get(namespace, _NO_NAMESPACE))
 
 
 def _shard(record: Record | None, key: ChunkKey) -> ShardRecord | None:

@@ -12,7 +12,7 @@ import numpy as np
 from objkv.codec.payload import Header, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
-from objkv.errors import PayloadError
+from objkv.errors import KeyMismatch, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.ends import Ends, stored_header
@@ -42,6 +42,8 @@ class Checked:
     """If it was read, and is right."""
     written_s: float = 0.0
     """When the payload was, or, where there is none, its record says that it was."""
+    is_of_other_keys: bool = False
+    """Whether it is corrupt only by the keys that it was judged with."""
 
 
 class Budget:
@@ -132,7 +134,8 @@ class Checker:
                     return Checked("hot", nbytes, "its copy in the hot store differs", header)
                 return Checked("ok", nbytes, header=header)
         except PayloadError as exc:
-            return Checked("corrupt", nbytes, str(exc))
+            of_other_keys = isinstance(exc, KeyMismatch)
+            return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
 
     def read(self, payload: bytes, seal: Seal | None) -> Header:
         """The header of a payload of which every byte was checked; raises ``PayloadError``. Whose

@@ -99,6 +99,47 @@ def test_sealed_payloads_are_held_against_their_keys(
         assert "is left alone" in without.err
 
 
+@pytest.mark.parametrize("how", [("--all",), ("--sample", "10")])
+def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
+    run: Run,
+    ends: Backends,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("OBJKV_SIGNING_KEYS_FILE", str(tmp_path / "keys"))
+
+    def write(secret: str) -> None:
+        (tmp_path / "keys").write_text(f"key-1 * {secret}\n")
+        (tmp_path / "keys").chmod(0o600)
+
+    right = os.urandom(32).hex()
+    write(right)
+    config = load_config({})
+    DamagedStore(ends, seal=open_seal(config), seals=config.seals).plant(Defects(good=10, frame=1))
+    before = records(ends, NAMESPACE)
+    write(os.urandom(32).hex())
+    refused = run("verify", *how, "--quarantine")
+    assert refused.code == 2, refused.out
+    assert "payloads are sealed with other keys than those here (signing ['key-1'])" in refused.err
+    assert "Nothing was taken out of use" in refused.err
+    assert records(ends, NAMESPACE) == before
+    assert not list(ends.bulk.scan("quarantine/"))
+    write(right)
+    mended = run("verify", "--all", "--quarantine", "--json").document
+    assert (mended["resumed"], mended["ok"], mended["quarantined"]) == (False, 10, 1)
+
+
+def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=3, frame=25))
+    before = records(ends, NAMESPACE)
+    refused = run("verify", "--all", "--quarantine")
+    assert (refused.code, "Nothing was taken out of use" in refused.err) == (2, True)
+    assert records(ends, NAMESPACE) == before
+    assert not list(ends.bulk.scan("quarantine/"))
+    assert run("verify", "--all", "--quarantine", "--force", "--json").document["quarantined"] == 25
+
+
 @pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
 def test_memory_is_refused(run: Run, command: str) -> None:
     ran = run(command, "--bulk-url", "memory:")

@@ -16,8 +16,9 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.ends import Ends
 from objkv.ops.patient import PatientStore
 from objkv.ops.tally import Tally
-from objkv.ops.verify import Verify, choose_sample
+from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
+from objkv.ops.verify_sample import choose_sample
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import DamagedStore, Defects
 
@@ -41,6 +42,8 @@ class World:
         work = Verify(self.ends, {}, quarantine=True, budget=Budget(1 << 20), workers=2)
         tally = Tally()
         for unit in work.sample([key]):
+            unit.work(tally, lambda: None)
+        for unit in list(work.settle(tally)):
             unit.work(tally, lambda: None)
         return tally
 
