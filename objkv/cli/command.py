@@ -14,7 +14,7 @@ import typer
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.output import Output, printable
-from objkv.config import Config, Resolved, resolve_config
+from objkv.config import Config, Resolved, local_path, resolve_config
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
 from objkv.secrecy import without_secrets
 from objkv.telemetry import NullRecorder
@@ -63,6 +63,17 @@ class Session:
         """Both ends, closed afterwards. Nothing is asked yet: the first call finds out."""
         with open_backends(self.config, NullRecorder()) as backends:
             yield backends
+
+    def has_bulk(self) -> bool:
+        """Whether there may be something in the bulk store: not while the default folder has not
+        been made. Raises ``ConfigError`` where another one is named that is not there; what only
+        reads makes no folder."""
+        url = self.config.bulk_url
+        if not url.startswith("file:") or local_path(url).is_dir():
+            return True
+        if self.resolved.sources["bulk_url"] != "default":
+            raise ConfigError(f"no such folder: bulk_url {url}")
+        return False
 
 
 def command(work: Callable[..., int]) -> Callable[..., None]:

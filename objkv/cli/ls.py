@@ -44,6 +44,7 @@ def ls(
     """List namespaces, or the prefixes stored in one."""
     if bulk and prefixes:
         raise ConfigError("--bulk counts namespaces; prefixes are known to the index only")
+    session.has_bulk()
     if bulk:
         _show_namespaces(session, _counted(session, namespace), None, limit)
         return FINE

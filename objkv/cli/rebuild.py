@@ -7,7 +7,7 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
 from objkv.cli.upkeep import WORKERS, Upkeep, refuse_memory, upkeep
-from objkv.ops.ends import read_namespace, stored_namespaces, stored_parts
+from objkv.ops.ends import Namespace, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
 
 _COUNTS = ("restored", "corrected", "present", "written", "unreadable", "foreign", "other")
@@ -26,7 +26,7 @@ _MEANS = {
 def rebuild(
     session: Session,
     namespace: Annotated[
-        str | None, typer.Option(help="Of this namespace only, in full.", metavar="NS")
+        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and write nothing.")] = False,
     workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
@@ -41,16 +41,17 @@ def rebuild(
     with upkeep(
         session, "rebuild", namespace, dry_run, writes=not dry_run, workers=workers, restart=restart
     ) as run:
-        bulk = run.ends.bulk
-        with session.out.waiting("reading namespaces"):
-            names = stored_namespaces(bulk)
-            found = {n: read_namespace(bulk, n) for n in names if namespace in (None, n)}
-            found = run.with_keys(found)
-            parts = stored_parts(bulk, list(found))
-        work = Rebuild(run.ends, apply=not dry_run)
-        run.run("restoring records", work.parts(parts, found))
-        run.run("looking for what was lost again", work.lost(parts, found))
-        run.run("restoring what stands on them", work.namespaces(found))
+        bulk, found = run.ends.bulk, dict[str, Namespace]()
+        with run.interruptible():
+            with session.out.waiting("reading namespaces"):
+                only = run.pick(namespace)
+                names = [one for one in stored_namespaces(bulk) if only in (None, one)]
+                found = run.with_keys({name: read_namespace(bulk, name) for name in names})
+                parts = stored_parts(bulk, list(found))
+            work = Rebuild(run.ends, apply=not dry_run)
+            run.run("restoring records", work.parts(parts, found))
+            run.run("looking for what was lost again", work.lost(parts, found))
+            run.run("restoring what stands on them", work.namespaces(found))
         _show(run, len(found), dry_run)
         counts = run.tally.counts
         return run.code(FOUND if counts["unreadable"] or counts["foreign"] else FINE)

@@ -36,7 +36,7 @@ def sweep(
         typer.Option(help="A category; give it again for more.", metavar="CATEGORY"),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option(help="Of this namespace only, in full.", metavar="NS")
+        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
     ] = None,
     grace_s: Annotated[
         float | None,
@@ -71,20 +71,21 @@ def sweep(
         *(config.ttl_s, config.quota_bytes, high, low),
     )
     with upkeep(session, "sweep", *settings, writes=apply, workers=workers, restart=restart) as run:
-        with session.out.waiting("reading namespaces"):
-            found = survey(run.ends, namespace)
-            if not force:
-                refuse_wrong_ends(run.ends, found)
-        remover = Remover(run.ends, limits, lambda: run.crew.halt("limit"))
-        work = Sweep(run.ends, found, limits, remover)
-        records = RecordSweep(run.ends, found, limits, remover, workers=workers)
-        run.run("sweeping leftovers", work.leftovers())
-        run.run("sweeping payloads", work.parts())
-        run.run("sweeping records", records.ghosts())
-        if namespace is None:  # a tenant's quota is for all of its namespaces
-            quotas = records.quotas(config.quota_bytes, high_percent=high, low_percent=low)
-            run.run("sweeping beyond quotas", quotas)
-        run.run("sweeping documents", work.documents())
+        with run.interruptible():
+            with session.out.waiting("reading namespaces"):
+                found = survey(run.ends, run.pick(namespace))
+                if not force:
+                    refuse_wrong_ends(run.ends, found)
+            remover = Remover(run.ends, limits, lambda: run.crew.halt("limit"))
+            work = Sweep(run.ends, found, limits, remover)
+            records = RecordSweep(run.ends, found, limits, remover, workers=workers)
+            run.run("sweeping leftovers", work.leftovers())
+            run.run("sweeping payloads", work.parts())
+            run.run("sweeping records", records.ghosts())
+            if namespace is None:  # a tenant's quota is for all of its namespaces
+                quotas = records.quotas(config.quota_bytes, high_percent=high, low_percent=low)
+                run.run("sweeping beyond quotas", quotas)
+            run.run("sweeping documents", work.documents())
         _show(run, apply)
         is_found = any(run.tally.counts[category] for category in CATEGORIES)
         return run.code(FOUND if is_found and not apply else FINE)
@@ -120,7 +121,7 @@ def _show(run: Upkeep, apply: bool) -> None:
     if rows:
         out.table(("", ">payloads", ">bytes", ""), rows)
     else:
-        out.line("nothing to sweep")
+        out.line("nothing to sweep" if run.crew.ending == "complete" else "nothing found so far")
     told = [f"{count:,} {name}" for name, count in beside.items() if count]
     if told:
         out.line("left alone: " + ", ".join(told))

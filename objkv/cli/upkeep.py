@@ -17,7 +17,8 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.checkpoint import Checkpoint, checkpoint_file
 from objkv.ops.crew import Crew, Unit
-from objkv.ops.ends import Ends, Namespace
+from objkv.ops.ends import Ends, Namespace, stored_namespaces
+from objkv.ops.identities import pick_namespace
 from objkv.ops.patient import PatientIndex, PatientStore
 from objkv.ops.tally import Tally
 
@@ -39,20 +40,40 @@ class Upkeep:
         with self.session.out.steps(what) as tell:
             self.crew.run(units, tell)
 
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """An interrupt ends what is done in here, and not the command: it shows how far it came."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.crew.halt("interrupted")
+
+    def pick(self, beginning: str | None) -> str | None:
+        """The one namespace that begins so, of both ends; None for None. Raises ``ConfigError``."""
+        if beginning is None:
+            return None
+        known = sorted({*stored_namespaces(self.ends.bulk), *self.ends.index.namespaces()})
+        name = pick_namespace(known, beginning) if known else ""
+        if name not in known:
+            there = f"there are: {', '.join(known)}" if known else "nothing is stored"
+            raise ConfigError(f"no such namespace: {beginning}; {there}")
+        return name
+
     def with_keys(self, found: dict[str, Namespace]) -> dict[str, Namespace]:
         """Those whose payloads can be judged here; it is told which cannot, because the keys that
         they are sealed with are not. Raises ``ConfigError`` if that is true of all."""
-        left, missing = {}, ""
+        left, skipped = {}, dict[str, str]()
         for name, namespace in found.items():
             try:
                 self.ends.seal_of(namespace)
             except ConfigError as exc:
-                missing = str(exc)
-                self.session.out.note(f"{name} is left alone: {missing}")
+                skipped[name] = str(exc)
             else:
                 left[name] = namespace
-        if missing and not left:
-            raise ConfigError(missing)
+        if skipped and not left:
+            raise ConfigError("; ".join(dict.fromkeys(skipped.values())))
+        for name, why in skipped.items():
+            self.session.out.note(f"{name} is left alone: {why}")
         return left
 
     @property
@@ -113,10 +134,13 @@ def upkeep(
     config = session.config
     if writes and config.role == "reader":
         raise ConfigError(f"{command} writes, and role is reader: set role to sweeper")
+    has_bulk = session.has_bulk()
     with session.backends() as backends:
         with session.out.waiting("asking both ends"):
-            backends.bulk.check()
-            backends.index.check()
+            if has_bulk:
+                backends.bulk.check()
+            if has_bulk or not config.index_url.startswith("bulk:"):
+                backends.index.check()
         ends = Ends(
             bulk=PatientStore(backends.bulk),
             hot=None if backends.hot is None else PatientStore(backends.hot),

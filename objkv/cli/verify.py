@@ -10,9 +10,10 @@ from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.errors import ConfigError
 from objkv.ops.ends import Namespace, Part, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.sweep_survey import refuse_wrong_bulk
+from objkv.ops.tally import Tally
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
-from objkv.ops.verify_sample import choose_sample
+from objkv.ops.verify_sample import choose_sample, unindexed
 
 SAMPLE = 200
 MEMORY_BYTES = 1 << 30
@@ -24,7 +25,7 @@ _DONE = ("quarantined", "forgotten", "mended")
 def verify(
     session: Session,
     namespace: Annotated[
-        str | None, typer.Option(help="Of this namespace only, in full.", metavar="NS")
+        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
     ] = None,
     sample: Annotated[
         int, typer.Option(min=1, help="Check so many, chosen by chance.", metavar="N")
@@ -61,33 +62,59 @@ def verify(
         restart=restart,
         resumable=every,
     ) as run:
-        with session.out.waiting("reading namespaces"):
-            found, parts, indexed = _places(run, namespace)
-        if quarantine and not force:
-            refuse_wrong_bulk(run.ends, indexed)
-        work = Verify(
-            run.ends,
-            found,
-            quarantine=quarantine,
-            force=force,
-            budget=Budget(memory_bytes),
-            workers=workers,
-        )
-        try:
-            if every:
-                run.run("checking payloads", work.parts(parts))
-                run.run("looking for missing payloads", work.missing(indexed))
-            else:
-                with session.out.waiting("choosing a sample"):
-                    keys = choose_sample(run.ends, indexed, parts, size=sample, seed=seed)
-                run.run("checking payloads", work.sample(keys))
-            if quarantine and run.crew.ending == "complete":
-                run.run("taking out of use", work.settle(run.tally))
-        except ConfigError:  # what was found by wrong settings is not to be gone on from
-            run.checkpoint.close(complete=True)
-            raise
+        with run.interruptible():
+            with session.out.waiting("reading namespaces"):
+                found, parts, indexed = _places(run, run.pick(namespace))
+            if quarantine and not force:
+                refuse_wrong_bulk(run.ends, indexed)
+            work = Verify(
+                run.ends,
+                found,
+                quarantine=quarantine,
+                force=force,
+                budget=Budget(memory_bytes),
+                workers=workers,
+            )
+            most = None if every else sample
+            _check(run, work, (parts, indexed), most=most, seed=seed, quarantine=quarantine)
         _show(run, every, quarantine)
-        return run.code(FOUND if any(run.tally.counts[kind] for kind in _WRONG) else FINE)
+        is_wrong = any(run.tally.counts[kind] for kind in _WRONG) or _is_index_lost(run.tally)
+        return run.code(FOUND if is_wrong else FINE)
+
+
+def _check(
+    run: Upkeep,
+    work: Verify,
+    places: tuple[list[Part], list[str]],
+    *,
+    most: int | None,
+    seed: int | None,
+    quarantine: bool,
+) -> None:
+    """All that is in these places, or a sample of ``most``."""
+    parts, indexed = places
+    try:
+        if most is None:
+            run.run("checking payloads", work.parts(parts))
+            run.run("looking for missing payloads", work.missing(indexed))
+        else:
+            with run.session.out.waiting("choosing a sample"):
+                keys = choose_sample(run.ends, indexed, parts, size=most, seed=seed)
+            run.run("checking payloads", work.sample(keys))
+            run.run("looking for records", unindexed(run.ends, parts))
+        if quarantine and run.crew.ending == "complete":
+            run.run("taking out of use", work.settle(run.tally))
+    except ConfigError:  # what was found by wrong settings is not to be gone on from
+        run.checkpoint.close(complete=True)
+        raise
+
+
+def _is_index_lost(tally: Tally) -> bool:
+    """Whether most of the payloads that were listed have no record."""
+    counts = tally.counts
+    without = counts["unindexed"]
+    checked = sum(counts[kind] for kind in ("ok", *_WRONG)) - counts["missing"]
+    return without > (counts["listed"] - without if counts["listed"] else checked)
 
 
 def _places(
@@ -123,6 +150,12 @@ def _show(run: Upkeep, every: bool, quarantine: bool) -> None:
     out.line(f"checked {checked:,} payloads, {size(nbytes)}: {wrong:,} wrong")
     if counts["unindexed"]:
         out.line(f"{counts['unindexed']:,} more have no record: objkv sweep lists them")
+    if _is_index_lost(tally):
+        out.line(
+            "that is most: the index was lost, or index_url or redis_prefix is not theirs; objkv "
+            "rebuild gives them their records",
+            "yellow",
+        )
     out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in tally.findings])
     done = [f"{counts[kind]:,} {kind}" for kind in _DONE if counts[kind]]
     if done:

@@ -5,7 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.ends import Ends, Part, record_keys, stored_entries
+from objkv.ops.crew import Check, Unit
+from objkv.ops.ends import Ends, Part, record_keys, stored_entries, stored_payloads
+from objkv.ops.tally import Tally
+
+LISTED_MAX = 2_000
 
 
 def choose_sample(
@@ -20,6 +24,25 @@ def choose_sample(
         elif (place := chance.randrange(number + 1)) < size:
             chosen[place] = key
     return list(dict.fromkeys(chosen))
+
+
+def unindexed(ends: Ends, parts: Sequence[Part]) -> Iterator[Unit]:
+    """Of about ``LISTED_MAX`` payloads, or all if there are fewer, counts as ``unindexed`` those
+    that have no record, which no sample of records has; all of them as ``listed``."""
+
+    def work(tally: Tally, check: Check) -> None:
+        for part in parts:
+            for batch in stored_payloads(ends, part):
+                check()
+                for stored in batch:
+                    tally.count("listed")
+                    if stored.shard is None:
+                        tally.count("unindexed", stored.entry.nbytes)
+                if tally.counts["listed"] >= LISTED_MAX:
+                    return
+
+    if not ends.is_own_index:
+        yield Unit("records of some", work)
 
 
 def _every_key(ends: Ends, names: Sequence[str], parts: Sequence[Part]) -> Iterator[ChunkKey]:
