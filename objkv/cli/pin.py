@@ -77,6 +77,8 @@ def pin(
     extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
     _refuse_reader(session)
     with session.backends() as backends:
+        if namespace is None and leaf is not None:
+            namespace = _only_with(backends, _whole(leaf))
         identity = find_identity(backends, namespace)
         name = identity.namespace()
         if leaf is not None:
@@ -175,6 +177,17 @@ def _stored(backends: Backends, namespace: str, hashes: list[bytes]) -> list[Rec
             break
         chain.append(record)
     return chain
+
+
+def _only_with(backends: Backends, leaf: bytes) -> str | None:
+    """The namespace that has this chunk, if it is the only one."""
+    names = [
+        name
+        for name in backends.index.namespaces()
+        for record in backends.index.lookup(name, [leaf])
+        if record is not None and record.shards
+    ]
+    return names[0] if len(names) == 1 else None
 
 
 def _namespaces(backends: Backends, namespace: str | None) -> list[str]:

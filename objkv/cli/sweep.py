@@ -1,5 +1,6 @@
 """``objkv sweep``: what nobody can use, found and removed."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -12,7 +13,9 @@ from objkv.ops.sweep import Sweep
 from objkv.ops.sweep_records import RecordSweep
 from objkv.ops.sweep_remove import CATEGORIES, Category, Remover, SweepLimits
 from objkv.ops.sweep_survey import refuse_wrong_ends, survey
+from objkv.ops.tally import Tally
 
+_SHOWN = 3
 _MEANS: dict[Category, str] = {
     "orphan": "payloads without a record",
     "ghost": "records without a payload",
@@ -33,7 +36,9 @@ def sweep(
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="A category; give it again for more.", metavar="CATEGORY"),
+        typer.Option(
+            help=f"One of {', '.join(CATEGORIES)}; give it again for more.", metavar="CATEGORY"
+        ),
     ] = None,
     namespace: Annotated[
         str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
@@ -120,6 +125,7 @@ def _show(run: Upkeep, apply: bool) -> None:
     rows = [(one, counts[one], size(nbytes[one]), _MEANS[one]) for one in CATEGORIES if counts[one]]
     if rows:
         out.table(("", ">payloads", ">bytes", ""), rows)
+        out.table(("", ""), list(_some(tally)))
     else:
         out.line("nothing to sweep" if run.crew.ending == "complete" else "nothing found so far")
     told = [f"{count:,} {name}" for name, count in beside.items() if count]
@@ -130,7 +136,25 @@ def _show(run: Upkeep, apply: bool) -> None:
             "uploads in parts may not be listed: a rule of the bucket has to end them", "yellow"
         )
     if apply:
-        out.line(f"removed {counts['removed']:,}, {size(nbytes['removed'])}")
+        out.line(f"removed {_removed(tally)}")
     elif rows:
         out.line("nothing was removed: --apply does it")
     run.tell_end()
+
+
+def _some(tally: Tally) -> Iterator[tuple[str, str]]:
+    """The first few of each category, and how many more there are."""
+    for one in CATEGORIES:
+        keys = [finding.key for finding in tally.findings if finding.kind == one][:_SHOWN]
+        yield from ((one, key) for key in keys)
+        if keys and tally.counts[one] > len(keys):
+            yield "", f"{tally.counts[one] - len(keys):,} more: --json names them"
+
+
+def _removed(tally: Tally) -> str:
+    """What was removed; a record has no bytes in the bulk store."""
+    ghosts = min(tally.counts["ghost"], tally.counts["removed"])
+    entries = tally.counts["removed"] - ghosts
+    told = [f"{entries:,}, {size(tally.nbytes['removed'])}"] if entries or not ghosts else []
+    told += [f"{ghosts:,} records of payloads that are not there"] if ghosts else []
+    return "; ".join(told)

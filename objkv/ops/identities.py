@@ -104,5 +104,8 @@ def pick_namespace(known: Sequence[str], beginning: str | None) -> str:
         raise ConfigError(
             "the index has no namespaces: no replica has saved yet, or index_url is not theirs"
         )
-    what = f"{len(found)} namespaces" + (f" begin with {beginning}" if beginning else "")
+    if beginning is None:
+        told = ", ".join(sorted(known))
+        raise ConfigError(f"{len(known)} namespaces; choose one with --namespace: {told}")
+    what = f"{len(found)} namespaces begin with {beginning}"
     raise ConfigError(f"{what}; choose one of: {', '.join(sorted(found or known))}")

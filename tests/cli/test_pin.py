@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from objkv.cache.pins import read_pins
+from objkv.index.base import ChunkEntry, ShardRecord
 from tests.cli.conftest import Machine, Run
 from tests.ops.world import CHUNK, NAMESPACE, TOKENS
 
@@ -135,3 +136,17 @@ def test_a_pin_of_longer_than_anybody_lives_is_refused_or_shown(
     assert run("pin", hashes[0], "--for", "999999w").code == 0
     assert "s after 1970" in run("pin", "--list").out
     assert run("pin", hashes[0], "--for", "999999999w").code == 2
+
+
+def test_where_there_are_several_namespaces_one_is_named_or_found_by_the_whole_hash(
+    run: Run, machine: Machine, hashes: list[str]
+) -> None:
+    other = ChunkEntry("f" * 32, bytes(20), bytes(20), 0, CHUNK)
+    record = ShardRecord(1, 1, "none", False, "", 1)
+    machine.index.publish(other, {"0.L0-1_H0-1": record}, ttl_s=60)
+    for arguments in (("0" * 39 + "1",), ("--tokens", "-")):
+        ran = run("pin", *arguments, stdin="1 2 3")
+        assert (ran.code, "--namespace" in ran.err) == (2, True)
+    ran = run("pin", hashes[1])
+    assert (ran.code, ran.err) == (0, "")
+    assert pinned(machine) == [True, True, False]

@@ -18,6 +18,7 @@ from objkv.index.sqlite import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.sweep import Sweep
+from objkv.ops.sweep_remove import CATEGORIES
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Run
@@ -362,7 +363,23 @@ def test_people_see_what_was_found(run: Run, ends: Backends) -> None:
     assert f"corrupt  {planted['frame'][0]}" in said
     assert "--quarantine takes them out of use" in said
     said = run("sweep", "--grace-s", "0").out
-    assert "orphan" in said
+    assert f"orphan  {planted['orphan'][0]}" in said
     assert "nothing was removed: --apply does it" in said
     assert "removed 1, " in run("sweep", "--grace-s", "0", "--apply").out
     assert "had their record" in run("rebuild").out
+
+
+def test_a_sweep_shows_some_of_each_category(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=8, ghost=5, orphan=1))
+    said = run("sweep", "--grace-s", "0").out
+    assert sum(path in said for path in planted["ghost"]) == 3
+    assert "2 more" in said
+    assert planted["orphan"][0] in said
+    said = run("sweep", "--grace-s", "0", "--apply", "--only", "ghost").out
+    assert "removed 5 records of payloads that are not there\n" in said
+    assert " 0 B" not in said.partition("removed")[2]
+
+
+def test_the_help_of_a_sweep_lists_its_categories(run: Run) -> None:
+    told = run("sweep", "--help").out
+    assert all(one in told for one in CATEGORIES)
