@@ -45,33 +45,28 @@ IDENTITY = Identity(
 _CODECS = ("none", "zstd", "blosc")
 
 
+def _planted(count: int, what: str) -> int:
+    """A field of ``Defects``: how many by default, and what its help says."""
+    made: int = field(default=count, metadata={"help": what})
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Defects:
     """How many payloads of each kind to plant."""
 
-    good: int = 64
-    orphan: int = 0
-    """Without a record."""
-    ghost: int = 0
-    """A record without a payload."""
-    old_epoch: int = 0
-    """Of the same model's epoch before."""
-    stranger: int = 0
-    """Of a namespace that has no document."""
-    header: int = 0
-    """A flipped bit in the header."""
-    frame: int = 0
-    """A flipped bit in a frame."""
-    short: int = 0
-    """The last byte is missing."""
-    empty: int = 0
-    """Of no length at all."""
-    foreign: int = 0
-    """Another chunk's payload, whole and right."""
-    mismatch: int = 0
-    """A record that says otherwise."""
-    hot: int = 0
-    """A copy in the hot store with a flipped bit; none without a hot store."""
+    good: int = _planted(64, "Whole and right, with a record.")
+    orphan: int = _planted(0, "Without a record.")
+    ghost: int = _planted(0, "A record without a payload.")
+    old_epoch: int = _planted(0, "Of the same model's epoch before.")
+    stranger: int = _planted(0, "Of a namespace that has no document.")
+    header: int = _planted(0, "A flipped bit in the header.")
+    frame: int = _planted(0, "A flipped bit in a frame.")
+    short: int = _planted(0, "The last byte is missing.")
+    empty: int = _planted(0, "Of no length at all.")
+    foreign: int = _planted(0, "Another chunk's payload, whole and right.")
+    mismatch: int = _planted(0, "A record that says otherwise.")
+    hot: int = _planted(0, "A copy in the hot store with a flipped bit; none without a hot store.")
 
 
 @dataclass(slots=True)
@@ -203,15 +198,21 @@ _SPOILERS: dict[str, Callable[[bytes, Header], bytes]] = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The script."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bulk-url", required=True)
-    parser.add_argument("--index-url", required=True)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bulk-url", required=True, help="as objkv takes it; expected empty")
+    parser.add_argument("--index-url", required=True, help="as objkv takes it; expected empty")
+    parser.add_argument("--seed", type=int, default=0, help="another one plants other prompts")
     for one in fields(Defects):
-        parser.add_argument(f"--{one.name.replace('_', '-')}", type=int, default=one.default)
-    given = vars(parser.parse_args())
+        parser.add_argument(
+            f"--{one.name.replace('_', '-')}",
+            type=int,
+            default=one.default,
+            metavar="N",
+            help=f"{one.metadata['help']} By default {one.default}.",
+        )
+    given = vars(parser.parse_args(arguments))
     urls = {"bulk_url": given.pop("bulk_url"), "index_url": given.pop("index_url")}
     seed = given.pop("seed")
     config = load_config(urls)

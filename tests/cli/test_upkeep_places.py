@@ -1,6 +1,7 @@
 """What ``objkv verify``, ``sweep``, ``rebuild`` and ``ls`` say where they look at the wrong place,
 or are interrupted before they have begun."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from objkv.assembly.backends import Backends, open_backends
 from objkv.config import load_config
 from objkv.index.shapes import SHAPES_HASH
 from objkv.telemetry import NullRecorder
-from objkv.testing.damage import DamagedStore, Defects
+from objkv.testing.damage import DamagedStore, Defects, main
 from tests.cli.conftest import Run
 from tests.cli.upkeep_story import NAMESPACE
 
@@ -79,3 +80,14 @@ def test_an_interrupt_before_the_first_unit_shows_what_was_done(
     ran = run(command)
     assert ran.code == 130
     assert "not complete, interrupted" in ran.out
+
+
+def test_the_script_that_plants_defects_says_what_each_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for one in fields(Defects):
+        assert f"--{one.name.replace('_', '-')} N {one.metadata['help']}" in told
