@@ -117,7 +117,8 @@ def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
     right = os.urandom(32).hex()
     write(right)
     config = load_config({})
-    DamagedStore(ends, seal=open_seal(config), seals=config.seals).plant(Defects(good=10, frame=1))
+    maker = DamagedStore(ends, seal=open_seal(config), seals=config.seals)
+    good = maker.plant(Defects(good=10, frame=1))["good"]
     before = records(ends, NAMESPACE)
     write(os.urandom(32).hex())
     refused = run("verify", *how, "--quarantine")
@@ -129,6 +130,15 @@ def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
     write(right)
     mended = run("verify", "--all", "--quarantine", "--json").document
     assert (mended["resumed"], mended["ok"], mended["quarantined"]) == (False, 10, 1)
+    write(os.urandom(32).hex())
+    assert run("verify", *how, "--quarantine", "--force", "--json").document["quarantined"] == 10
+    write(right)
+    chunks = tmp_path / "objkv" / "chunks"
+    for path in good:  # the way back
+        (chunks / path).parent.mkdir(parents=True, exist_ok=True)
+        (chunks / "quarantine" / path).rename(chunks / path)
+    assert run("rebuild", "--json").document["restored"] == 10
+    assert run("verify", "--all", "--json").document["ok"] == 10
 
 
 def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backends) -> None:
