@@ -18,9 +18,8 @@ SHARDS = {
     "llama": ["0.L0-2_H0-4", "0.L2-3_H0-4"],
     "gpt_oss": ["0.L0-1_H0-4", "0.L1-2_H0-4", "1.L0-1_H0-4", "1.L1-2_H0-4"],
 }
-EACH_MODEL = pytest.mark.parametrize(
-    "model", ["llama", pytest.param("gpt_oss", marks=pytest.mark.wide)]
-)
+pytestmark = pytest.mark.wide
+EACH_MODEL = pytest.mark.parametrize("model", ["llama", "gpt_oss"])
 TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 BUFFERS = Call(function="tests.engine.pipeline:make_buffers")
 

@@ -30,7 +30,7 @@ LIVES: dict[str, dict[str, Any]] = {
 }
 CASES = [
     pytest.param("llama", "async", marks=pytest.mark.wide),
-    pytest.param("llama", "auto"),
+    pytest.param("llama", "auto", marks=pytest.mark.wide),
     pytest.param("gpt_oss", "async"),
 ]
 
