@@ -15,6 +15,7 @@ from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Result
 from tests.engine.prompts import prompt_of
 
+pytestmark = pytest.mark.wide
 PROMPT = prompt_of(CHUNK + 9)
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},

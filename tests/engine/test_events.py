@@ -12,6 +12,7 @@ from tests.engine.harness import run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
 
+pytestmark = pytest.mark.wide
 CHUNKS = 3
 PLAIN = prompt_of(CHUNKS * CHUNK + 9)
 UNKNOWN = prompt_of(CHUNKS * CHUNK + 9, seed=1)

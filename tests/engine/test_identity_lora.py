@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SharedStore, one_by_one
 from tests.engine.harness import run_replica, run_replicas
@@ -12,6 +14,7 @@ from tests.engine.job import Call, Job, Prompt
 from tests.engine.prompts import prompt_of
 from tests.engine.test_share_isolation import make_adapter
 
+pytestmark = pytest.mark.wide
 CHUNKS = 3
 WHOLE = CHUNKS * CHUNK
 PLAIN = prompt_of(WHOLE + 9)

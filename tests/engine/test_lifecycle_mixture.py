@@ -13,6 +13,7 @@ from tests.engine.harness import run_replica, run_replicas
 from tests.engine.job import Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
 from tests.engine.prompts import prompt_of, tokens_of
 
+pytestmark = pytest.mark.wide
 MODES = ("async", "layerwise", "auto")
 SEED = 11
 PROMPTS = 40

@@ -28,11 +28,8 @@ LIVES: dict[str, dict[str, Any]] = {
     "async": {"load_deadline_ms": 300, "lookup_deadline_ms": 100, "save_queue_max": 4},
     "auto": {"step_load_deadline_ms": 300},
 }
-CASES = [
-    pytest.param("llama", "async", marks=pytest.mark.wide),
-    pytest.param("llama", "auto", marks=pytest.mark.wide),
-    pytest.param("gpt_oss", "async"),
-]
+pytestmark = pytest.mark.wide
+CASES = [("llama", "async"), ("llama", "auto"), ("gpt_oss", "async")]
 
 
 def prompts(seed: int) -> list[Prompt]:

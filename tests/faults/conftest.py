@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in full]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: what it replaces would be so for other tests, too
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Real servers behind proxies that spoil; this process's clients read a clock that can be
     moved, and what they ask SQLite is counted."""

@@ -188,8 +188,12 @@ class PassesWhenWaited(HostLane):
 class WaitedMark:
     def __init__(self, lane: PassesWhenWaited) -> None:
         self._lane = lane
+        self._asked = False
 
     def done(self) -> bool:
+        if self._asked:  # when it was given, none is done
+            self._lane.let_pass()
+        self._asked = True
         return not self._lane.left
 
     def wait(self) -> None:
