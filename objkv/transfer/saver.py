@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _COPIES_S = 1.0
 """So long after its bound closing waits for copies out of the device, which read blocks."""
 _LOOK_S = 0.001
+_STRANDED: list[Slab] = []
+"""Slabs that a hung device may still write into: leased for as long as the process lives, so that
+their memory becomes nobody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +165,15 @@ class Saver:
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop; what is left is dropped. No block is read any more
-        afterwards, unless the device still has copies under way a second after the bound. No slab
-        is leased, but one whose put, or whose copies, do not end stays with its thread until
-        then."""
-        end = self._clock() + drain_deadline_s
+        afterwards, unless the device still has copies under way a second after the bound: their
+        slabs are never given back. One whose put does not end stays with its thread until then; no
+        other is leased."""
+        end, give_up = self._clock() + drain_deadline_s, self._give_up
         if not self._copies_end(end + _COPIES_S):
             logger.error("the device does not end the copies of saves, shutting down without them")
+            give_up = self._strand
         left_s = max(0.0, end - self._clock())
-        self._crew.close(left_s, lambda left: self._give_up(item.chunk for item in left))
+        self._crew.close(left_s, lambda left: give_up(item.chunk for item in left))
 
     def __repr__(self) -> str:
         return f"<Saver {self._crew}>"
@@ -215,7 +219,7 @@ class Saver:
         deadline = self._clock() + self._limits.deadline_s
         if self._crew.put(_Gathered(c, mark, deadline) for c in chunks):
             return set()
-        mark.wait()
+        mark.wait()  # without a bound: what computes next on this thread waits for the device too
         return self._give_up(chunks)
 
     def _give_up(self, chunks: Iterable[_Taken]) -> set[tuple[str, int]]:
@@ -224,6 +228,11 @@ class Saver:
             c.slab.release()
             dropped.add(self._drop(c.request_id, c.save, c.claim.key))
         return dropped
+
+    def _strand(self, chunks: Iterable[_Taken]) -> set[tuple[str, int]]:
+        stranded = list(chunks)
+        _STRANDED.extend(c.slab for c in stranded)
+        return {self._drop(c.request_id, c.save, c.claim.key) for c in stranded}
 
     def _drop(self, request_id: str, save: SaveMove, key: ChunkKey) -> tuple[str, int]:
         self._cache.end_save(key)

@@ -257,3 +257,33 @@ def test_no_slab_is_given_back_and_no_block_let_go_of_before_its_copies_have_pas
     assert released == [0, 0]
     assert not lane.left
     replica.close()
+
+
+class HangsForEver(WaitedMark):
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("nobody may wait without a bound")
+
+
+def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back() -> None:
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenWaited()
+    lane.mark = lambda: HangsForEver(lane)  # type: ignore[method-assign]
+    saver = Saver(
+        replica.cache,
+        {0: replica.paged},
+        replica.save_slabs,
+        lane=lane,
+        limits=SaveLimits(1, 6, PATIENCE_S, "none", "w"),
+        recorder=replica.recorder,
+    )
+    saver.close(0.0)
+    saver._crew = NobodyWaits(takes=True)  # type: ignore[assignment]
+    saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
+    assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
+    saver.close(-10.0)  # the time to look is over
+    assert replica.save_slabs.leased == 2
+    assert replica.save_slabs.adds_up
+    assert replica.recorder.value("save_drops") == 2
+    replica.close()
