@@ -8,6 +8,13 @@ from objkv.config.sources import ENV_PREFIX
 from objkv.ops.relief import Relief
 from objkv.telemetry import Recorder
 
+_SEALING = (
+    "signing_keys_file",
+    "signing_keys_command",
+    "encryption_keys_file",
+    "encryption_keys_command",
+)
+
 
 def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
     """What stands between savers and a full place. It asks nothing before it is asked.
@@ -34,7 +41,7 @@ def sweep_settings(config: Config) -> dict[str, str]:
     It begins where it is to end: what makes a folder full may be more than its records tell, and
     then records below the high watermark have to go, too.
     """
-    values = {
+    values: dict[str, object] = {
         "bulk_url": config.bulk_url,
         "index_url": config.index_url,
         "tenant": config.tenant,
@@ -45,4 +52,7 @@ def sweep_settings(config: Config) -> dict[str, str]:
         "sweep_grace_s": config.sweep_grace_s,
         "role": "sweeper",
     }
+    # Paths and commands, not keys: without them nothing that is sealed could be given a record.
+    sealing = {name: getattr(config, name) for name in _SEALING}
+    values |= {name: value for name, value in sealing.items() if value is not None}
     return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items()}

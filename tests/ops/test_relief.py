@@ -182,3 +182,12 @@ def test_a_sweep_has_the_replicas_settings(tmp_path: Path) -> None:
     )
     assert (again.ttl_s, again.tenant, again.role) == (7, "a", "sweeper")
     assert again.quota_high_percent == again.quota_low_percent == 85
+
+
+def test_a_sweep_finds_the_keys_where_the_replica_does(tmp_path: Path) -> None:
+    """Wherever they were set: without them a rebuild restores nothing that is sealed, and what has
+    no record is swept."""
+    keys = str(tmp_path / "keys")
+    settings = sweep_settings(config(tmp_path, quota_bytes=10, signing_keys_file=keys))
+    assert settings["OBJKV_SIGNING_KEYS_FILE"] == keys
+    assert "OBJKV_ENCRYPTION_KEYS_FILE" not in settings
