@@ -193,7 +193,7 @@ def _preload() -> None:
     gc.disable()
     from vllm import LLM
 
-    import objkv.connector  # noqa: F401
+    import objkv.connector  # noqa: F401  # loaded once, before the engines are forked
 
     assert LLM
     gc.freeze()
