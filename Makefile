@@ -13,7 +13,7 @@ ARGS ?=
 
 .PHONY: help
 help: ## say what there is to do
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 .PHONY: setup
 setup: $(STAMP) ## make .venv with everything in it (PYTHON=... chooses the interpreter)
@@ -77,9 +77,20 @@ bench: $(STAMP) ## measure codecs and transfers on this machine
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)
 
 .PHONY: docs
-docs: $(STAMP) ## write docs/configuration.md from the settings, and check all links
-	@env -u XDG_CACHE_HOME $(BIN)/python scripts/write_configuration.py
-	@$(BIN)/pytest -q tests/test_docs.py
+docs: $(STAMP) ## write the generated pages, build the site strictly, and check all links
+	@scripts/build_docs.sh
+
+.PHONY: examples
+examples: $(STAMP) ## run every example that this machine can run (QUICK=1: without the slow ones)
+	@QUICK=$(QUICK) scripts/run_examples.sh
+
+.PHONY: terraform-check
+terraform-check: ## terraform fmt, validate, test and a policy scan, all without a registry
+	@scripts/terraform_check.sh
+
+.PHONY: release-check
+release-check: $(STAMP) ## build wheel and sdist, install them in a clean environment, and try them
+	@scripts/release_check.sh
 
 .PHONY: clean
 clean: ## remove .venv and everything that was built or cached
