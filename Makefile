@@ -13,7 +13,7 @@ ARGS ?=
 
 .PHONY: help
 help: ## say what there is to do
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
 .PHONY: setup
 setup: $(STAMP) ## make .venv with everything in it (PYTHON=... chooses the interpreter)
