@@ -1,7 +1,7 @@
 """How one shard record is written in Redis and SQLite: a compact JSON array, one encoding each.
 
 A value that is not exactly what this module would write is read as absent, because
-compare-and-delete compares the written bytes. Specified in ``docs/index.md``.
+compare-and-delete compares the written bytes. Specified in ``docs/indexes.md``.
 """
 
 import re

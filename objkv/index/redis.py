@@ -1,6 +1,6 @@
 """An index in Redis or Valkey (6.2 or newer, also clustered), shared by a fleet.
 
-Layout, commands and access rights are specified in ``docs/index.md``. No module commands are
+Layout, commands and access rights are specified in ``docs/indexes.md``. No module commands are
 used, and every key but the one of the totals has a time to live.
 """
 

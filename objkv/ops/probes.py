@@ -174,7 +174,7 @@ class _IndexProbe:
 
     def steps(self) -> Sequence[Step]:
         volatile = "something else removes keys: give objkv a database that nobody flushes"
-        odd = "use a server that objkv is tested with, see docs/index.md"
+        odd = "use a server that objkv is tested with, see docs/indexes.md"
         return (
             Step("check", self._index.check, ""),
             Step("publish", self._publish, volatile),

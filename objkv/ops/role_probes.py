@@ -56,7 +56,7 @@ def _store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Step]:
 def _read_steps(index: PruneIndex) -> Sequence[Step]:
     namespace = secrets.token_hex(NAMESPACE_HEX // 2)
     hashes = [secrets.token_bytes(PREFIX_HASH_BYTES)]
-    odd = "use a server that objkv is tested with, see docs/index.md"
+    odd = "use a server that objkv is tested with, see docs/indexes.md"
     return (
         Step("check", index.check, ""),
         Step("lookup", lambda: _nothing(index.lookup(namespace, hashes)[0]), odd),
