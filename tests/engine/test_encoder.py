@@ -167,6 +167,7 @@ def beside_kv(folder: Path) -> Values:
     return values
 
 
+@pytest.mark.wide
 def test_beside_the_kv_connector_both_hit() -> None:
     runs = beside_kv()
     for at in (0, 1):
@@ -177,6 +178,7 @@ def test_beside_the_kv_connector_both_hit() -> None:
     assert count(runs["second"], "hits") == 2
 
 
+@pytest.mark.wide
 def test_an_image_that_the_kv_covers_is_neither_encoded_nor_loaded() -> None:
     covered = beside_kv()["covered"]
     assert answer(covered)["cached"] == [64, 64]
@@ -198,6 +200,7 @@ def apart(folder: Path) -> Values:
     return values | {"empty": [str(path) for path in empty.glob("chunks/*")]}
 
 
+@pytest.mark.wide
 def test_a_consumer_reads_what_a_producer_saved() -> None:
     runs = apart()
     assert runs["saved"] == answer(runs["producer"])["encoded"] == 2
@@ -205,6 +208,7 @@ def test_a_consumer_reads_what_a_producer_saved() -> None:
     assert answer(runs["consumer"])["tokens"] == answer(shared()["alone"])["tokens"]
 
 
+@pytest.mark.wide
 def test_a_consumer_saves_nothing() -> None:
     runs = apart()
     assert answer(runs["alone"])["encoded"] == 2

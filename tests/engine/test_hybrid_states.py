@@ -7,6 +7,8 @@ size of the attention's. The model runs in bfloat16, the only dtype of this back
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import NUMBERS_TOLD, SAVED, SharedStore
@@ -103,6 +105,7 @@ def in_pieces(folder: Path) -> Values:
     return {"first": run_replica(first, folder), "second": run_replica(second, folder)}
 
 
+@pytest.mark.wide
 def test_states_between_the_steps_of_a_long_prompt_are_shared_too() -> None:
     runs, alone = in_pieces(), shared()["alone"].tokens
     assert runs["second"].cached[:2] == [640, 800]
@@ -130,6 +133,7 @@ def spoiled(folder: Path) -> Values:
     return {"alone": alone, "first": first, "second": second, "third": third}
 
 
+@pytest.mark.wide
 def test_what_is_spoiled_is_computed_again_with_the_same_tokens_and_replaced() -> None:
     runs = spoiled()
     alone = runs["alone"].tokens

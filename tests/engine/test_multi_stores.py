@@ -6,6 +6,8 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+import pytest
+
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import SharedStore
 from tests.engine.harness import run_replica
@@ -115,12 +117,14 @@ def one_of_two_is_bad(folder: Path) -> Values:
     return runs
 
 
+@pytest.mark.wide
 def test_with_the_outer_policy_left_alone_a_bad_payload_fails_its_request_and_we_warn() -> None:
     run = one_of_two_is_bad()["default policy"]
     assert [o.finish_reason for o in run.outputs[0]] == ["error", "error"]
     assert [w for w in run.warnings if "kv_load_failure_policy" in w.message]
 
 
+@pytest.mark.wide
 def test_with_the_outer_policy_recompute_the_other_store_serves() -> None:
     runs = one_of_two_is_bad()
     assert runs["other store"].tokens == runs["first"].tokens
@@ -128,6 +132,7 @@ def test_with_the_outer_policy_recompute_the_other_store_serves() -> None:
     assert not [w for w in runs["other store"].warnings if "kv_load_failure_policy" in w.message]
 
 
+@pytest.mark.wide
 def test_what_a_failed_load_left_in_blocks_is_not_saved_to_the_other_store() -> None:
     runs = one_of_two_is_bad()
     assert runs["layerwise"].tokens == runs["first"].tokens

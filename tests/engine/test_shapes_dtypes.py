@@ -102,6 +102,7 @@ def half_precision(folder: Path) -> Values:
     return runs | {"kinds": sorted({layer.dtype for layer in header.frames.layers})}
 
 
+@pytest.mark.wide
 def test_float16_is_float16_on_both_sides() -> None:
     runs = half_precision()
     assert runs["kinds"] == ["F16"]
@@ -138,6 +139,7 @@ def quantised_caches(folder: Path, dtype: str, kv: str) -> Values:
     return runs
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("dtype", "kv"), QUANTISED)
 def test_an_fp8_cache_is_loaded_bit_for_bit_by_its_own_kind(dtype: str, kv: str) -> None:
     runs = quantised_caches(dtype, kv)
@@ -149,6 +151,7 @@ def test_an_fp8_cache_is_loaded_bit_for_bit_by_its_own_kind(dtype: str, kv: str)
     assert all(all(page.values()) for page in first.answers[-1][:2])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("dtype", "kv"), QUANTISED)
 def test_one_kind_of_fp8_is_not_taken_for_the_other(dtype: str, kv: str) -> None:
     runs = quantised_caches(dtype, kv)
@@ -157,6 +160,7 @@ def test_one_kind_of_fp8_is_not_taken_for_the_other(dtype: str, kv: str) -> None
     assert runs["other"].answers[-1][0] != runs["first"].answers[-1][0]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("dtype", "kv"), QUANTISED)
 def test_payloads_say_what_their_bytes_are(dtype: str, kv: str) -> None:
     kind = {"fp8": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}[kv]
@@ -211,12 +215,14 @@ def scaled(folder: Path) -> Values:
     return runs
 
 
+@pytest.mark.wide
 def test_the_scales_of_a_checkpoint_are_in_its_payloads() -> None:
     runs = scaled()
     wanted = sorted(["F8_E4M3", f"{k} {v}"] for k, v in SCALES)
     assert [list(kind) for kind in runs["kinds"]] == wanted
 
 
+@pytest.mark.wide
 def test_checkpoints_that_differ_in_their_scales_alone_share_nothing() -> None:
     runs = scaled()
     assert runs["namespaces"] == len(SCALES)
