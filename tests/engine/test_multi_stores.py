@@ -4,9 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file
-
 import pytest
+from safetensors.numpy import load_file
 
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import SharedStore
