@@ -1,0 +1,237 @@
+"""What an audit found, as plain values: the same for the table, for ``--json`` and for the page.
+
+Names, units and meanings are a promise to scripts (``docs/audit.md``): a field may be added, none
+changes its meaning. ``None`` is "cannot be told", never zero. Bytes are those of the bulk store,
+times are seconds since the epoch, ranges of tokens are ``[start, end)``. Text in here may be what
+others wrote: whoever shows it masks or escapes it.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from objkv.ops.audit_shape import (
+    DepthAudit,
+    NamespaceAudit,
+    NodeKind,
+    RootAudit,
+    TenantAudit,
+    Totals,
+    TreeNode,
+)
+
+__all__ = [
+    "JSON_FORMAT",
+    "AgeBucket",
+    "AgesAudit",
+    "AuditFinding",
+    "AuditReport",
+    "CostAudit",
+    "DepthAudit",
+    "Ending",
+    "FieldDifference",
+    "FindingCount",
+    "FindingKind",
+    "FindingsAudit",
+    "GrowthAudit",
+    "GrowthDay",
+    "IdentityDifference",
+    "NamespaceAudit",
+    "NodeKind",
+    "Prices",
+    "RootAudit",
+    "TenantAudit",
+    "TenantCost",
+    "Totals",
+    "TreeNode",
+]
+
+JSON_FORMAT: Final = 1
+"""Of the JSON document; another number where a field's meaning changes."""
+
+FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "leftover"]
+Ending = Literal["complete", "interrupted", "deadline"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgeBucket:
+    """Chunks whose age is in ``[start_s, end_s)``."""
+
+    start_s: int
+    end_s: int | None
+    """None: without an upper bound."""
+    chunks: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgesAudit:
+    """How old chunks are, and how long ago they were used; buckets of both in the same order."""
+
+    age: tuple[AgeBucket, ...]
+    """Since the chunk's newest payload was written."""
+    last_use: tuple[AgeBucket, ...]
+    """Since the chunk's last hit; empty where hits are not counted."""
+    never_used_chunks: int | None
+    never_used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthDay:
+    """What of today's store was written on one day, UTC."""
+
+    day: str
+    """``2026-11-20``."""
+    chunks: int
+    payloads: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthAudit:
+    """Growth, as far as what is still stored tells it: what was swept is not in here."""
+
+    days: tuple[GrowthDay, ...]
+    """Oldest first, without gaps, the last 400 at most."""
+    before: GrowthDay | None
+    """All days before these in one, named by the first of them."""
+    bytes_per_day: float | None
+    """Mean of the last 7 whole days in which the store existed; None before there is one."""
+    payloads_per_day: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What is paid, in US dollars."""
+
+    gb_month: float
+    """For 10^9 bytes in a month."""
+    per_1000_puts: float
+    per_1000_gets: float
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCost:
+    """A tenant's part, by its bytes, payloads and hits."""
+
+    tenant: str | None
+    storage: float
+    requests: float
+    month: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostAudit:
+    """What the bulk store costs in a month at its size and use of today, in US dollars."""
+
+    prices: Prices
+    storage: float
+    puts: float
+    """Payloads written in a month, at the growth of the last week."""
+    gets: float | None
+    """Payloads loaded in a month, by the hits since the oldest record; those that lie hot too are
+    not counted."""
+    requests: float
+    """Of both, as far as they are known."""
+    month: float
+    next_month: float | None
+    """With 30 more days of this growth, if nothing is swept."""
+    unused: float | None
+    """Part of ``storage`` for chunks that nobody has used."""
+    tenants: tuple[TenantCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFinding:
+    """One thing that is not as it should be."""
+
+    kind: FindingKind
+    key: str
+    """Where it is in the bulk store, or was to be."""
+    nbytes: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindingCount:
+    """How many there are of one kind."""
+
+    kind: FindingKind
+    count: int
+    nbytes: int
+    young: int
+    """Of ``count``, those from the last hour: replicas at work leave such for a moment."""
+    remedy: str
+    """What to do, in a sentence with the command."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindingsAudit:
+    """What is wrong, by kind in the order of ``FindingKind``, and the first few by name."""
+
+    counts: tuple[FindingCount, ...]
+    first: tuple[AuditFinding, ...]
+    omitted: int
+    """Found, counted and not named here."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """One field of two identities."""
+
+    field: str
+    a: str
+    b: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityDifference:
+    """Why two namespaces do not share."""
+
+    a: str
+    b: str
+    """Namespaces."""
+    reason: str
+    """One sentence."""
+    fields: tuple[FieldDifference, ...]
+    """What there is to change; what only follows from it is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Everything."""
+
+    made_s: int
+    version: str
+    """Of objkv."""
+    bulk_url: str
+    index_url: str
+    """Both without secrets."""
+    ending: Ending
+    """Unless ``complete``, all numbers are of the part that was looked at."""
+    parts_done: int
+    parts: int
+    """Of the walk: folders of the bulk store, and namespaces of the index."""
+    resumed: bool
+    totals: Totals
+    namespaces: tuple[NamespaceAudit, ...]
+    """Largest first."""
+    tenants: tuple[TenantAudit, ...]
+    """Largest first."""
+    depths: tuple[DepthAudit, ...]
+    """By namespace in the order of ``namespaces``, then by depth."""
+    roots: tuple[RootAudit, ...]
+    """The largest, largest first."""
+    roots_omitted: int
+    tree: tuple[TreeNode, ...]
+    """Parents before children; at most 2,000 nodes."""
+    ages: AgesAudit
+    growth: GrowthAudit
+    cost: CostAudit
+    findings: FindingsAudit
+    differences: tuple[IdentityDifference, ...]
+    differences_omitted: int
+    """Pairs of namespaces that are not compared here."""
+    problems: tuple[str, ...]
+    """Sentences: what the reader must know to judge the numbers, the worst first."""
