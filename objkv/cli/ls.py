@@ -20,6 +20,7 @@ from objkv.ops.listing import (
     list_prefixes,
     list_tenants,
 )
+from objkv.ops.listing_tree import Branch, list_tree
 
 _LIMIT = 50
 
@@ -36,27 +37,38 @@ def ls(
     prefixes: Annotated[
         bool, typer.Option("--prefixes", help="List prefixes, of all namespaces if none is given.")
     ] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Draw what prefixes share, and where they part.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="Rows to show.", metavar="N")] = _LIMIT,
     bulk: Annotated[
         bool, typer.Option("--bulk", help="Count the bulk store itself instead of the index.")
     ] = False,
 ) -> int:
     """List namespaces, or the prefixes stored in one."""
-    if bulk and prefixes:
+    if bulk and (prefixes or tree):
         raise ConfigError("--bulk counts namespaces; prefixes are known to the index only")
+    if prefixes and tree:
+        raise ConfigError("--prefixes and --tree are two ways to show the same: choose one")
     session.has_bulk()
     if bulk:
         _show_namespaces(session, _counted(session, namespace), None, limit)
         return FINE
-    if namespace is None and not prefixes:
+    if namespace is None and not (prefixes or tree):
         _show_namespaces(session, *_indexed(session), limit)
         return FINE
     with session.backends() as backends, session.out.waiting("reading the index"):
         names = backends.index.namespaces()
         if namespace is not None:
             names = [pick_namespace(names, namespace)]
-        found = [(name, prefix) for name in names for prefix in list_prefixes(backends.index, name)]
-    _show_prefixes(session, found, limit)
+        if tree:
+            branches = [(n, branch) for n in names for branch in list_tree(backends.index, n)]
+        else:
+            found = [(n, prefix) for n in names for prefix in list_prefixes(backends.index, n)]
+    if tree:
+        _show_tree(session, branches, limit)
+    else:
+        _show_prefixes(session, found, limit)
     return FINE
 
 
@@ -169,6 +181,48 @@ def _prefix_row(namespace: str, prefix: PrefixSummary) -> Sequence[object]:
         age(prefix.newest_s),
         age(prefix.oldest_s),
         prefix.hits,
+        ", ".join(notes),
+    )
+
+
+def _show_tree(session: Session, found: Sequence[tuple[str, Branch]], limit: int) -> None:
+    out = session.out
+    shown, omitted = _cut(found, limit)
+    if out.machine:
+        rows: list[Any] = [{"namespace": name, **plain(branch)} for name, branch in shown]
+        out.document({"branches": rows, "omitted": omitted})
+        return
+    if not shown:
+        out.line(f"no prefixes are indexed in {session.config.public()['index_url']}")
+        return
+    columns = (
+        "prefix", ">tokens", ">chunks", ">with all below", ">ends", ">hits", ">newest", "notes",
+    )  # fmt: skip
+    rows, name, open_levels = [], "", list[bool]()
+    for namespace, branch in shown:
+        if namespace != name:
+            name = namespace
+            rows.append((name, *[""] * (len(columns) - 1)))
+        open_levels[branch.level :] = [not branch.is_last]
+        rows.append(_branch_row(branch, open_levels))
+    out.table(columns, rows)
+    _tell_omitted(out, omitted)
+
+
+def _branch_row(branch: Branch, open_levels: Sequence[bool]) -> tuple[object, ...]:
+    """``open_levels``: of each level down to this branch's, whether more of it follows."""
+    above = "".join("│  " if more else "   " for more in open_levels[:-1])
+    notes = ["pinned"] if branch.pinned else []
+    if branch.level == 0 and branch.token_start:
+        notes.append(f"tokens before {branch.token_start:,} are gone: unusable")
+    return (
+        f"{above}{'├─ ' if open_levels[-1] else '└─ '}{branch.last.hex()[:12]}",
+        f"{branch.token_start:,}-{branch.token_end:,}",
+        branch.chunks,
+        size(branch.tree_bytes),
+        branch.leaves,
+        branch.hits,
+        age(branch.newest_s),
         ", ".join(notes),
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from objkv.keys.identity import identity_path
 from tests.cli.conftest import Machine, Run
-from tests.ops.world import CHUNK, IDENTITY, NAMESPACE
+from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, save, save_identity
 
 NAMESPACE_KEYS = [
     "namespace", "model", "tenant", "kv_dtype", "chunk_tokens", "chunks", "payloads", "tokens",
@@ -131,3 +131,23 @@ def test_wrong_usage_is_2_and_a_sentence(
     ran = run("ls", *arguments)
     assert (ran.code, ran.out) == (2, "")
     assert words in ran.err
+
+
+def test_a_tree_shows_what_prompts_share_and_where_they_part(run: Run, machine: Machine) -> None:
+    save_identity(machine.bulk)
+    shared = list(range(2 * CHUNK))
+    for end in (500, 700):
+        save(machine.bulk, machine.index, [*shared, *range(end, end + CHUNK)])
+    ran = run("ls", "--tree")
+    assert ran.code == 0
+    head, name, root, first, second = ran.out.splitlines()
+    assert head.split()[:3] == ["prefix", "tokens", "chunks"]
+    assert name == NAMESPACE
+    assert root.startswith("└─ ")
+    assert root.split()[2:4] == ["0-32", "2"]
+    assert first.startswith("   ├─ ")
+    assert second.startswith("   └─ ")
+    document = run("ls", "--tree", "--json", "--limit", "2").document
+    assert (len(document["branches"]), document["omitted"]) == (2, 1)
+    assert document["branches"][0]["leaves"] == 2
+    assert run("ls", "--tree", "--prefixes").code == 2
