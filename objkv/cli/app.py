@@ -1,12 +1,13 @@
 """The ``objkv`` command. A new subcommand is one line here and one file beside this one."""
 
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
+from objkv import __version__
 from objkv.cli.access import access
 from objkv.cli.bench import bench
+from objkv.cli.completion import completion
 from objkv.cli.demo import demo
 from objkv.cli.diff import diff
 from objkv.cli.doctor import doctor
@@ -23,7 +24,6 @@ app = typer.Typer(
     help="One shared KV cache for a fleet of vLLM replicas: look into it, and check it.",
     epilog="Exit codes: 0 fine, 1 the check found something, 2 wrong usage or settings, "
     "3 a store is unreachable.",
-    add_completion=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
@@ -34,7 +34,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"objkv {metadata.version('objkv')}")
+        typer.echo(f"objkv {__version__}")
         raise typer.Exit
 
 
@@ -55,6 +55,7 @@ def root(
 
 app.command("access")(access)
 app.add_typer(bench)
+app.command("completion")(completion)
 app.command("demo")(demo)
 app.command("doctor")(doctor)
 app.command("ls")(ls)

@@ -1,0 +1,27 @@
+"""``objkv completion``: what a shell needs to complete commands and options."""
+
+from typing import Annotated, Literal
+
+import typer
+from typer.completion import get_completion_script
+
+from objkv.cli.command import guarded
+
+PROGRAM = "objkv"
+VARIABLE = "_OBJKV_COMPLETE"
+"""Set by the scripts when they ask the program what comes next."""
+
+
+def completion(
+    ctx: typer.Context,
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"], typer.Argument(help="Whose script to print.")
+    ],
+) -> None:
+    """Print the completion script of a shell: eval "$(objkv completion bash)" in ~/.bashrc."""
+    raise typer.Exit(guarded(lambda: _print_script(shell), debug=bool(ctx.obj)))
+
+
+def _print_script(shell: str) -> int:
+    typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell))
+    return 0
