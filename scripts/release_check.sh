@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Builds wheel and sdist as a release would, installs the wheel in a clean environment without torch
+# and vllm, and tries what a new user tries first. Everything is below .cache/release.
+#
+#   PYTHON=python3.13 scripts/release_check.sh     another interpreter for both environments
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-.venv/bin/python}
+WORK=$PWD/.cache/release
+HOME_FOLDER=$WORK/home
+LOG=$WORK/pip.log
+DIST=$WORK/dist
+BUILD=$WORK/build-venv
+CLEAN=$WORK/venv
+
+say() { printf 'release-check: %s\n' "$*"; }
+
+fail() {
+  say "$*" >&2
+  exit 1
+}
+
+pip_install() { # pip_install VENV ARGUMENTS...
+  local venv=$1
+  shift
+  "$venv/bin/pip" install --no-compile "$@" >>"$LOG" 2>&1 || { tail -n 25 "$LOG" >&2; exit 1; }
+}
+
+build() { # build OPTION FOLDER SOURCE
+  "$BUILD/bin/python" -m build --no-isolation "$1" --outdir "$2" "$3" >>"$LOG" 2>&1 ||
+    { tail -n 25 "$LOG" >&2; exit 1; }
+}
+
+build_all() { # the wheel from the tree, the sdist, and the wheel that the sdist makes
+  "$PYTHON" -m venv --clear "$BUILD"
+  pip_install "$BUILD" build twine "$(.venv/bin/python -c 'import tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')"
+  build --wheel "$DIST" .
+  build --sdist "$DIST" .
+  mkdir "$WORK/unpacked"
+  tar --extract --file "$DIST"/objkv-*.tar.gz --directory "$WORK/unpacked" --strip-components 1
+  build --wheel "$WORK/rebuilt" "$WORK/unpacked"
+  "$BUILD/bin/python" -m twine check --strict "$DIST"/* >>"$LOG" 2>&1 ||
+    { tail -n 25 "$LOG" >&2; exit 1; }
+  "$BUILD/bin/python" scripts/check_wheel.py "$DIST"/*.whl "$DIST"/*.tar.gz "$WORK"/rebuilt/*.whl
+}
+
+in_clean() { # in_clean PROGRAM ARGUMENTS...: with nothing of this checkout, nor of this user
+  local program=$1
+  shift
+  (cd "$HOME_FOLDER" && env -i PATH="$CLEAN/bin:/usr/bin:/bin" HOME="$HOME_FOLDER" LC_ALL=C.UTF-8 \
+    "$CLEAN/bin/$program" "$@" </dev/null)
+}
+
+expect() { # expect CODE WORDS ARGUMENTS...: the command ends with CODE and says WORDS
+  local code=0 wanted=$1 words=$2 told
+  shift 2
+  told=$(in_clean objkv "$@" 2>&1) || code=$?
+  [ "$code" = "$wanted" ] || fail "objkv $* ended with $code, not $wanted: $told"
+  [[ "$told" == *"$words"* ]] || fail "objkv $* does not say '$words': $told"
+}
+
+# What follows runs in the clean environment and leaves its sentence where something is wrong.
+IMPORTS='
+import importlib.util, sys, time
+import objkv
+heavy = {"torch", "vllm", "numpy", "boto3", "redis"} & sys.modules.keys()
+assert not heavy, f"import objkv imports {heavy}"
+assert importlib.util.find_spec("torch") is None, "torch is here: the environment is not clean"
+assert importlib.util.find_spec("vllm") is None, "vllm is here: the environment is not clean"
+import pkgutil
+for found in pkgutil.walk_packages(objkv.__path__, "objkv."):
+    if not found.name.startswith(("objkv.connector", "objkv.transfer", "objkv.testing")):
+        importlib.import_module(found.name)
+print(objkv.__version__)
+'
+HELPS='
+from typer.testing import CliRunner
+from objkv.cli.app import app
+def walk(group, path):
+    names = [c.name or c.callback.__name__ for c in group.registered_commands]
+    yield from ((*path, name) for name in names)
+    for child in group.registered_groups:
+        name = child.name if isinstance(child.name, str) else child.typer_instance.info.name
+        yield (*path, name)
+        yield from walk(child.typer_instance, (*path, name))
+commands = [(), *walk(app, ())]
+for command in commands:
+    ran = CliRunner().invoke(app, [*command, "--help"])
+    assert ran.exit_code == 0, f"objkv {command} --help: {ran.output} {ran.exception}"
+    assert "Usage:" in ran.output, ran.output
+print(len(commands))
+'
+
+try_it() { # what a new user does first
+  local version=$1 told
+  told=$(in_clean python -c "$IMPORTS") || fail "importing objkv"
+  [ "$told" = "$version" ] || fail "objkv.__version__ is $told, the wheel $version"
+  expect 0 "objkv $version" --version
+  expect 0 "everything works" doctor
+  expect 0 "nothing is stored yet" ls
+  expect 2 "pip install 'objkv[vllm]'" demo
+  expect 2 "no such folder" ls --bulk-url file:///nowhere
+  expect 0 "_OBJKV_COMPLETE=complete_bash" completion bash
+  told=$(in_clean python -c "$HELPS") || fail "a command does not say how it is used"
+  say "$told commands say how they are used"
+}
+
+main() {
+  local started=$SECONDS version
+  rm -rf "$WORK"
+  mkdir -p "$HOME_FOLDER"
+  : >"$LOG"
+  build_all
+  say "wheel and sdist are built, complete, and equal whichever way ($((SECONDS - started)) s)"
+  "$PYTHON" -m venv "$CLEAN"
+  pip_install "$CLEAN" "$DIST"/*.whl
+  "$CLEAN/bin/pip" check >>"$LOG" 2>&1 || fail "pip check: $(tail -n 3 "$LOG")"
+  version=$("$CLEAN/bin/python" -c 'from importlib.metadata import version; print(version("objkv"))')
+  try_it "$version"
+  say "objkv $version works without torch and vllm ($((SECONDS - started)) s)"
+}
+
+main
