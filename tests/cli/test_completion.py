@@ -19,7 +19,7 @@ def completed(*words: str) -> list[str]:
         "COMP_CWORD=$(($# - 1)) && _objkv_completion objkv && printf '%s\\n' \"${COMPREPLY[@]}\""
     )
     ran = subprocess.run(
-        ["bash", "-euc", script, "bash", *words],
+        ["/bin/bash", "-euc", script, "bash", *words],
         env={**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
