@@ -16,6 +16,7 @@ from objkv.config.sources import (
 from objkv.config.urls import (
     cache_folder,
     clear_hosts,
+    is_directory_bucket,
     is_this_machine,
     local_path,
     refuse_clear,
@@ -33,6 +34,7 @@ __all__ = [
     "Source",
     "cache_folder",
     "clear_hosts",
+    "is_directory_bucket",
     "is_this_machine",
     "load_config",
     "local_path",

@@ -15,6 +15,7 @@ _REDIS_KINDS = ("redis", "redis+cluster", "redis+sentinel")
 _TLS_KINDS = tuple(kind.replace("redis", "rediss") for kind in _REDIS_KINDS)
 INDEX_SCHEMES = ("sqlite", "bulk", "memory", *_REDIS_KINDS, *_TLS_KINDS)
 
+_DIRECTORY_BUCKET = ("--x-s3", "--xa-s3")
 _PARAMETER = re.compile(r"[?&][^=&]*(?:password|secret|token)[^=&]*=([^&]*)")
 
 
@@ -40,6 +41,12 @@ def default_quota_bytes() -> int:
 def local_path(url: str) -> Path:
     """The path of a ``file://`` or ``sqlite://`` URL, taken literally."""
     return Path(url.partition("://")[2].removeprefix("localhost"))
+
+
+def is_directory_bucket(bucket: str) -> bool:
+    """Whether the name is that of a directory bucket of S3 Express, or of an access point to one:
+    such buckets are signed for, listed and granted in ways of their own."""
+    return bucket.endswith(_DIRECTORY_BUCKET)
 
 
 def without_password(url: str) -> str:

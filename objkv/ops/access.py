@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, get_args
 from urllib.parse import urlsplit
 
-from objkv.config import Config, Role
+from objkv.config import Config, Role, is_directory_bucket
 from objkv.errors import ConfigError
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
@@ -82,13 +82,23 @@ def access_of(
         parts = urlsplit(config.bulk_url)
         if not _BUCKET.fullmatch(parts.netloc):
             raise ConfigError("bulk_url: this cannot be the name of a bucket in a policy")
+        is_directory = is_directory_bucket(parts.netloc)
+        if is_directory and tenant is not None:
+            raise ConfigError(
+                "bulk_url: rights in a directory bucket cannot be limited to a prefix: give each "
+                "tenant a bucket"
+            )
         prefix = "/".join(filter(None, (parts.path.strip("/"), tenant)))
         if not _PLAIN.fullmatch(prefix):
             raise ConfigError(
                 f"bulk_url: policies take some character of the prefix {prefix!r} for a pattern"
             )
         settings["bulk_url"] = f"s3://{parts.netloc}/{prefix}".rstrip("/")
-        iam = iam_policy(role, f"arn:aws:s3:::{parts.netloc}", prefix, kms_key_arn=kms_key_arn)
+        if is_directory:
+            arn = f"arn:aws:s3express:{config.s3_region or '*'}:*:bucket/{parts.netloc}"
+            iam = directory_policy(role, arn, kms_key_arn=kms_key_arn)
+        else:
+            iam = iam_policy(role, f"arn:aws:s3:::{parts.netloc}", prefix, kms_key_arn=kms_key_arn)
     if config.index_url.startswith("redis"):
         settings["redis_prefix"] = "-".join(filter(None, (config.redis_prefix, tenant)))
         settings["redis_username"] = f"{settings['redis_prefix']}-{role}"
@@ -128,12 +138,26 @@ def iam_policy(
     return {"Version": "2012-10-17", "Statement": statements}
 
 
-def kms_statement(role: Role, key_arn: str) -> dict[str, Any]:
+def directory_policy(
+    role: Role, bucket_arn: str, *, kms_key_arn: str | None = None
+) -> dict[str, Any]:
+    """The policy of ``role`` for one directory bucket of S3 Express, which knows the right to open
+    a session and nothing finer: a session reads all of the bucket, or does everything in it."""
+    statement = _allowed("OpenSessions", ["s3express:CreateSession"], bucket_arn)
+    if role == "reader":
+        statement["Condition"] = {"StringEquals": {"s3express:SessionMode": "ReadOnly"}}
+    statements = [statement]
+    if kms_key_arn is not None:
+        statements.append(kms_statement(role, kms_key_arn, service="s3express"))
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
+def kms_statement(role: Role, key_arn: str, *, service: str = "s3") -> dict[str, Any]:
     """What S3 asks of the key of an encrypted bucket on behalf of ``role``."""
     actions = ["kms:Decrypt"] if role == "reader" else ["kms:Decrypt", "kms:GenerateDataKey"]
     statement = _allowed("UseTheKey", actions, key_arn)
     # Through S3 alone: else whoever may read the objects' keys could use the key elsewhere.
-    statement["Condition"] = {"StringLike": {"kms:ViaService": ["s3.*.amazonaws.com"]}}
+    statement["Condition"] = {"StringLike": {"kms:ViaService": [f"{service}.*.amazonaws.com"]}}
     return statement
 
 

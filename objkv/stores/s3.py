@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
 
-from objkv.config import without_password
+from objkv.config import is_directory_bucket, without_password
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -54,7 +54,8 @@ class S3Store:
 
     Values above ``range_bytes`` are read by ranges, and parts are uploaded, by the caller and up to
     ``ranges_max`` threads of the store. ``hedge_percent_max``: see ``Hedge``. ``is_direct``: False
-    leaves every request to the client.
+    leaves every request to the client, as a directory bucket of S3 Express always does: the client
+    opens sessions there and signs with them.
 
     ``deadline_s`` bounds each call, and so does ``EndsBy`` around it: no attempt is begun that may
     take longer, and nothing goes on after it. Reads need the permission to list: without it S3
@@ -84,13 +85,14 @@ class S3Store:
         self._prefix = f"{prefix}/" if prefix else ""
         self._deadline_s = deadline_s
         self._attempt_s = attempt_s(client, deadline_s)
+        self._is_directory = is_directory_bucket(bucket)
         self._listing = Listing(client, bucket, self._prefix, self._begun_in_time)
         self._crew = Crew(ranges_max)
         self._wire = Wire(
             client,
             place=(bucket, self._prefix),
             hedge=Hedge(hedge_percent_max),
-            is_direct=is_direct,
+            is_direct=is_direct and not self._is_directory,
             recorder=recorder,
         )
         self._ranges = Ranges(client, self._wire, self._crew, range_bytes=range_bytes)
@@ -188,12 +190,15 @@ class S3Store:
             return Entry(key, answer["ContentLength"], answer["LastModified"].timestamp())
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Entries in key order, a page of 1000 in memory; objects that are no keys are left out."""
+        """Entries in key order, a page of 1000 in memory; objects that are no keys are left out.
+
+        Directory buckets have no order, and list whole folders: all of the folder is looked at."""
         check_prefix(prefix)
-        for page in self._listing.pages("list_objects_v2", prefix):
+        listed = prefix[: prefix.rfind("/") + 1] if self._is_directory else prefix
+        for page in self._listing.pages("list_objects_v2", listed):
             for found in page.get("Contents", ()):
                 key = found["Key"].removeprefix(self._prefix)
-                if is_key(key):
+                if is_key(key) and key.startswith(prefix):
                     yield Entry(key, found["Size"], found["LastModified"].timestamp())
 
     def folders(self, folder: str) -> list[str]:

@@ -205,3 +205,25 @@ def test_the_page_shows_what_the_command_prints() -> None:
         assert block is not None, role
         assert json.loads(block[1]) == found.iam
         assert f"\n{found.acl}\n" in text
+
+
+DIRECTORY = {"bulk_url": "s3://kv--use1-az4--x-s3/objkv"}
+
+
+def test_a_directory_bucket_grants_sessions_and_readers_get_only_those_that_read() -> None:
+    writer = access("writer", **DIRECTORY).iam
+    assert writer is not None
+    (opens,) = writer["Statement"]
+    assert opens["Action"] == ["s3express:CreateSession"]
+    assert opens["Resource"] == ["arn:aws:s3express:*:*:bucket/kv--use1-az4--x-s3"]
+    assert "Condition" not in opens
+    reader = access("reader", **DIRECTORY, s3_region="us-east-1").iam
+    assert reader is not None
+    (opens,) = reader["Statement"]
+    assert opens["Resource"] == ["arn:aws:s3express:us-east-1:*:bucket/kv--use1-az4--x-s3"]
+    assert opens["Condition"] == {"StringEquals": {"s3express:SessionMode": "ReadOnly"}}
+
+
+def test_tenants_cannot_be_kept_apart_in_a_directory_bucket() -> None:
+    with pytest.raises(ConfigError, match="give each tenant a bucket"):
+        access("writer", "a", **DIRECTORY)
