@@ -16,6 +16,7 @@ from objkv.cli.match import match
 from objkv.cli.pin import pin, unpin
 from objkv.cli.rebuild import rebuild
 from objkv.cli.show import show
+from objkv.cli.size import size
 from objkv.cli.sweep import sweep
 from objkv.cli.verify import verify
 
@@ -60,6 +61,7 @@ app.command("demo")(demo)
 app.command("doctor")(doctor)
 app.command("ls")(ls)
 app.command("show")(show)
+app.command("size")(size)
 app.command("match")(match)
 app.command("pin")(pin)
 app.command("unpin")(unpin)

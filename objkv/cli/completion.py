@@ -3,7 +3,9 @@
 from typing import Annotated, Literal
 
 import typer
-from typer.completion import get_completion_script
+
+# Typer's own, through the module that has had it in every version that objkv runs with.
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
 from objkv.cli.command import guarded
 
@@ -14,9 +16,7 @@ VARIABLE = "_OBJKV_COMPLETE"
 
 def completion(
     ctx: typer.Context,
-    shell: Annotated[
-        Literal["bash", "zsh", "fish"], typer.Argument(help="Whose script to print.")
-    ],
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Whose script to print.")],
 ) -> None:
     """Print the completion script of a shell: eval "$(objkv completion bash)" in ~/.bashrc."""
     raise typer.Exit(guarded(lambda: _print_script(shell), debug=bool(ctx.obj)))

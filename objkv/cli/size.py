@@ -1,0 +1,223 @@
+"""``objkv size``: what a fleet will store, ask and pay, before it does."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from objkv.cli.command import FINE, Session, command
+from objkv.cli.output import Output, plain
+from objkv.cli.output import size as bytes_text
+from objkv.errors import ConfigError
+from objkv.ops.audit_report import Prices
+from objkv.ops.model_shape import DTYPES, ModelShape, attention, read_model
+from objkv.ops.presets import PRESETS, preset
+from objkv.ops.sizing import Layout, Load, Sizing, size_fleet
+
+_GIGABIT = 1e9 / 8
+_LARGE = 1_000
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Folder with a config.json, or a name of --list.", metavar="MODEL"),
+]
+Listing = Annotated[bool, typer.Option("--list", help="Print the models that are known by name.")]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Instead of --model: attention layers.", metavar="N")
+]
+KvHeads = Annotated[
+    int | None, typer.Option(min=1, help="With --layers: KV heads of a layer.", metavar="N")
+]
+HeadSize = Annotated[
+    int | None, typer.Option(min=1, help="With --layers: elements of a head.", metavar="N")
+]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(help="As vLLM's --kv-cache-dtype. Unset: the model's own.", metavar="DTYPE"),
+]
+Tp = Annotated[int, typer.Option(min=1, help="Tensor parallel size.", metavar="N")]
+BlockSize = Annotated[int, typer.Option(min=1, help="vLLM's block size.", metavar="N")]
+CodecRatio = Annotated[
+    float, typer.Option(help="Raw bytes by stored bytes, as measured.", metavar="R")
+]
+Rate = Annotated[float, typer.Option(help="Prompts a second, of the whole fleet.", metavar="N")]
+PromptTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens of a prompt, in the mean.", metavar="N")
+]
+StoredShare = Annotated[
+    float, typer.Option(help="Part of a prompt that is stored already, 0 to 1.", metavar="SHARE")
+]
+Ttl = Annotated[
+    int | None, typer.Option(min=1, help="Seconds, as ttl_s. Unset: as configured.", metavar="S")
+]
+Used = Annotated[
+    float, typer.Option(help="Seconds from a save to its last hit, in the mean.", metavar="S")
+]
+SweepEvery = Annotated[float, typer.Option(help="Seconds between two sweeps.", metavar="S")]
+GbMonth = Annotated[
+    float, typer.Option(help="US dollars for 10^9 bytes in a month.", metavar="USD")
+]
+Puts = Annotated[float, typer.Option(help="US dollars for 1,000 writes.", metavar="USD")]
+Gets = Annotated[float, typer.Option(help="US dollars for 1,000 reads.", metavar="USD")]
+
+
+@command
+def size(
+    session: Session,
+    model: Model = None,
+    list_models: Listing = False,
+    layers: Layers = None,
+    kv_heads: KvHeads = None,
+    head_size: HeadSize = None,
+    kv_dtype: KvDtype = None,
+    tp: Tp = 1,
+    block_size: BlockSize = 16,
+    codec_ratio: CodecRatio = 1.0,
+    rate: Rate = 1.0,
+    prompt_tokens: PromptTokens = 4096,
+    stored: StoredShare = 0.5,
+    ttl: Ttl = None,
+    used: Used = 0.0,
+    sweep_every: SweepEvery = 86_400.0,
+    price_gb_month: GbMonth = 0.023,
+    price_1000_puts: Puts = 0.005,
+    price_1000_gets: Gets = 0.0004,
+) -> int:
+    """Say what a fleet will store, ask of its stores and pay. Nothing is connected to."""
+    if list_models:
+        _print_presets(session.out)
+        return FINE
+    config = session.config
+    has_redis = config.index_url.startswith("redis")
+    layout = Layout(
+        chunk_tokens=config.chunk_tokens,
+        block_size=block_size,
+        tp_size=tp,
+        codec_ratio=codec_ratio,
+        multipart_bytes=config.s3_multipart_bytes,
+        range_bytes=config.s3_range_bytes,
+        hot_save_bytes_max=config.hot_save_bytes_max if has_redis else 0,
+    )
+    load = Load(rate, prompt_tokens, stored, ttl or config.ttl_s, used, sweep_every)
+    prices = Prices(price_gb_month, price_1000_puts, price_1000_gets)
+    if not all(0 <= price < 1e6 for price in (price_gb_month, price_1000_puts, price_1000_gets)):
+        raise ConfigError("a price is between 0 and 1,000,000 dollars")
+    found = size_fleet(_shape(model, (layers, kv_heads, head_size), kv_dtype), layout, load, prices)
+    if session.out.machine:
+        document = {**plain(found), "month": found.month}
+        session.out.document({"sizing": document, "layout": layout, "load": load, "prices": prices})
+    else:
+        _print(session.out, found, layout, load)
+    return FINE
+
+
+def _shape(
+    model: str | None, numbers: tuple[int | None, int | None, int | None], kv_dtype: str | None
+) -> ModelShape:
+    kv_dtype = None if kv_dtype == "auto" else kv_dtype
+    if kv_dtype is not None and kv_dtype not in DTYPES:
+        raise ConfigError(f"--kv-dtype {kv_dtype}: known are auto, {', '.join(DTYPES)}")
+    layers, kv_heads, head_size = numbers
+    if model is not None:
+        if layers or kv_heads or head_size:
+            raise ConfigError("give --model, or --layers, --kv-heads and --head-size")
+        path = Path(model)
+        return read_model(path, kv_dtype) if path.exists() else preset(model, kv_dtype)
+    if not (layers and kv_heads and head_size):
+        raise ConfigError(
+            "which model? --model FOLDER, a name that --list prints, or --layers, --kv-heads and "
+            "--head-size"
+        )
+    name = f"{layers} layers of {kv_heads} heads of {head_size}"
+    return attention(
+        name, layers, kv_heads, head_size, kv_dtype=kv_dtype or "bfloat16", source="flags"
+    )
+
+
+def _print(out: Output, found: Sizing, layout: Layout, load: Load) -> None:
+    chunk = found.chunk
+    kept = load.ttl_s + load.used_s
+    rows: list[tuple[str, str, str]] = [
+        ("model", found.model, f"{found.source}, KV as {found.kv_dtype}"),
+        ("a token", bytes_text(round(chunk.token_bytes)), "as stored"),
+        (
+            "a chunk",
+            bytes_text(chunk.nbytes),
+            f"{chunk.tokens} tokens in {chunk.payloads} "
+            f"{'payload' if chunk.payloads == 1 else 'payloads'}, the largest "
+            f"{bytes_text(chunk.largest_payload_bytes)}; headers {bytes_text(chunk.header_bytes)}",
+        ),
+        (
+            "a prompt",
+            f"{found.prompt_chunks} chunks",
+            f"{found.loaded_chunks} loaded, {found.prompt_chunks - found.loaded_chunks} saved",
+        ),
+        ("chunks", _count(found.chunks), f"{_count(found.records)} of them with a record"),
+        (
+            "bucket",
+            bytes_text(round(found.bulk_bytes)),
+            f"kept {_days(kept)}, swept every {_days(load.sweep_every_s)}",
+        ),
+        (
+            "Redis",
+            bytes_text(round(found.index_bytes)),
+            f"records; payloads kept hot {bytes_text(round(found.hot_bytes))}",
+        ),
+        ("PUT", f"{_rate(found.puts_per_s)}/s", f"{bytes_text(layout.multipart_bytes)} a part"),
+        ("GET", f"{_rate(found.gets_per_s)}/s", f"{bytes_text(layout.range_bytes)} a range"),
+        ("Redis commands", f"{_rate(found.redis_commands_per_s)}/s", "lookups, touches, saves"),
+        ("network, saving", _gigabits(found.save_bytes_per_s), "whole fleet, sustained"),
+        ("network, loading", _gigabits(found.load_bytes_per_s), "whole fleet, sustained"),
+        (
+            "a month",
+            f"${found.month:,.0f}",
+            f"storage ${found.storage_month:,.0f}, requests ${found.requests_month:,.0f}",
+        ),
+    ]
+    out.table(("", ">", ""), rows)
+    if found.prompt_chunks == 0:
+        out.line("prompts are shorter than a chunk: nothing of them is stored", "yellow")
+
+
+def _print_presets(out: Output) -> None:
+    if out.machine:
+        out.document({"models": {name: plain(known) for name, known in PRESETS.items()}})
+        return
+    layout = Layout(chunk_tokens=256, block_size=16, tp_size=1)
+    rows = []
+    for name, known in PRESETS.items():
+        load = Load(prompts_per_s=0, prompt_tokens=1, stored_share=0, ttl_s=1)
+        shape = known.shape(name, "bfloat16")
+        found = size_fleet(shape, layout, load, Prices(0, 0, 0))
+        rows.append(
+            (
+                name,
+                known.layers,
+                known.kv_heads,
+                known.size,
+                bytes_text(found.chunk.raw_bytes // found.chunk.tokens),
+                bytes_text(found.chunk.nbytes),
+                known.source,
+            )
+        )
+    columns = (
+        "model", ">layers", ">KV heads", ">size", ">a token, bfloat16", ">a chunk of 256", "source",
+    )  # fmt: skip
+    out.table(columns, rows)
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= _LARGE else f"{value:,.1f}"
+
+
+def _gigabits(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / _GIGABIT:,.2f} Gbit/s"
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / 86_400:g} d" if seconds >= 86_400 else f"{seconds / 3_600:g} h"

@@ -1,0 +1,184 @@
+"""The KV cache of a model as numbers: from its ``config.json``, or from flags.
+
+Nothing here imports vllm. What a configuration does not tell is refused, never guessed: a size that
+is wrong by half is worse than none.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from objkv.errors import ConfigError
+from objkv.keys.identity import GroupIdentity, GroupKind
+
+DTYPES: Final = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "fp8": "F8_E4M3",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+}
+"""What a KV cache is kept as, by vLLM's names, and how payloads call it."""
+_CONFIG_BYTES_MAX = 16 << 20
+_INSTEAD = "say what it is with --layers, --kv-heads and --head-size"
+_NAME = "model.layers.{}.self_attn.attn"
+_KINDS: Final[dict[str, GroupKind]] = {
+    "full_attention": "full",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "chunked_local",
+}
+_EVEN = 1.5
+"""Kinds whose numbers of layers differ by less than this factor make one group each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of each token."""
+
+    kind: GroupKind
+    heads: int
+    content: int
+    """Elements per head and token, K and V fused."""
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model as far as its KV cache goes."""
+
+    name: str
+    layers: tuple[LayerShape, ...]
+    """In forward order."""
+    kv_dtype: str
+    """One of ``DTYPES``."""
+    source: str
+    """Where the numbers are from."""
+
+    def groups(self, block_size: int) -> tuple[GroupIdentity, ...]:
+        """The KV cache groups that vLLM makes of the layers.
+
+        All layers alike are one group. Else kinds are cut into groups of as many layers as the
+        rarest kind has; where no kind has half as many again as another, each is one group. Source:
+        vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size`` in ``v1/core/kv_cache_utils.py``.
+        """
+        alike: dict[LayerShape, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            alike.setdefault(layer, []).append(number)
+        least, most = min(map(len, alike.values())), max(map(len, alike.values()))
+        each = most if most < least * _EVEN else least
+        groups = []
+        for layer, numbers in alike.items():
+            parts = -(-len(numbers) // each)
+            for part in range(parts):
+                names = tuple(_NAME.format(number) for number in numbers[part::parts])
+                groups.append(_group(layer, names, block_size))
+        return tuple(groups)
+
+
+def attention(
+    name: str, layers: int, kv_heads: int, head_size: int, *, kv_dtype: str, source: str
+) -> ModelShape:
+    """A model of full attention layers that are all alike."""
+    layer = LayerShape("full", kv_heads, 2 * head_size)
+    return ModelShape(name, (layer,) * layers, kv_dtype, source)
+
+
+def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
+    """The model in ``folder`` (or whose ``config.json`` that is), with KV as ``kv_dtype`` or as the
+    model's own dtype. Raises ``ConfigError`` for what the file does not tell."""
+    file = folder if folder.is_file() else folder / "config.json"
+    try:
+        if file.stat().st_size > _CONFIG_BYTES_MAX:
+            raise ConfigError(f"{file}: too large for a model's configuration")
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{file}: no model's configuration ({exc})") from exc
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file}: no model's configuration")
+    text = document.get("text_config") or document
+    if not isinstance(text, dict):
+        raise ConfigError(f"{file}: text_config is no object")
+    own = text.get("dtype") or text.get("torch_dtype") or document.get("torch_dtype")
+    dtype = kv_dtype or str(own or document.get("dtype") or "").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{file}: names no dtype that a KV cache is kept as: say it (--kv-dtype)")
+    return ModelShape(file.parent.name or str(file), _layers(text, file), dtype, str(file))
+
+
+def _layers(config: Mapping[str, Any], file: Path) -> tuple[LayerShape, ...]:
+    number = _count(config, "num_hidden_layers", file)
+    for other in ("index_topk", "index_head_dim", "compress_ratios", "cross_attention_layers"):
+        if config.get(other):
+            raise ConfigError(f"{file}: {other}: a kind of cache that objkv does not know")
+    if config.get("kv_lora_rank"):
+        latent = _count(config, "kv_lora_rank", file) + _count(config, "qk_rope_head_dim", file)
+        return (LayerShape("mla", 1, latent),) * number
+    heads = _count(config, "num_attention_heads", file)
+    kv_heads = _count(config, "num_key_value_heads", file, default=heads)
+    head = _count(
+        config, "head_dim", file, default=_count(config, "hidden_size", file, default=0) // heads
+    )
+    if head <= 0:
+        raise ConfigError(f"{file}: tells neither head_dim nor hidden_size: {_INSTEAD}")
+    if config.get("v_head_dim", head) != head:
+        raise ConfigError(f"{file}: heads of K and V differ in size: {_INSTEAD}")
+    return tuple(
+        LayerShape(kind, kv_heads, 2 * head, window)
+        for kind, window in _kinds(config, number, file)
+    )
+
+
+def _kinds(
+    config: Mapping[str, Any], number: int, file: Path
+) -> list[tuple[GroupKind, int | None]]:
+    """Kind and window of each layer."""
+    types, window = config.get("layer_types"), config.get("sliding_window")
+    slides = bool(window) and config.get("use_sliding_window", True) is not False
+    if types is None:
+        states = ("linear_num_key_heads", "mamba_d_state", "state_size", "ssm_cfg")
+        if any(config.get(name) for name in states) or config.get("attention_chunk_size"):
+            raise ConfigError(f"{file}: does not say which layers are attention (layer_types)")
+        if not slides:
+            return [("full", None)] * number
+        if config.get("model_type") == "mistral":
+            return [("sliding_window", _count(config, "sliding_window", file))] * number
+        raise ConfigError(
+            f"{file}: has a sliding window and does not say in which layers (layer_types)"
+        )
+    if not isinstance(types, list) or len(types) != number:
+        raise ConfigError(f"{file}: layer_types does not name {number} layers")
+    found: list[tuple[GroupKind, int | None]] = []
+    for name in types:
+        kind = _KINDS.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ConfigError(
+                f"{file}: layers of type {name!r}: how large their states are is known once a "
+                "replica has saved some (objkv ls)"
+            )
+        span = {"sliding_window": "sliding_window", "chunked_local": "attention_chunk_size"}
+        tokens = _count(config, span[kind], file) if kind in span else None
+        found.append((kind, tokens))
+    return found
+
+
+def _count(config: Mapping[str, Any], name: str, file: Path, *, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 24:
+        raise ConfigError(f"{file}: {name} is {value!r}, not a number: {_INSTEAD}")
+    return value
+
+
+def _group(layer: LayerShape, names: tuple[str, ...], block_size: int) -> GroupIdentity:
+    return GroupIdentity(
+        kind=layer.kind,
+        window=layer.window,
+        layers=names,
+        heads=layer.heads,
+        content=layer.content,
+        block_size=block_size,
+    )

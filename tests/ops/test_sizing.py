@@ -1,0 +1,174 @@
+"""``objkv.ops.sizing``: held against what the code that saves really makes."""
+
+from dataclasses import replace
+
+import pytest
+
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
+from objkv.errors import ConfigError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
+from objkv.ops.audit_report import Prices
+from objkv.ops.model_shape import LayerShape, ModelShape, attention
+from objkv.ops.presets import PRESETS, preset
+from objkv.ops.sizing import Layout, Load, Sizing, size_fleet
+
+TINY = attention("tiny", 3, 4, 64, kv_dtype="bfloat16", source="a test")
+LAYOUT = Layout(chunk_tokens=64, block_size=16, tp_size=1)
+LOAD = Load(prompts_per_s=2, prompt_tokens=1000, stored_share=0.5, ttl_s=3600, sweep_every_s=0)
+PRICES = Prices(gb_month=0.02, per_1000_puts=5, per_1000_gets=1)
+DAY = 86_400
+
+
+def sized(model: ModelShape = TINY, layout: Layout = LAYOUT, load: Load = LOAD) -> Sizing:
+    return size_fleet(model, layout, load, PRICES)
+
+
+def real_payload(model: ModelShape, layout: Layout, shard: Shard) -> bytes:
+    """What a rank would save of one chunk."""
+    [group] = model.groups(layout.block_size)
+    heads = shard.head_end - shard.head_start
+    blocks = layout.chunk_tokens // layout.block_size
+    shape = (blocks, heads, layout.block_size, group.content)
+    specs = [LayerSpec(name, "BF16", shape) for name in group.layers]
+    claim = Claim(ChunkKey("a" * 32, b"\x07" * 20, 0, shard), b"\x01" * 20, 0, layout.chunk_tokens)
+    provenance = Provenance("0" * 64, "host-1:4242:0123456789ab", 1_700_000_000)
+    pages = [bytes(spec.nbytes) for spec in specs]
+    return bytes(encode(claim, specs, pages, codec="none", provenance=provenance))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_a_chunk_is_as_large_as_what_is_saved_of_it(tp_size: int) -> None:
+    layout = replace(LAYOUT, tp_size=tp_size)
+    each = 4 // tp_size
+    shards = [Shard(0, 3, rank * each, (rank + 1) * each) for rank in range(tp_size)]
+    real = [len(real_payload(TINY, layout, shard)) for shard in shards]
+    chunk = sized(layout=layout).chunk
+    assert (chunk.payloads, chunk.nbytes) == (tp_size, sum(real))
+    assert chunk.largest_payload_bytes == max(real)
+
+
+def test_more_ranks_than_heads_save_each_head_once_and_all_load() -> None:
+    one, eight = sized(), sized(layout=replace(LAYOUT, tp_size=8))
+    assert eight.chunk.payloads == 4
+    assert eight.puts_per_s == 4 * one.puts_per_s
+    assert eight.gets_per_s == 8 * one.gets_per_s
+
+
+def test_latents_are_saved_once_however_many_ranks_have_them() -> None:
+    model = ModelShape("latent", (LayerShape("mla", 1, 576),) * 61, "bfloat16", "a test")
+    found = sized(model, replace(LAYOUT, chunk_tokens=256, tp_size=8))
+    assert found.chunk.payloads == 1
+    assert found.chunk.raw_bytes == 61 * 576 * 2 * 256
+    assert found.load_bytes_per_s == pytest.approx(2 * 8 * found.loaded_chunks * found.chunk.nbytes)
+
+
+def test_only_whole_chunks_count() -> None:
+    found = sized()
+    assert (found.prompt_chunks, found.loaded_chunks) == (1000 // 64, 500 // 64)
+    assert sized(load=replace(LOAD, prompt_tokens=63)).bulk_bytes == 0
+    everything = sized(load=replace(LOAD, stored_share=1))
+    assert (everything.loaded_chunks, everything.saved_chunks_per_s) == (15, 0)
+
+
+def test_what_is_kept_is_what_is_saved_times_how_long_it_lives() -> None:
+    found = sized()
+    assert found.saved_chunks_per_s == 2 * (15 - 7)
+    assert found.chunks == found.records == 16 * 3600
+    assert found.bulk_bytes == 16 * 3600 * found.chunk.nbytes
+    used = sized(load=replace(LOAD, used_s=3600))
+    assert used.bulk_bytes == 2 * found.bulk_bytes
+    swept = sized(load=replace(LOAD, sweep_every_s=2 * 3600))
+    assert (swept.bulk_bytes, swept.records) == (2 * found.bulk_bytes, found.records)
+
+
+def test_requests_and_money_follow_from_it() -> None:
+    found = sized()
+    assert (found.puts_per_s, found.gets_per_s) == (16, 2 * 7)
+    assert found.redis_commands_per_s == 2 * (15 + 7) + 16 * 3
+    assert found.storage_month == pytest.approx(found.bulk_bytes / 1e9 * 0.02)
+    assert found.requests_month == pytest.approx((16 * 5 + 14 * 1) / 1000 * 30 * DAY)
+    assert found.month == found.storage_month + found.requests_month
+
+
+def test_large_payloads_take_several_requests() -> None:
+    nbytes = sized().chunk.nbytes
+    layout = replace(LAYOUT, multipart_bytes=-(-nbytes // 2), range_bytes=nbytes // 3)
+    found = sized(layout=layout)
+    assert (found.puts_per_s, found.gets_per_s) == (16 * (2 + 2), 14 * 4)
+
+
+def test_small_payloads_lie_in_redis_too_where_there_is_one() -> None:
+    nbytes = sized().chunk.nbytes
+    assert sized().hot_bytes == 0
+    assert sized(layout=replace(LAYOUT, hot_save_bytes_max=nbytes - 1)).hot_bytes == 0
+    found = sized(layout=replace(LAYOUT, hot_save_bytes_max=nbytes))
+    assert found.hot_bytes == found.records * nbytes
+
+
+def test_of_windows_only_their_end_is_kept_and_loaded() -> None:
+    layers = (LayerShape("full", 4, 128), LayerShape("sliding_window", 4, 128, 32))
+    model = ModelShape("windows", layers, "bfloat16", "a test")
+    found = sized(model)
+    assert (found.chunk.groups, found.chunk.payloads) == (2, 2)
+    assert found.chunk.raw_bytes == 4 * 128 * 2 * (64 + 32)
+    assert found.gets_per_s == 2 * (7 + 1)
+
+
+def test_chunks_are_whole_blocks() -> None:
+    assert sized(layout=replace(LAYOUT, chunk_tokens=100)).chunk.tokens == 112
+
+
+def test_compressed_payloads_are_smaller_by_the_ratio() -> None:
+    found = sized(layout=replace(LAYOUT, codec_ratio=2)).chunk
+    assert found.nbytes - found.header_bytes == found.raw_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stored_share": 1.5}, "stored_share 1.5"),
+        ({"stored_share": float("nan")}, "stored_share nan"),
+        ({"prompts_per_s": -1.0}, "prompts_per_s -1"),
+        ({"used_s": -1.0}, "used_s -1"),
+    ],
+)
+def test_impossible_loads_are_refused(change: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sized(load=replace(LOAD, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"codec_ratio": 0.0}, {"tp_size": 3}])
+def test_impossible_layouts_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        sized(layout=replace(LAYOUT, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"),
+    [
+        # Known from docs/performance.md, and counted by hand.
+        ("llama-3.1-8b", 128 << 10),
+        ("llama-3.1-70b", 320 << 10),
+        ("qwen3-32b", 256 << 10),
+        ("qwen3-30b-a3b", 96 << 10),
+        ("deepseek-v3", 61 * 576 * 2),
+    ],
+)
+def test_known_models_have_the_kv_that_is_known_of_them(name: str, token_bytes: int) -> None:
+    chunk = sized(preset(name, None), Layout(256, 16, 1)).chunk
+    assert chunk.raw_bytes == 256 * token_bytes
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_sized(name: str) -> None:
+    shape = preset(name.upper(), "fp8")
+    assert len(shape.layers) == PRESETS[name].layers
+    found = sized(shape, Layout(256, 16, 1))
+    assert found.chunk.raw_bytes > 0
+    assert PRESETS[name].source in found.source
+
+
+def test_an_unknown_name_is_refused_with_those_known() -> None:
+    with pytest.raises(ConfigError, match=r"gpt-5.*deepseek-v3"):
+        preset("gpt-5", None)
