@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Writes the generated pages and pictures, builds the site strictly into .cache/site, and follows
+# every link in what was built. Needs no network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+BIN=.venv/bin
+SITE=.cache/site
+LOG=.cache/site.log
+
+mkdir -p .cache
+for script in write_configuration write_cli write_metrics draw_pictures; do
+  "$BIN/python" "scripts/$script.py"
+done
+
+# mkdocs forgets no page of an earlier build.
+rm -rf "$SITE"
+if ! NO_MKDOCS_2_WARNING=1 "$BIN/mkdocs" build --quiet --strict >"$LOG" 2>&1; then
+  cat "$LOG" >&2
+  exit 1
+fi
+"$BIN/python" scripts/check_site.py "$SITE"
+echo "read it: $SITE/index.html"
