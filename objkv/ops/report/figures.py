@@ -97,6 +97,11 @@ def moment(moment_s: int | None) -> str:
         return DASH
 
 
+def sentence(text: str) -> str:
+    """``text`` with a full stop."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def tokens(start: int, end: int) -> str:
     """``[0, 1,024)`` as people say it."""
     return f"{start:,}–{end:,}"

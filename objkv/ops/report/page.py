@@ -62,7 +62,7 @@ def html_report(report: AuditReport) -> str:
 
 
 def _filters() -> dict[str, Any]:
-    names = ("ago", "brief", "count", "dollars", "moment", "share", "size", "times", "tokens")
+    names = ("ago", "brief", "count", "dollars", "moment", "sentence", "share", "size")
     return {name: getattr(figures, name) for name in names}
 
 

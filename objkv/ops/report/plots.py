@@ -17,7 +17,7 @@ WIDTH: Final = 520
 HEIGHT: Final = 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 12, 30
 _DAYS_SHOWN: Final = 90
-_LABELS: Final = 7
+_LABELS: Final = 9
 _DEPTHS_SHOWN: Final = 40
 
 

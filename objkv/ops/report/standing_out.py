@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from objkv.ops.audit_report import AuditReport, FindingKind
-from objkv.ops.report.figures import brief, count, dollars, share, size, times
+from objkv.ops.report.figures import brief, count, dollars, sentence, share, size, times
 
 Level = Literal["bad", "warn", "info", "good"]
 
@@ -35,7 +35,8 @@ class Remark:
 
 def name_of(kind: FindingKind, found: int) -> str:
     """``ghost``, ``ghosts``."""
-    return kind if found == 1 or kind == "corrupt" else f"{kind}s"
+    name = "corrupt payload" if kind == "corrupt" else kind
+    return name if found == 1 else f"{name}s"
 
 
 def remarks(report: AuditReport) -> list[Remark]:
@@ -69,7 +70,7 @@ def _findings(report: AuditReport) -> Iterator[Remark]:
         yield Remark(
             level,
             f"{count(found.count)} {name_of(found.kind, found.count)}, {size(found.nbytes)}",
-            f"Payloads {meaning}.{young} {found.remedy}",
+            f"Payloads {meaning}.{young} {sentence(found.remedy)}",
         )
 
 
