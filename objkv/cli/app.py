@@ -6,6 +6,7 @@ import typer
 
 from objkv import __version__
 from objkv.cli.access import access
+from objkv.cli.audit import audit
 from objkv.cli.bench import bench
 from objkv.cli.completion import completion
 from objkv.cli.demo import demo
@@ -19,6 +20,7 @@ from objkv.cli.show import show
 from objkv.cli.size import size
 from objkv.cli.sweep import sweep
 from objkv.cli.verify import verify
+from objkv.cli.warm import warm
 
 app = typer.Typer(
     name="objkv",
@@ -55,6 +57,7 @@ def root(
 
 
 app.command("access")(access)
+app.command("audit")(audit)
 app.add_typer(bench)
 app.command("completion")(completion)
 app.command("demo")(demo)
@@ -65,6 +68,7 @@ app.command("size")(size)
 app.command("match")(match)
 app.command("pin")(pin)
 app.command("unpin")(unpin)
+app.command("warm")(warm)
 app.command("diff")(diff)
 app.command("verify")(verify)
 app.command("sweep")(sweep)

@@ -48,7 +48,10 @@ __all__ = [
 JSON_FORMAT: Final = 1
 """Of the JSON document; another number where a field's meaning changes."""
 
-FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "leftover"]
+FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "expired", "old_epoch", "leftover"]
+"""``expired``: without a record for longer than one lives; ``old_epoch``: of weights that are not
+served any more; ``leftover``: neither payload nor document, or in quarantine. The next sweep
+removes these three; the others are what should not be there."""
 Ending = Literal["complete", "interrupted", "deadline"]
 
 
@@ -97,6 +100,7 @@ class GrowthAudit:
     bytes_per_day: float | None
     """Mean of the last 7 whole days in which the store existed; None before there is one."""
     payloads_per_day: float | None
+    """Written on the last whole day, of which least was swept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +130,10 @@ class CostAudit:
     prices: Prices
     storage: float
     puts: float
-    """Payloads written in a month, at the growth of the last week."""
+    """Payloads written in a month, if each day is as the last whole one was."""
     gets: float | None
-    """Payloads loaded in a month, by the hits since the oldest record; those that lie hot too are
-    not counted."""
+    """Payloads loaded in a month, by each chunk's hits since it was saved; those that lie hot too
+    are not counted."""
     requests: float
     """Of both, as far as they are known."""
     month: float
@@ -159,7 +163,7 @@ class FindingCount:
     count: int
     nbytes: int
     young: int
-    """Of ``count``, those from the last hour: replicas at work leave such for a moment."""
+    """Of ``count``, those younger than ``sweep_grace_s``: replicas at work leave such."""
     remedy: str
     """What to do, in a sentence with the command."""
 

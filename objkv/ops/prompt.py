@@ -29,19 +29,21 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def tokenize(text: str, tokenizer: Path) -> list[int]:
-    """Token ids of ``text`` with the special tokens that the tokenizer adds by itself.
+    """Token ids of ``text`` with the special tokens that the tokenizer adds by itself; see
+    ``load_tokenizer``."""
+    return list(load_tokenizer(tokenizer).encode(text).ids)
 
-    ``tokenizer`` is a ``tokenizer.json``, or a model's folder that holds one. Raises
-    ``ConfigError``; never uses the network.
-    """
+
+def load_tokenizer(tokenizer: Path) -> Tokenizer:
+    """``tokenizer`` is a ``tokenizer.json``, or a model's folder that holds one. Raises
+    ``ConfigError``; never uses the network."""
     path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not path.is_file():
         raise ConfigError(f"{path} is no file: give the path of a tokenizer.json")
     try:
-        loaded = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises bare Exception for anything wrong in the file
         raise ConfigError(f"{path} is no tokenizer.json: {exc}") from exc
-    return list(loaded.encode(text).ids)
 
 
 def _token(value: object) -> int:

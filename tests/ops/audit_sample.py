@@ -399,13 +399,15 @@ def _findings() -> FindingsAudit:
             FindingCount("orphan", 1, 4 * _MIB, 1, "objkv rebuild gives them records"),
             FindingCount("stranger", 7, 7 * _MIB, 0, "objkv sweep --strangers removes them"),
             FindingCount("corrupt", 1, 4 * _MIB, 0, "objkv verify --all --quarantine"),
+            FindingCount("expired", 6, 24 * _MIB, 0, "objkv sweep --apply removes them"),
+            FindingCount("old_epoch", 0, 0, 0, "objkv sweep --apply removes them"),
             FindingCount("leftover", 0, 0, 0, "objkv sweep removes them"),
         ),
         first=(
             AuditFinding("ghost", path, 4 * _MIB, "recorded, and not there"),
             AuditFinding("corrupt", path, 4 * _MIB, "4,194,303 bytes, recorded are 4,194,304"),
         ),
-        omitted=9,
+        omitted=15,
     )
 
 

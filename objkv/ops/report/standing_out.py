@@ -17,6 +17,8 @@ KINDS: Final[dict[FindingKind, tuple[str, str]]] = {
     "orphan": ("Orphans", "in the bulk store, but nobody finds them: they have no record"),
     "stranger": ("Strangers", "of namespaces that no identity document explains"),
     "corrupt": ("Corrupt", "of another length than their record says, or no payload at all"),
+    "expired": ("Expired", "without a record for longer than one lives: the next sweep's"),
+    "old_epoch": ("Old epochs", "of weights that are not served any more: the next sweep's"),
     "leftover": ("Leftovers", "of writers that were killed"),
 }
 _ORDER: Final = ("bad", "warn", "info", "good")

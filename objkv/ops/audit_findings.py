@@ -1,0 +1,134 @@
+"""What is wrong in what an audit has seen: counted by kind and namespace, the first few named."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import get_args
+
+from objkv.ops.audit_figures import namespace_names
+from objkv.ops.audit_report import AuditFinding, FindingCount, FindingKind, FindingsAudit
+from objkv.ops.audit_spool import Spool
+
+FIRST_MAX = 100
+"""Named, of each kind."""
+HEADER_BYTES_MIN = 4_096
+"""No payload is shorter: its header alone takes as much."""
+REMEDIES: dict[FindingKind, str] = {
+    "ghost": "objkv sweep --apply forgets them; until then each costs a failed load",
+    "orphan": "objkv rebuild gives them their records, objkv sweep --apply removes them",
+    "stranger": "objkv sweep --apply --strangers removes them",
+    "corrupt": "objkv verify --all --quarantine takes them out of use",
+    "expired": "nobody used them while a record lives: objkv sweep --apply removes them",
+    "old_epoch": "of an earlier weights_epoch: objkv sweep --apply removes them",
+    "leftover": "objkv sweep --apply removes what killed writers left and what is in quarantine",
+}
+_GHOSTS = """
+SELECT s.ns, s.hash, s.field, s.nbytes, s.created_s, 'a record without a payload'
+FROM main.shards s LEFT JOIN main.payloads p USING (ns, hash, field)
+WHERE p.nbytes IS NULL AND s.ns IN (SELECT ns FROM temp.walked WHERE has_records)
+"""
+_UNRECORDED = """
+SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'without a record'
+FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
+JOIN temp.walked w ON w.ns = p.ns
+WHERE s.nbytes IS NULL AND w.has_records AND w.is_known AND NOT w.is_old
+"""
+_STRANGERS = """
+SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'its namespace has no identity document'
+FROM main.payloads p JOIN temp.walked w ON w.ns = p.ns WHERE NOT w.is_known
+"""
+_OLD = """
+SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'of an earlier weights_epoch'
+FROM main.payloads p JOIN temp.walked w ON w.ns = p.ns WHERE w.is_known AND w.is_old
+"""
+_SIZES = """
+SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s,
+  CASE WHEN p.nbytes < 4096 THEN 'shorter than any header'
+    ELSE 'its record says ' || s.nbytes || ' bytes' END
+FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
+WHERE p.nbytes < 4096 OR p.nbytes <> s.nbytes
+"""
+_FOUND = "SELECT ns, key, nbytes, modified_s, detail FROM main.found WHERE kind = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """How far one namespace was looked at, and what is known of it."""
+
+    has_records: bool
+    """Whether all its records and all its payloads were seen, and it has an index."""
+    is_known: bool
+    is_old: bool
+    """Whether there is one with a later epoch, and no other difference."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    counts: Counter[FindingKind] = field(default_factory=Counter)
+    nbytes: Counter[FindingKind] = field(default_factory=Counter)
+    young: Counter[FindingKind] = field(default_factory=Counter)
+    wrong: Counter[tuple[str, str]] = field(default_factory=Counter)
+    first: dict[FindingKind, list[AuditFinding]] = field(default_factory=dict)
+
+    def add(self, finding: AuditFinding, namespace: str, *, is_young: bool) -> None:
+        kind = finding.kind
+        self.counts[kind] += 1
+        self.nbytes[kind] += finding.nbytes
+        self.young[kind] += is_young
+        self.wrong[kind, namespace] += 1
+        named = self.first.setdefault(kind, [])
+        if len(named) < FIRST_MAX:
+            named.append(finding)
+
+
+def read_findings(
+    spool: Spool, walked: Mapping[str, Walked], *, now_s: float, ttl_s: int, grace_s: float
+) -> tuple[FindingsAudit, Mapping[tuple[str, str], int]]:
+    """All that is wrong, and how many there are by kind and namespace."""
+    spool.run("DROP TABLE IF EXISTS temp.walked")
+    spool.run(
+        "CREATE TEMP TABLE walked (ns INTEGER PRIMARY KEY, has_records INTEGER, is_known INTEGER,"
+        " is_old INTEGER)"
+    )
+    for name, one in walked.items():
+        row = (spool.namespace(name), one.has_records, one.is_known, one.is_old)
+        spool.run("INSERT INTO temp.walked VALUES (?, ?, ?, ?)", row)
+    seen = _Seen()
+    for kind, name, key, nbytes, modified_s, detail in _every(spool, now_s - ttl_s):
+        finding = AuditFinding(kind, key, nbytes, detail)
+        seen.add(finding, name, is_young=now_s - modified_s < grace_s)
+    kinds: tuple[FindingKind, ...] = get_args(FindingKind)
+    counts = tuple(
+        FindingCount(kind, seen.counts[kind], seen.nbytes[kind], seen.young[kind], REMEDIES[kind])
+        for kind in kinds
+    )
+    first = tuple(one for kind in kinds for one in seen.first.get(kind, ()))
+    return FindingsAudit(counts, first, seen.counts.total() - len(first)), seen.wrong
+
+
+def _every(spool: Spool, expired_s: float) -> Iterator[tuple[FindingKind, str, str, int, int, str]]:
+    names = namespace_names(spool)
+    plain: tuple[tuple[FindingKind, str], ...] = (
+        ("ghost", _GHOSTS),
+        ("orphan", _UNRECORDED),
+        ("stranger", _STRANGERS),
+        ("corrupt", _SIZES),
+        ("old_epoch", _OLD),
+    )
+    for kind, statement in plain:
+        for ns, prefix_hash, text, nbytes, modified_s, detail in spool.rows(statement):
+            is_expired = kind == "orphan" and modified_s <= expired_s
+            key = payload_path(names[ns], prefix_hash, text)
+            yield "expired" if is_expired else kind, names[ns], key, nbytes, modified_s, detail
+    others: tuple[FindingKind, ...] = ("corrupt", "leftover")
+    for kind in others:
+        # What is too short for a header has been told above.
+        for ns, key, nbytes, modified_s, detail in spool.rows(_FOUND, (kind,)):
+            if kind == "leftover" or nbytes >= HEADER_BYTES_MIN:
+                yield kind, names.get(ns, ""), key, nbytes, modified_s, detail
+
+
+def payload_path(namespace: str, prefix_hash: bytes, text: str) -> str:
+    """Where the payload of a shard field lies."""
+    digest = prefix_hash.hex()
+    return f"{namespace}/{digest[:2]}/{digest}/{text}.safetensors"
