@@ -4,4 +4,19 @@ Importing this package imports neither torch nor vllm; only ``objkv.transfer`` a
 ``objkv.connector`` do.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from objkv.assembly.warming import warm
+
+__all__ = ["__version__", "warm"]
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # What needs both ends is imported when it is first used.
+    if name == "warm":
+        return import_module("objkv.assembly.warming").warm
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

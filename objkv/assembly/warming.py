@@ -1,0 +1,249 @@
+"""``warm`` put together: who computes, and both ends; for the command and for programs."""
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.assembly.seal import open_seal
+from objkv.cache.placement import HotLimits
+from objkv.config import Config, Resolved, resolve_config
+from objkv.errors import ConfigError
+from objkv.keys.identity import Identity, seals_of
+from objkv.ops.ends import Ends
+from objkv.ops.identities import pick_namespace
+from objkv.ops.patient import PatientIndex, PatientStore
+from objkv.ops.warm import endpoint, engine
+from objkv.ops.warm.asking import Asker
+from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.ops.warm.engine import EngineJob, EngineProcess
+from objkv.ops.warm.prompts import Prompt, read_prompts, to_prompt
+from objkv.ops.warm.report import WarmReport
+from objkv.ops.warm.run import Patience
+from objkv.ops.warm.stock import known_identities
+from objkv.ops.warm.story import Means, Watch, promote_stored, warm_by
+from objkv.telemetry import NullRecorder
+
+_ENGINE = "objkv.connector.warm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmOptions:
+    """Who computes, and how. One of ``endpoints``, ``model``, ``llm`` and ``promote``."""
+
+    endpoints: Sequence[str] = ()
+    model: str | None = None
+    """A folder or a hub id, for an engine of its own."""
+    llm: Any = None
+    """A ``vllm.LLM`` with objkv's connector, in this process."""
+    promote: bool = False
+    served_model: str | None = None
+    """The base model's name at the endpoints, where they serve several."""
+    api_key: str | None = field(default=None, repr=False)
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Path | None = None
+    namespace: str | None = None
+    """Or its beginning; by default it is found out."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """By name: an adapter's folder, or the digest of what it holds."""
+    at_once: int | None = None
+    """Requests at a time, for each endpoint or engine."""
+    answer_s: float = 600.0
+    patience: Patience = field(default_factory=Patience)
+    promote_bytes_max: int | None = None
+
+
+def warm(
+    prompts: Iterable[Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    endpoints: Sequence[str] = (),
+    model: str | None = None,
+    llm: Any = None,
+    promote: bool = False,
+    **options: Any,
+) -> WarmReport:
+    """Compute and save ``prompts`` before anybody asks for them; waits until they are stored.
+
+    Args:
+        prompts: each one text, a list of token ids, a request of OpenAI's API as a dict, or the
+            ``Path`` of a file of such, one in each line.
+        config: settings by name, beside those of the environment.
+        endpoints: URLs of OpenAI-compatible servers with objkv's connector.
+        model: a folder or hub id; an engine of its own computes, in a child process.
+        llm: a ``vllm.LLM`` with objkv's connector, which nobody else uses meanwhile.
+        promote: copy what is stored to the hot store, and compute nothing.
+        options: see ``WarmOptions``.
+
+    ``report.is_complete`` says whether all of them are stored. Raises ``ConfigError`` and
+    ``StoreError``; an interruption ends it, and the report says so.
+    """
+    chosen = WarmOptions(endpoints=endpoints, model=model, llm=llm, promote=promote, **options)
+    return run_warm(resolve_config(dict(config or {})), _given(prompts), chosen)
+
+
+def run_warm(
+    resolved: Resolved,
+    prompts: Iterable[Prompt] | None,
+    options: WarmOptions,
+    watch: Watch | None = None,
+) -> WarmReport:
+    """See ``warm``; None instead of prompts: a whole namespace, to be promoted."""
+    config, watch = resolved.config, watch or Watch()
+    modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
+    if sum(modes) + options.promote != 1:
+        raise ConfigError(
+            "say who computes: endpoints, a model for an engine of its own, or promote"
+        )
+    for name in ("bulk_url", "index_url"):
+        if getattr(config, name).startswith("memory:"):
+            raise ConfigError(f"{name} is memory:, which only the replica itself sees")
+    digests = {name: _digest(name, value) for name, value in options.adapters.items()}
+    with ExitStack() as stack:
+        backends = stack.enter_context(open_backends(config, NullRecorder()))
+        backends.bulk.check()
+        backends.index.check()
+        ends = _ends(config, backends)
+        if options.promote:
+            means = Means(ends, digests, _tokenizer(options), None, watch, _base(options))
+            identity = _identity(ends, options.namespace)
+            seal = open_seal(config, tenant=identity.tenant, seals=_seals(identity))
+            return promote_stored(
+                means, prompts, identity, _limits(config), seal, options.promote_bytes_max
+            )
+        assert prompts is not None
+        askers = _askers(resolved, options)
+        for asker in askers:
+            stack.enter_context(closing(asker))
+        identity_of: Callable[[], Identity] | None = None
+        if options.namespace is not None:
+            identity_of = lambda: _identity(ends, options.namespace)  # noqa: E731
+        means = Means(ends, digests, _tokenizer(options), identity_of, watch, _base(options))
+        return warm_by(means, askers, prompts, options.patience)
+
+
+def _given(prompts: Iterable[Any]) -> Iterable[Prompt]:
+    if isinstance(prompts, str | bytes | Mapping):
+        raise ConfigError("prompts is a list of prompts, not one")
+    for number, value in enumerate(prompts):
+        if isinstance(value, Prompt):
+            yield value
+        elif isinstance(value, Path):
+            yield from read_prompts([str(value)])
+        else:
+            # What comes from arrays knows how to become a list.
+            yield to_prompt(getattr(value, "tolist", lambda v=value: v)(), f"prompt {number}")
+
+
+def _askers(resolved: Resolved, options: WarmOptions) -> list[Asker]:
+    if options.llm is not None:
+        folders = {name: path for name, path in options.adapters.items() if Path(path).is_dir()}
+        asker: Asker = import_module(_ENGINE).LlmAsker(
+            options.llm, adapters=folders, at_once=options.at_once or engine.AT_ONCE
+        )
+        return [asker]
+    if options.model is not None:
+        job = EngineJob(
+            options.model,
+            options.engine_arguments,
+            {name: _folder(name, path) for name, path in options.adapters.items()},
+            tokenizes=options.tokenizer is None,
+            at_once=options.at_once or engine.AT_ONCE,
+        )
+        return [EngineProcess(job, _environment(resolved))]
+    limits = EndpointLimits(options.at_once or endpoint.AT_ONCE, options.answer_s)
+    urls = list(dict.fromkeys(options.endpoints))
+    return [
+        Endpoint(
+            url,
+            limits,
+            model=options.served_model,
+            api_key=options.api_key,
+            allow_plaintext=resolved.config.allow_plaintext,
+        )
+        for url in urls
+    ]
+
+
+def _environment(resolved: Resolved) -> dict[str, str]:
+    """The settings that are not the defaults, as another process reads them."""
+    values = resolved.config.model_dump(mode="json")
+    given = (name for name, source in resolved.sources.items() if source != "default")
+    told = {name: values[name] for name in given if values[name] is not None}
+    # Both places, whatever decided on them.
+    told |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
+    return {f"OBJKV_{name.upper()}": str(value) for name, value in told.items()}
+
+
+def _base(options: WarmOptions) -> frozenset[str]:
+    """Names of the base model, where no endpoint tells them."""
+    names = {options.served_model, options.model}
+    if options.model is not None:
+        names.add(Path(options.model).name)
+    return frozenset(name for name in names if name is not None)
+
+
+def _tokenizer(options: WarmOptions) -> LocalTokenizer | None:
+    return None if options.tokenizer is None else LocalTokenizer(options.tokenizer)
+
+
+def _digest(name: str, value: str) -> bytes:
+    folder = Path(value)
+    if folder.is_dir():
+        digest: bytes | None = import_module(_ENGINE).adapter_content(folder)
+        if digest is None:
+            raise ConfigError(f"adapter {name}: {value} holds no weights")
+        return digest
+    try:
+        digest = bytes.fromhex(value)
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise ConfigError(f"adapter {name}: {value} is no folder, and no digest of 64 hex digits")
+    return digest
+
+
+def _folder(name: str, path: str) -> str:
+    if not Path(path).is_dir():
+        raise ConfigError(f"adapter {name}: an engine of its own needs its folder")
+    return path
+
+
+def _identity(ends: Ends, beginning: str | None) -> Identity:
+    known = known_identities(ends.bulk)
+    name = pick_namespace(sorted(known), beginning)
+    if name not in known:
+        raise ConfigError(f"the bulk store has no {name}/identity.json: no replica has saved there")
+    return known[name]
+
+
+def _seals(identity: Identity) -> tuple[str, ...]:
+    return seals_of([list(pair) for pair in identity.extra])
+
+
+def _limits(config: Config) -> HotLimits:
+    return HotLimits(
+        payload_bytes_max=config.hot_payload_bytes_max,
+        save_bytes_max=config.hot_save_bytes_max,
+        promote_loads=config.hot_promote_loads,
+        promote_bytes_max=config.hot_promote_bytes_max,
+    )
+
+
+def _ends(config: Config, backends: Backends) -> Ends:
+    return Ends(
+        bulk=PatientStore(backends.bulk),
+        hot=None if backends.hot is None else PatientStore(backends.hot),
+        index=PatientIndex(backends.index),
+        is_own_index=config.index_url.startswith("bulk:"),
+        ttl_s=config.ttl_s,
+        lease_ms=config.lease_ms,
+        owner=f"warm-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+    )

@@ -1,0 +1,165 @@
+"""``objkv warm``: prefixes are computed and saved before anybody asks for them."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from objkv.assembly.warming import WarmOptions, run_warm
+from objkv.cli.command import FINE, FOUND, INTERRUPTED, UNREACHABLE, Session, command
+from objkv.cli.endings import ending_in_order
+from objkv.cli.upkeep import refuse_memory
+from objkv.cli.warm_output import show_report, watching
+from objkv.config.urls import cache_folder
+from objkv.errors import ConfigError
+from objkv.ops.checkpoint import Checkpoint, checkpoint_file
+from objkv.ops.tally import Tally
+from objkv.ops.warm.prompts import read_prompts
+from objkv.ops.warm.report import WarmReport
+from objkv.ops.warm.run import Patience
+
+_USUAL = Patience()
+_KEPT = ("warmed", "asked_tokens", "saved_chunks", "saved_bytes")
+
+
+@command
+def warm(
+    session: Session,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="JSON Lines files, patterns of them, or - for stdin.", metavar="FILES"),
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="An OpenAI-compatible server of the fleet; repeat it.", metavar="URL"),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="An engine of its own, of this folder or hub id.", metavar="MODEL"),
+    ] = None,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="Copy what is stored to the hot store; no engine.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="A model's folder; else whoever computes tokenizes.", metavar="PATH"),
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="An adapter's folder, or its digest.", metavar="NAME=FOLDER"),
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="Of vllm.LLM, with --model; the value is JSON.", metavar="NAME=VALUE"),
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="The base model's name in requests.", metavar="NAME")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Of the endpoints.", envvar="OPENAI_API_KEY", show_envvar=True),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Or its beginning; else a probe finds it out.", metavar="NS"),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, help="Requests at once, for each endpoint.", metavar="N"),
+    ] = None,
+    attempts: Annotated[
+        int, typer.Option(min=1, help="For each prompt.", metavar="N")
+    ] = _USUAL.attempts_max,
+    request_s: Annotated[
+        float, typer.Option(min=0.1, help="A slower request is repeated.", metavar="SECONDS")
+    ] = 600.0,
+    save_s: Annotated[
+        float, typer.Option(min=0.1, help="From answer until stored.", metavar="SECONDS")
+    ] = _USUAL.save_s,
+    gone_s: Annotated[
+        float, typer.Option(min=0.0, help="Without any answer, then end.", metavar="SECONDS")
+    ] = _USUAL.gone_s,
+    bytes_max: Annotated[
+        int | None, typer.Option(min=0, help="To copy, with --promote.", metavar="BYTES")
+    ] = None,
+) -> int:
+    """Compute and save prompts before anybody asks for them, and wait until they are stored.
+
+    What is stored is skipped, so the same command goes on where it was interrupted.
+    """
+    refuse_memory(session, "warm")
+    places = list(prompts or ())
+    if not places and not promote:
+        raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
+    if engine_arg and model is None:
+        raise ConfigError("--engine-arg is for --model")
+    options = WarmOptions(
+        endpoints=endpoint or (),
+        model=model,
+        promote=promote,
+        served_model=served_model,
+        api_key=api_key,
+        engine_arguments=dict(_argument(text) for text in engine_arg or ()),
+        tokenizer=tokenizer,
+        namespace=namespace,
+        adapters=dict(_pair(text, "--lora") for text in lora or ()),
+        at_once=concurrency,
+        answer_s=request_s,
+        patience=Patience(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
+        promote_bytes_max=bytes_max,
+    )
+    with ending_in_order(), _remembering(session, places, options) as (checkpoint, kept):
+        with watching(session.out, promote=promote) as watch:
+            given = read_prompts(places) if places else None
+            report = run_warm(session.resolved, given, options, watch)
+        report.resumed = checkpoint.resumed
+        report.earlier = {name: checkpoint.tally.counts[name] for name in _KEPT}
+        kept.append(report)
+    show_report(session.out, report)
+    return _code(report)
+
+
+def _code(report: WarmReport) -> int:
+    if report.ending != "complete":
+        return INTERRUPTED if report.ending == "interrupted" else UNREACHABLE
+    return FINE if report.is_complete else FOUND
+
+
+@contextmanager
+def _remembering(
+    session: Session, places: Sequence[str], options: WarmOptions
+) -> Iterator[tuple[Checkpoint, list[WarmReport]]]:
+    """What runs that were interrupted did, of the same prompts in the same place. Where to go on is
+    told by what is stored, and needs no memory."""
+    config = session.config
+    where = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
+    what = (sorted(places), options.promote, options.namespace)
+    checkpoint = Checkpoint(checkpoint_file(cache_folder(), "warm", where, what))
+    kept: list[WarmReport] = []
+    try:
+        yield checkpoint, kept
+    finally:
+        for report in kept:
+            did = {name: int(getattr(report, name)) for name in _KEPT}
+            checkpoint.finish(f"run {time.time():.3f}", Tally(Counter(did)))
+        checkpoint.close(complete=bool(kept) and kept[-1].ending == "complete")
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not (name and found and value):
+        raise ConfigError(f"{option} {text}: write NAME=VALUE")
+    return name, value
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, value = _pair(text, "--engine-arg")
+    try:
+        return name.replace("-", "_"), json.loads(value)
+    except ValueError:
+        return name.replace("-", "_"), value

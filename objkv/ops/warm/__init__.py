@@ -1,0 +1,1 @@
+"""Warming: prefixes are computed and saved before anybody asks for them."""

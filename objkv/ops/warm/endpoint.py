@@ -1,0 +1,231 @@
+"""One OpenAI-compatible endpoint: a vLLM server, or what stands before several."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from time import time
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from objkv.config.urls import is_this_machine
+from objkv.errors import ConfigError
+from objkv.ops.warm.asking import Ask, AskError, Reply
+from objkv.ops.warm.loop import Loop, LoopClosed
+from objkv.ops.warm.prompts import Prompt
+
+AT_ONCE: Final = 8
+_CONNECT_S: Final = 10.0
+_TOLD_MAX: Final = 300
+_BUSY: Final = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointLimits:
+    """How much of it is asked."""
+
+    at_once: int = AT_ONCE
+    answer_s: float = 600.0
+    """A request that takes longer is repeated, elsewhere if possible."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an endpoint serves."""
+
+    model: str
+    """Its name in requests."""
+    root: str
+    """What the model was loaded from."""
+    adapters: tuple[str, ...]
+
+
+class Endpoint:
+    """See ``Asker``."""
+
+    def __init__(
+        self,
+        url: str,
+        limits: EndpointLimits,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        allow_plaintext: bool = False,
+    ) -> None:
+        """``url``: with or without ``/v1``. ``model``: which one of several. Raises
+        ``ConfigError``."""
+        self._base = _base(url, api_key is not None and not allow_plaintext)
+        self._limits = limits
+        self._model = model
+        self._served: Served | None = None
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._loop = Loop()
+        self._http = httpx.AsyncClient(
+            base_url=self._base,
+            headers=headers,
+            timeout=httpx.Timeout(limits.answer_s, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=limits.at_once + 2),
+            # What is on this machine is never asked through a proxy.
+            trust_env=not is_this_machine(urlsplit(self._base).hostname or ""),
+        )
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self._base}>"
+
+    @property
+    def name(self) -> str:
+        """See ``Asker``."""
+        return self._base
+
+    @property
+    def at_once(self) -> int:
+        """See ``Asker``."""
+        return self._limits.at_once
+
+    def check(self) -> None:
+        """See ``Asker``. Raises ``ConfigError`` where the model is not served."""
+        self._call("GET", "/health")
+        if self._served is None:
+            self._served = _served(self._call("GET", "/v1/models"), self._model, self._base)
+
+    @property
+    def served(self) -> Served:
+        """What it serves, once it was checked."""
+        assert self._served is not None
+        return self._served
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """See ``Asker``."""
+        if prompt.tokens is not None:
+            return list(prompt.tokens)
+        request: dict[str, Any] = {"model": prompt.model or self.served.model}
+        if prompt.chat is not None:
+            request |= {"messages": list(prompt.chat.messages), **prompt.chat.options}
+        else:
+            request["prompt"] = prompt.text
+        answer = self._call("POST", "/tokenize", request)
+        tokens = answer.get("tokens")
+        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+            raise AskError("refused", f"{self._base} does not tokenize: give --tokenizer")
+        return tokens
+
+    def ask(self, ask: Ask) -> Reply:
+        """See ``Asker``."""
+        request: dict[str, Any] = {
+            "model": ask.model or self.served.model,
+            "prompt": list(ask.tokens),
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        if ask.salt is not None:
+            request["cache_salt"] = ask.salt
+        answer = self._call("POST", "/v1/completions", request)
+        usage = answer.get("usage")
+        if not isinstance(usage, Mapping) or usage.get("prompt_tokens") != len(ask.tokens):
+            told = usage.get("prompt_tokens") if isinstance(usage, Mapping) else None
+            raise AskError("refused", f"{self._base} computed {told} of {len(ask.tokens)} tokens")
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+        return Reply(cached if type(cached) is int else None)
+
+    def close(self) -> None:
+        """See ``Asker``."""
+        self._loop.close(self._http.aclose)
+
+    def _call(self, method: str, path: str, request: object = None) -> dict[str, Any]:
+        what = f"{self._base}{path}"
+        try:
+            content = None if request is None else json.dumps(request).encode()
+            headers = {} if request is None else {"Content-Type": "application/json"}
+            answer = self._loop.call(
+                lambda: self._http.request(method, path, content=content, headers=headers)
+            )
+        except httpx.TimeoutException as exc:
+            is_down = isinstance(exc, httpx.ConnectTimeout)
+            raise AskError("down" if is_down else "failed", f"{what}: no answer in time") from exc
+        except httpx.InvalidURL as exc:
+            raise ConfigError(f"endpoint {self._base}: {exc}") from exc
+        except httpx.HTTPError as exc:
+            raise AskError("down", f"{what}: {str(exc) or type(exc).__name__}") from exc
+        except LoopClosed as exc:
+            raise AskError("down", f"{what}: given up") from exc
+        if answer.is_success:
+            return _parsed(answer, what)
+        raise _error(answer, what)
+
+
+def _parsed(answer: httpx.Response, what: str) -> dict[str, Any]:
+    if not answer.content:  # as vLLM's /health
+        return {}
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    if answer.request.method == "GET" and answer.request.url.path.endswith("/health"):
+        return {}
+    raise AskError("refused", f"{what}: answered no JSON object: is it OpenAI-compatible?")
+
+
+def _error(answer: httpx.Response, what: str) -> Exception:
+    why = f"{what}: HTTP {answer.status_code}: {_told(answer)}".rstrip(": ")
+    if answer.status_code in _BUSY:
+        return AskError("busy", why, after_s=_retry_after(answer))
+    if answer.status_code in (401, 403):
+        return ConfigError(f"{why}; give --api-key, or OPENAI_API_KEY")
+    if answer.status_code in (502, 504):  # what stands before the fleet found nobody
+        return AskError("down", why)
+    if answer.status_code >= 500 or answer.status_code == 408:
+        return AskError("failed", why)
+    return AskError("refused", why)
+
+
+def _told(answer: httpx.Response) -> str:
+    """What the body says of the error, in one line."""
+    try:
+        found: Any = answer.json()
+    except ValueError:
+        found = answer.text
+    while isinstance(found, dict):
+        found = found.get("error", found.get("message", found.get("detail", "")))
+    return " ".join(str(found).split())[:_TOLD_MAX]
+
+
+def _retry_after(answer: httpx.Response) -> float | None:
+    value = answer.headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time())
+    except (TypeError, ValueError):
+        return None
+
+
+def _served(answer: Mapping[str, Any], wanted: str | None, base: str) -> Served:
+    cards = answer.get("data")
+    known = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+    models = {str(card.get("id")): card for card in known if not card.get("parent")}
+    adapters = tuple(str(card.get("id")) for card in known if card.get("parent"))
+    if wanted is None:
+        wanted = next(iter(models), None)
+    if wanted is None or wanted not in models:
+        raise ConfigError(f"{base} serves {', '.join(models) or 'no model'}, not {wanted}")
+    return Served(wanted, str(models[wanted].get("root") or wanted), adapters)
+
+
+def _base(url: str, refuse_clear: bool) -> str:
+    written = url if "://" in url else f"http://{url}"
+    parts = urlsplit(written)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"endpoint {url}: write http://host:port or https://host")
+    if parts.username or parts.password:
+        raise ConfigError("an endpoint's URL has no password in it: use --api-key")
+    if refuse_clear and parts.scheme == "http" and not is_this_machine(parts.hostname):
+        raise ConfigError(
+            f"endpoint {url}: the API key would cross the network in clear; write https://, or set "
+            "allow_plaintext to true if nobody else can listen there"
+        )
+    return written.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -1,0 +1,207 @@
+"""An engine of our own for ``warm --model``: vLLM in a child process, which speaks JSON lines.
+
+The child imports vLLM, this process does not. It ends with its input, in order; or with us.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock, Thread
+from typing import IO, Any, Final, cast
+
+from objkv.errors import ConfigError
+from objkv.ops.warm.asking import Ask, AskError, Reply
+from objkv.ops.warm.prompts import Prompt
+from objkv.testing.servers.lifetime import die_with_parent
+
+MODULE: Final = "objkv.connector.warm"
+AT_ONCE: Final = 64
+_TAIL_LINES = 25
+_END_S = 60.0
+_START_S = 3600.0
+"""A large model is read from a slow disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """What the child is told first."""
+
+    model: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of ``vllm.LLM``."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Folders of LoRA adapters by name."""
+    tokenizes: bool = True
+    """Whether the model's own tokenizer is needed."""
+    at_once: int = AT_ONCE
+
+
+class EngineProcess:
+    """See ``Asker``."""
+
+    def __init__(
+        self,
+        job: EngineJob,
+        settings: Mapping[str, str],
+        *,
+        command: tuple[str, ...] = ("-m", MODULE),
+    ) -> None:
+        """``settings``: all of objkv's, as environment variables. Raises ``ConfigError`` where vLLM
+        is not installed."""
+        if find_spec("vllm") is None:
+            raise ConfigError(
+                "--model needs vLLM here, which is not installed: pip install 'objkv[vllm]', or "
+                "give --endpoint"
+            )
+        self._job = job
+        self._lock = Lock()
+        self._speaking = Lock()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._number = 0
+        self._closed = False
+        """Nobody is answered any more."""
+        self._is_ended = False
+        self._ready: Future[dict[str, Any]] = Future()
+        descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
+        self._log = Path(name)
+        with os.fdopen(descriptor, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *command],
+                env=_environment(settings),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                # Ctrl-C is ours: it ends in order when its input does.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                text=True,
+            )
+        self._reader = Thread(target=self._read, name="objkv-warm-engine", daemon=True)
+        self._reader.start()
+        self._say({"model": job.model, "arguments": dict(job.arguments),
+                   "adapters": dict(job.adapters), "tokenizes": job.tokenizes,
+                   "at_once": job.at_once})  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """See ``Asker``."""
+        return f"engine of {self._job.model}"
+
+    @property
+    def at_once(self) -> int:
+        """See ``Asker``."""
+        return self._job.at_once
+
+    def check(self) -> None:
+        """See ``Asker``; the first time it waits until the engine runs."""
+        try:
+            self._ready.result(_START_S)
+        except (TimeoutError, CancelledError) as exc:
+            raise AskError("down", f"{self.name} did not start: {self._tail()}") from exc
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """See ``Asker``."""
+        if prompt.tokens is not None:
+            return list(prompt.tokens)
+        chat = None
+        if prompt.chat is not None:
+            chat = {"messages": list(prompt.chat.messages), "options": dict(prompt.chat.options)}
+        answer = self._call({"kind": "tokenize", "text": prompt.text, "chat": chat})
+        return [int(token) for token in answer["tokens"]]
+
+    def ask(self, ask: Ask) -> Reply:
+        """See ``Asker``."""
+        tokens = list(ask.tokens)
+        answer = self._call(
+            {"kind": "ask", "tokens": tokens, "salt": ask.salt, "adapter": ask.model}
+        )
+        return Reply(answer["cached_tokens"])
+
+    def close(self) -> None:
+        """See ``Asker``: what the engine still saves has some seconds to be saved."""
+        with self._lock:
+            is_first, self._is_ended = not self._is_ended, True
+            self._closed = True
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.cancel()
+        if not is_first:
+            return
+        try:
+            # Somebody who waits for it to read would hold this: then it is not reading any more.
+            if self._speaking.acquire(timeout=1.0):
+                with contextlib.suppress(OSError):
+                    cast("IO[str]", self._process.stdin).close()
+                if self._ready.done():  # one that is still starting has nothing to save
+                    self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._reader.join()
+            cast("IO[str]", self._process.stdout).close()
+        if self._ready.done() and not self._ready.cancelled():
+            self._log.unlink(missing_ok=True)
+
+    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._closed:
+                raise AskError("down", f"{self.name} was given up")
+            self._number += 1
+            number = self._number
+            self._waiting[number] = future
+        try:
+            self._say({"id": number, **request})
+            answer = future.result()
+        except (CancelledError, OSError) as exc:
+            raise AskError("down", f"{self.name} ended: {self._tail()}") from exc
+        if "error" in answer:
+            raise AskError(answer["trouble"], f"{self.name}: {answer['error']}")
+        return answer
+
+    def _say(self, value: dict[str, Any]) -> None:
+        line = json.dumps(value) + "\n"
+        stdin = cast("IO[str]", self._process.stdin)
+        with self._speaking, contextlib.suppress(OSError, ValueError):  # it ended: nobody answers
+            stdin.write(line)
+            stdin.flush()
+
+    def _read(self) -> None:
+        for line in cast("IO[str]", self._process.stdout):
+            answer = json.loads(line)
+            if "ready" in answer:
+                self._ready.set_result(answer)
+                continue
+            with self._lock:
+                future = self._waiting.pop(answer["id"], None)
+            if future is not None:
+                future.set_result(answer)
+        # It ended: nobody is answered any more.
+        self._ready.cancel()
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+            self._closed = True
+        for future in waiting.values():
+            future.cancel()
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        errors = [line for line in lines if "Error" in line]
+        return f"{errors[-1].strip() if errors else 'no reason was told'}; its log is {self._log}"
+
+
+def _environment(settings: Mapping[str, str]) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    return own | {"VLLM_NO_USAGE_STATS": "1"} | dict(settings)

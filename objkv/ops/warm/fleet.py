@@ -1,0 +1,136 @@
+"""Several who compute, of which some may be busy or gone: who is asked next, and who is left alone.
+
+Prompts of one tree go to the same one while it has room, because its own prefix cache has their
+beginning already. Whoever does not answer is left to the others, and tried again by a health check.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final
+
+from objkv.ops.warm.asking import Asker, AskError
+
+_FIRST_PAUSE_S: Final = 0.5
+_PAUSE_MAX_S: Final = 30.0
+_RETRY_AFTER_MAX_S: Final = 120.0
+_ROOTS_MAX: Final = 65_536
+
+
+@dataclass(slots=True)
+class Seat:
+    """One of them. Its owner's thread alone changes it."""
+
+    asker: Asker
+    asked: int = 0
+    """Requests under way."""
+    answered: int = 0
+    tokens: int = 0
+    """Of the prompts that it answered."""
+    errors: int = 0
+    failed_in_row: int = 0
+    not_before_s: float = 0.0
+    is_down: bool = False
+    """Whether it did not answer last: it is checked before it is asked again."""
+    down_since_s: float = 0.0
+    last_error: str = ""
+
+    @property
+    def free(self) -> int:
+        """How many more requests it takes."""
+        return self.asker.at_once - self.asked
+
+
+class Fleet:
+    """One thread uses it; ``first_pause_s`` doubles with each failure in a row."""
+
+    def __init__(
+        self,
+        askers: Sequence[Asker],
+        *,
+        clock: Callable[[], float] = monotonic,
+        first_pause_s: float = _FIRST_PAUSE_S,
+    ) -> None:
+        assert askers
+        self.seats = [Seat(asker) for asker in askers]
+        self._clock = clock
+        self._first_pause_s = first_pause_s
+        self._homes: OrderedDict[bytes, Seat] = OrderedDict()
+
+    @property
+    def at_once(self) -> int:
+        """Requests at a time, of all together."""
+        return sum(seat.asker.at_once for seat in self.seats)
+
+    def has_room(self) -> bool:
+        """Whether somebody would take a request now."""
+        return any(self._is_ready(seat) for seat in self.seats)
+
+    def take(self, root: bytes) -> Seat:
+        """Who is to compute a prompt of this tree now; only while there is room."""
+        ready = [seat for seat in self.seats if self._is_ready(seat)]
+        home = self._homes.pop(root, None)
+        if home is not None and home in ready and not home.failed_in_row:
+            seat = home
+        else:  # whose last request failed is asked when nobody else has room
+            seat = max(ready, key=lambda s: (not s.failed_in_row, s.free))
+        self._homes[root] = seat
+        while len(self._homes) > _ROOTS_MAX:
+            self._homes.popitem(last=False)
+        seat.asked += 1
+        return seat
+
+    def to_check(self) -> list[Seat]:
+        """Those that did not answer and may be looked at again now; they are being, from now on."""
+        now = self._clock()
+        seats = [s for s in self.seats if s.is_down and not s.asked and now >= s.not_before_s]
+        for seat in seats:
+            seat.asked += 1
+        return seats
+
+    def passed(self, seat: Seat) -> None:
+        """It answered its check."""
+        seat.asked -= 1
+        seat.failed_in_row, seat.is_down = 0, False
+
+    def answered(self, seat: Seat, tokens: int) -> None:
+        """It computed a prompt of so many tokens."""
+        seat.asked -= 1
+        seat.answered += 1
+        seat.tokens += tokens
+        seat.failed_in_row, seat.is_down = 0, False
+
+    def failed(self, seat: Seat, error: AskError) -> None:
+        """It did not compute a prompt, or did not pass its check."""
+        seat.asked -= 1
+        if error.trouble == "refused":  # the prompt's fault, and it answers
+            seat.failed_in_row = 0
+            return
+        now = self._clock()
+        seat.errors += 1
+        seat.failed_in_row += 1
+        seat.last_error = str(error)
+        if error.trouble == "down" and not seat.is_down:
+            seat.is_down, seat.down_since_s = True, now
+        pause_s = min(_PAUSE_MAX_S, self._first_pause_s * 2 ** min(seat.failed_in_row - 1, 10))
+        if error.trouble == "failed":  # others of its requests may well work
+            pause_s = min(pause_s, self._first_pause_s)
+        if error.after_s is not None:
+            pause_s = max(pause_s, min(error.after_s, _RETRY_AFTER_MAX_S))
+        seat.not_before_s = max(seat.not_before_s, now + pause_s)
+
+    def rest_s(self) -> float:
+        """Until somebody may be asked again who has room; 0 if somebody may be now."""
+        now = self._clock()
+        waits = [max(0.0, seat.not_before_s - now) for seat in self.seats if seat.free > 0]
+        return min(waits, default=0.0)
+
+    def gone_s(self) -> float:
+        """How long nobody at all has answered; 0 while somebody does."""
+        if not all(seat.is_down for seat in self.seats):
+            return 0.0
+        return self._clock() - max(seat.down_since_s for seat in self.seats)
+
+    def _is_ready(self, seat: Seat) -> bool:
+        return seat.free > 0 and not seat.is_down and self._clock() >= seat.not_before_s

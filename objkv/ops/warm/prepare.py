@@ -1,0 +1,107 @@
+"""From prompts to tasks: tokenized, and with the adapters told by what they hold."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+
+from objkv.errors import ConfigError
+from objkv.ops.warm.asking import Asker, AskError
+from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.report import Failure
+from objkv.ops.warm.run import Task
+from objkv.ops.warm.spool import Spool
+
+Tokenize = Callable[[Prompt], list[int]]
+_BATCH = 512
+_WORKERS = 8
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The tasks, and the prompts that are none."""
+
+    tasks: list[Task] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the names of models in requests mean."""
+
+    base: Collection[str]
+    """The base model's."""
+    adapters: Collection[str]
+    """Those of which it is known what they hold."""
+
+    def adapter(self, prompt: Prompt) -> str | None:
+        """The adapter that the prompt is for. Raises ``ConfigError`` where nobody knows."""
+        if prompt.model in self.adapters:
+            return prompt.model
+        if prompt.model is None or prompt.model in self.base:
+            return None
+        raise ConfigError(
+            f"{prompt.name}: model {prompt.model} is not {' or '.join(sorted(self.base))}; if it "
+            f"is a LoRA adapter, say what it holds: --lora {prompt.model}=FOLDER, or its digest"
+        )
+
+
+def prepare(
+    prompts: Iterable[Prompt],
+    spool: Spool,
+    tokenize: Tokenize,
+    names: Names,
+    *,
+    tell: Callable[[int], None] = lambda count: None,
+) -> Prepared:
+    """Tokenize all; a prompt that cannot be is a failure, and not the end. Raises ``ConfigError``
+    where a model is not known."""
+    prepared = Prepared()
+    every = iter(prompts)
+    pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="objkv-warm-tokens")
+
+    def one(prompt: Prompt) -> list[int] | Failure:
+        try:
+            tokens = tokenize(prompt)
+        except (AskError, ConfigError) as exc:
+            return Failure(prompt.name, str(exc))
+        return tokens or Failure(prompt.name, "it has no token")
+
+    try:
+        while batch := list(islice(every, _BATCH)):
+            adapters = [names.adapter(prompt) for prompt in batch]
+            for prompt, adapter, made in zip(batch, adapters, pool.map(one, batch), strict=True):
+                if isinstance(made, Failure):
+                    prepared.failures.append(made)
+                    continue
+                number = spool.add(made)
+                assert number == len(prepared.tasks)
+                # An adapter is part of what is stored, and so is the salt.
+                prepared.tasks.append(Task(prompt.name, prompt.salt, adapter))
+            tell(len(prepared.tasks))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return prepared
+
+
+def tokenize_by(
+    askers: Sequence[Asker], *, sleep: Callable[[float], None] = time.sleep
+) -> Tokenize:
+    """A tokenizer that asks one of them, and another if that one does not answer."""
+
+    def tokenize(prompt: Prompt) -> list[int]:
+        if prompt.tokens is not None:
+            return list(prompt.tokens)
+        for attempt in range(_ROUNDS * len(askers)):
+            try:
+                return askers[attempt % len(askers)].tokenize(prompt)
+            except AskError as exc:
+                if exc.trouble == "refused" or attempt + 1 == _ROUNDS * len(askers):
+                    raise
+                if attempt % len(askers) == len(askers) - 1:
+                    sleep(min(30.0, max(exc.after_s or 0.0, 0.25 * 2 ** (attempt // len(askers)))))
+        raise AssertionError("no askers")
+
+    return tokenize

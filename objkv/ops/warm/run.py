@@ -1,0 +1,293 @@
+"""The work of ``warm`` with engines: asks, waits until what was computed is stored, and asks again.
+
+A prompt is done when the index has every chunk of it, not when it was answered: replicas save in
+the background, and a save may be dropped. The owner's thread does everything but the asking, and
+may be interrupted at any time: what is stored is the place to go on from.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from objkv.errors import ConfigError, StoreError
+from objkv.ops.warm.asking import Ask, AskError, Reply
+from objkv.ops.warm.fleet import Fleet, Seat
+from objkv.ops.warm.order import Order, Turn
+from objkv.ops.warm.report import EndpointReport, WarmReport
+from objkv.ops.warm.spool import Spool
+from objkv.ops.warm.stock import Found, Stock
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often, and how long."""
+
+    attempts_max: int = 4
+    """For each prompt; answers that say only that one is busy do not count."""
+    busy_max: int = 100
+    """Such answers, for each prompt."""
+    save_s: float = 60.0
+    """From an answer until all of the prompt is stored; then it is asked once more."""
+    gone_s: float = 120.0
+    """Without anybody who answers, before it ends."""
+    pause_s: float = 0.05
+    """Between looks at what is being saved; up to ten times as long when nothing changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt, tokenized, whose tokens are in the spool under its number in the list."""
+
+    name: str
+    salt: str | None
+    adapter: str | None
+
+
+@dataclass(slots=True)
+class _Under:
+    """A prompt whose turn has come."""
+
+    turn: Turn
+    attempts: int = 0
+    busy: int = 0
+    stored: int = 0
+    """Chunks that were there before it was asked."""
+    saved_by_s: float = 0.0
+
+
+Tell = Callable[[WarmReport], None]
+_SAVING_FACTOR = 4
+"""Answered prompts whose saves are waited for, for each request at a time."""
+_LOOK_S, _BREATH_S = 1.0, 0.01
+"""How long it waits at most for anything, and at least before it asks again who has room."""
+
+
+class Warming:
+    """One run. ``report`` is always true of what has been done so far."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        spool: Spool,
+        fleet: Fleet,
+        stock: Stock,
+        patience: Patience,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Tell = lambda report: None,
+    ) -> None:
+        self._tasks = tasks
+        self._spool = spool
+        self._fleet = fleet
+        self._stock = stock
+        self._patience = patience
+        self._clock = clock
+        self._tell = tell
+        self._order = Order()
+        self._under: dict[int, _Under] = {}
+        self._again: deque[int] = deque()
+        self._asking: dict[Future[Reply], tuple[int, Seat]] = {}
+        self._checking: dict[Future[None], Seat] = {}
+        self._saving: list[int] = []
+        self._looked_s = self._paused_s = 0.0
+        self.report = WarmReport("engine", stock.namespace, stock.identity.model)
+        self.report.prompts = len(tasks)
+
+    def run(self) -> None:
+        """Until every prompt is stored or has failed, or nobody answers any more.
+
+        An interruption ends it, and so does an index that does not answer: ``report`` says so.
+        """
+        started_s = self._clock()
+        pool = ThreadPoolExecutor(self._fleet.at_once, thread_name_prefix="objkv-warm")
+        self.report.ending = "interrupted"  # unless it gets to the end
+        try:
+            self._look_up()
+            while self._advance(pool):
+                self._tell(self.report)
+        except KeyboardInterrupt:
+            pass
+        except StoreError as exc:
+            self.report.ending, self.report.why = "unreachable", str(exc)
+        finally:
+            for seat in self._fleet.seats:
+                seat.asker.close()
+            pool.shutdown(wait=True, cancel_futures=True)
+            self.report.seconds = self._clock() - started_s
+            self.report.endpoints = [_told(seat) for seat in self._fleet.seats]
+            self.report.left = self.report.prompts - self.report.done
+            self._tell(self.report)
+
+    def _look_up(self) -> None:
+        """What is stored already needs no turn."""
+        report = self.report
+        report.prompt_tokens = sum(map(self._spool.length, range(len(self._tasks))))
+        with ThreadPoolExecutor(8, thread_name_prefix="objkv-warm-find") as pool:
+            batch = 512
+            for start in range(0, len(self._tasks), batch):
+                numbers = range(start, min(start + batch, len(self._tasks)))
+                for number, (hashes, found) in zip(
+                    numbers, pool.map(self._find, numbers), strict=True
+                ):
+                    if not hashes:
+                        report.short += 1
+                    elif found.is_all:
+                        report.stored_before += 1
+                    else:
+                        self._order.add(number, hashes, found.usable)
+                self._tell(report)
+
+    def _find(self, number: int) -> tuple[list[bytes], Found]:
+        task = self._tasks[number]
+        hashes = self._stock.hashes(self._spool.read(number), task.salt, task.adapter)
+        return hashes, self._stock.find(hashes)
+
+    def _advance(self, pool: ThreadPoolExecutor) -> bool:
+        """A round of all that can be done now; False at the end."""
+        self._check(pool)
+        self._ask_more(pool)
+        if self._order.is_empty:
+            self.report.ending = "complete"
+            return False
+        if self._fleet.gone_s() > self._patience.gone_s and not self._saving:
+            self.report.ending = "unreachable"
+            errors = [seat.last_error for seat in self._fleet.seats]
+            self.report.why = f"nobody answers any more: {'; '.join(errors)}"
+            return False
+        pause_s = self._paused_s if self._saving else self._fleet.rest_s() + _BREATH_S
+        if self._asking or self._checking:
+            under_way: set[Future[Any]] = {*self._asking, *self._checking}
+            # With room left nobody may come sooner than an answer.
+            limit_s = _LOOK_S if self._fleet.has_room() and not self._saving else pause_s
+            ended, _ = wait(under_way, min(limit_s, _LOOK_S), FIRST_COMPLETED)
+            for future in [future for future in self._asking if future in ended]:
+                self._take(future)
+        else:
+            time.sleep(min(pause_s, _LOOK_S))
+        if self._clock() - self._looked_s >= self._paused_s:
+            self._look()
+        return True
+
+    def _check(self, pool: ThreadPoolExecutor) -> None:
+        """Whether those are back that did not answer."""
+        for seat in self._fleet.to_check():
+            self._checking[pool.submit(seat.asker.check)] = seat
+        for future in [future for future in self._checking if future.done()]:
+            seat = self._checking.pop(future)
+            try:
+                future.result()
+            except (AskError, ConfigError) as exc:  # it may serve something else now
+                self._fleet.failed(seat, AskError("down", str(exc)))
+            else:
+                self._fleet.passed(seat)
+
+    def _ask_more(self, pool: ThreadPoolExecutor) -> None:
+        most = _SAVING_FACTOR * self._fleet.at_once
+        while self._fleet.has_room():
+            if self._again:
+                under = self._under[self._again.popleft()]
+            elif len(self._saving) >= most or (turn := self._order.next()) is None:
+                return
+            elif not turn.missing:
+                self.report.warmed += 1
+                self.report.shared += 1
+                continue
+            else:
+                _, found = self._find(turn.number)
+                under = self._under[turn.number] = _Under(turn, stored=found.usable)
+                if found.is_all:  # somebody else was faster
+                    self._finish(under, found)
+                    continue
+            seat = self._fleet.take(under.turn.root)
+            future = pool.submit(self._ask, under.turn.number, seat)
+            self._asking[future] = under.turn.number, seat
+
+    def _ask(self, number: int, seat: Seat) -> Reply:
+        task = self._tasks[number]
+        return seat.asker.ask(Ask(self._spool.read(number), task.salt, task.adapter))
+
+    def _take(self, future: Future[Reply]) -> None:
+        number, seat = self._asking.pop(future)
+        under = self._under[number]
+        try:
+            reply = future.result()
+        except AskError as exc:
+            self._fleet.failed(seat, exc)
+            self._retry(under, exc)
+            return
+        except ConfigError as exc:  # it lets us in no more
+            error = AskError("down", str(exc))
+            self._fleet.failed(seat, error)
+            self._retry(under, error)
+            return
+        tokens = self._spool.length(number)
+        self._fleet.answered(seat, tokens)
+        self.report.asked_tokens += tokens
+        if reply.cached_tokens is not None:
+            self.report.cached_tokens = (self.report.cached_tokens or 0) + reply.cached_tokens
+        under.saved_by_s = self._clock() + self._patience.save_s
+        self._saving.append(number)
+        self._paused_s = self._patience.pause_s
+
+    def _retry(self, under: _Under, error: AskError) -> None:
+        if error.trouble == "busy":
+            under.busy += 1
+        else:
+            under.attempts += 1
+        patience = self._patience
+        spent = under.attempts >= patience.attempts_max or under.busy >= patience.busy_max
+        if error.trouble == "refused" or (spent and error.trouble != "down"):
+            self._fail(under, str(error))
+        elif spent and not all(seat.is_down for seat in self._fleet.seats):
+            # Others answer, so it is this prompt that nobody survives.
+            self._fail(under, str(error))
+        else:
+            self.report.retries += 1
+            self._again.append(under.turn.number)
+
+    def _fail(self, under: _Under, why: str) -> None:
+        number = under.turn.number
+        self.report.fail(self._tasks[number].name, why)
+        del self._under[number]
+        self._order.end(number, stored=False)
+
+    def _look(self) -> None:
+        """Which of the answered prompts are stored by now."""
+        self._looked_s = self._clock()
+        left = []
+        for number in self._saving:
+            under = self._under[number]
+            _, found = self._find(number)
+            if found.is_all:
+                self._finish(under, found)
+            elif self._clock() < under.saved_by_s:
+                left.append(number)
+            else:
+                told = f"{found.usable} of {found.chunks} chunks were stored"
+                why = f"{told} {self._patience.save_s:.0f} s after it was computed"
+                self._retry(under, AskError("failed", why))
+        if len(left) == len(self._saving):
+            self._paused_s = min(1.5 * self._paused_s, 10 * self._patience.pause_s)
+        self._saving = left
+
+    def _finish(self, under: _Under, found: Found) -> None:
+        number = under.turn.number
+        self.report.warmed += 1
+        self.report.saved_chunks += found.usable - under.stored
+        self.report.saved_bytes += sum(found.nbytes[under.stored : found.usable])
+        del self._under[number]
+        self._order.end(number, stored=True)
+
+
+def _told(seat: Seat) -> EndpointReport:
+    return EndpointReport(
+        seat.asker.name,
+        seat.answered,
+        seat.tokens,
+        seat.errors,
+        seat.is_down,
+        seat.last_error,
+    )

@@ -1,0 +1,197 @@
+"""The parts of ``warm`` in their order: who is there, tokens, the namespace, and then the work."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from objkv.cache.placement import HotLimits
+from objkv.codec.seal import Seal
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.base import Record
+from objkv.keys.identity import Identity
+from objkv.ops.ends import Ends
+from objkv.ops.warm.asking import Asker, AskError
+from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.warm.endpoint import Endpoint
+from objkv.ops.warm.fleet import Fleet
+from objkv.ops.warm.prepare import Names, Prepared, Tokenize, prepare, tokenize_by
+from objkv.ops.warm.probe import Probe
+from objkv.ops.warm.promote import Promotion, by_use, wanted_of
+from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.report import WarmReport
+from objkv.ops.warm.run import Patience, Warming
+from objkv.ops.warm.spool import Spool
+from objkv.ops.warm.stock import Stock
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who is told how far it is."""
+
+    stage: Callable[[str], None] = lambda text: None
+    prepared: Callable[[int], None] = lambda count: None
+    warmed: Callable[[WarmReport], None] = lambda report: None
+    note: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What it works with."""
+
+    ends: Ends
+    adapters: Mapping[str, bytes]
+    tokenizer: LocalTokenizer | None
+    identity: Callable[[], Identity] | None
+    """None: it is found out where they save."""
+    watch: Watch = field(default_factory=Watch)
+    base: frozenset[str] = frozenset()
+    """Names that requests may have for the base model, beside what endpoints tell."""
+
+
+def warm_by(
+    means: Means, askers: Sequence[Asker], prompts: Iterable[Prompt], patience: Patience
+) -> WarmReport:
+    """Have ``askers`` compute the prompts. Raises ``ConfigError`` and ``StoreError``."""
+    watch = means.watch
+    watch.stage("asking who is there")
+    fleet = Fleet(askers)
+    ready = _ready(fleet, watch)
+    own = means.tokenizer
+    tokenize: Tokenize = tokenize_by(ready) if own is None else own.tokenize
+    served = {asker.served.model for asker in ready if isinstance(asker, Endpoint)}
+    names = Names(served | means.base, means.adapters.keys())
+    with closing(Spool()) as spool:
+        watch.stage("reading prompts")
+        prepared = prepare(prompts, spool, tokenize, names, tell=watch.prepared)
+        if not prepared.tasks:
+            return _without_work(prepared)
+        if means.identity is not None:
+            identity = means.identity()
+        else:
+            watch.stage("finding out where they save")
+            probe = Probe(means.ends.bulk, means.ends.index, patience.save_s)
+            try:
+                identity = probe.find(ready, spool.read(0))
+            except AskError as exc:
+                raise StoreUnavailable(f"no answer to a first request: {exc}") from exc
+        watch.stage("warming")
+        stock = Stock(means.ends.index, identity, means.adapters)
+        warming = Warming(prepared.tasks, spool, fleet, stock, patience, tell=watch.warmed)
+        report = warming.report
+        report.mode = "endpoints" if served else "engine"
+        _add_failures(report, prepared)
+        warming.run()
+        return report
+
+
+def promote_stored(
+    means: Means,
+    prompts: Iterable[Prompt] | None,
+    identity: Identity,
+    limits: HotLimits,
+    seal: Seal | None,
+    bytes_max: int | None,
+) -> WarmReport:
+    """Copy what is stored of the prompts to the hot store; without prompts, of the namespace, what
+    is hit most first. Raises ``ConfigError`` and ``StoreError``."""
+    ends, watch = means.ends, means.watch
+    if ends.hot is None:
+        raise ConfigError(
+            "there is no hot store to promote to: index_url is no Redis, or hot_payload_bytes_max "
+            "is 0"
+        )
+    stock = Stock(ends.index, identity, means.adapters)
+    report = WarmReport("promote", stock.namespace, identity.model)
+    records: Iterable[Record]
+    if prompts is None:
+        watch.stage("reading the index")
+        records = by_use(ends.index.scan(stock.namespace))
+    else:
+        watch.stage("reading prompts")
+        records = _records(means, stock, prompts, report)
+    promotion = Promotion(ends, limits, seal=seal)
+    report.promotion = promotion.report
+    watch.stage("promoting")
+    report.ending = "interrupted"
+    try:
+        wanted = wanted_of(stock.namespace, records)
+        promotion.run(wanted, bytes_max=bytes_max, tell=lambda _: watch.warmed(report))
+        report.ending = "complete"
+    except KeyboardInterrupt:
+        pass
+    finally:
+        promotion.close()
+    for path, why in promotion.failures:
+        report.name(path, why)
+    return report
+
+
+def _records(
+    means: Means, stock: Stock, prompts: Iterable[Prompt], report: WarmReport
+) -> list[Record]:
+    """The records of all that would be served of the prompts, each once."""
+    own = means.tokenizer
+
+    def tokenize(prompt: Prompt) -> list[int]:
+        if prompt.tokens is not None:
+            return list(prompt.tokens)
+        if own is None:
+            raise ConfigError("text needs --tokenizer here: no engine is asked")
+        return own.tokenize(prompt)
+
+    found: dict[bytes, Record] = {}
+    with closing(Spool()) as spool:
+        base = {stock.identity.model, stock.identity.model.rpartition("/")[2], *means.base}
+        names = Names(base, means.adapters.keys())
+        prepared = prepare(prompts, spool, tokenize, names, tell=means.watch.prepared)
+        _add_failures(report, prepared)
+        report.prompts += len(prepared.tasks)
+        for number, task in enumerate(prepared.tasks):
+            hashes = stock.hashes(spool.read(number), task.salt, task.adapter)
+            report.prompt_tokens += spool.length(number)
+            told = stock.find(hashes)
+            if not hashes:
+                report.short += 1
+            elif not told.is_all:
+                report.fail(task.name, f"{told.usable} of {told.chunks} chunks are stored")
+            else:
+                report.stored_before += 1
+            for record in stock.records(hashes[: told.usable]):
+                found[record.prefix_hash] = record
+    return list(found.values())
+
+
+def _ready(fleet: Fleet, watch: Watch) -> list[Asker]:
+    """Those that answer. Raises ``StoreUnavailable`` if none does."""
+
+    def checked(asker: Asker) -> AskError | None:
+        try:
+            asker.check()
+        except AskError as exc:
+            return exc
+        return None
+
+    with ThreadPoolExecutor(len(fleet.seats)) as pool:
+        errors = list(pool.map(checked, [seat.asker for seat in fleet.seats]))
+    for seat, error in zip(fleet.seats, errors, strict=True):
+        if error is not None:
+            seat.asked += 1
+            fleet.failed(seat, AskError("down", str(error)))
+            watch.note(f"left alone for now: {error}")
+    ready = [s.asker for s, error in zip(fleet.seats, errors, strict=True) if error is None]
+    if not ready:
+        raise StoreUnavailable("; ".join(str(error) for error in errors))
+    return ready
+
+
+def _without_work(prepared: Prepared) -> WarmReport:
+    report = WarmReport("engine")
+    _add_failures(report, prepared)
+    return report
+
+
+def _add_failures(report: WarmReport, prepared: Prepared) -> None:
+    report.prompts += len(prepared.failures)
+    for failure in prepared.failures:
+        report.fail(failure.name, failure.why)
