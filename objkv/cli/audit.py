@@ -15,7 +15,7 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
 from objkv.ops.audit_costs import LIST_PRICES
-from objkv.ops.audit_report import AuditReport, Prices
+from objkv.ops.audit_report import AuditReport, FindingKind, Prices
 from objkv.ops.audit_spool import Spool
 from objkv.ops.audit_walk import AuditEnds, AuditWalk
 from objkv.ops.checkpoint import checkpoint_file
