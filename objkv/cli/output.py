@@ -133,7 +133,11 @@ def plain(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """``text`` without what a terminal would obey: stored names are not ours to trust."""
+    """``text`` without what a terminal would obey: stored names are not ours to trust.
+
+    >>> printable("tenant\\x1b[2J")
+    'tenant\ufffd[2J'
+    """
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 

@@ -39,7 +39,11 @@ def default_quota_bytes() -> int:
 
 
 def local_path(url: str) -> Path:
-    """The path of a ``file://`` or ``sqlite://`` URL, taken literally."""
+    """The path of a ``file://`` or ``sqlite://`` URL, taken literally.
+
+    >>> str(local_path("file:///mnt/kv%20cache"))
+    '/mnt/kv%20cache'
+    """
     return Path(url.partition("://")[2].removeprefix("localhost"))
 
 
@@ -50,7 +54,11 @@ def is_directory_bucket(bucket: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """The URL with its passwords, if any, replaced by ``***``."""
+    """The URL with its passwords, if any, replaced by ``***``.
+
+    >>> without_password("rediss://fleet:open@redis.example:6379/0")
+    'rediss://fleet:***@redis.example:6379/0'
+    """
     scheme, separator, rest = _parts(url)
     rest = _PARAMETER.sub(lambda match: match[0].removesuffix(match[1]) + "***", rest)
     # The last "@": a password that was not percent-encoded may hold "@" and "/" itself.
@@ -105,7 +113,11 @@ def is_this_machine(host: str) -> bool:
 
 
 def clear_hosts(url: str) -> list[str]:
-    """The hosts that ``url`` names and that would be spoken to in clear over a network."""
+    """The hosts that ``url`` names and that would be spoken to in clear over a network.
+
+    >>> clear_hosts("redis://10.0.0.7:6379"), clear_hosts("redis://127.0.0.1:6379")
+    (['10.0.0.7'], [])
+    """
     try:
         parts = urlsplit(url)
     except ValueError:

@@ -39,7 +39,14 @@ class ChunkKey:
 
     @classmethod
     def parse(cls, path: str) -> "ChunkKey":
-        """The key whose path is ``path``. Raises ValueError for any other path."""
+        """The key whose path is ``path``. Raises ValueError for any other path.
+
+        >>> key = ChunkKey("0" * 32, bytes(20), 0, Shard(0, 28, 0, 4))
+        >>> ChunkKey.parse(key.path()) == key
+        True
+        >>> key.field
+        '0.L0-28_H0-4'
+        """
         match = _PATH.fullmatch(path)
         if match is None or match["fan"] != match["hash"][:2]:
             raise ValueError(f"not the path of a chunk: {path!r}")
@@ -48,6 +55,10 @@ class ChunkKey:
 
 
 def effective_chunk_tokens(wish: int, block_sizes: tuple[int, ...]) -> int:
-    """The smallest common multiple of all block sizes that reaches ``wish`` tokens."""
+    """The smallest common multiple of all block sizes that reaches ``wish`` tokens.
+
+    >>> effective_chunk_tokens(256, (16,)), effective_chunk_tokens(256, (16, 160))
+    (256, 320)
+    """
     step = lcm(*block_sizes)
     return -(-max(wish, 1) // step) * step

@@ -125,7 +125,15 @@ def encode_extras(extras: Iterable[Extra]) -> bytes:
 def prefix_hashes(
     namespace: str, tokens: Sequence[int], chunk_tokens: int, extras: PromptExtras | None = None
 ) -> list[bytes]:
-    """The hash of every whole chunk of ``tokens``; a partial last chunk has none."""
+    """The hash of every whole chunk of ``tokens``; a partial last chunk has none.
+
+    Prompts that begin alike have the same first hashes, whatever follows:
+
+    >>> [one.hex()[:8] for one in prefix_hashes("0" * 32, range(600), 256)]
+    ['67aa94dd', '75f6e94c']
+    >>> [one.hex()[:8] for one in prefix_hashes("0" * 32, [*range(256), *range(256)], 256)][0]
+    '67aa94dd'
+    """
     chain = PrefixChain(namespace, chunk_tokens, extras or PromptExtras())
     return chain.extend(tokens, len(tokens))
 

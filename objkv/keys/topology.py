@@ -75,6 +75,14 @@ def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
     costs: all its bytes, needed or not, and a sixteenth of ``need`` for being one payload more. So
     sources inside ``need`` come first, the largest of them before others; in the end those that
     the rest makes superfluous are dropped again.
+
+    A rank of a replica with two of them, of what one with four wrote, or with one:
+
+    >>> four = [Shard(0, 32, head, head + 2) for head in (0, 2, 4, 6)]
+    >>> [str(part.source) for part in cover(Shard(0, 32, 4, 8), four) or ()]
+    ['L0-32_H4-6', 'L0-32_H6-8']
+    >>> [str(part.take) for part in cover(Shard(0, 32, 4, 8), [Shard(0, 32, 0, 8)]) or ()]
+    ['L0-32_H4-8']
     """
     near = {shard for shard in held if need.overlaps(shard)}
     if need in near:
