@@ -4,13 +4,15 @@ Pure modules and stores never log and never know who listens. Counting is thread
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from logging import Logger
 from threading import Lock
 from typing import Protocol
 
 _LEVELS = "breaker_open_"
 """How the names of levels begin."""
+_SAMPLES_MAX = 1000
+"""Single observations kept of a name until they are taken; sums and counts miss none."""
 
 
 class Recorder(Protocol):
@@ -82,8 +84,10 @@ def is_level(name: str) -> bool:
 class MemoryRecorder:
     """Keeps counters, and (count, sum, max) per observed name, until somebody drains them."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampled: Collection[str] = ()) -> None:
+        """``sampled``: observed names of which single observations are kept too."""
         self._lock = Lock()
+        self._samples: dict[str, list[float]] = {name: [] for name in sampled}
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._observed: dict[str, tuple[int, float, float]] = {}
         self._levels: dict[str, float] = {}
@@ -98,6 +102,9 @@ class MemoryRecorder:
         with self._lock:
             n, total, largest = self._observed.get(name, (0, 0.0, value))
             self._observed[name] = (n + 1, total + value, max(largest, value))
+            samples = self._samples.get(name)
+            if samples is not None and len(samples) < _SAMPLES_MAX:
+                samples.append(value)
 
     def level(self, name: str, value: float) -> None:
         """From now on ``name`` is ``value``."""
@@ -122,3 +129,10 @@ class MemoryRecorder:
             self._counters.clear()
             self._observed.clear()
             return out
+
+    def samples(self) -> dict[str, list[float]]:
+        """The single observations since the last call, by name; of ``sampled`` names only."""
+        with self._lock:
+            taken = {name: values for name, values in self._samples.items() if values}
+            self._samples |= {name: [] for name in taken}
+            return taken

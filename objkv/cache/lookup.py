@@ -17,6 +17,7 @@ from objkv.cache.threads import Threads
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex, Shards
 from objkv.telemetry import Recorder
+from objkv.tracing import NO_TRACING, Span, Tracing
 
 T = TypeVar("T")
 Records = tuple[Shards | None, ...]
@@ -77,27 +78,32 @@ class LookupService:
         limits: LookupLimits,
         *,
         clock: Callable[[], float] = monotonic,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._index = index
         self._fields = tuple(fields)
         self._recorder = recorder
         self._limits = limits
         self._clock = clock
+        self._tracing = tracing
         self._slots = BoundedSemaphore(limits.queue_max)
         # Started now: that takes longer than all else that ``ask`` does.
         self._pool = Threads(_THREADS, "objkv-lookup")
         self._memos: dict[str, _Memo] = {}
 
-    def ask(self, request_id: str, namespace: str, hashes: Hashes) -> Records | None:
-        """What was found of each chunk, in order, or None while it is not known yet."""
+    def ask(
+        self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
+    ) -> Records | None:
+        """What was found of each chunk, in order, or None while it is not known yet. ``trace``: the
+        trace to which a lookup belongs."""
         memo = self._memos.get(request_id)
         if memo is None:
-            memo = self._start(request_id, namespace, hashes, ())
+            memo = self._start(request_id, namespace, hashes, trace=trace)
         elif (answer := memo.answer) is not None:
             if self._clock() - memo.told > self._limits.age_max_s:
-                memo = self._start(request_id, namespace, hashes, ())
+                memo = self._start(request_id, namespace, hashes, trace=trace)
             elif len(hashes) > memo.count:
-                memo = self._start(request_id, namespace, hashes, answer)
+                memo = self._start(request_id, namespace, hashes, answer, trace=trace)
         if memo.answer is None:
             self._poll(memo)
         return memo.answer
@@ -146,7 +152,15 @@ class LookupService:
         pending = sum(memo.answer is None for memo in self._memos.values())
         return f"<LookupService {pending} pending, {len(self._memos)} remembered>"
 
-    def _start(self, request_id: str, namespace: str, hashes: Hashes, known: Records) -> _Memo:
+    def _start(
+        self,
+        request_id: str,
+        namespace: str,
+        hashes: Hashes,
+        known: Records = (),
+        *,
+        trace: str | None,
+    ) -> _Memo:
         memo = _Memo(known, len(hashes), self.deadline())
         self._memos[request_id] = memo
         # By identity: asking each record whether it equals None takes eight times as long.
@@ -155,17 +169,22 @@ class LookupService:
             self._tell(memo, memo.no_match)
             return memo
         started = self._clock()
+        span = self._tracing.begin("objkv.lookup", trace, request_id=request_id)
 
         def find() -> list[Shards | None]:
+            found = None
             try:
                 wanted = hashes[len(known) : memo.count]
-                return self._index.find(namespace, wanted, self._fields)
+                found = self._index.find(namespace, wanted, self._fields)
+                return found
             finally:
                 self._recorder.observe("lookup_seconds", self._clock() - started)
+                _end(span, namespace, memo.count - len(known), found)
 
         memo.future = self._submit(find)
         if memo.future is None:
             self._recorder.count("lookup_refused")
+            span.end("refused: the queue is full", namespace=namespace)
             self._tell(memo, memo.no_match)
         return memo
 
@@ -201,3 +220,11 @@ class LookupService:
 
     def _tell(self, memo: _Memo, answer: Records) -> None:
         memo.answer, memo.told, memo.future = answer, self._clock(), None
+
+
+def _end(span: Span, namespace: str, chunks: int, found: list[Shards | None] | None) -> None:
+    if not span.is_on:
+        return
+    stored = 0 if found is None else sum(one is not None for one in found)
+    error = "the index did not answer" if found is None else None
+    span.end(error, namespace=namespace, chunks=chunks, chunks_found=stored)

@@ -106,22 +106,28 @@ class ChunkCache:
         """How fast puts and gets of the bulk store were lately."""
 
     def get_into(
-        self, key: ChunkKey, buffer: memoryview, *, hot: bool, arrived: Arrived | None = None
+        self,
+        key: ChunkKey,
+        buffer: memoryview,
+        *,
+        hot: bool,
+        arrived: Arrived | None = None,
+        on_hot: Callable[[], None] = lambda: None,
     ) -> int | None:
         """The payload into ``buffer``; its length, or None. Unverified: the caller opens it.
 
         ``hot``: whether the record promised a copy in the hot store, which is then asked first. Of
         that copy ``arrived`` is told when all is there, and before that only that something comes:
         if that store fails halfway bulk writes over it, and of what ``arrived`` was told of a lane
-        may still be copying.
+        may still be copying. ``on_hot`` is called if that copy is what was read.
         """
         path = key.path()
-        nbytes = None
+        told, nbytes = _told_at_the_end(arrived), None
         if hot:
-            told = _told_at_the_end(arrived)
             nbytes = self._hot.get(path, lambda store: store.get_into(path, buffer, told))
         if nbytes is None:
             return self._bulk.get_into(path, buffer, arrived)
+        on_hot()
         if arrived is not None:
             arrived(nbytes)
         return nbytes
@@ -134,18 +140,19 @@ class ChunkCache:
         *,
         hot: bool,
         arrived: Arrived | None = None,
+        on_hot: Callable[[], None] = lambda: None,
     ) -> int | None:
         """Bytes ``[start, start + len(buffer))`` of the payload into ``buffer``, fewer where it
         ends before; how many, or None. Else as ``get_into``."""
         path = key.path()
-        nbytes = None
+        told, nbytes = _told_at_the_end(arrived), None
         if hot:
-            told = _told_at_the_end(arrived)
             nbytes = self._hot.get(
                 path, lambda store: store.get_range_into(path, start, buffer, told)
             )
         if nbytes is None:
             return self._bulk.get_range_into(path, start, buffer, arrived)
+        on_hot()
         if arrived is not None:
             arrived(nbytes)
         return nbytes

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from objkv.assembly.backends import check_backends, open_backends
 from objkv.config import load_config
+from objkv.connector.counters import HISTOGRAMS
 from objkv.connector.events import open_event_log
 from objkv.connector.eviction import evict_failed, free_failed, holds_nothing
 from objkv.connector.guard import guarded, speak_as_vllm
@@ -65,7 +66,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         speak_as_vllm()
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
-        self._recorder = MemoryRecorder()
+        self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
         self._writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
         backends = open_backends(self._config, self._recorder)
         self._backends, self._published = watch_saves(backends, vllm_config)
@@ -188,7 +189,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> ObjKVStats | None:
         """Numbers since the last call, of whichever side this is."""
-        data = self._recorder.drain()
+        data = self._recorder.drain() | self._recorder.samples()
         return ObjKVStats(data=cast("dict[str, Any]", data)) if data else None
 
     def shutdown(self) -> None:

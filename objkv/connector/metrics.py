@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class ObjKVStats(KVConnectorStats):
-    """Flat numbers since the last report; sums add up over workers and steps; of ``_max`` and
-    levels the largest counts."""
+    """Numbers since the last report; sums add up over workers and steps; of ``_max`` and levels
+    the largest counts. What is shown as a histogram is a list of single observations."""
 
     data: dict[str, Any]
 
@@ -32,13 +32,21 @@ class ObjKVStats(KVConnectorStats):
         # Into a dict of its own: vLLM hands the same report to all of its loggers, each of which
         # adds the next ones to it. Source: vLLM 0.32, ``KVConnectorLogging`` in
         # ``distributed/kv_transfer/kv_connector/v1/metrics.py``.
-        self.data = added(self.data, other.data)
+        samples = {
+            name: [*self.data.get(name, ()), *other.data.get(name, ())]
+            for name in HISTOGRAMS
+            if name in self.data or name in other.data
+        }
+        self.data = added(_numbers(self.data), _numbers(other.data)) | samples
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """What vLLM logs for an interval."""
         known = COUNTERS.keys() | GAUGES.keys()
-        shown = {k: v for k, v in self.data.items() if k in known and not k.endswith("_count")}
+        shown = {name: value for name, value in self.data.items() if name in known}
+        for name in HISTOGRAMS:
+            if count := self.data.get(f"{name}_count"):
+                shown[f"{name}_mean"] = self.data[f"{name}_sum"] / count
         return {name: round(value, 3) for name, value in sorted(shown.items())}
 
     def is_empty(self) -> bool:
@@ -46,8 +54,12 @@ class ObjKVStats(KVConnectorStats):
         return not self.data
 
 
+def _numbers(data: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in data.items() if name not in HISTOGRAMS}
+
+
 class ObjKVPromMetrics(KVConnectorPromMetrics):
-    """``ObjKVStats`` as Prometheus counters and gauges, per engine."""
+    """``ObjKVStats`` as Prometheus metrics, per engine."""
 
     def __init__(
         self,

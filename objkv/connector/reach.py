@@ -8,8 +8,11 @@ bits, one for each head of each layer, and nothing is searched.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 
+from objkv.config import Config
 from objkv.connector.geometry import Geometry
 from objkv.index.base import ShardRecord, Shards
+from objkv.index.near import NearIndex
+from objkv.index.shapes import ShapesIndex
 from objkv.keys.topology import Shard
 
 _FIELDS_KEPT = 4096
@@ -117,6 +120,22 @@ class Reach:
                 chosen.append(field)
                 left &= ~bits
         return tuple(chosen)
+
+
+def any_shape(
+    config: Config, geometry: Geometry, index: NearIndex, *, writes: bool
+) -> tuple[ShapesIndex, Reach]:
+    """The index as lookups ask it, and what they make of its answers: each knows of the other."""
+    reach = Reach(geometry, is_mixed=lambda: shapes.mixed)
+    shapes = ShapesIndex(
+        index,
+        geometry.all_fields(),
+        readable=reach.is_possible,
+        complete=reach.is_complete,
+        writes=writes,
+        ttl_s=config.ttl_s,
+    )
+    return shapes, reach
 
 
 def _ranked(

@@ -19,19 +19,20 @@ from objkv.connector.digests import open_digests
 from objkv.connector.events import NoEvents
 from objkv.connector.geometry import Geometry
 from objkv.connector.guard import guarded
+from objkv.connector.hits import Hits
 from objkv.connector.home import Home
 from objkv.connector.matching import Matching
 from objkv.connector.metadata import StepPlan, StepReport
 from objkv.connector.pace import Pace
-from objkv.connector.reach import Reach
+from objkv.connector.reach import any_shape
 from objkv.connector.saves import Saves
 from objkv.connector.steps import BlockTable, load_moves
 from objkv.connector.tracking import RequestTracker
 from objkv.index.near import NearIndex
-from objkv.index.shapes import ShapesIndex
 from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
+from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.plan import LoadPlan, SavePlan
 
 if TYPE_CHECKING:
@@ -75,13 +76,15 @@ class SchedulerSide:
         bulk: WriteStore,
         index: NearIndex,
         recorder: Recorder,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._config = config
         self._roles = roles
         self._geometry = geometry
         self._index = index
-        self._recorder = recorder
-        shapes, reach = _any_shape(config, roles, geometry, index)
+        self._hits = Hits(recorder)
+        self._tracing = tracing
+        shapes, reach = any_shape(config, geometry, index, writes=roles.saves)
         self._lookups = LookupService(
             shapes,
             sorted(geometry.all_fields()),
@@ -91,6 +94,7 @@ class SchedulerSide:
                 config.lookup_queue_max,
                 age_max_s=max(config.near_ttl_ms / 1000, _ANSWER_AGE_MIN_S),
             ),
+            tracing=tracing,
         )
         self._requests = RequestTracker(geometry, self._lookups, recorder, open_digests(), reach)
         self.adapters = self._requests.adapters
@@ -143,6 +147,7 @@ class SchedulerSide:
         None: not known yet, ask again. Cheap and free of side effects: asked in a hot loop.
         """
         tracked = self._requests.get(request.request_id)
+        self._hits.asked(request.request_id, computed)
         if tracked is None:
             return 0, False
         tracked.accounted = computed
@@ -163,6 +168,7 @@ class SchedulerSide:
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         """vLLM allocated ``blocks`` and wants ``tokens`` external tokens in them, maybe none."""
+        self._hits.given(request)
         if tracked := self._requests.get(request.request_id):
             self._admissions.add(tracked)
         if tokens == 0:
@@ -174,9 +180,11 @@ class SchedulerSide:
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
         moves = load_moves(self._geometry, tracked.hashes.chain, usable.records, blocks, span)
-        plan = LoadPlan(request.request_id, tracked.namespace, tuple(moves), usable.sync)
+        plan = LoadPlan(
+            request.request_id, tracked.namespace, tuple(moves), usable.sync, tracked.traceparent
+        )
         self._loads[request.request_id] = plan
-        self._recorder.count("hit_tokens", tokens)
+        self._hits.planned(plan, *span)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Everything that the workers do in this step."""
@@ -225,6 +233,7 @@ class SchedulerSide:
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
         self._pace.request_ended(request.request_id)
+        self._hits.ended(request.request_id)
         tracked = self._requests.end(request.request_id)
         if tracked is None or not tracked.saved or self._roles.copies_are_synchronous:
             return False
@@ -254,6 +263,7 @@ class SchedulerSide:
     def close(self) -> None:
         """Stop the background threads."""
         self._lookups.close()
+        self._tracing.close()
 
     @guarded(tuple[SavePlan, ...]())
     def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
@@ -281,19 +291,3 @@ class SchedulerSide:
         hashes = list(dict.fromkeys(load.move.prefix_hash for load in plan.moves))
         ttl_s = self._config.ttl_s
         self._lookups.submit(lambda: self._index.touch(plan.namespace, hashes, ttl_s=ttl_s))
-
-
-def _any_shape(
-    config: Config, roles: Roles, geometry: Geometry, index: NearIndex
-) -> tuple[ShapesIndex, Reach]:
-    """The index as lookups ask it, and what they make of its answers: each knows of the other."""
-    reach = Reach(geometry, is_mixed=lambda: shapes.mixed)
-    shapes = ShapesIndex(
-        index,
-        geometry.all_fields(),
-        readable=reach.is_possible,
-        complete=reach.is_complete,
-        writes=roles.saves,
-        ttl_s=config.ttl_s,
-    )
-    return shapes, reach

@@ -27,6 +27,7 @@ from objkv.connector.translate import (
 from objkv.connector.worker import Rank, WorkerSide
 from objkv.index.near import NearIndex
 from objkv.telemetry import Recorder
+from objkv.tracing import open_tracing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,6 +82,7 @@ def open_scheduler_side(
             fields=geometry.all_fields(),
         ),
         recorder=recorder,
+        tracing=open_tracing(),
     )
 
 
@@ -126,5 +128,11 @@ def open_worker_side(
         quantised=read_quantised(vllm_config, worker.kv_caches),
     )
     return WorkerSide(
-        config, geometry, rank, cache, recorder=worker.recorder, kv_caches=worker.kv_caches
+        config,
+        geometry,
+        rank,
+        cache,
+        recorder=worker.recorder,
+        kv_caches=worker.kv_caches,
+        tracing=open_tracing(),
     )

@@ -57,6 +57,13 @@ class Tracked:
     may_load: bool = True
     may_save: bool = True
 
+    @property
+    def traceparent(self) -> str | None:
+        """Of the trace that the request came with, if vLLM passes it on: only where it sends
+        traces itself. Source: vLLM 0.31-0.33, ``v1/engine/async_llm.py``."""
+        headers = getattr(self.request, "trace_headers", None)
+        return headers.get("traceparent") if headers else None
+
     def due(self, computed: int) -> list[int]:
         """Chunks to save now that ``computed`` leading chunks are, each told once."""
         if computed <= self.planned and not self.again:
@@ -166,7 +173,8 @@ class RequestTracker:
         if hashes is None:
             waits = tracked.may_load and not self._lookups.is_late(tracked.deadline)
             return None if waits else ()
-        records = self._lookups.ask(tracked.request.request_id, tracked.namespace, hashes)
+        name, trace = tracked.request.request_id, tracked.traceparent
+        records = self._lookups.ask(name, tracked.namespace, hashes, trace)
         if records is not None and records is not tracked.records:
             tracked.records = records
             complete = self.reach.is_complete

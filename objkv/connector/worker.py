@@ -20,6 +20,7 @@ from objkv.connector.metadata import StepPlan, StepReport
 from objkv.connector.paged import read_pages
 from objkv.connector.pools import plan_pools, plan_wide
 from objkv.telemetry import Recorder
+from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.lanes import open_lane
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, Quantised
@@ -75,6 +76,7 @@ class WorkerSide:
         *,
         recorder: Recorder,
         kv_caches: Mapping[str, torch.Tensor],
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._config = config
         self._cache = cache
@@ -107,7 +109,9 @@ class WorkerSide:
                 min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
             ),
             recorder=recorder,
+            tracing=tracing,
         )
+        self._tracing = tracing
         self._saver = Saver(
             cache,
             self._groups,
@@ -124,9 +128,8 @@ class WorkerSide:
             recorder=recorder,
         )
         self._report = StepReport()
-        self._failed_blocks: set[int] = set()
+        self._failed_blocks, self._sent = set[int](), set[str]()
         self._lost: list[LoadOutcome] = []
-        self._sent: set[str] = set()
         self._tainted_steps = 0
         self._in_layers = self._closed = False
         self._fails_whole = geometry.windowed or len(geometry.groups) > 1
@@ -217,6 +220,7 @@ class WorkerSide:
         self._saver.close(self._config.drain_deadline_ms / 1000)
         self._loader.close()
         self._cache.close(_BACKGROUND_S)
+        self._tracing.close()
 
     def _settle_step(self, plan: StepPlan) -> None:
         if not self._in_layers:

@@ -16,8 +16,9 @@ class ObserveIndex(WrappedIndex):
     """Counts every verb of ``inner``.
 
     Per verb: ``index_<verb>_seconds`` observed, failed calls included, and ``index_<verb>_errors``,
-    by class too: ``index_<verb>_errors_StoreDenied``. Over all lookups: ``index_records_found``
-    and ``index_records_missing``. A scan is observed per record.
+    by class too: ``index_<verb>_errors_StoreDenied``. Over all verbs but scans: ``index_calls`` and
+    ``index_errors``; over all lookups: ``index_records_found`` and ``index_records_missing``. A
+    scan is observed per record.
     """
 
     def __init__(
@@ -54,9 +55,13 @@ class ObserveIndex(WrappedIndex):
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
         begun_s = self._clock()
+        if verb != "scan":
+            self._recorder.count("index_calls")
         try:
             return call()
         except StoreError as exc:
+            if verb != "scan":
+                self._recorder.count("index_errors")
             self._recorder.count(f"index_{verb}_errors")
             self._recorder.count(f"index_{verb}_errors_{type(exc).__name__}")
             raise

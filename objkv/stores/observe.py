@@ -12,6 +12,7 @@ from objkv.telemetry import Recorder
 T = TypeVar("T")
 
 _READS: frozenset[Verb] = frozenset(("get", "get_range", "get_into", "get_range_into", "head"))
+_WRITES: frozenset[Verb] = frozenset(("put", "put_if_absent"))
 
 
 class ObserveStore(WrappedStore):
@@ -19,8 +20,9 @@ class ObserveStore(WrappedStore):
 
     Per verb: ``<name>_<verb>_seconds`` observed, failed calls included; ``<name>_<verb>_errors``
     by class too, ``<name>_<verb>_errors_StoreDenied``; ``<name>_<verb>_misses`` for reads that
-    found nothing. Over all verbs: ``<name>_read_bytes``, ``<name>_written_bytes`` (of puts
-    that wrote), ``<name>_duplicates`` (``put_if_absent`` that found the key).
+    found nothing. Over all verbs: ``<name>_reads`` and ``<name>_read_errors``, ``<name>_writes``
+    and ``<name>_write_errors``; ``<name>_read_bytes``, ``<name>_written_bytes`` (of puts that
+    wrote), ``<name>_duplicates`` (``put_if_absent`` that found the key).
     Scans are observed per entry.
     """
 
@@ -42,9 +44,14 @@ class ObserveStore(WrappedStore):
 
     def _around(self, verb: Verb, call: Callable[[], T]) -> T:
         begun_s = self._clock()
+        kind = "read" if verb in _READS else "write" if verb in _WRITES else None
+        if kind is not None:
+            self._recorder.count(f"{self._name}_{kind}s")
         try:
             value = call()
         except StoreError as exc:
+            if kind is not None:
+                self._recorder.count(f"{self._name}_{kind}_errors")
             self._recorder.count(f"{self._name}_{verb}_errors")
             self._recorder.count(f"{self._name}_{verb}_errors_{type(exc).__name__}")
             raise

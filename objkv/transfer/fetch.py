@@ -18,6 +18,7 @@ from objkv.transfer.plan import LoadMove
 from objkv.transfer.sources import Source, Sources
 from objkv.transfer.spans import Span, opening_bytes, remaining, span_count
 from objkv.transfer.taskqueue import Task
+from objkv.transfer.traced import PayloadTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Fetched:
 
     claim: Claim
     header: Header
+    nbytes: int
+    """Of the span."""
     hot: bool
     """Whether the record promised a hot copy."""
     rest: list[Span]
@@ -61,22 +64,25 @@ class Fetcher:
         self._cuts = cuts
         self._recorder = recorder
 
-    def fetch(self, lane: Lane, task: Task, lease: Callable[[], memoryview]) -> Fetched | None:
+    def fetch(
+        self, lane: Lane, task: Task, lease: Callable[[], memoryview], trace: PayloadTrace
+    ) -> Fetched | None:
         """Fetch the task's span, verify it, give it to ``lane``; None if there is no payload.
 
-        ``lease`` gives memory for one payload, once or twice; it is used until a later mark of
-        ``lane`` is done, also after an error. Raises ``StoreError``, ``PayloadError``, what
-        ``lease`` raises, and ``UnwantedError`` once nobody waits for the move any more.
+        ``trace`` is told on the way. ``lease`` gives memory for one payload, once or twice; it is
+        used until a later mark of ``lane`` is done, also after an error. Raises ``StoreError``,
+        ``PayloadError``, what ``lease`` raises, and ``UnwantedError`` once nobody waits for the
+        move any more.
         """
         job, index, span = task
         load = job.plan.moves[index]
         source = self._sources.of(load)
         strip = Strip(job, index, source, lane, lease(), lease, self._cache.seal)
         if span is None:
-            return self._open(strip, load)
-        return self._go_on(strip, load, span)
+            return self._open(strip, load, trace)
+        return self._go_on(strip, load, span, trace)
 
-    def _open(self, strip: Strip, load: LoadMove) -> Fetched | None:
+    def _open(self, strip: Strip, load: LoadMove, trace: PayloadTrace) -> Fetched | None:
         job, layers, room = strip.job, strip.source.layers, len(strip.payload)
         move, key = load.move, chunk_key(strip.job.plan.namespace, load, strip.source)
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
@@ -89,7 +95,7 @@ class Fetcher:
         landing = Landing(strip, Span(0, 0, len(layers), 0, nbytes, last=count == 1))
         landing_s = 0.0
 
-        def arrived(nbytes: int) -> None:
+        def landed(nbytes: int) -> None:
             nonlocal landing_s
             since = monotonic()
             job.began()
@@ -97,12 +103,15 @@ class Fetcher:
             landing.arrived(nbytes)
             landing_s += monotonic() - since
 
+        arrived = trace.decoding(landed)
         hot, started = is_hot(load, key), monotonic()
-        buffer = strip.payload[:nbytes]
+        buffer, on_hot = strip.payload[:nbytes], trace.came_hot
         if count == 1:
-            got = self._cache.get_into(key, buffer, hot=hot, arrived=arrived)
+            got = self._cache.get_into(key, buffer, hot=hot, arrived=arrived, on_hot=on_hot)
         else:
-            got = self._cache.get_range_into(key, 0, buffer, hot=hot, arrived=arrived)
+            got = self._cache.get_range_into(
+                key, 0, buffer, hot=hot, arrived=arrived, on_hot=on_hot
+            )
         if got is None:
             return None
         seconds = monotonic() - started - landing_s
@@ -115,27 +124,36 @@ class Fetcher:
             raise PayloadError(f"{got} bytes where the header says {due}")
         if not ended and header.nbytes == room:  # the last span asks for a byte more
             raise PayloadError(f"{room} bytes, fewer than that can be")
-        self._recorder.count("load_bytes", got)
+        self._loaded(got, trace)
         if ended:
-            return Fetched(claim, header, hot, [], seconds)
+            return Fetched(claim, header, got, hot, [], seconds)
         rest = remaining(header, landing.layer, count - 1)
         job.opened(strip.index, header, len(rest))
-        return Fetched(claim, header, hot, rest, None)
+        return Fetched(claim, header, got, hot, rest, None)
 
-    def _go_on(self, strip: Strip, load: LoadMove, span: Span) -> Fetched | None:
+    def _go_on(
+        self, strip: Strip, load: LoadMove, span: Span, trace: PayloadTrace
+    ) -> Fetched | None:
         header = strip.job.header(strip.index)
         key = header.claim.key
         landing = Landing(strip, span, header)
         hot = is_hot(load, key)
         buffer = strip.payload[span.start : span.start + span.nbytes + span.last]
-        got = self._cache.get_range_into(key, span.start, buffer, hot=hot, arrived=landing.arrived)
+        arrived = trace.decoding(landing.arrived)
+        got = self._cache.get_range_into(
+            key, span.start, buffer, hot=hot, arrived=arrived, on_hot=trace.came_hot
+        )
         if got is None:
             return None
         strip.job.came(got)
-        landing.arrived(got)
+        arrived(got)
         landing.check_end(got)
-        self._recorder.count("load_bytes", got)
-        return Fetched(header.claim, header, hot, [], None)
+        self._loaded(got, trace)
+        return Fetched(header.claim, header, got, hot, [], None)
+
+    def _loaded(self, nbytes: int, trace: PayloadTrace) -> None:
+        self._recorder.count("load_bytes", nbytes)
+        self._recorder.count("hot_load_bytes" if trace.hot else "bulk_load_bytes", nbytes)
 
     def _count(self, strip: Strip, load: LoadMove, key: ChunkKey) -> int:
         if not strip.job.plan.sync:

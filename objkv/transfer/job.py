@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from threading import Condition
 
 from objkv.codec.payload import Header
+from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
 
@@ -28,6 +29,7 @@ class LoadJob:
         self.deadline = deadline
         """On ``clock``; what is not loaded by then is a miss."""
         self.started = clock()
+        self.span: Span = NO_SPAN
         self._clock = clock
         self._changed = Condition()
         self._awaited: list[Callable[[], bool]] = []
@@ -177,6 +179,23 @@ class LoadJob:
             else:
                 mark.wait()
         return outcome
+
+    def ended(self, outcome: LoadOutcome) -> None:
+        """What ``close`` returned is told; so is the span."""
+        if not self.span.is_on:
+            return
+        failed = len(outcome.failed_blocks)
+        error = f"{failed} blocks are computed instead" if failed else None
+        chunks = len({load.move.prefix_hash for load in self.plan.moves})
+        span, self.span = self.span, NO_SPAN
+        span.end(
+            error,
+            namespace=self.plan.namespace,
+            chunks=chunks,
+            bytes=outcome.nbytes,
+            failed_blocks=failed,
+            within_step=self.plan.sync,
+        )
 
     def _outcome(self) -> LoadOutcome:
         return LoadOutcome(

@@ -16,6 +16,7 @@ from objkv.cache.tiered import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
 from objkv.sockets import EndsBy
 from objkv.telemetry import Recorder, Trouble
+from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.fetch import Cuts, Fetched, Fetcher, chunk_key
 from objkv.transfer.job import LoadJob
 from objkv.transfer.landing import UnwantedError
@@ -25,6 +26,7 @@ from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.slabs import SlabPool, WideSlabs
 from objkv.transfer.sources import Sources
 from objkv.transfer.taskqueue import Task, TaskQueue
+from objkv.transfer.traced import PayloadTrace
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class Loader:
         limits: LoadLimits,
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         """``wide``: for payloads of other shapes that ``slabs`` are too small for; without it these
         are misses."""
@@ -74,6 +77,7 @@ class Loader:
         self._limits = limits
         self._recorder = recorder
         self._clock = clock
+        self._tracing = tracing
         self._trouble = Trouble(logger, "loads")
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
@@ -93,6 +97,7 @@ class Loader:
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
         job = LoadJob(plan, lambda load: self._sources.of(load).filled, deadline, self._clock)
+        job.span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
         assert plan.request_id not in self._jobs
         for lane in self._lanes:
             lane.follow_compute()  # what earlier kernels still do to these blocks comes first
@@ -153,7 +158,7 @@ class Loader:
         """
         self._queue.close()
         for job in self._jobs.values():
-            job.close()
+            job.ended(job.close())
         end = monotonic() + self._limits.join_s
         for thread in self._threads:
             thread.join(max(0.0, end - monotonic()))
@@ -222,26 +227,38 @@ class Loader:
     def _load(self, pool: SlabPool, lane: Lane, task: Task) -> bool:
         """Fetch, verify and write one span; True if all of it is in its blocks."""
         job, index, _ = task
+        trace = PayloadTrace(job.span, job.plan.moves[index].move.chunk, index)
+        try:
+            fetched = self._fetch(pool, lane, task, trace)
+        except Exception as exc:
+            trace.failed(str(exc) or type(exc).__name__)
+            raise
+        if fetched is None:
+            trace.failed("indexed, but gone")
+            self._recorder.count("load_ghosts")
+            self._reject(job, index, corrupt=False)
+            return False
+        trace.copied(fetched.nbytes, fetched.header.codec)
+        if not job.plan.sync:
+            self._span_done(job, index, fetched)
+        return True
+
+    def _fetch(self, pool: SlabPool, lane: Lane, task: Task, trace: PayloadTrace) -> Fetched | None:
+        job, index, _ = task
         with ExitStack() as leases:
             # The slabs are this span's, for its time only: chunks may be more than slabs.
             def lease() -> memoryview:
                 return leases.enter_context(pool.lease()).view
 
             try:
-                fetched = self._fetcher.fetch(lane, task, lease)
+                fetched = self._fetcher.fetch(lane, task, lease, trace)
                 if fetched is not None:
                     self._queue.add_spans(job, index, fetched.rest)
                     if job.plan.sync:  # the last layer waits for nothing but its copies
                         self._span_done(job, index, fetched)
             finally:
                 lane.mark().wait()  # only then may others have the slabs
-        if fetched is None:
-            self._recorder.count("load_ghosts")
-            self._reject(job, index, corrupt=False)
-            return False
-        if not job.plan.sync:
-            self._span_done(job, index, fetched)
-        return True
+        return fetched
 
     def _is_wide(self, task: Task) -> bool:
         """Whether its payload does not fit into this rank's own slabs."""
@@ -267,6 +284,7 @@ class Loader:
     def _count(self, job: LoadJob, outcome: LoadOutcome) -> None:
         self._recorder.observe("load_seconds", self._clock() - job.started)
         self._recorder.count("loads")
+        job.ended(outcome)
         if outcome.failed:
             self._recorder.count("load_failures")
             self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))

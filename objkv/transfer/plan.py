@@ -64,6 +64,8 @@ class LoadPlan:
     moves: tuple[LoadMove, ...]
     sync: bool
     """Whether this step's forward pass needs them (layer by layer), or a later step."""
+    traceparent: str | None = None
+    """Of the trace that the request belongs to, for spans."""
 
 
 @dataclass(frozen=True, slots=True)

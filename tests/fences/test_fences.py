@@ -173,6 +173,8 @@ MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
 HARD = {
     "blocks are free before saves have left": (1, 3),
     "slabs are free before their copies have passed": (2, 13),
+    "nobody waits for writers": (0, 3),
+    "nobody waits for a load's copies": (0, 3),
     "computing does not wait for saves": (0, 3),
     "computing waits for no mark": (0, 3),
     "the end does not wait for copies": (0, 3),

@@ -21,6 +21,7 @@ def test_lookups_are_counted_by_outcome_and_timed() -> None:
         "index_lookup_seconds_count": 1.0,
         "index_lookup_seconds_sum": 0.25,
         "index_lookup_seconds_max": 0.25,
+        "index_calls": 2,
         "index_records_found": 1,
         "index_records_missing": 2,
     }

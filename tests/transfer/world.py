@@ -14,6 +14,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import WriteStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loader import Loader, LoadLimits
@@ -57,6 +58,7 @@ class Replica:
         join_s: float = PATIENCE_S,
         lane: Callable[[], Lane] = HostLane,
         seal: Seal | None = None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.recorder = MemoryRecorder()
         self.paged, self.caches = paged_group(
@@ -78,6 +80,7 @@ class Replica:
             lane_for_thread=lane,
             limits=LoadLimits(2, queue_max, deadline_s, step_deadline_s, cuts, join_s),
             recorder=self.recorder,
+            tracing=tracing,
         )
         self.saver = Saver(
             self.cache,

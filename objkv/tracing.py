@@ -1,0 +1,226 @@
+"""Spans of what happens to one request, for whoever collects traces; nothing without OpenTelemetry.
+
+Whether there is a collector is said where OpenTelemetry says it: in its own variables, or by
+vLLM's ``--otlp-traces-endpoint``, which sets them for its processes. Nothing here raises, and a
+span that is off costs a call that returns at once.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Tracer
+
+logger = logging.getLogger(__name__)
+
+Attribute = str | int | float | bool
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_TRUE = "true"
+_FLUSH_MS = 2_000
+_ERROR_CHARS_MAX = 500
+
+
+class Span(Protocol):
+    """Something that took time. Safe to use from another thread than the one that began it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anybody will see it."""
+
+    def child(self, name: str, **attributes: Attribute) -> "Span":
+        """Begin a part of it."""
+
+    def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
+        """A part of it that is over, by ``now_ns``."""
+
+    def end(self, error: str | None = None, **attributes: Attribute) -> None:
+        """It is over, with what is known by now. Once."""
+
+
+class NoSpan:
+    """Nobody looks."""
+
+    is_on = False
+
+    def child(self, name: str, **attributes: Attribute) -> Self:
+        """Itself."""
+        return self
+
+    def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
+        """Nothing."""
+
+    def end(self, error: str | None = None, **attributes: Attribute) -> None:
+        """Nothing."""
+
+
+NO_SPAN = NoSpan()
+
+
+class Tracing(Protocol):
+    """Where spans begin."""
+
+    def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
+        """Begin a span below ``parent``, the ``traceparent`` of W3C's Trace Context that came with
+        the request; a trace of its own for None."""
+
+    def close(self) -> None:
+        """Send what is left, within 2 s. Idempotent."""
+
+
+class NoTracing:
+    """No collector is configured."""
+
+    def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
+        """No span."""
+        return NO_SPAN
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+NO_TRACING = NoTracing()
+
+
+def now_ns() -> int:
+    """The clock of spans."""
+    return time.time_ns()
+
+
+class OtelTracing:
+    """Spans by an OpenTelemetry tracer."""
+
+    def __init__(self, tracer: "Tracer", own: "TracerProvider | None" = None) -> None:
+        """``own``: what nobody else sends from and closes."""
+        self._tracer = tracer
+        self._own = own
+
+    def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
+        """See ``Tracing``."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # An empty context, not the thread's: what this thread did before is somebody else's.
+        context = Context()
+        if parent is not None:
+            headers = {"traceparent": parent}
+            context = TraceContextTextMapPropagator().extract(headers, context)
+        return _begun(self._tracer, name, context, attributes)
+
+    def close(self) -> None:
+        """See ``Tracing``."""
+        if self._own is not None:
+            self._own.force_flush(_FLUSH_MS)
+
+
+class _OtelSpan:
+    def __init__(self, tracer: "Tracer", span: Any) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    def child(self, name: str, **attributes: Attribute) -> Span:
+        return _begun(self._tracer, name, self._context(), attributes)
+
+    def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
+        span = self._tracer.start_span(
+            name, self._context(), attributes=_named(attributes), start_time=begun_ns
+        )
+        span.end(end_time=max(begun_ns, ended_ns))
+
+    def end(self, error: str | None = None, **attributes: Attribute) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attributes(_named(attributes))
+        if error is not None:
+            self._span.set_status(Status(StatusCode.ERROR, error[:_ERROR_CHARS_MAX]))
+        self._span.end(end_time=now_ns())
+
+    def _context(self) -> Any:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        return set_span_in_context(self._span, Context())
+
+
+def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
+    span = tracer.start_span(name, context, attributes=_named(attributes), start_time=now_ns())
+    # One that is not sampled has no parts either.
+    return _OtelSpan(tracer, span) if span.is_recording() else NO_SPAN
+
+
+def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    """As OpenTelemetry wants names; the request's is the one that vLLM gives its own spans."""
+    return {
+        "gen_ai.request.id" if name == "request_id" else f"objkv.{name}": value
+        for name, value in attributes.items()
+    }
+
+
+def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
+    """Spans go where this process sends its other ones, if it does; else where OpenTelemetry's own
+    variables say; else nowhere. What they say and this process cannot do is logged once."""
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == _TRUE:
+        return NO_TRACING
+    names = environ.get("OTEL_TRACES_EXPORTER", "otlp")
+    wanted = names == "otlp" and any(environ.get(name) for name in _ENDPOINTS)
+    if not wanted and not _is_imported():
+        return NO_TRACING
+    try:
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+
+        shared = trace.get_tracer_provider()
+        if isinstance(shared, TracerProvider):
+            return OtelTracing(shared.get_tracer("objkv"))
+        if not wanted:
+            return NO_TRACING
+        own = _provider(environ)
+    except ImportError as exc:
+        logger.warning("traces wanted but not sent, install objkv[otel] reason=%s", exc)
+        return NO_TRACING
+    except Exception as exc:  # whatever a variable said that the SDK does not take
+        logger.warning("traces wanted but not sent reason=%s", exc)
+        return NO_TRACING
+    return OtelTracing(own.get_tracer("objkv"), own)
+
+
+def _is_imported() -> bool:
+    import sys
+
+    return "opentelemetry.sdk.trace" in sys.modules
+
+
+def _provider(environ: Mapping[str, str]) -> "TracerProvider":
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+    if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "objkv"}))
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
+    return provider
+
+
+def _exporter(environ: Mapping[str, str]) -> Any:
+    protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), "http/protobuf")
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        return OTLPSpanExporter()
+    if protocol != "http/protobuf":
+        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL {protocol}: grpc or http/protobuf is known")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HttpExporter,
+    )
+
+    return HttpExporter()

@@ -1,0 +1,77 @@
+"""Single observations cross processes as lists, and become histograms."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from objkv.connector.counters import BUCKETS_S, COUNTERS, GAUGES, HISTOGRAMS
+from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
+from objkv.telemetry import MemoryRecorder, is_level
+
+LABELS = {"engine": "0"}
+
+
+def shown() -> tuple[ObjKVPromMetrics, CollectorRegistry]:
+    registry = CollectorRegistry()
+
+    def kept(metric: Any) -> Any:
+        return lambda **given: metric(**given, registry=registry)
+
+    types = {cls: kept(cls) for cls in (Counter, Gauge, Histogram)}
+    config = cast("Any", SimpleNamespace(kv_transfer_config=None))
+    return ObjKVPromMetrics(config, types, ["engine"], {0: ["0"]}), registry
+
+
+def stats(*seconds: float) -> ObjKVStats:
+    recorder = MemoryRecorder(sampled=HISTOGRAMS)
+    for one in seconds:
+        recorder.observe("load_seconds", one)
+    return ObjKVStats(data=cast("Any", recorder.drain() | recorder.samples()))
+
+
+def test_what_several_workers_observed_is_one_histogram() -> None:
+    both = pickle.loads(pickle.dumps(stats(0.003, 0.2).aggregate(stats(7.0))))
+    prom, registry = shown()
+    prom.observe(both.to_dict(), 0)
+    prom.observe(stats(0.003).to_dict(), 0)
+
+    def at_most(bound: str) -> float | None:
+        return registry.get_sample_value("vllm:objkv_load_seconds_bucket", LABELS | {"le": bound})
+
+    assert (at_most("0.0025"), at_most("0.005"), at_most("0.25")) == (0, 2, 3)
+    assert (at_most("5.0"), at_most("10.0"), at_most("+Inf")) == (3, 4, 4)
+    assert registry.get_sample_value("vllm:objkv_load_seconds_count", LABELS) == 4
+    assert registry.get_sample_value("vllm:objkv_load_seconds_sum", LABELS) == 7.206
+
+
+def test_the_report_that_is_added_to_is_not_changed_for_others() -> None:
+    first = stats(0.1)
+    told = first.data
+    first.aggregate(stats(0.2))
+    assert told["load_seconds"] == [0.1]
+    assert first.data["load_seconds"] == [0.1, 0.2]
+
+
+def test_the_log_line_tells_the_mean() -> None:
+    both = stats(0.1).aggregate(stats(0.3))
+    assert both.reduce() == {"load_seconds_mean": 0.2}
+
+
+def test_observations_without_end_are_not_kept_but_counted() -> None:
+    recorder = MemoryRecorder(sampled=["load_seconds"])
+    for _ in range(5_000):
+        recorder.observe("load_seconds", 1.0)
+    assert len(recorder.samples()["load_seconds"]) == 1_000
+    assert recorder.drain()["load_seconds_count"] == 5_000
+    assert recorder.samples() == {}
+
+
+def test_names_do_not_collide() -> None:
+    assert not COUNTERS.keys() & GAUGES.keys()
+    suffixes = ("", "_sum", "_count", "_bucket", "_created")
+    taken = {name + suffix for name in HISTOGRAMS for suffix in suffixes}
+    assert not taken & (COUNTERS.keys() | GAUGES.keys())
+    assert all(is_level(name) for name in GAUGES)
+    assert list(BUCKETS_S) == sorted(set(BUCKETS_S))

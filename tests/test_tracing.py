@@ -1,0 +1,149 @@
+"""Spans begin where the request's trace is, go where others go, and cost nothing unasked."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import StatusCode
+
+from objkv.tracing import NO_SPAN, NO_TRACING, OtelTracing, now_ns, open_tracing
+
+TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{ABOVE}-01"
+
+
+def collected() -> tuple[OtelTracing, InMemorySpanExporter]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return OtelTracing(provider.get_tracer("objkv")), exporter
+
+
+def test_a_span_and_its_parts_belong_to_the_trace_of_the_request() -> None:
+    tracing, exporter = collected()
+    load = tracing.begin("objkv.load", PARENT, request_id="r-1")
+    get = load.child("objkv.get", chunk=3)
+    begun = now_ns()
+    get.part("objkv.decode", begun, begun + 5_000, busy_ms=0.005)
+    get.end(bytes=100)
+    load.end()
+    decode, get_span, load_span = exporter.get_finished_spans()
+    assert {f"{span.context.trace_id:032x}" for span in (decode, get_span, load_span)} == {TRACE}
+    assert load_span.parent is not None
+    assert f"{load_span.parent.span_id:016x}" == ABOVE
+    assert get_span.parent is not None
+    assert get_span.parent.span_id == load_span.context.span_id
+    assert decode.parent is not None
+    assert decode.parent.span_id == get_span.context.span_id
+    assert (decode.start_time, decode.end_time) == (begun, begun + 5_000)
+    assert dict(get_span.attributes or {}) == {"objkv.chunk": 3, "objkv.bytes": 100}
+    assert dict(load_span.attributes or {}) == {"gen_ai.request.id": "r-1"}
+
+
+@pytest.mark.parametrize("parent", [None, "", "nonsense", f"00-{'0' * 32}-{ABOVE}-01"])
+def test_without_a_usable_parent_a_span_begins_a_trace_of_its_own(parent: str | None) -> None:
+    tracing, exporter = collected()
+    tracing.begin("objkv.lookup", parent).end()
+    (span,) = exporter.get_finished_spans()
+    assert span.parent is None
+
+
+def test_what_this_thread_is_otherwise_doing_is_no_parent() -> None:
+    tracing, exporter = collected()
+    other = TracerProvider().get_tracer("another")
+    with other.start_as_current_span("somebody else's"):
+        tracing.begin("objkv.lookup", None).end()
+    (span,) = exporter.get_finished_spans()
+    assert span.parent is None
+
+
+def test_a_failure_is_told_in_a_sentence_of_bounded_length() -> None:
+    tracing, exporter = collected()
+    tracing.begin("objkv.get", None).end("x" * 10_000)
+    (span,) = exporter.get_finished_spans()
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.status.description == "x" * 500
+
+
+def test_a_trace_that_is_not_sampled_has_no_parts() -> None:
+    tracing = OtelTracing(TracerProvider(sampler=ALWAYS_OFF).get_tracer("objkv"))
+    assert tracing.begin("objkv.load", None) is NO_SPAN
+    assert tracing.begin("objkv.load", f"00-{TRACE}-{ABOVE}-00") is NO_SPAN
+
+
+def test_no_span_has_no_parts_and_never_complains() -> None:
+    assert NO_SPAN.child("part") is NO_SPAN
+    NO_SPAN.part("part", 2, 1)
+    NO_SPAN.end("failed")
+    assert not NO_SPAN.is_on
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_nothing_is_sent_unless_a_collector_is_named(environ: dict[str, str]) -> None:
+    assert open_tracing(environ) is NO_TRACING
+
+
+def test_a_protocol_that_is_not_known_is_told_and_nothing_else_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    assert open_tracing(variables | {"OTEL_EXPORTER_OTLP_PROTOCOL": "smoke"}) is NO_TRACING
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "smoke" in caplog.text
+
+
+def test_spans_go_where_the_process_sends_its_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    tracing = open_tracing({})
+    tracing.begin("objkv.lookup", PARENT).end()
+    tracing.close()
+    (span,) = exporter.get_finished_spans()
+    assert span.instrumentation_scope is not None
+    assert span.instrumentation_scope.name == "objkv"
+
+
+QUIET = """
+import sys
+from objkv.tracing import NO_TRACING, open_tracing
+assert open_tracing({}) is NO_TRACING
+assert not [name for name in sys.modules if name.startswith("opentelemetry")]
+"""
+ABSENT = """
+import sys, logging
+logging.basicConfig(format="%(levelname)s %(message)s")
+sys.modules["opentelemetry"] = None
+from objkv.tracing import NO_TRACING, open_tracing
+assert open_tracing({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}) is NO_TRACING
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stderr
+
+
+def test_opentelemetry_is_not_even_imported_unless_it_is_wanted() -> None:
+    assert run(QUIET) == ""
+
+
+def test_traces_that_are_wanted_but_cannot_be_sent_are_told_once() -> None:
+    told = run(ABSENT).splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("WARNING traces wanted but not sent, install objkv[otel]")
