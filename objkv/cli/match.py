@@ -1,14 +1,23 @@
 """``objkv match``: which chunks of a prompt are stored, and how much of it would be served."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output, age, size
+from objkv.cli.output import Output, age, plain, size
 from objkv.cli.prompts import find_identity, read_digest, read_prompt
+from objkv.cli.upkeep import open_seals
+from objkv.codec.seal import Seal
+from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
+from objkv.ops.ends import read_namespace
+from objkv.ops.explain import explain_match
+from objkv.ops.explain_replicas import ReplicaTold, ask_replica
+from objkv.ops.explanation import Explanation, Question
 from objkv.ops.match import MatchReport, match_prompt
 
 
@@ -37,21 +46,82 @@ def match(
     lora_digest: Annotated[
         str | None, typer.Option(help="Content digest of the adapter.", metavar="HEX")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why the match ends where it does.")
+    ] = False,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A replica, for --explain: what it refused to load and did not save.",
+            metavar="URL",
+        ),
+    ] = None,
 ) -> int:
     """Say how much of a prompt is stored and would be served.
 
     Without --tokens, --text or --text-file, token ids are read from standard input.
     """
+    if endpoint and not explain:
+        raise ConfigError("--endpoint is for --explain")
     prompt = read_prompt(tokens, text, text_file, tokenizer)
     extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
     with session.backends() as backends:
         identity = find_identity(backends, namespace)
         report = match_prompt(backends.index, identity, prompt, extras)
+        why = None
+        if explain:
+            with session.out.waiting("looking for the reason"):
+                why = explain_match(
+                    Question(
+                        bulk=backends.bulk,
+                        index=backends.index,
+                        identity=identity,
+                        tokens=prompt,
+                        extras=extras,
+                        report=report,
+                        seal=_seal(session, backends, report.namespace),
+                        ttl_s=session.config.ttl_s,
+                    )
+                )
+    replicas = [ask_replica(one) for one in endpoint or ()]
     if session.out.machine:
-        session.out.document(report)
-    else:
-        _print(session.out, report)
+        more = {"explanation": plain(why), "replicas": plain(replicas)} if why else {}
+        session.out.document({**plain(report), **more})
+        return FINE
+    _print(session.out, report)
+    if why is not None:
+        _print_reason(session.out, why, replicas)
     return FINE
+
+
+def _seal(session: Session, backends: Backends, namespace: str) -> Seal | None:
+    """None also where the keys are not here: then only damage is found."""
+    try:
+        return open_seals(session)(read_namespace(backends.bulk, namespace))
+    except ConfigError as exc:
+        session.out.note(f"seals are not verified: {exc}")
+        return None
+
+
+def _print_reason(out: Output, why: Explanation, replicas: Sequence[ReplicaTold]) -> None:
+    out.line()
+    if why.chunk is None:
+        out.line(f"why: {why.sentence}", "bold")
+    else:
+        where = f"chunk {why.chunk + 1}, tokens {why.token_start:,}-{why.token_end:,}"
+        out.line(f"why: {where} ends it: {why.sentence}", "bold")
+    for text in why.evidence:
+        out.line(f"  found: {text}")
+    for text in why.advice:
+        out.line(f"  to do: {text}")
+    for text in why.untold:
+        out.line(f"  cannot be told: {text}")
+    for replica in replicas:
+        out.line()
+        out.line(f"{replica.endpoint}, since it started:")
+        told = replica.sentences or ("nothing refused, nothing dropped",)
+        for text in (replica.problem,) if replica.problem else told:
+            out.line(f"  {text}")
 
 
 def _print(out: Output, report: MatchReport) -> None:

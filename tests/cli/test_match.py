@@ -129,3 +129,30 @@ def test_an_empty_prompt_is_2(run: Run, machine: Machine, stdin: str) -> None:
     machine.fill()
     ran = run("match", stdin=stdin)
     assert (ran.code, ran.err) == (2, "objkv: the prompt is empty: it has no token ids\n")
+
+
+def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine, prompt: Path) -> None:
+    machine.fill()
+    other = [*TOKENS[:CHUNK], *range(1, 1 + CHUNK)]
+    ran = run("match", "--explain", stdin=json.dumps(other))
+    assert ran.code == 0
+    assert f"why: chunk 2, tokens {CHUNK}-{2 * CHUNK} ends it: this prompt parts" in ran.out
+    assert "cannot be told: " in ran.out
+    document = run("match", "--explain", "--json", stdin=json.dumps(other)).document
+    assert list(document) == [*REPORT_KEYS, "explanation", "replicas"]
+    assert document["explanation"]["cause"] == "parted"
+    whole = run("match", "--explain", "--tokens", str(prompt))
+    assert "why: every whole chunk of the prompt would be served" in whole.out
+
+
+def test_a_replica_that_cannot_be_asked_is_told_and_no_error(
+    run: Run, machine: Machine, prompt: Path
+) -> None:
+    machine.fill()
+    nobody = "http://127.0.0.1:9"
+    ran = run("match", "--explain", "--endpoint", nobody, "--tokens", str(prompt))
+    assert ran.code == 0
+    assert f"{nobody}, since it started:" in ran.out
+    assert "no metrics: " in ran.out
+    ran = run("match", "--endpoint", nobody, "--tokens", str(prompt))
+    assert (ran.code, ran.err) == (2, "objkv: --endpoint is for --explain\n")

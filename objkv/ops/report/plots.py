@@ -13,9 +13,9 @@ from markupsafe import Markup
 from objkv.ops.audit_report import AgeBucket, AuditReport, DepthAudit
 from objkv.ops.report.figures import brief, count, size, span
 
-WIDTH: Final = 520
-HEIGHT: Final = 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 12, 30
+WIDTH: Final = 400
+HEIGHT: Final = 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 4, 10, 26
 _DAYS_SHOWN: Final = 90
 _LABELS: Final = 9
 _DEPTHS_SHOWN: Final = 40
@@ -135,7 +135,7 @@ def _columns(bars: Sequence[Bar], told: str, *, axis: object, paired: bool = Fal
         if not side and bar.label and (group % every == 0 or (last and groups <= 2 * _LABELS)):
             out.append(
                 Markup('<text class="axis" text-anchor="middle" x="{:.1f}" y="{}">{}</text>')
-                .format(middle, HEIGHT - 10, bar.label)
+                .format(middle, HEIGHT - 8, bar.label)
             )  # fmt: skip
     out.append(Markup("</svg>"))
     return Markup("").join(out)

@@ -32,7 +32,7 @@ class Cell:
     part: float | None = None
     """Length of a bar behind it, of 0 to 1."""
     tone: str = ""
-    """``bad`` or ``muted``."""
+    """``bad``, ``muted`` or ``words``, which needs room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def roots(report: AuditReport) -> Table:
                 begin,
                 text(one.namespace, mono=True, cut=8),
                 text(one.tenant),
-                text(one.label),
+                replace(text(one.label), tone="words" if one.label else "muted"),
                 number(one.shared_tokens),
                 number(one.leaves),
                 number(one.branches),

@@ -1,0 +1,287 @@
+"""Why a match ends where it does."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from objkv.codec.payload import encode, frame_pages, read_header
+from objkv.errors import ConfigError
+from objkv.index.base import ChunkEntry, Record, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity, identity_path
+from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
+from objkv.ops.explain import explain_match
+from objkv.ops.explain_replicas import ask_replica
+from objkv.ops.explanation import Explanation, Question
+from objkv.ops.match import match_prompt
+from objkv.stores.memory import MemoryStore
+from tests.ops.world import (
+    CHUNK,
+    CREATED_S,
+    IDENTITY,
+    LEFT,
+    NAMESPACE,
+    TOKENS,
+    record_of,
+    save,
+    save_identity,
+)
+
+HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
+DAY_S = 86_400
+
+
+@pytest.fixture
+def stored(bulk: MemoryStore, index: MemoryIndex) -> list[str]:
+    """Paths of the three chunks' payloads."""
+    save_identity(bulk)
+    return [key.path() for key in save(bulk, index)]
+
+
+def explain(
+    bulk: MemoryStore,
+    index: MemoryIndex,
+    tokens: Sequence[int] = TOKENS,
+    *,
+    extras: PromptExtras | None = None,
+    age_s: int = 60,
+    ttl_s: int = DAY_S,
+) -> Explanation:
+    told = extras or PromptExtras()
+    report = match_prompt(index, IDENTITY, tokens, told)
+    clock = CREATED_S + 2 * CHUNK + age_s
+    return explain_match(
+        Question(bulk, index, IDENTITY, tokens, told, report, None, ttl_s, lambda: clock)
+    )
+
+
+def forget(index: MemoryIndex, number: int) -> Record:
+    [record] = index.lookup(NAMESPACE, [HASHES[number]])
+    assert record is not None
+    index.drop(NAMESPACE, HASHES[number])
+    return record
+
+
+def test_a_whole_match_was_stopped_by_nothing(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    why = explain(bulk, index, [*TOKENS, 1, 2])
+    assert (why.cause, why.chunk, why.served_tokens) == ("nothing", None, 3 * CHUNK)
+    assert "last 2 tokens fill no chunk" in why.evidence[0]
+    assert "shorter than one chunk" in explain(bulk, index, [1, 2]).sentence
+
+
+def test_a_record_without_its_payload_is_a_ghost_and_ends_the_match_before_the_index_says(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    bulk.delete(stored[1])
+    why = explain(bulk, index)
+    assert (why.cause, why.chunk, why.served_tokens) == ("ghost", 1, CHUNK)
+    assert why.prefix_hash == HASHES[1]
+    assert stored[1] in why.evidence[0]
+
+
+def test_a_corrupt_header_is_found_although_the_record_is_there(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    payload = bytearray(bulk.get(stored[2]) or b"")
+    payload[200] ^= 1
+    bulk.put(stored[2], bytes(payload))
+    why = explain(bulk, index)
+    assert (why.cause, why.chunk) == ("corrupt", 2)
+
+
+def test_a_corrupt_frame_whose_record_was_withdrawn_is_read_to_its_last_byte(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    payload = bytearray(bulk.get(stored[2]) or b"")
+    payload[-1] ^= 1
+    bulk.put(stored[2], bytes(payload))
+    forget(index, 2)
+    why = explain(bulk, index)
+    assert (why.cause, why.chunk) == ("corrupt", 2)
+    assert "record was withdrawn" in why.sentence
+
+
+def test_a_quarantined_payload_is_told(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    bulk.put(f"quarantine/{stored[2]}", b"x")
+    bulk.delete(stored[2])
+    forget(index, 2)
+    assert explain(bulk, index).cause == "quarantined"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "words"), [(2 * DAY_S, "its record is gone"), (60, "being saved right now")]
+)
+def test_a_payload_without_a_record_is_old_or_young(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str], age_s: int, words: str
+) -> None:
+    forget(index, 1)
+    why = explain(bulk, index, age_s=age_s)
+    assert (why.cause, why.chunk) == ("unindexed", 1)
+    assert words in why.sentence
+    assert any("rebuild" in one for one in why.advice)
+
+
+def test_a_chunk_of_which_a_rank_is_missing_says_which_heads(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    save_identity(bulk)
+    save(bulk, index, shards=(LEFT,))
+    why = explain(bulk, index)
+    assert (why.cause, why.chunk) == ("incomplete", 0)
+    assert "group 0 (full) lacks all layers, heads 1" in why.sentence
+
+
+def test_a_hole_before_stored_chunks_was_there_once(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    bulk.delete(stored[1])
+    forget(index, 1)
+    why = explain(bulk, index)
+    assert (why.cause, why.chunk) == ("gone", 1)
+    assert f"the first at token {2 * CHUNK}" in why.evidence[0]
+
+
+def test_a_salt_that_was_not_used_when_saving_is_told(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    why = explain(bulk, index, extras=PromptExtras(salt="x"))
+    assert why.cause == "other_extras"
+    assert "without the cache_salt" in why.sentence
+    both = explain(bulk, index, extras=PromptExtras(salt="x", lora_digest=b"y"))
+    assert "without the cache_salt and the adapter" in both.sentence
+
+
+def test_another_namespace_that_has_the_prompt_is_told_with_what_differs(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    save_identity(bulk)
+    other = replace(IDENTITY, weights_epoch=4)
+    bulk.put(identity_path(other.namespace()), other.canonical())
+    name = other.namespace()
+    hashes = prefix_hashes(name, TOKENS, CHUNK)
+    parents = [root_hash(name), *hashes]
+    for number, digest in enumerate(hashes):
+        shards = {"0.L0-2_H0-2": record_of_any()}
+        start = number * CHUNK
+        chunk = ChunkEntry(name, digest, parents[number], start, start + CHUNK)
+        index.publish(chunk, shards, ttl_s=3_600)
+    why = explain(bulk, index)
+    assert (why.cause, why.chunk) == ("elsewhere", 0)
+    assert other.namespace() in why.sentence
+    assert "weights_epoch" in why.sentence
+
+
+def record_of_any() -> ShardRecord:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save(bulk, index)
+    return next(iter(next(index.scan(NAMESPACE)).shards.values()))
+
+
+def test_prompts_that_part_are_told_to_part(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    mine = [*TOKENS[:CHUNK], *range(1, 1 + CHUNK)]
+    why = explain(bulk, index, mine)
+    assert (why.cause, why.chunk) == ("parted", 1)
+    assert "1 other prompts go on there" in why.sentence
+    assert any("no token ids are stored" in one for one in why.untold)
+
+
+def test_the_token_at_which_they_part_is_told_where_tokens_are_stored(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
+    save_identity(bulk)
+    save_with_tokens(bulk, index)
+    mine = [*TOKENS[: CHUNK + 5], 7, *TOKENS[CHUNK + 6 :]]
+    why = explain(bulk, index, mine)
+    assert why.cause == "parted"
+    assert f"at token {CHUNK + 5}" in why.evidence[0]
+
+
+def save_with_tokens(bulk: MemoryStore, index: MemoryIndex) -> None:
+    for key in save(bulk, None):
+        old = bulk.get(key.path()) or b""
+        header = read_header(old)
+        claim = header.claim
+        tokens = tuple(TOKENS[claim.token_start : claim.token_end])
+        told = replace(header.provenance, tokens=tokens, token_digest=token_digest(tokens))
+        pages = [frame_pages(header, number, old, None) for number in range(len(header.frames))]
+        layers = header.frames.layers
+        new = bytes(encode(claim, layers, pages, codec="none", provenance=told))
+        bulk.put(key.path(), new)
+        chunk = ChunkEntry(
+            NAMESPACE, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+        )
+        index.publish(chunk, {key.field: record_of(read_header(new))}, ttl_s=3_600)
+
+
+def test_what_is_nowhere_is_said_to_be_beyond_telling(
+    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
+) -> None:
+    longer = [*TOKENS, *range(900, 900 + CHUNK)]
+    why = explain(bulk, index, longer)
+    assert (why.cause, why.chunk, why.served_tokens) == ("unknown", 3, 3 * CHUNK)
+    assert any("never saved" in one for one in why.untold)
+
+
+def test_a_window_that_is_not_stored_stops_a_hybrid_model(index: MemoryIndex) -> None:
+    full = IDENTITY.groups[0]
+    window = GroupIdentity("sliding_window", 16, ("w.0",), heads=1, content=8, block_size=8)
+    hybrid = replace(IDENTITY, groups=(full, window))
+    name, bulk = hybrid.namespace(), MemoryStore()
+    bulk.put(identity_path(name), hybrid.canonical())
+    [digest] = prefix_hashes(name, TOKENS[:CHUNK], CHUNK)
+    chunk = ChunkEntry(name, digest, root_hash(name), 0, CHUNK)
+    index.publish(chunk, {"0.L0-2_H0-2": record_of_any()}, ttl_s=60)
+    report = match_prompt(index, hybrid, TOKENS[:CHUNK], PromptExtras())
+    why = explain_match(
+        Question(bulk, index, hybrid, TOKENS[:CHUNK], PromptExtras(), report, None, 60)
+    )
+    assert why.cause == "incomplete"
+    assert "nothing of group 1 (sliding window)" in why.sentence
+
+
+METRICS = """# TYPE vllm:objkv_admission_refused_total counter
+vllm:objkv_admission_refused_total{engine="0"} 5.0
+vllm:objkv_admission_refused_total{engine="1"} 2.0
+# TYPE vllm:objkv_admission_refused_created gauge
+vllm:objkv_admission_refused_created{engine="0"} 1.7e9
+# TYPE vllm:objkv_save_drops_total counter
+vllm:objkv_save_drops_total{engine="0"} 0.0
+"""
+
+
+class Replica(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = METRICS.encode() if self.path == "/metrics" else b"up 1\n"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_a_replica_tells_what_it_refused_since_it_started() -> None:
+    server = HTTPServer(("127.0.0.1", 0), Replica)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        here = f"http://127.0.0.1:{server.server_port}"
+        told = ask_replica(f"{here}/v1")
+        assert told.counters == {"admission_refused": 7}
+        assert told.sentences[0].startswith("7 matches not loaded")
+        assert "no metrics of objkv" in (ask_replica(f"{here}/other").problem or "")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "no metrics" in (ask_replica(here, deadline_s=1).problem or "")
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        ask_replica("ftp://x")
