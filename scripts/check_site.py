@@ -33,6 +33,8 @@ class Seen(HTMLParser):
         self.ids |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
             self.links.append(values["href"])
+        if "mermaid" in values.get("class", "").split():
+            self.loads.append("https://mermaid")  # The theme fetches what draws these.
         target = values.get(LOADED.get(tag, ""))
         if target and values.get("rel") not in NOT_LOADED:
             self.loads.append(target)

@@ -104,6 +104,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let links of the pages in ``docs`` lead to what ``on_files`` added."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    elif "\n## " not in markdown:
+        page.meta["hide"] = ["toc"]  # Room for a wide table, and nothing to list.
     if page.file.src_uri.startswith(f"{OUTSIDE}/"):
         return markdown
     return rewritten(markdown, f"{DOCS}/{page.file.src_uri}")

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def row(parameter: Any, context: Any) -> str:
     """One row of a table: what one types, what it means, its default and its bounds."""
     names, told = parameter.get_help_record(context) or (parameter.make_metavar(context), "")
     meaning, _, brackets = told.removesuffix("]").partition("[")
-    typed = NUMBER.sub("N", names).replace("|", "\\|")
-    return f"| `{typed}` | {words(meaning)} | {bounds(brackets)} |"
+    typed = escape(NUMBER.sub("N", names)).replace("|", "&#124;")  # A bar would end the cell.
+    return f"| <code>{typed}</code> | {words(meaning)} | {bounds(brackets)} |"
 
 
 def bounds(brackets: str) -> str:
