@@ -19,6 +19,7 @@ from objkv.cli.rebuild import rebuild
 from objkv.cli.show import show
 from objkv.cli.size import size
 from objkv.cli.sweep import sweep
+from objkv.cli.top import top
 from objkv.cli.verify import verify
 from objkv.cli.warm import warm
 
@@ -65,6 +66,7 @@ app.command("doctor")(doctor)
 app.command("ls")(ls)
 app.command("show")(show)
 app.command("size")(size)
+app.command("top")(top)
 app.command("match")(match)
 app.command("pin")(pin)
 app.command("unpin")(unpin)

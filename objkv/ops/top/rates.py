@@ -1,0 +1,158 @@
+"""What a replica did between two scrapes: rates, shares, and what is wrong. Pure arithmetic."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Final
+
+from objkv.ops.top.scrape import Scrape
+
+_PREFIX: Final = "vllm_objkv_"
+_OPEN: Final = f"{_PREFIX}breaker_open_"
+_REFUSALS: Final = ("admission_refused", "admission_cut", "load_refused", "lookup_refused")
+_MISSES: Final = ("load_failures", "lookup_errors", "lookup_deadlines")
+_DROPS: Final = ("save_drops", "saves_shed", "save_over_quota", "save_errors")
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Per second, over an interval; adds up over replicas."""
+
+    computed_tokens: float = 0.0
+    local_tokens: float = 0.0
+    hot_tokens: float = 0.0
+    bulk_tokens: float = 0.0
+    hot_load_bytes: float = 0.0
+    bulk_load_bytes: float = 0.0
+    save_bytes: float = 0.0
+    refusals: float = 0.0
+    """Matches not loaded: admission said no, a queue was full."""
+    misses: float = 0.0
+    """Loads and lookups that failed."""
+    drops: float = 0.0
+    """Chunks not saved."""
+    lookups: float = 0.0
+    lookup_seconds: float = 0.0
+    loads: float = 0.0
+    load_seconds: float = 0.0
+    running: float = 0.0
+    """Requests now, not per second."""
+    waiting: float = 0.0
+
+    def __add__(self, other: "Flow") -> "Flow":
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return Flow(**sums)
+
+    @property
+    def tokens(self) -> float:
+        """Prompt tokens, wherever their KV came from."""
+        return self.computed_tokens + self.local_tokens + self.hot_tokens + self.bulk_tokens
+
+    @property
+    def asked_tokens(self) -> float:
+        """Tokens that the replica did not have itself."""
+        return self.tokens - self.local_tokens
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of those, the share that objkv had; None where nothing was asked."""
+        if self.asked_tokens <= 0:
+            return None
+        return (self.hot_tokens + self.bulk_tokens) / self.asked_tokens
+
+    @property
+    def lookup_ms(self) -> float | None:
+        """A lookup, in the mean."""
+        return 1000 * self.lookup_seconds / self.lookups if self.lookups else None
+
+    @property
+    def load_ms(self) -> float | None:
+        """A load, in the mean."""
+        return 1000 * self.load_seconds / self.loads if self.loads else None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One replica."""
+
+    name: str
+    state: str
+    """``up``, ``down``, ``new`` (asked once so far), ``restarted`` or ``no objkv``."""
+    problem: str | None
+    flow: Flow
+    breakers_open: tuple[str, ...]
+
+
+def row_of(name: str, before: Scrape | None, now: Scrape) -> Row:
+    """What the replica did between two scrapes; ``before`` is the last that it answered."""
+    if now.problem is not None:
+        return Row(name, "down", now.problem, Flow(), ())
+    if not any(key.startswith(_PREFIX) for key in now.values):
+        return Row(name, "no objkv", "its metrics know nothing of objkv", _levels(now), ())
+    opened = tuple(
+        key.removeprefix(_OPEN)
+        for key, value in sorted(now.values.items())
+        if key.startswith(_OPEN) and value > 0
+    )
+    if before is None or now.at_s <= before.at_s:
+        return Row(name, "new", None, _levels(now), opened)
+    # Counters that went back began again: what they say now is what came since.
+    restarted = any(
+        value < before.values.get(key, 0.0)
+        for key, value in now.values.items()
+        if key.startswith(_PREFIX) and key.endswith(("_total", "_count"))
+    )
+    rates = _Rates(before.values if not restarted else {}, now)
+    rates.seconds = now.at_s - before.at_s
+    return Row(name, "restarted" if restarted else "up", None, rates.flow(), opened)
+
+
+def total_of(rows: Iterable[Row]) -> Flow:
+    """The whole fleet."""
+    total = Flow()
+    for row in rows:
+        total += row.flow
+    return total
+
+
+class _Rates:
+    def __init__(self, before: Mapping[str, float], now: Scrape) -> None:
+        self._before = before
+        self._now = now
+        self.seconds = 1.0
+
+    def flow(self) -> Flow:
+        query, local = self._total("query_tokens"), self._total("local_hit_tokens")
+        hot, bulk = self._total("hit_hot_tokens"), self._total("hit_bulk_tokens")
+        levels = _levels(self._now)
+        return Flow(
+            # A preempted request is counted twice: never less than nothing.
+            computed_tokens=max(0.0, query - local - hot - bulk),
+            local_tokens=local,
+            hot_tokens=hot,
+            bulk_tokens=bulk,
+            hot_load_bytes=self._total("hot_load_bytes"),
+            bulk_load_bytes=self._total("bulk_load_bytes"),
+            save_bytes=self._total("save_bytes"),
+            refusals=sum(map(self._total, _REFUSALS)),
+            misses=sum(map(self._total, _MISSES)),
+            drops=sum(map(self._total, _DROPS)),
+            lookups=self._rate("lookup_seconds_count"),
+            lookup_seconds=self._rate("lookup_seconds_sum"),
+            loads=self._rate("load_seconds_count"),
+            load_seconds=self._rate("load_seconds_sum"),
+            running=levels.running,
+            waiting=levels.waiting,
+        )
+
+    def _total(self, name: str) -> float:
+        return self._rate(f"{name}_total")
+
+    def _rate(self, name: str) -> float:
+        key = f"{_PREFIX}{name}"
+        grown = self._now.values.get(key, 0.0) - self._before.get(key, 0.0)
+        return max(0.0, grown) / self.seconds
+
+
+def _levels(now: Scrape) -> Flow:
+    running = now.values.get("vllm_num_requests_running", 0.0)
+    return Flow(running=running, waiting=now.values.get("vllm_num_requests_waiting", 0.0))

@@ -1,0 +1,164 @@
+"""Watches a fleet: asks all replicas at once, keeps what they said last, looks into the index now
+and then. Bounded in time by the deadline of one scrape, whatever is down."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from time import monotonic
+from types import TracebackType
+from typing import Final, Self
+
+from objkv.errors import StoreError
+from objkv.index.base import ReadIndex
+from objkv.ops.top.prefixes import PrefixLook, look
+from objkv.ops.top.rates import Flow, Row, row_of, total_of
+from objkv.ops.top.scrape import Scrape, Source
+
+LOOK_EVERY_S: Final = 30.0
+_AT_ONCE_MAX = 16
+_HISTORY = 60
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What is stored, by whoever told."""
+
+    nbytes: float
+    payloads: float
+    namespaces: float
+    told_by: str
+    """``exporter`` or ``index``."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that is shown of one moment."""
+
+    rows: tuple[Row, ...]
+    total: Flow
+    hit_rates: tuple[float | None, ...]
+    """Of the whole fleet, oldest first."""
+    stored: Stored | None
+    ends: tuple[tuple[str, bool], ...]
+    """Ends by the exporter, and whether each answers."""
+    prefixes: PrefixLook | None
+    problems: tuple[str, ...]
+    """What could not be told, a sentence each."""
+
+
+class Watch:
+    """A context manager: without it nothing looks into the index."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Source],
+        exporter: Source | None = None,
+        index: ReadIndex | None = None,
+        *,
+        look_every_s: float = LOOK_EVERY_S,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._replicas = tuple(replicas)
+        self._exporter = exporter
+        self._index = index
+        self._look_every_s = look_every_s
+        self._clock = clock
+        self._last: dict[str, Scrape] = {}
+        self._hit_rates: deque[float | None] = deque(maxlen=_HISTORY)
+        self._lock = Lock()
+        self._look: PrefixLook | None = None
+        self._usage: Stored | None = None
+        self._look_problem: str | None = None
+        self._ended = Event()
+        self._crew = ThreadPoolExecutor(_AT_ONCE_MAX, thread_name_prefix="objkv-top")
+        self._looker = Thread(target=self._look_again, name="objkv-top-index", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._index is not None:
+            self._looker.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._looker.is_alive():
+            self._looker.join(_JOIN_S)
+        self._crew.shutdown(wait=True, cancel_futures=True)
+        for source in (*self._replicas, *filter(None, [self._exporter])):
+            source.close()
+
+    def tick(self) -> View:
+        """Ask everybody once. Blocks for as long as the slowest, at most the deadline of a
+        scrape."""
+        sources = [*self._replicas, *filter(None, [self._exporter])]
+        scrapes = list(self._crew.map(Source.scrape, sources))
+        rows = []
+        for source, scrape in zip(self._replicas, scrapes, strict=False):
+            rows.append(row_of(source.name, self._last.get(source.url), scrape))
+            if scrape.problem is None:
+                self._last[source.url] = scrape
+        total = total_of(rows)
+        if any(row.state in ("up", "restarted") for row in rows):
+            self._hit_rates.append(total.hit_rate)
+        told = scrapes[-1] if self._exporter is not None else None
+        return self._view(tuple(rows), total, told)
+
+    def look_now(self) -> None:
+        """Look into the index once; never raises."""
+        assert self._index is not None
+        try:
+            found = look(self._index, self._clock(), self._look)
+            usages = self._index.usage()
+            stored = Stored(
+                sum(usage.nbytes for usage in usages),
+                sum(usage.payloads for usage in usages),
+                len(usages),
+                "index",
+            )
+        except StoreError as exc:
+            with self._lock:
+                self._look_problem = f"the index does not answer: {exc}"
+            return
+        with self._lock:
+            self._look, self._usage, self._look_problem = found, stored, None
+
+    def _look_again(self) -> None:
+        while not self._ended.is_set():
+            self.look_now()
+            self._ended.wait(self._look_every_s)
+
+    def _view(self, rows: tuple[Row, ...], total: Flow, told: Scrape | None) -> View:
+        with self._lock:
+            found, stored, problem = self._look, self._usage, self._look_problem
+        problems = [problem] if problem else []
+        ends: tuple[tuple[str, bool], ...] = ()
+        if told is not None and told.problem is not None:
+            problems.append(f"the exporter does not answer: {told.problem}")
+        elif told is not None:
+            start = "objkv_up:"
+            ends = tuple(
+                (key.removeprefix(start), value > 0)
+                for key, value in sorted(told.values.items())
+                if key.startswith(start)
+            )
+            stored = _stored(told) or stored
+        return View(rows, total, tuple(self._hit_rates), stored, ends, found, tuple(problems))
+
+
+def _stored(told: Scrape) -> Stored | None:
+    values = told.values
+    if "objkv_stored_bytes" not in values:
+        return None
+    return Stored(
+        values["objkv_stored_bytes"],
+        values.get("objkv_stored_payloads", 0.0),
+        values.get("objkv_namespaces", 0.0),
+        "exporter",
+    )

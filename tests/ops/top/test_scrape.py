@@ -1,0 +1,144 @@
+"""``objkv.ops.top.scrape``: one look at one endpoint."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from objkv.errors import ConfigError
+from objkv.ops.top import scrape as scrape_module
+from objkv.ops.top.scrape import Source, values_of
+
+TEXT = """\
+# TYPE vllm:objkv_hit_tokens_total counter
+vllm:objkv_hit_tokens_total{engine="0",model_name="m"} 3.0
+vllm:objkv_hit_tokens_total{engine="1",model_name="m"} 4.0
+# TYPE vllm:objkv_breaker_open_bulk_read gauge
+vllm:objkv_breaker_open_bulk_read{engine="0"} 1.0
+vllm:objkv_breaker_open_bulk_read{engine="1"} 1.0
+# TYPE vllm:objkv_lookup_seconds histogram
+vllm:objkv_lookup_seconds_bucket{le="+Inf"} 5.0
+vllm:objkv_lookup_seconds_sum 0.25
+vllm:objkv_lookup_seconds_count 5.0
+# TYPE objkv_up gauge
+objkv_up{end="bulk"} 1.0
+objkv_up{end="index"} 0.0
+# TYPE odd gauge
+odd NaN
+"""
+
+
+def source_that(answer: httpx.Response | Exception, **settings: float) -> Source:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return Source(
+        "http://user:hidden@replica:8000",
+        deadline_s=settings.get("deadline_s", 1.0),
+        clock=lambda: 7.0,
+        transport=httpx.MockTransport(handler),
+    )
+
+
+def test_values_are_summed_over_engines() -> None:
+    values = values_of(TEXT)
+    assert values["vllm_objkv_hit_tokens_total"] == 7
+    assert (values["vllm_objkv_lookup_seconds_sum"], values["vllm_objkv_lookup_seconds_count"]) == (
+        0.25,
+        5,
+    )
+
+
+def test_of_what_is_open_the_largest_counts() -> None:
+    assert values_of(TEXT)["vllm_objkv_breaker_open_bulk_read"] == 1
+
+
+def test_ends_are_told_apart_and_what_is_no_number_is_left_out() -> None:
+    values = values_of(TEXT)
+    assert (values["objkv_up:bulk"], values["objkv_up:index"]) == (1, 0)
+    assert not [name for name in values if name.startswith("odd") or name.endswith("_bucket")]
+
+
+def test_names_as_ray_tells_them_are_the_same() -> None:
+    assert values_of(TEXT.replace("vllm:", "vllm_")) == values_of(TEXT)
+
+
+def test_an_answer_is_told_with_its_time() -> None:
+    found = source_that(httpx.Response(200, text=TEXT)).scrape()
+    assert (found.at_s, found.problem) == (7.0, None)
+    assert found.values["vllm_objkv_hit_tokens_total"] == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (httpx.Response(404, text="no"), "HTTP 404"),
+        (httpx.Response(302, headers={"location": "http://elsewhere"}), "HTTP 302"),
+        (httpx.Response(200, text="<html> }{"), "no metrics"),
+        (httpx.Response(200, content=b"\xff\xfe"), "no metrics"),
+        (httpx.ConnectError("refused"), "refused"),
+        (httpx.ReadTimeout(""), "ReadTimeout"),
+        (httpx.RemoteProtocolError("http://user:hidden@x broke"), "broke"),
+    ],
+)
+def test_what_goes_wrong_is_a_sentence_and_no_values(
+    answer: httpx.Response | Exception, words: str
+) -> None:
+    found = source_that(answer).scrape()
+    assert not found.values
+    assert found.problem is not None
+    assert words in found.problem
+    assert "hidden" not in found.problem
+
+
+def test_an_answer_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape_module, "ANSWER_BYTES_MAX", 1 << 20)
+
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield b"# " + b"x" * 65_536 + b"\n"
+
+    found = source_that(httpx.Response(200, content=endless())).scrape()
+    assert found.problem == "no metrics: more than 1 MiB"
+
+
+def test_an_answer_that_drips_is_given_up_at_the_deadline() -> None:
+    times = iter(range(1000))
+
+    def dripping() -> Iterator[bytes]:
+        while True:
+            yield b"# x\n"
+
+    source = Source(
+        "http://replica:8000",
+        deadline_s=5,
+        clock=lambda: next(times),
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, content=dripping())),
+    )
+    assert source.scrape().problem == "too slow"
+
+
+@pytest.mark.parametrize(
+    ("url", "asked", "name"),
+    [
+        ("http://a:8000", "http://a:8000/metrics", "a:8000"),
+        ("a:8000", "http://a:8000/metrics", "a:8000"),
+        ("https://a/metrics", "https://a/metrics", "a"),
+        ("http://a:8000/v1/", "http://a:8000/metrics", "a:8000"),
+        ("http://a/models/x", "http://a/models/x/metrics", "a/models/x"),
+        ("http://u:p@a:1", "http://u:p@a:1/metrics", "a:1"),
+    ],
+)
+def test_urls_are_taken_as_people_write_them(url: str, asked: str, name: str) -> None:
+    source = Source(url, deadline_s=1)
+    assert (source.url, source.name) == (asked, name)
+    assert repr(source) == f"<Source {name}>"
+    source.close()
+
+
+@pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:port", "http://a/?x=1"])
+def test_other_urls_are_the_operators_mistake(url: str) -> None:
+    with pytest.raises(ConfigError, match="endpoint"):
+        Source(url, deadline_s=1)

@@ -1,0 +1,124 @@
+"""``objkv.ops.top.watch``: a whole fleet."""
+
+from collections.abc import Callable
+
+import httpx
+
+from objkv.errors import StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.ops.top.scrape import Source
+from objkv.ops.top.watch import Watch
+from objkv.stores.memory import MemoryStore
+from tests.ops.world import save
+
+EXPORTER = """\
+# TYPE objkv_up gauge
+objkv_up{end="bulk"} 1
+objkv_up{end="index"} 0
+# TYPE objkv_stored_bytes gauge
+objkv_stored_bytes{namespace="a"} 10
+objkv_stored_bytes{namespace="b"} 20
+# TYPE objkv_namespaces gauge
+objkv_namespaces 2
+"""
+
+
+class Clock:
+    """Two seconds later at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def source(name: str, clock: Clock, text: Callable[[], str]) -> Source:
+    def handler(request: httpx.Request) -> httpx.Response:
+        told = text()
+        if not told:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, text=told)
+
+    return Source(name, deadline_s=60, clock=clock, transport=httpx.MockTransport(handler))
+
+
+def counters(queries: float, hits: float) -> str:
+    return (
+        "# TYPE vllm:objkv_query_tokens_total counter\n"
+        f"vllm:objkv_query_tokens_total {queries}\n"
+        "# TYPE vllm:objkv_hit_bulk_tokens_total counter\n"
+        f"vllm:objkv_hit_bulk_tokens_total {hits}\n"
+    )
+
+
+def test_rates_are_from_one_look_to_the_next() -> None:
+    clock, told = Clock(), {"a": counters(0, 0), "b": counters(0, 0)}
+    sources = [source(name, clock, lambda name=name: told[name]) for name in told]
+    with Watch(sources, clock=clock) as watch:
+        assert [row.state for row in watch.tick().rows] == ["new", "new"]
+        clock.now, told["a"], told["b"] = 2.0, counters(100, 50), counters(100, 0)
+        view = watch.tick()
+    assert [row.flow.hit_rate for row in view.rows] == [0.5, 0.0]
+    assert (view.total.tokens, view.total.hit_rate) == (100, 0.25)
+    assert view.hit_rates == (0.25,)
+
+
+def test_one_that_was_away_is_rated_from_its_last_answer() -> None:
+    clock, told = Clock(), {"a": counters(0, 0)}
+    with Watch([source("a", clock, lambda: told["a"])], clock=clock) as watch:
+        watch.tick()
+        clock.now, told["a"] = 2.0, ""
+        [row] = watch.tick().rows
+        assert (row.state, row.problem) == ("down", "refused")
+        clock.now, told["a"] = 4.0, counters(100, 50)
+        [row] = watch.tick().rows
+    assert (row.state, row.flow.tokens) == ("up", 25)
+
+
+def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
+    clock = Clock()
+    exporter = source("exporter", clock, lambda: EXPORTER)
+    with Watch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
+        view = watch.tick()
+    assert view.ends == (("bulk", True), ("index", False))
+    assert view.stored is not None
+    assert (view.stored.nbytes, view.stored.namespaces, view.stored.told_by) == (30, 2, "exporter")
+    assert len(view.rows) == 1
+
+
+def test_an_exporter_that_is_down_is_said_to_be() -> None:
+    clock = Clock()
+    exporter = source("exporter", clock, lambda: "")
+    with Watch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
+        view = watch.tick()
+    assert (view.stored, view.ends) == (None, ())
+    assert view.problems == ("the exporter does not answer: refused",)
+
+
+def test_the_index_tells_what_is_stored_and_used() -> None:
+    index, clock = MemoryIndex(), Clock()
+    save(MemoryStore(), index)
+    watch = Watch([source("a", clock, lambda: counters(0, 0))], index=index, clock=clock)
+    watch.look_now()
+    view = watch.tick()
+    watch.__exit__(None, None, None)
+    assert view.prefixes is not None
+    assert view.prefixes.records == 3
+    assert view.stored is not None
+    assert (view.stored.payloads, view.stored.told_by) == (3, "index")
+
+
+def test_an_index_that_is_down_costs_the_prefixes_only() -> None:
+    class Down(MemoryIndex):
+        def namespaces(self) -> list[str]:
+            raise StoreUnavailable("nobody there")
+
+    clock = Clock()
+    watch = Watch([source("a", clock, lambda: counters(0, 0))], index=Down(), clock=clock)
+    watch.look_now()
+    view = watch.tick()
+    watch.__exit__(None, None, None)
+    assert view.prefixes is None
+    assert view.problems == ("the index does not answer: nobody there",)
+    assert view.rows[0].state == "new"
