@@ -1,4 +1,4 @@
-"""Writes ``terraform/aws/rights/rights.json`` from ``objkv.ops.access``, so that it cannot drift.
+"""Writes ``rights.json`` of Terraform from ``objkv.ops.access``, so that it cannot drift.
 
 python scripts/write_rights.py; ``tests/test_terraform.py`` fails when the file is stale.
 """
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from objkv.ops.access import ROLES, acl_rights, iam_policy, kms_statement
+from objkv.ops.access import ROLES, acl_rights, directory_policy, iam_policy, kms_statement
 
-FILE = Path(__file__).parents[1] / "terraform" / "aws" / "rights" / "rights.json"
+FILE = Path(__file__).parents[1] / "terraform" / "modules" / "rights" / "rights.json"
 
 
 def rights() -> dict[str, Any]:
@@ -22,6 +22,12 @@ def rights() -> dict[str, Any]:
     return {
         "policies": {role: iam_policy(role, "${bucket_arn}", "${prefix}") for role in ROLES},
         "kms": {role: kms_statement(role, "${kms_key_arn}") for role in ROLES},
+        "directory": {
+            "policies": {role: directory_policy(role, "${bucket_arn}") for role in ROLES},
+            "kms": {
+                role: kms_statement(role, "${kms_key_arn}", service="s3express") for role in ROLES
+            },
+        },
         "access_strings": {
             role: {
                 "single": access_string(role, is_cluster=False),

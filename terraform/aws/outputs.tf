@@ -1,11 +1,11 @@
 locals {
-  # In cluster mode clients ask the configuration endpoint where the shards are.
-  index_url = (
-    local.clustered
-    ? "rediss+cluster://${aws_elasticache_replication_group.index.configuration_endpoint_address}:6379"
-    : "rediss://${aws_elasticache_replication_group.index.primary_endpoint_address}:6379/0"
-  )
-  bulk_url = "s3://${aws_s3_bucket.bulk.bucket}/${var.prefix}"
+  bulk_url = "s3://${local.bucket.bucket}/${var.prefix}"
+
+  everybody = {
+    OBJKV_S3_REGION = module.network.region
+    OBJKV_INDEX_URL = module.index.url
+    OBJKV_TTL_S     = tostring(var.ttl_s)
+  }
 }
 
 output "bulk_url" {
@@ -15,38 +15,52 @@ output "bulk_url" {
 
 output "index_url" {
   description = "OBJKV_INDEX_URL; the password comes apart from it, as OBJKV_REDIS_PASSWORD"
-  value       = local.index_url
+  value       = module.index.url
 }
 
 output "environment" {
-  description = "What to put into the environment of every replica, besides OBJKV_REDIS_PASSWORD."
-  value = {
-    OBJKV_BULK_URL  = local.bulk_url
-    OBJKV_INDEX_URL = local.index_url
-  }
+  description = "What every process is told where there are no tenants, besides OBJKV_ROLE and credentials."
+  value       = merge(local.everybody, { OBJKV_BULK_URL = local.bulk_url })
 }
 
 output "tenants" {
   description = "What the processes of each tenant are told, besides OBJKV_ROLE and credentials."
   value = {
-    for tenant, place in local.places : tenant => {
-      OBJKV_BULK_URL     = "s3://${aws_s3_bucket.bulk.bucket}/${place.prefix}"
-      OBJKV_INDEX_URL    = local.index_url
+    for tenant, place in module.roles.places : tenant => merge(local.everybody, {
+      OBJKV_BULK_URL     = "s3://${local.bucket.bucket}/${place.prefix}"
       OBJKV_REDIS_PREFIX = place.redis_prefix
       OBJKV_TENANT       = tenant
-    } if tenant != ""
+    }) if tenant != ""
+  }
+}
+
+output "environments" {
+  description = "All that the processes of a role are told, by role (\"writer\") or by tenant and role (\"a-writer\"), besides the password: OBJKV_REDIS_PASSWORD."
+  value = {
+    for key, grant in module.roles.grants : key => merge(
+      local.everybody,
+      {
+        OBJKV_BULK_URL     = "s3://${local.bucket.bucket}/${module.roles.places[grant.tenant].prefix}"
+        OBJKV_REDIS_PREFIX = module.roles.places[grant.tenant].redis_prefix
+        OBJKV_ROLE         = grant.role
+      },
+      grant.tenant == "" ? {} : { OBJKV_TENANT = grant.tenant },
+      contains(local.with_password, key) ? { OBJKV_REDIS_USERNAME = local.user_names[key] } : {},
+    )
   }
 }
 
 output "policy_arns" {
   description = "By role (\"writer\"), or by tenant and role (\"a-writer\"): attach them to roles."
-  value       = { for key, policy in aws_iam_policy.role : key => policy.arn }
+  value       = module.roles.policy_arns
+}
+
+output "role_arns" {
+  description = "The IAM roles, by the same keys; empty without trust_policy."
+  value       = module.roles.role_arns
 }
 
 output "redis_access_strings" {
-  description = "The same, for users of the index. The auth token's user may do everything; see README."
-  value = {
-    for key, grant in local.grants :
-    key => module.rights[grant.tenant].access_strings[grant.role][local.clustered ? "cluster" : "single"]
-  }
+  description = "What each role may do in the index, by the same keys. Users with these rights are made for redis_passwords."
+  value       = { for key, strings in module.roles.access_strings : key => strings[local.server_kind] }
 }

@@ -3,8 +3,8 @@ variable "name" {
   type        = string
 
   validation {
-    condition     = can(regex("^[a-z][a-z0-9-]{2,39}$", var.name))
-    error_message = "Use 3 to 40 lower-case letters, digits and hyphens, beginning with a letter."
+    condition     = can(regex("^[a-z][a-z0-9-]{2,39}$", var.name)) && !endswith(var.name, "-") && !strcontains(var.name, "--")
+    error_message = "Use 3 to 40 lower-case letters, digits and single hyphens, beginning with a letter, not ending with a hyphen."
   }
 }
 
@@ -20,7 +20,7 @@ variable "prefix" {
 }
 
 variable "tenants" {
-  description = "Tenants that must not reach each other: each has a folder below the prefix, a prefix in Redis, and policies of its own. Empty: one for all."
+  description = "Tenants that must not reach each other: each has a folder below the prefix, a prefix in Redis, and policies and users of its own. Empty: one for all. Not with express_zone_id."
   type        = set(string)
   default     = []
 
@@ -28,16 +28,37 @@ variable "tenants" {
     condition     = alltrue([for tenant in var.tenants : can(regex("^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$", tenant))])
     error_message = "Up to 48 letters, digits and ._-, no sign first."
   }
+
+  validation {
+    condition     = length(var.tenants) == 0 || var.express_zone_id == null
+    error_message = "Rights in a directory bucket cannot be limited to a prefix: give each tenant a bucket."
+  }
 }
 
 variable "expire_days" {
-  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. More than the setting ttl_s (a day), and than any pin is to last: a record that outlives its payload costs a failed get, and the chunk is saved again. Each day is paid for: see docs/scaling.md and docs/capacity.md."
+  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. More than ttl_s, and than any pin is to last: a record that outlives its payload costs a failed get, and the chunk is saved again. Each day is paid for: see docs/scaling.md and docs/capacity.md."
   type        = number
   default     = 2
 
   validation {
-    condition     = var.expire_days >= 1
-    error_message = "At least one day."
+    condition     = var.expire_days >= 1 && floor(var.expire_days) == var.expire_days
+    error_message = "A whole number of days, at least one."
+  }
+
+  validation {
+    condition     = var.expire_days * 86400 >= var.ttl_s
+    error_message = "Payloads would be gone before their records: expire_days must cover ttl_s."
+  }
+}
+
+variable "ttl_s" {
+  description = "The setting ttl_s of the replicas, which is handed on: life of an index record after its last save or hit."
+  type        = number
+  default     = 86400
+
+  validation {
+    condition     = var.ttl_s >= 1
+    error_message = "At least one second."
   }
 }
 
@@ -51,6 +72,12 @@ variable "force_destroy" {
   description = "Whether terraform destroy may delete a bucket that is not empty. Everything in it can be computed again."
   type        = bool
   default     = false
+}
+
+variable "express_zone_id" {
+  description = "Id of an availability zone, such as use1-az4: the bucket is then a directory bucket of S3 Express One Zone there. null: S3 Standard. Choose at the start: a change makes another bucket. See modules/express-bucket."
+  type        = string
+  default     = null
 }
 
 variable "vpc_id" {
@@ -68,20 +95,53 @@ variable "subnet_ids" {
   }
 }
 
+variable "route_table_ids" {
+  description = "Route tables of the replicas' subnets, which get a gateway endpoint for S3. Empty: none is made, because most VPCs have one."
+  type        = list(string)
+  default     = []
+}
+
 variable "client_security_group_ids" {
   description = "Security groups of replicas and operators, by any name that is known before apply."
   type        = map(string)
 }
 
-variable "redis_auth_token" {
-  description = "Password of the index, 16 to 128 printable characters. Give it to replicas as OBJKV_REDIS_PASSWORD."
-  type        = string
+variable "redis_passwords" {
+  description = "Passwords of the users of the index, by role (\"reader\", \"writer\", \"sweeper\"), or by tenant and role (\"a-writer\"): each gets the rights that objkv access prints. 16 to 128 characters; give each to its processes as OBJKV_REDIS_PASSWORD."
+  type        = map(string)
+  default     = {}
   sensitive   = true
 
   validation {
-    condition     = length(var.redis_auth_token) >= 16 && length(var.redis_auth_token) <= 128
+    condition = length(setsubtract(nonsensitive(keys(var.redis_passwords)), [
+      for pair in setproduct(length(var.tenants) == 0 ? toset([""]) : var.tenants, ["reader", "writer", "sweeper"]) :
+      join("-", compact(pair))
+    ])) == 0
+    error_message = "Passwords go by role, or with tenants by tenant and role: reader, writer, sweeper; a-reader, a-writer, a-sweeper."
+  }
+
+  validation {
+    condition     = nonsensitive(alltrue([for password in values(var.redis_passwords) : length(password) >= 16 && length(password) <= 128]))
     error_message = "ElastiCache wants 16 to 128 characters."
   }
+}
+
+variable "redis_auth_token" {
+  description = "In place of redis_passwords: one password for all, who then may do everything in the index. 16 to 128 printable characters other than @, \" and /."
+  type        = string
+  default     = null
+  sensitive   = true
+
+  validation {
+    condition     = var.redis_auth_token == null ? true : can(regex("^[^@\"/]{16,128}$", var.redis_auth_token))
+    error_message = "ElastiCache wants 16 to 128 printable characters other than @, \" and /."
+  }
+}
+
+variable "redis_auth_token_update_strategy" {
+  description = "DELETE when redis_passwords take the place of an auth token that is there; else null."
+  type        = string
+  default     = null
 }
 
 variable "redis_node_type" {
@@ -90,8 +150,14 @@ variable "redis_node_type" {
   default     = "cache.r7g.large"
 }
 
+variable "redis_engine_version" {
+  description = "Version of Valkey, major and minor."
+  type        = string
+  default     = "8.0"
+}
+
 variable "redis_shards" {
-  description = "1: one primary and one replica. More: cluster mode, each shard with a replica."
+  description = "1: one primary with its replicas. More: cluster mode. Choose at the start between one and more: ElastiCache does not turn one into the other by this setting."
   type        = number
   default     = 1
 
@@ -99,6 +165,18 @@ variable "redis_shards" {
     condition     = var.redis_shards >= 1
     error_message = "At least one shard."
   }
+}
+
+variable "redis_replicas" {
+  description = "Replicas of each shard. 0: cheaper, and after a failure the index is empty until it is filled again."
+  type        = number
+  default     = 1
+}
+
+variable "trust_policy" {
+  description = "Who may take on the roles reader, writer and sweeper, as JSON: an IAM role is made for each. null: only policies are made, to be attached to roles that are there."
+  type        = string
+  default     = null
 }
 
 variable "tags" {

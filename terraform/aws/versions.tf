@@ -1,10 +1,10 @@
 terraform {
-  required_version = ">= 1.7"
+  required_version = ">= 1.9"
 
   required_providers {
     aws = {
       source  = "hashicorp/aws"
-      version = ">= 5.80, < 7.0"
+      version = ">= 5.90, < 7.0"
     }
   }
 }

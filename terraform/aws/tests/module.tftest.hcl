@@ -2,8 +2,14 @@ mock_provider "aws" {
   mock_data "aws_iam_policy_document" {
     defaults = { json = "{}" }
   }
+  mock_data "aws_region" {
+    defaults = { id = "eu-central-1" }
+  }
   mock_resource "aws_s3_bucket" {
     defaults = { arn = "arn:aws:s3:::kv-test" }
+  }
+  mock_resource "aws_s3_directory_bucket" {
+    defaults = { arn = "arn:aws:s3express:eu-central-1:123456789012:bucket/kv-test--euc1-az1--x-s3" }
   }
   mock_resource "aws_elasticache_replication_group" {
     defaults = {
@@ -18,67 +24,71 @@ variables {
   vpc_id                    = "vpc-1"
   subnet_ids                = ["subnet-1", "subnet-2"]
   client_security_group_ids = { replicas = "sg-1" }
-  redis_auth_token          = "0123456789abcdef"
+  redis_passwords           = { reader = "reader-0123456789", writer = "writer-0123456789" }
 }
 
-run "one_shard" {
+run "settings_of_each_role" {
   assert {
-    condition     = output.environment.OBJKV_BULK_URL == "s3://kv-test/objkv"
-    error_message = "bulk URL"
+    condition = output.environments["writer"] == {
+      OBJKV_BULK_URL       = "s3://kv-test/objkv"
+      OBJKV_INDEX_URL      = "rediss://primary.example:6379/0"
+      OBJKV_REDIS_PREFIX   = "objkv"
+      OBJKV_REDIS_USERNAME = "objkv-writer"
+      OBJKV_ROLE           = "writer"
+      OBJKV_S3_REGION      = "eu-central-1"
+      OBJKV_TTL_S          = "86400"
+    }
+    error_message = "environment of a writer"
   }
   assert {
-    condition     = output.environment.OBJKV_INDEX_URL == "rediss://primary.example:6379/0"
-    error_message = "index URL"
+    condition     = output.environments["reader"].OBJKV_REDIS_USERNAME == "objkv-reader" && !can(output.environments["sweeper"].OBJKV_REDIS_USERNAME)
+    error_message = "who has no password has no name"
   }
   assert {
-    condition     = aws_elasticache_replication_group.index.transit_encryption_enabled
-    error_message = "TLS"
+    condition     = output.environment.OBJKV_BULK_URL == "s3://kv-test/objkv" && output.environment.OBJKV_INDEX_URL == "rediss://primary.example:6379/0"
+    error_message = "environment"
   }
   assert {
-    condition     = length([for p in aws_elasticache_parameter_group.index.parameter : p if p.value == "volatile-lru"]) == 1
-    error_message = "memory policy"
+    condition     = length(output.tenants) == 0 && keys(output.policy_arns) == ["reader", "sweeper", "writer"] && length(output.role_arns) == 0
+    error_message = "one tenant by default"
   }
 }
 
-run "many_shards" {
+run "a_cluster_has_its_url_and_its_rights" {
   variables { redis_shards = 3 }
 
   assert {
     condition     = output.index_url == "rediss+cluster://cluster.example:6379"
-    error_message = "index URL of a cluster"
-  }
-}
-
-run "own_key" {
-  variables { kms_key_arn = "arn:aws:kms:eu-central-1:123456789012:key/1" }
-
-  assert {
-    condition     = one(aws_s3_bucket_server_side_encryption_configuration.bulk.rule).bucket_key_enabled
-    error_message = "a KMS key without a bucket key costs one KMS call per object"
-  }
-}
-
-run "one_tenant_by_default" {
-  assert {
-    condition     = keys(output.policy_arns) == ["reader", "sweeper", "writer"] && length(output.tenants) == 0
-    error_message = "policies"
+    error_message = "index URL"
   }
   assert {
-    condition     = jsondecode(aws_iam_policy.role["reader"].policy).Statement[1].Resource == ["arn:aws:s3:::kv-test/objkv/*"]
-    error_message = "a reader gets from another place"
+    condition     = strcontains(output.redis_access_strings["reader"], "+cluster|slots")
+    error_message = "a client may not ask where the shards are"
   }
 }
 
 run "tenants_are_apart" {
-  variables { tenants = ["a", "b"] }
+  variables {
+    tenants         = ["a", "b"]
+    redis_passwords = { a-writer = "writer-0123456789", b-writer = "another-0123456789" }
+  }
 
   assert {
     condition     = output.tenants["b"].OBJKV_BULK_URL == "s3://kv-test/objkv/b" && output.tenants["b"].OBJKV_REDIS_PREFIX == "objkv-b"
     error_message = "settings of a tenant"
   }
   assert {
-    condition     = alltrue([for key, policy in aws_iam_policy.role : !strcontains(policy.policy, "objkv/b") if startswith(key, "a-")])
-    error_message = "a reaches into b"
+    condition = output.environments["a-writer"] == {
+      OBJKV_BULK_URL       = "s3://kv-test/objkv/a"
+      OBJKV_INDEX_URL      = "rediss://primary.example:6379/0"
+      OBJKV_REDIS_PREFIX   = "objkv-a"
+      OBJKV_REDIS_USERNAME = "objkv-a-writer"
+      OBJKV_ROLE           = "writer"
+      OBJKV_S3_REGION      = "eu-central-1"
+      OBJKV_TENANT         = "a"
+      OBJKV_TTL_S          = "86400"
+    }
+    error_message = "environment of a tenant's writer"
   }
   assert {
     condition     = startswith(output.redis_access_strings["a-reader"], "on ~objkv-a:* -@all ")
@@ -86,9 +96,62 @@ run "tenants_are_apart" {
   }
 }
 
+run "a_directory_bucket" {
+  variables { express_zone_id = "euc1-az1" }
+
+  assert {
+    condition     = output.bulk_url == "s3://kv-test--euc1-az1--x-s3/objkv" && output.environment.OBJKV_S3_REGION == "eu-central-1"
+    error_message = "bulk URL"
+  }
+  assert {
+    condition     = length(module.bucket) == 0 && length(module.express_bucket) == 1
+    error_message = "which bucket"
+  }
+}
+
+run "as_it_was_with_one_password" {
+  variables {
+    redis_passwords  = {}
+    redis_auth_token = "0123456789abcdef"
+  }
+
+  assert {
+    condition     = !can(output.environments["writer"].OBJKV_REDIS_USERNAME)
+    error_message = "a user that is not there"
+  }
+}
+
+run "records_that_outlive_their_payloads_are_refused" {
+  command = plan
+  variables {
+    ttl_s       = 200000
+    expire_days = 2
+  }
+  expect_failures = [var.expire_days]
+}
+
+run "a_password_for_nobody_is_refused" {
+  command = plan
+  variables { redis_passwords = { wirter = "writer-0123456789" } }
+  expect_failures = [var.redis_passwords]
+}
+
+run "tenants_in_a_directory_bucket_are_refused" {
+  command = plan
+  variables {
+    tenants         = ["a"]
+    redis_passwords = { a-writer = "writer-0123456789" }
+    express_zone_id = "euc1-az1"
+  }
+  expect_failures = [var.tenants]
+}
+
 run "a_tenant_that_is_a_pattern_is_refused" {
   command = plan
-  variables { tenants = ["a*"] }
+  variables {
+    tenants         = ["a*"]
+    redis_passwords = {}
+  }
   expect_failures = [var.tenants]
 }
 

@@ -6,6 +6,12 @@ variable "bucket_arn" {
   type        = string
 }
 
+variable "is_directory" {
+  description = "Whether it is a directory bucket of S3 Express, whose rights end at no prefix."
+  type        = bool
+  default     = false
+}
+
 variable "prefix" {
   description = "Key prefix inside the bucket, without slashes around it."
   type        = string
@@ -29,14 +35,21 @@ locals {
     redis_prefix = var.redis_prefix
     kms_key_arn  = var.kms_key_arn == null ? "" : var.kms_key_arn
   }))
+
+  # As JSON, since the two have not the same type.
+  bucket = jsondecode(
+    var.is_directory
+    ? jsonencode(local.rights.directory)
+    : jsonencode({ policies = local.rights.policies, kms = local.rights.kms })
+  )
 }
 
 output "policies" {
   description = "By role, the IAM policy as JSON."
   value = {
-    for role, policy in local.rights.policies : role => jsonencode({
+    for role, policy in local.bucket.policies : role => jsonencode({
       Version   = policy.Version
-      Statement = concat(policy.Statement, [for arn in var.kms_key_arn[*] : local.rights.kms[role]])
+      Statement = concat(policy.Statement, [for arn in var.kms_key_arn[*] : local.bucket.kms[role]])
     })
   }
 }

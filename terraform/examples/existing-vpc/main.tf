@@ -1,13 +1,13 @@
-# The module in a VPC that exists: `terraform apply`, then put the printed variables into the
-# environment of every replica.
+# The module in a VPC that exists: `terraform apply`, then put what `terraform output environments`
+# says of "writer" into the environment of every replica.
 
 terraform {
-  required_version = ">= 1.7"
+  required_version = ">= 1.9"
 
   required_providers {
     aws = {
       source  = "hashicorp/aws"
-      version = ">= 5.80, < 7.0"
+      version = ">= 5.90, < 7.0"
     }
   }
 }
@@ -17,8 +17,8 @@ variable "vpc_id" { type = string }
 variable "subnet_ids" { type = list(string) }
 variable "replica_security_group_id" { type = string }
 
-variable "redis_auth_token" {
-  type      = string
+variable "redis_passwords" {
+  type      = map(string)
   sensitive = true
 }
 
@@ -27,18 +27,18 @@ provider "aws" {
 }
 
 module "objkv" {
-  source = "../aws"
+  source = "../../aws"
 
   name                      = "objkv-example"
   vpc_id                    = var.vpc_id
   subnet_ids                = var.subnet_ids
   client_security_group_ids = { replicas = var.replica_security_group_id }
-  redis_auth_token          = var.redis_auth_token
+  redis_passwords           = var.redis_passwords
   tags                      = { service = "objkv" }
 }
 
-output "environment" {
-  value = module.objkv.environment
+output "environments" {
+  value = module.objkv.environments
 }
 
 output "policy_arns" {

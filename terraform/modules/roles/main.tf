@@ -1,5 +1,5 @@
-# One policy for each role and tenant. Attach them to the roles of the pods or instances; no access
-# keys are made here.
+# One policy for each role and tenant, and an IAM role with it where it is said who may take it on. No
+# access keys are made here.
 
 locals {
   roles   = ["reader", "writer", "sweeper"]
@@ -7,6 +7,7 @@ locals {
 
   places = {
     for tenant in local.tenants : tenant => {
+      tenant       = tenant
       prefix       = join("/", compact([var.prefix, tenant]))
       redis_prefix = join("-", compact(["objkv", tenant]))
     }
@@ -19,10 +20,11 @@ locals {
 }
 
 module "rights" {
-  source   = "./rights"
+  source   = "../rights"
   for_each = local.places
 
-  bucket_arn   = aws_s3_bucket.bulk.arn
+  bucket_arn   = var.bucket_arn
+  is_directory = var.is_directory
   prefix       = each.value.prefix
   redis_prefix = each.value.redis_prefix
   kms_key_arn  = var.kms_key_arn
@@ -35,4 +37,20 @@ resource "aws_iam_policy" "role" {
   description = "objkv: least rights of a ${each.value.role}"
   policy      = module.rights[each.value.tenant].policies[each.value.role]
   tags        = var.tags
+}
+
+resource "aws_iam_role" "role" {
+  for_each = var.trust_policy == null ? {} : local.grants
+
+  name               = "${var.name}-${each.key}"
+  description        = "objkv: a ${each.value.role}"
+  assume_role_policy = var.trust_policy
+  tags               = var.tags
+}
+
+resource "aws_iam_role_policy_attachment" "role" {
+  for_each = aws_iam_role.role
+
+  role       = each.value.name
+  policy_arn = aws_iam_policy.role[each.key].arn
 }

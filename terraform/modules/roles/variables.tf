@@ -1,0 +1,54 @@
+variable "name" {
+  description = "Names begin with it."
+  type        = string
+}
+
+variable "bucket_arn" {
+  description = "The bucket."
+  type        = string
+}
+
+variable "is_directory" {
+  description = "Whether it is a directory bucket of S3 Express, in which no right ends at a prefix."
+  type        = bool
+  default     = false
+}
+
+variable "prefix" {
+  description = "Key prefix inside the bucket, without slashes around it."
+  type        = string
+}
+
+variable "tenants" {
+  description = "Tenants that must not reach each other. Empty: one for all."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for tenant in var.tenants : can(regex("^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$", tenant))])
+    error_message = "Up to 48 letters, digits and ._-, no sign first."
+  }
+
+  validation {
+    condition     = length(var.tenants) == 0 || !var.is_directory
+    error_message = "Rights in a directory bucket cannot be limited to a prefix: give each tenant a bucket."
+  }
+}
+
+variable "kms_key_arn" {
+  description = "KMS key that encrypts the bucket, or null."
+  type        = string
+  default     = null
+}
+
+variable "trust_policy" {
+  description = "Who may take the roles on, as JSON (assume role policy). null: no roles are made, only policies."
+  type        = string
+  default     = null
+}
+
+variable "tags" {
+  description = "Tags of everything that is made here."
+  type        = map(string)
+  default     = {}
+}
