@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from objkv.cli.app import app
 from objkv.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +115,26 @@ def test_metrics_in_the_handbook_are_told_by_replicas(document: Path) -> None:
     for name, star in re.findall(short, text):
         found = any(one.startswith(name) for one in known) if star else name in known | words
         assert found, name
+
+
+def printed(document: Path, command: str) -> Iterator[tuple[str, list[str]]]:
+    """Each line ``$ command ...`` in a fence, with the lines that follow it as its output."""
+    for fence in FENCED.findall(document.read_text()):
+        for shown in ("\n" + fence.rstrip("` \n")).split("\n$ ")[1:]:
+            typed, *output = shown.splitlines()
+            if typed.startswith(command):
+                yield typed, output
+
+
+@pytest.mark.parametrize("page", ["operations/capacity-plan.md", "sizing.md"])
+def test_what_objkv_size_prints_in_documents_is_what_it_prints(page: str) -> None:
+    shown = list(printed(DOCS / page, "objkv size"))
+    assert shown
+    for typed, output in shown:
+        answer = CliRunner().invoke(app, shlex.split(typed)[1:])
+        assert answer.exit_code == 0, answer.output
+        lines = [line.rstrip() for line in answer.stdout.strip().splitlines()]
+        assert [line.rstrip() for line in output if line.strip()] == lines, typed
 
 
 def test_the_list_of_decisions_is_complete() -> None:
