@@ -8,10 +8,13 @@ from objkv import __version__
 from objkv.cli.access import access
 from objkv.cli.audit import audit
 from objkv.cli.bench import bench
+from objkv.cli.bring_in import bring_in
 from objkv.cli.completion import completion
 from objkv.cli.demo import demo
 from objkv.cli.diff import diff
 from objkv.cli.doctor import doctor
+from objkv.cli.export import export
+from objkv.cli.exporter import exporter
 from objkv.cli.ls import ls
 from objkv.cli.match import match
 from objkv.cli.pin import pin, unpin
@@ -63,11 +66,14 @@ app.add_typer(bench)
 app.command("completion")(completion)
 app.command("demo")(demo)
 app.command("doctor")(doctor)
+app.command("exporter")(exporter)
 app.command("ls")(ls)
 app.command("show")(show)
 app.command("size")(size)
 app.command("top")(top)
 app.command("match")(match)
+app.command("export")(export)
+app.command("import")(bring_in)
 app.command("pin")(pin)
 app.command("unpin")(unpin)
 app.command("warm")(warm)

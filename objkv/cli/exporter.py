@@ -1,0 +1,182 @@
+"""``objkv exporter``: what is stored, and whether both ends answer, for Prometheus."""
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from typing import Annotated
+
+import typer
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.assembly.describe import describe_index
+from objkv.cli.command import FINE, Session, command
+from objkv.cli.upkeep import refuse_memory
+from objkv.errors import StoreUnavailable
+from objkv.ops.ends import Ends
+from objkv.ops.exporter import Asks, End, Watch
+from objkv.ops.exporter_collector import StoreCollector, Watched
+from objkv.ops.exporter_scan import Scans
+from objkv.ops.exporter_server import ExporterServer
+from objkv.ops.patient import PatientIndex, PatientStore
+from objkv.telemetry import NullRecorder
+
+PORT = 9108
+_LATE_MIN_S = 10.0
+
+
+@command
+def exporter(
+    session: Session,
+    host: Annotated[
+        str, typer.Option(help="Listen here; 0.0.0.0 for all networks.", metavar="ADDRESS")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Listen on this port.", min=0, max=65_535)] = PORT,
+    every: Annotated[
+        float, typer.Option(help="Ask both ends so often.", metavar="SECONDS", min=1)
+    ] = 15.0,
+    scan_every: Annotated[
+        float | None,
+        typer.Option(help="Also list the whole bulk store.", metavar="SECONDS", min=60),
+    ] = None,
+    namespaces_max: Annotated[
+        int, typer.Option(help="Tell the largest one by one, the rest in a sum.", min=1, max=10_000)
+    ] = 200,
+    once: Annotated[
+        bool, typer.Option("--once", help="Ask once, print the page, and end.")
+    ] = False,
+) -> int:
+    """Serve what is stored, and whether both ends answer, to Prometheus."""
+    refuse_memory(session, "exporter")
+    logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
+    with open_backends(session.config, NullRecorder(), on_change=lambda _: None) as backends:
+        watch = Watch(_asks(session, backends), every_s=every, late_s=max(every, _LATE_MIN_S))
+        scans = None
+        if scan_every is not None:
+            scans = Scans(
+                _ends(session, backends),
+                every_s=scan_every,
+                grace_s=session.config.sweep_grace_s,
+                found=lambda scan: watch.want(scan.namespaces),
+            )
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(_watched(session, namespaces_max), watch, scans))
+        if once:
+            _print_once(session, registry, watch, scans)
+        else:
+            ProcessCollector(registry=registry)
+            _serve(session, registry, watch, scans, (host, port))
+    return FINE
+
+
+def _serve(
+    session: Session,
+    registry: CollectorRegistry,
+    watch: Watch,
+    scans: Scans | None,
+    address: tuple[str, int],
+) -> None:
+    def is_healthy() -> bool:
+        return watch.is_alive() and (scans is None or scans.is_alive())
+
+    with ExitStack() as stack, _told_to_end() as ended:
+        server = ExporterServer(registry, *address, is_healthy=is_healthy)
+        watch.start()
+        stack.callback(watch.stop)
+        if scans is not None:
+            scans.start()
+            stack.callback(scans.stop)
+        stack.enter_context(server)
+        if session.out.machine:
+            session.out.document({"url": server.url, "metrics": f"{server.url}/metrics"})
+        else:
+            session.out.line(f"serving {server.url}/metrics")
+        sys.stdout.flush()
+        ended.wait()
+
+
+def _print_once(
+    session: Session, registry: CollectorRegistry, watch: Watch, scans: Scans | None
+) -> None:
+    with session.out.waiting("asking both ends"):
+        if scans is not None:
+            scans.scan()
+        # Bulk last: it then tells whose the namespaces are that the others named.
+        for end in sorted(watch.ends, key=lambda end: end == "bulk"):
+            watch.ask(end)
+    if session.out.machine:
+        session.out.document(
+            [
+                {"name": sample.name, "labels": sample.labels, "value": sample.value}
+                for family in registry.collect()
+                for sample in family.samples
+            ]
+        )
+    else:
+        sys.stdout.write(generate_latest(registry).decode())
+
+
+@contextmanager
+def _told_to_end() -> Iterator[threading.Event]:
+    """Set by SIGTERM, as Kubernetes and systemd send it; an interrupt raises as ever."""
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        yield ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _asks(session: Session, backends: Backends) -> Asks:
+    config = session.config
+
+    def check_bulk() -> None:
+        if not session.has_bulk():  # what only reads makes no folder
+            raise StoreUnavailable(f"no such folder: {config.bulk_url}")
+        backends.bulk.check()
+
+    def check_index() -> None:
+        if config.index_url.startswith("sqlite:"):
+            backends.index.usage()  # a check would write
+        elif config.index_url.startswith("bulk:"):
+            check_bulk()
+        else:
+            backends.index.check()
+
+    checks: dict[End, Callable[[], None]] = {"bulk": check_bulk, "index": check_index}
+    if backends.hot is not None:
+        checks["hot"] = backends.hot.check
+    return Asks(
+        checks,
+        usage=None if config.index_url.startswith("bulk:") else backends.index.usage,
+        facts=lambda: describe_index(config),
+        documents=backends.bulk,
+    )
+
+
+def _ends(session: Session, backends: Backends) -> Ends:
+    return Ends(
+        bulk=PatientStore(backends.bulk),
+        hot=None,
+        index=PatientIndex(backends.index),
+        is_own_index=session.config.index_url.startswith("bulk:"),
+        ttl_s=session.config.ttl_s,
+        lease_ms=session.config.lease_ms,
+        owner="exporter",
+    )
+
+
+def _watched(session: Session, namespaces_max: int) -> Watched:
+    public = session.config.public()
+    return Watched(
+        version=metadata.version("objkv"),
+        bulk_url=public["bulk_url"],
+        index_url=public["index_url"],
+        ttl_s=session.config.ttl_s,
+        quota_bytes=session.config.quota_bytes,
+        namespaces_max=namespaces_max,
+    )

@@ -1,0 +1,182 @@
+"""What ``Watch`` and ``Scans`` found, as Prometheus reads it. Collecting asks nobody anything."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from objkv.ops.exporter import Origin, Watch
+from objkv.ops.exporter_metrics import METRICS, OTHER
+from objkv.ops.exporter_scan import Scan, Scans
+
+_LABEL_CHARS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the settings say of what is watched."""
+
+    version: str
+    bulk_url: str
+    """Without passwords."""
+    index_url: str
+    ttl_s: int
+    quota_bytes: int
+    """Of each tenant; 0: none."""
+    namespaces_max: int
+    """Told one by one, the largest first; the others are added up."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is told of one namespace, or of those that are added up."""
+
+    origin: Origin
+    values: dict[str, float]
+
+
+class StoreCollector(Collector):
+    """The metrics of ``exporter_metrics``, each with whatever is known now."""
+
+    def __init__(self, watched: Watched, watch: Watch, scans: Scans | None = None) -> None:
+        self._watched = watched
+        self._watch = watch
+        self._scans = scans
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: what is not known is not told."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The families that have values."""
+        page = _Page()
+        self._settings(page)
+        self._ends(page)
+        self._usage(page)
+        if self._scans is not None:
+            self._scanned(page, self._scans)
+        return page.families()
+
+    def _settings(self, page: "_Page") -> None:
+        watched = self._watched
+        page.add("objkv_info", 1, watched.version, watched.bulk_url, watched.index_url)
+        page.add("objkv_ttl_seconds", watched.ttl_s)
+
+    def _ends(self, page: "_Page") -> None:
+        for end, answer in self._watch.answers().items():
+            page.add("objkv_up", answer.is_up, end)
+            page.add("objkv_answer_seconds", answer.seconds, end)
+            page.add("objkv_asked_timestamp_seconds", answer.asked_s, end)
+        facts = self._watch.facts
+        if facts is not None:
+            page.add("objkv_index_memory_bytes", facts.used_bytes)
+            page.add("objkv_index_memory_max_bytes", facts.maxmemory_bytes or None)
+            page.add("objkv_index_clock_skew_seconds", facts.clock_skew_s)
+
+    def _usage(self, page: "_Page") -> None:
+        page.add("objkv_usage_failures_total", self._watch.usage_failures)
+        stored = self._watch.stored
+        if stored is None:
+            return
+        page.add("objkv_usage_timestamp_seconds", stored.read_s)
+        rows = {
+            one.namespace: {
+                "objkv_stored_bytes": float(one.nbytes),
+                "objkv_stored_payloads": float(one.payloads),
+                "objkv_counted_timestamp_seconds": float(one.counted_s),
+            }
+            for one in stored.usage
+        }
+        page.add("objkv_namespaces", len(rows))
+        self._tell(page, rows, by="objkv_stored_bytes")
+        tenants: defaultdict[str, float] = defaultdict(float)
+        for name, values in rows.items():
+            tenants[self._watch.origin(name).tenant] += values["objkv_stored_bytes"]
+        most = sorted(tenants, key=lambda tenant: -tenants[tenant])
+        for tenant in most[: self._watched.namespaces_max]:
+            page.add("objkv_tenant_stored_bytes", tenants[tenant], tenant)
+            if self._watched.quota_bytes:
+                page.add("objkv_tenant_quota_bytes", self._watched.quota_bytes, tenant)
+
+    def _scanned(self, page: "_Page", scans: Scans) -> None:
+        page.add("objkv_scan_failures_total", scans.failures)
+        scan: Scan | None = scans.last
+        if scan is None:
+            return
+        page.add("objkv_scan_timestamp_seconds", scan.ended_s)
+        page.add("objkv_scan_seconds", scan.seconds)
+        page.add("objkv_scan_quarantined_payloads", scan.quarantined)
+        rows = {
+            name: {
+                "objkv_scan_payloads": float(counted.payloads),
+                "objkv_scan_bytes": float(counted.nbytes),
+                "objkv_scan_oldest_timestamp_seconds": counted.oldest_s,
+                "objkv_scan_orphans": float(counted.orphans),
+                "objkv_scan_orphan_bytes": float(counted.orphan_bytes),
+                "objkv_scan_pinned_payloads": float(counted.pinned),
+            }
+            for name, counted in scan.namespaces.items()
+        }
+        self._tell(page, rows, by="objkv_scan_bytes")
+
+    def _tell(self, page: "_Page", rows: Mapping[str, dict[str, float]], *, by: str) -> None:
+        """Each of the largest namespaces by itself, and the others as one."""
+        largest = sorted(rows, key=lambda name: (-rows[name][by], name))
+        shown = largest[: self._watched.namespaces_max]
+        for name in shown:
+            origin = self._watch.origin(name)
+            for metric, value in rows[name].items():
+                page.add(metric, value, name, origin.tenant, origin.model)
+        if rest := largest[self._watched.namespaces_max :]:
+            for metric in rows[rest[0]]:
+                value = _together(metric)(rows[name][metric] for name in rest)
+                page.add(metric, value, OTHER, "", "")
+
+
+def _together(metric: str) -> Callable[[Iterable[float]], float]:
+    """How values of several namespaces become one: of times the first counts."""
+    return min if metric.endswith("_timestamp_seconds") else sum
+
+
+class _Page:
+    """Families in the order of the page; of one set of labels only one value."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[tuple[str, ...], float]] = {}
+
+    def add(self, name: str, value: float | bool | None, *labels: str) -> None:
+        """One value; None is not told."""
+        if value is None:
+            return
+        clean = tuple(_label(label) for label in labels)
+        self._samples.setdefault(name, {}).setdefault(clean, float(value))
+
+    def families(self) -> Iterator[Metric]:
+        """What was added."""
+        for name, metric in METRICS.items():
+            samples = self._samples.get(name)
+            if samples is None:
+                continue
+            yield _family(name, metric.kind, metric.text, metric.labels, samples)
+
+
+def _family(
+    name: str,
+    kind: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Mapping[tuple[str, ...], float],
+) -> Metric:
+    cls = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+    family = cls(name, text, labels=list(labels))
+    for values, value in samples.items():
+        family.add_metric(list(values), value)
+    return family
+
+
+def _label(text: str) -> str:
+    """What others wrote, as a label: nothing that moves a terminal's cursor, and not endless."""
+    shown = "".join(c if c.isprintable() else "?" for c in text[:_LABEL_CHARS_MAX])
+    return shown.encode("utf-8", "replace").decode()

@@ -1,0 +1,102 @@
+"""``objkv exporter``: one page for Prometheus, whatever the ends do; and an orderly end."""
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cli.conftest import Machine, Ran, Run
+from tests.ops.world import IDENTITY, NAMESPACE
+
+UNREACHABLE = "redis://127.0.0.1:1/0"
+
+
+OURS = (IDENTITY.model, NAMESPACE, IDENTITY.tenant)
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """Values by name and labels, these in the order of their names."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_once_prints_the_page_and_ends(machine: Machine, run: Run) -> None:
+    machine.fill()
+    found = samples(run("exporter", "--once").out)
+    assert found["objkv_stored_payloads", *OURS] == 6
+    assert found["objkv_up", "bulk"] == found["objkv_up", "index"] == 1
+    assert not [name for name, *_ in found if name.startswith("objkv_scan_")]
+
+
+def test_a_scan_is_made_only_where_it_is_asked_for(machine: Machine, run: Run) -> None:
+    machine.fill()
+    found = samples(run("exporter", "--once", "--scan-every", "3600").out)
+    assert found["objkv_scan_payloads", *OURS] == 6
+
+
+def test_an_index_that_is_gone_is_told_and_no_failure(machine: Machine, run: Run) -> None:
+    machine.fill()
+    ran = run("exporter", "--once", "--index-url", UNREACHABLE)
+    found = samples(ran.out)
+    assert ran.code == 0
+    assert (found["objkv_up", "index"], found["objkv_up", "hot"]) == (0, 0)
+    assert found["objkv_up", "bulk"] == 1
+
+
+def test_looking_makes_no_folder(home: Path, run: Run) -> None:
+    found = samples(run("exporter", "--once").out)
+    assert found["objkv_up", "bulk"] == 0
+    assert not (home / "objkv" / "chunks").exists()
+
+
+def test_json_is_one_document(machine: Machine, run: Run) -> None:
+    machine.fill()
+    names = {sample["name"] for sample in run("exporter", "--once", "--json").document}
+    assert {"objkv_up", "objkv_stored_bytes"} <= names
+
+
+def test_memory_has_nothing_to_watch(run: Run) -> None:
+    ran: Ran = run("exporter", "--once", "--index-url", "memory:")
+    assert ran.code == 2
+    assert "memory:" in ran.err
+
+
+@contextmanager
+def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "objkv.cli", "exporter", "--port", "0"],
+        env=own | {"XDG_CACHE_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().removeprefix("serving ").strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_serves_until_it_is_told_to_end(machine: Machine, home: Path) -> None:
+    machine.fill()
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with serving(home) as (process, url):
+        assert url.startswith("http://127.0.0.1:")
+        with opener.open(url, timeout=60) as response:
+            found = samples(response.read().decode())
+        assert "process_resident_memory_bytes" in {name for name, *_ in found}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""

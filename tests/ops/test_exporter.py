@@ -1,0 +1,332 @@
+"""What is watched is told as it was last seen, whatever the ends do meanwhile."""
+
+import logging
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from socket import create_connection
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.index.base import Usage
+from objkv.index.memory import MemoryIndex
+from objkv.ops.ends import Ends
+from objkv.ops.exporter import Asks, Watch
+from objkv.ops.exporter_collector import StoreCollector, Watched
+from objkv.ops.exporter_metrics import METRICS
+from objkv.ops.exporter_scan import Scans
+from objkv.ops.exporter_server import ExporterServer
+from objkv.ops.server import ServerFacts
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
+
+Told = dict[str, dict[str, float]]
+WATCHED = Watched("1.2.3", "s3://bucket/kv", "redis://host", 3600, 1 << 30, namespaces_max=2)
+
+
+class Ticking:
+    """A clock for both readings, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class World:
+    """Both ends, which fail or hang when told."""
+
+    def __init__(self) -> None:
+        self.clock = Ticking()
+        self.bulk = MemoryStore()
+        self.usage: list[Usage] = []
+        self.errors: dict[str, StoreError] = {}
+        self.during: Callable[[], None] = lambda: None
+        asks = Asks(
+            {"bulk": lambda: self._asked("bulk"), "index": lambda: self._asked("index")},
+            usage=self._usage,
+            facts=lambda: ServerFacts("valkey", "8.0", "standalone", 0, "noeviction", 4096, 0.25),
+            documents=self.bulk,
+        )
+        self.watch = Watch(asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock)
+
+    def _asked(self, end: str) -> None:
+        self.during()
+        if error := self.errors.get(end):
+            raise error
+
+    def _usage(self) -> list[Usage]:
+        if error := self.errors.get("usage"):
+            raise error
+        return self.usage
+
+    def ask(self) -> None:
+        """One round."""
+        self.watch.ask("index")
+        self.watch.ask("bulk")
+
+    def page(self, watched: Watched = WATCHED, scans: Scans | None = None) -> Told:
+        """What a scrape reads: values by metric, and within that by the labels' values."""
+        told: Told = {}
+        for family in StoreCollector(watched, self.watch, scans).collect():
+            for sample in family.samples:
+                labels = "|".join(sample.labels.values())
+                assert labels not in told.setdefault(sample.name, {})
+                told[sample.name][labels] = sample.value
+        return told
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_nothing_is_told_of_what_was_not_asked_yet(world: World) -> None:
+    assert world.page() == {
+        "objkv_info": {"1.2.3|s3://bucket/kv|redis://host": 1},
+        "objkv_ttl_seconds": {"": 3600},
+        "objkv_usage_failures_total": {"": 0},
+    }
+
+
+def test_what_is_stored_is_told_with_whose_it_is(world: World) -> None:
+    save_identity(world.bulk)
+    world.usage = [Usage(NAMESPACE, 4_000, 7, counted_s=900)]
+    world.ask()
+    page = world.page()
+    whose = f"{NAMESPACE}|{IDENTITY.tenant}|{IDENTITY.model}"
+    assert page["objkv_stored_bytes"] == {whose: 4_000}
+    assert page["objkv_stored_payloads"] == {whose: 7}
+    assert page["objkv_counted_timestamp_seconds"] == {whose: 900}
+    assert page["objkv_tenant_stored_bytes"] == {IDENTITY.tenant: 4_000}
+    assert page["objkv_tenant_quota_bytes"] == {IDENTITY.tenant: 1 << 30}
+    assert page["objkv_up"] == {"bulk": 1, "index": 1}
+    assert page["objkv_index_memory_bytes"] == {"": 4096}
+    assert "objkv_index_memory_max_bytes" not in page
+
+
+def test_a_document_that_comes_later_is_read_later(world: World) -> None:
+    world.usage = [Usage(NAMESPACE, 1, 1, 0)]
+    world.ask()
+    assert world.page()["objkv_stored_bytes"] == {f"{NAMESPACE}||": 1}
+    save_identity(world.bulk)
+    world.watch.ask("bulk")
+    assert list(world.page()["objkv_tenant_stored_bytes"]) == [IDENTITY.tenant]
+
+
+def test_an_end_that_fails_is_down_and_the_rest_is_told_as_before(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.usage = [Usage(NAMESPACE, 4_000, 7, 0)]
+    world.ask()
+    world.errors = {"index": StoreUnavailable("no answer"), "bulk": StoreDenied("403")}
+    world.clock.now += 60
+    for _ in range(3):
+        world.ask()
+    page = world.page()
+    assert page["objkv_up"] == {"bulk": 0, "index": 0}
+    assert page["objkv_stored_bytes"] == {f"{NAMESPACE}||": 4_000}
+    assert page["objkv_usage_timestamp_seconds"] == {"": 1_000}
+    world.errors = {}
+    world.ask()
+    assert world.page()["objkv_up"] == {"bulk": 1, "index": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "end down end=index reason=no answer",
+        "end down end=bulk reason=403",
+        "end up again end=index",
+        "end up again end=bulk",
+    ]
+
+
+def test_a_reading_that_fails_is_counted_and_the_last_one_stays(world: World) -> None:
+    world.usage = [Usage(NAMESPACE, 4_000, 7, 0)]
+    world.ask()
+    world.errors["usage"] = StoreUnavailable("slow")
+    world.ask()
+    page = world.page()
+    assert page["objkv_usage_failures_total"] == {"": 1}
+    assert page["objkv_up"]["index"] == 1
+    assert page["objkv_stored_bytes"] == {f"{NAMESPACE}||": 4_000}
+
+
+def test_an_end_that_hangs_is_down_and_a_scrape_does_not_wait(world: World) -> None:
+    world.ask()
+    seen: list[float] = []
+
+    def scraped_meanwhile() -> None:
+        for waited_s in (9.0, 2.0):
+            world.clock.now += waited_s
+            seen.append(world.page()["objkv_up"]["index"])
+
+    world.during = scraped_meanwhile
+    world.watch.ask("index")
+    assert seen == [1, 0]
+    assert world.page()["objkv_up"]["index"] == 1  # it did answer in the end
+    assert world.page()["objkv_answer_seconds"]["index"] == 11
+
+
+def test_beyond_the_largest_namespaces_there_is_only_a_sum(world: World) -> None:
+    world.usage = [Usage(f"{n:032x}", 100 * n, n, counted_s=n) for n in range(1, 6)]
+    world.ask()
+    page = world.page()
+    assert page["objkv_stored_bytes"] == {f"{5:032x}||": 500, f"{4:032x}||": 400, "other||": 600}
+    assert page["objkv_counted_timestamp_seconds"]["other||"] == 1
+    assert page["objkv_namespaces"] == {"": 5}
+    assert page["objkv_tenant_stored_bytes"] == {"": 1500}
+
+
+def test_without_a_quota_none_is_told(world: World) -> None:
+    world.usage = [Usage(NAMESPACE, 1, 1, 0)]
+    world.ask()
+    watched = Watched("1", "file:/x", "sqlite:/y", 60, 0, 10)
+    assert "objkv_tenant_quota_bytes" not in world.page(watched)
+
+
+def test_what_others_wrote_moves_no_cursor_and_has_an_end(world: World) -> None:
+    world.usage = [Usage("\x1b[2J" + "n" * 500, 1, 1, 0), Usage("\ud800", 1, 1, 0)]
+    world.ask()
+    first, second = (label.split("|")[0] for label in world.page()["objkv_stored_bytes"])
+    assert {first, second} == {"?[2J" + "n" * 196, "?"}
+
+
+def test_every_name_told_is_on_the_page(world: World) -> None:
+    world.usage = [Usage(NAMESPACE, 1, 1, 0)]
+    world.ask()
+    assert world.page().keys() <= METRICS.keys()
+
+
+# Scans.
+
+
+def scans(bulk: MemoryStore, index: MemoryIndex, *, now_s: float, grace_s: float = 100) -> Scans:
+    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
+    return Scans(ends, every_s=60, grace_s=grace_s, clock=lambda: now_s)
+
+
+def stored_at(bulk: MemoryStore) -> float:
+    return min(entry.modified_s for entry in bulk.scan(""))
+
+
+def test_a_scan_counts_payloads_and_those_without_a_record() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_identity(bulk)
+    keys = save(bulk, index)
+    for key in keys[:2]:
+        index.drop(NAMESPACE, key.prefix_hash)
+    bulk.put(f"quarantine/{keys[0].path()}", b"x")
+    found = scans(bulk, index, now_s=stored_at(bulk) + 1_000)
+    found.scan()
+    page = World().page(scans=found)
+    sizes = [entry.nbytes for entry in bulk.scan(f"{NAMESPACE}/") if "identity" not in entry.key]
+    (label,) = page["objkv_scan_payloads"]
+    assert page["objkv_scan_payloads"][label] == len(keys) == 3
+    assert page["objkv_scan_bytes"][label] == sum(sizes)
+    assert page["objkv_scan_orphans"][label] == 2
+    assert page["objkv_scan_quarantined_payloads"] == {"": 1}
+
+
+def test_what_was_just_saved_is_no_orphan_yet() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save(bulk, None)
+    found = scans(bulk, index, now_s=stored_at(bulk) + 50)
+    found.scan()
+    assert found.last is not None
+    assert [one.orphans for one in found.last.namespaces.values()] == [0]
+
+
+def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> None:
+    bulk, index = FlakyStore(MemoryStore()), MemoryIndex()
+    save(bulk, index)
+    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
+    found = Scans(ends, every_s=60, grace_s=0)
+    found.scan()
+    whole = found.last
+    bulk.fail_next(StoreUnavailable("gone"))
+    found.scan()
+    assert found.failures == 1
+    assert found.last is whole is not None
+
+
+# Serving.
+
+
+@pytest.fixture
+def healthy() -> list[bool]:
+    return [True]
+
+
+@pytest.fixture
+def server(world: World, healthy: list[bool]) -> Iterator[ExporterServer]:
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(WATCHED, world.watch))
+    with ExporterServer(registry, "127.0.0.1", 0, is_healthy=lambda: healthy[0]) as served:
+        yield served
+
+
+def get(url: str, method: str = "GET") -> tuple[int, str]:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(urllib.request.Request(url, method=method), timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_page_is_what_prometheus_parses(world: World, server: ExporterServer) -> None:
+    world.usage = [Usage('a"b\\c\nd', 5, 1, 0)]
+    world.ask()
+    status, text = get(f"{server.url}/metrics")
+    assert status == 200
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (sample,) = families["objkv_stored_bytes"].samples
+    assert (sample.labels["namespace"], sample.value) == ('a"b\\c?d', 5)
+
+
+def test_health_is_whether_somebody_still_asks(server: ExporterServer, healthy: list[bool]) -> None:
+    assert get(f"{server.url}/healthz") == (200, "ok\n")
+    healthy[0] = False
+    assert get(f"{server.url}/healthz")[0] == 503
+    assert get(f"{server.url}/metrics")[0] == 200
+
+
+def test_nothing_else_is_served(server: ExporterServer) -> None:
+    assert get(f"{server.url}/../etc/passwd")[0] == 404
+    assert get(f"{server.url}/metrics", "POST")[0] == 405
+    assert get(f"{server.url}/")[1] == "objkv exporter: /metrics, /healthz\n"
+
+
+def test_clients_that_say_nothing_keep_nobody_out_and_are_bounded(server: ExporterServer) -> None:
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    silent = [create_connection(address) for _ in range(15)]
+    try:
+        assert get(f"{server.url}/healthz")[0] == 200
+        silent += [create_connection(address) for _ in range(20)]
+        assert threading.active_count() < 60
+        assert any(one.recv(1) == b"" for one in silent[16:17])  # one too many, closed at once
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_an_address_that_is_taken_is_told_in_a_sentence(server: ExporterServer) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
+        ExporterServer(CollectorRegistry(), "127.0.0.1", port, is_healthy=lambda: True)
+
+
+def test_the_watch_asks_by_itself_and_stops(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    asked = threading.Event()
+    world.during = asked.set
+    world.watch.start()
+    assert asked.wait(60)
+    assert world.watch.is_alive()
+    world.watch.stop()
+    assert not world.watch.is_alive()
+    assert not caplog.records
