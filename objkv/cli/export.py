@@ -1,0 +1,204 @@
+"""``objkv export``: chunks as plain safetensors files in a folder."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from objkv import __version__
+from objkv.assembly.backends import open_bulk
+from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import size
+from objkv.cli.prompts import find_identity, read_digest, read_prompt
+from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.config import local_path
+from objkv.errors import ConfigError, PayloadError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import Identity
+from objkv.keys.prefix import PromptExtras
+from objkv.ops.ends import read_namespace, record_keys, stored_parts
+from objkv.ops.export import Export, chain_keys
+from objkv.ops.manifest import NAME, Head, ManifestWriter
+from objkv.ops.match import match_prompt
+from objkv.ops.show import BEGINNING_CHARS_MIN, is_beginning
+from objkv.ops.verify_payload import Budget
+from objkv.stores.base import PruneStore
+from objkv.telemetry import NullRecorder
+
+MEMORY_BYTES = 1 << 30
+
+
+@command
+def export(
+    session: Session,
+    out: Annotated[Path, typer.Option(help="Folder to write into; made if needed.", metavar="DIR")],
+    namespace: Annotated[
+        str | None, typer.Option(help="All of it, or where the rest is looked for.", metavar="NS")
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="The chunk with this hash, and all before it.", metavar="HASH"),
+    ] = None,
+    below: Annotated[
+        bool, typer.Option("--below", help="With --prefix: all that continues it, too.")
+    ] = False,
+    tokens: Annotated[
+        Path | None, typer.Option(help="Of a prompt: its token ids; - is stdin.", metavar="FILE")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Of a prompt, with --tokenizer.", metavar="TEXT")
+    ] = None,
+    text_file: Annotated[
+        Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="The prompt's cache_salt.", metavar="TEXT")
+    ] = None,
+    lora_digest: Annotated[
+        str | None, typer.Option(help="Content digest of its adapter.", metavar="HEX")
+    ] = None,
+    without_tokens: Annotated[
+        bool, typer.Option("--without-tokens", help="Leave out stored token ids.")
+    ] = False,
+    memory_bytes: Annotated[
+        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
+    ] = MEMORY_BYTES,
+    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+) -> int:
+    """Write a namespace, a prefix or a prompt's chunks as plain safetensors files.
+
+    What is exported is neither compressed nor sealed. Run again, it goes on where it ended.
+    """
+    prompt = None
+    if any(one is not None for one in (tokens, text, text_file)):
+        prompt = read_prompt(tokens, text, text_file, tokenizer)
+    extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
+    wanted = _Wanted(namespace, prefix, below, prompt, extras)
+    wanted.check()
+    with upkeep(session, "export", writes=False, workers=workers, resumable=False) as run:
+        head = _run(run, wanted, out, Budget(memory_bytes), with_tokens=not without_tokens)
+        _show(run, out, head)
+        wrong = run.tally.counts["corrupt"] + run.tally.counts["missing"]
+        return run.code(FOUND if wrong else FINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is to be exported."""
+
+    namespace: str | None
+    prefix: str | None
+    below: bool
+    prompt: list[int] | None
+    extras: PromptExtras
+
+    def check(self) -> None:
+        """Raises ``ConfigError`` for what says too little, or too much."""
+        prefix = self.prefix
+        if prefix is not None and (self.prompt is not None or not is_beginning(prefix)):
+            raise ConfigError(
+                f"--prefix: {BEGINNING_CHARS_MIN} to 40 hex digits of a prefix hash, and no prompt"
+            )
+        if self.prompt is None and prefix is None and self.namespace is None:
+            raise ConfigError("say what: --namespace, --prefix, or a prompt (--tokens, --text)")
+        if self.below and prefix is None:
+            raise ConfigError("--below is for --prefix")
+
+
+def _run(
+    run: Upkeep, wanted: _Wanted, out: Path, budget: Budget, *, with_tokens: bool
+) -> Head | None:
+    """Export it; None if that was interrupted."""
+    with run.session.backends() as backends:
+        identity = find_identity(backends, run.pick(wanted.namespace))
+    keys = _keys(run, identity, wanted)
+    with run.interruptible(), _target(run.session, out) as target:
+        manifest = ManifestWriter(out)
+        try:
+            work = Export(run.ends, target, manifest.add, budget=budget, with_tokens=with_tokens)
+            _export(run, work, identity.namespace(), keys)
+            if run.crew.ending == "complete":
+                return manifest.finish(__version__, int(time.time()))
+        finally:
+            manifest.close()
+    return None
+
+
+def _keys(run: Upkeep, identity: Identity, wanted: _Wanted) -> list[ChunkKey] | None:
+    """The payloads that were asked for; None for all. Raises ``PayloadError`` if there are none."""
+    index, name = run.ends.index, identity.namespace()
+    with run.session.out.waiting("reading the index"):
+        if wanted.prefix is not None:
+            return chain_keys(index, name, wanted.prefix, below=wanted.below)
+        if wanted.prompt is None:
+            return None
+        report = match_prompt(index, identity, wanted.prompt, wanted.extras)
+        hashes = [chunk.prefix_hash for chunk in report.chunks if chunk.usable]
+        if not hashes:
+            raise PayloadError("nothing of the prompt would be served: objkv match --explain")
+        run.session.out.note(
+            f"{report.usable_tokens:,} of {report.prompt_tokens:,} tokens would be served"
+        )
+        records = index.lookup(name, hashes)
+        return [key for record in records if record for key in record_keys(name, record)]
+
+
+def _target(session: Session, out: Path) -> "_Folder":
+    """Raises ``ConfigError`` for a folder that is no place for an export."""
+    if (out / NAME).exists():
+        raise ConfigError(f"{out} holds a complete export already: choose another folder")
+    if session.config.bulk_url.startswith("file:"):
+        place, bulk = out.resolve(), local_path(session.config.bulk_url).resolve()
+        if place == bulk or bulk in place.parents:
+            raise ConfigError(f"{out} is in the bulk store itself: choose another folder")
+    # What is in there is what prompts made: nobody else's business.
+    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _Folder(session, out)
+
+
+class _Folder:
+    """The folder as a store, while it is needed."""
+
+    def __init__(self, session: Session, out: Path) -> None:
+        place = {"bulk_url": f"file://{out.resolve()}", "index_url": "bulk:", "role": "writer"}
+        self._store = open_bulk(session.config.model_copy(update=place), NullRecorder())
+
+    def __enter__(self) -> PruneStore:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+
+def _export(run: Upkeep, work: Export, name: str, keys: list[ChunkKey] | None) -> None:
+    namespace = read_namespace(run.ends.bulk, name)
+    seal = run.ends.seal_of(namespace)
+    work.documents([name])
+    if keys is None:
+        parts = stored_parts(run.ends.bulk, [name])
+        run.run("exporting", work.parts(parts, {name: namespace}))
+    else:
+        run.run("exporting", work.keys(keys, seal))
+
+
+def _show(run: Upkeep, out: Path, head: Head | None) -> None:
+    counts, tell = run.tally.counts, run.session.out
+    if tell.machine:
+        kinds = ("exported", "kept", "gone", "corrupt", "missing")
+        tell.document(
+            run.report("export", out=str(out), manifest=head, **{k: counts[k] for k in kinds})
+        )
+        return
+    if head is not None:
+        tell.line(f"{head.payloads:,} payloads, {size(head.nbytes)}, in {out}")
+    if counts["kept"]:
+        tell.line(f"{counts['kept']:,} of them were there already")
+    tell.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.tally.findings])
+    run.tell_end()
+    if run.crew.ending != "complete":
+        tell.line("run it again to go on: what is there is kept")

@@ -1,0 +1,230 @@
+"""Brings an export into a cache: every byte checked, bulk first, the index last.
+
+Whoever brings payloads in vouches for them: that the KV in them belongs to the prompt that their
+name stands for is what only the writer knows. What can be checked is: lengths, checksums, SHA-256,
+names, and that layers are those of the identity. In a sealed namespace payloads are sealed anew,
+with the keys that are here.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Final
+
+from objkv.cache.existing import existing_header
+from objkv.cache.tiered import shard_record
+from objkv.codec.payload import Claim, Header, encode, frame_pages, read_header
+from objkv.codec.seal import Seal
+from objkv.errors import ConfigError, PayloadError
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import Identity, identity_path
+from objkv.ops.crew import Check, Unit
+from objkv.ops.ends import Ends, Namespace, read_namespace
+from objkv.ops.identities import identity_document, parse_identity
+from objkv.ops.manifest import Line
+from objkv.ops.rebuild import is_same
+from objkv.ops.tally import Tally
+from objkv.ops.verify_payload import Budget, Checker
+from objkv.stores.base import ReadStore
+
+_LINES_AT_ONCE: Final = 32
+_COPIES: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A namespace of an export, as this cache will have it."""
+
+    namespace: Namespace
+    identity: Identity | None
+    """None of those that are not KV, or written by another version: known by digest alone."""
+    document: bytes | None
+    """What is to be written first; None where the cache has it."""
+
+
+def arrivals(ends: Ends, source: ReadStore, names: Sequence[str]) -> list[Arrival]:
+    """The namespaces ``names`` of an export. Raises ``ConfigError`` for one that neither the cache
+    nor the export has the right document of."""
+    found = []
+    for name in names:
+        document, known = None, read_namespace(ends.bulk, name)
+        if not known.is_known:
+            known = read_namespace(source, name)
+            document = identity_document(source, name)
+            if not known.is_known or document is None:
+                raise ConfigError(
+                    f"{name}: a foreign namespace: neither this cache nor the export has its "
+                    f"identity document ({identity_path(name)}), so nobody could tell what its "
+                    "payloads are"
+                )
+        text = document or identity_document(ends.bulk, name)
+        assert text is not None
+        try:
+            identity = parse_identity(text, name)
+        except PayloadError:
+            identity = None
+        found.append(Arrival(known, identity, document))
+    return found
+
+
+class BringIn:
+    """Units that bring payloads in. Counts ``added``, ``present`` (stored already), ``indexed``
+    (stored, and had no record) and ``busy`` (being saved by a replica); finds ``missing`` and
+    ``refused``."""
+
+    def __init__(
+        self,
+        ends: Ends,
+        source: ReadStore,
+        arrivals: Sequence[Arrival],
+        *,
+        budget: Budget,
+        codec: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._ends = ends
+        self._source = source
+        self._arrivals: Mapping[str, Arrival] = {one.namespace.name: one for one in arrivals}
+        self._budget = budget
+        self._codec = codec
+        self._clock = clock
+        self._checker = Checker(ends, budget)
+
+    def documents(self) -> int:
+        """Write the identity documents that this cache lacks; how many."""
+        new = [one for one in self._arrivals.values() if one.document is not None]
+        for one in new:
+            assert one.document is not None
+            self._ends.bulk.put_if_absent(identity_path(one.namespace.name), one.document)
+        return len(new)
+
+    def lines(self, lines: Sequence[Line]) -> Iterator[Unit]:
+        """These payloads."""
+        for start in range(0, len(lines), _LINES_AT_ONCE):
+            some = lines[start : start + _LINES_AT_ONCE]
+            yield Unit(f"import {start}", self._work(some))
+
+    def shapes(self, lines: Sequence[Line]) -> Iterator[Unit]:
+        """Say which shards there are, so that replicas of every shape look for them."""
+        fields: dict[str, set[str]] = {}
+        for line in lines:
+            key = ChunkKey.parse(line.key)
+            fields.setdefault(key.namespace, set()).add(key.field)
+        for name, found in fields.items():
+            if self._arrivals[name].namespace.has_shapes:
+                yield Unit(f"shapes {name}", self._shapes_work(name, found), again=True)
+
+    def _shapes_work(self, name: str, fields: set[str]) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
+            entry = ChunkEntry(name, SHAPES_HASH, SHAPES_HASH, 0, 1)
+            told = dict.fromkeys(sorted(fields)[:FIELDS_MAX], empty)
+            self._ends.index.publish(entry, told, ttl_s=self._ends.ttl_s)
+
+        return work
+
+    def _work(self, lines: Sequence[Line]) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            for line in lines:
+                check()
+                self._bring(line, tally)
+
+        return work
+
+    def _bring(self, line: Line, tally: Tally) -> None:
+        key = ChunkKey.parse(line.key)
+        arrival = self._arrivals[key.namespace]
+        try:
+            with self._budget.taking(_COPIES * line.nbytes):
+                entry = self._source.head(line.key)
+                if entry is None:
+                    tally.find("missing", line.key, line.nbytes, "not in the export")
+                    return
+                if entry.nbytes != line.nbytes:
+                    raise PayloadError(
+                        f"{entry.nbytes} bytes where the manifest says {line.nbytes}"
+                    )
+                header, payload = self._read(line, key)
+                check_fits(header, arrival.identity)
+                seal = self._ends.seal_of(arrival.namespace)
+                if seal is not None or self._codec != "none":
+                    header, payload = _encoded(header, payload, self._codec, seal)
+                tally.count(self._save(header, payload, seal), header.nbytes)
+        except PayloadError as exc:
+            tally.find("refused", line.key, line.nbytes, str(exc))
+
+    def _read(self, line: Line, key: ChunkKey) -> tuple[Header, bytes]:
+        payload = self._source.get(line.key)
+        if payload is None:
+            raise PayloadError("gone while it was read")
+        if sha256(payload).hexdigest() != line.sha256:
+            raise PayloadError("its SHA-256 is not the manifest's")
+        header = self._checker.read(payload, None)
+        if header.claim.key != key:
+            raise PayloadError(f"claims to be {header.claim.key.path()}")
+        if header.marks.signed_by or header.codec != "none":
+            raise PayloadError("not plain: objkv export writes neither seals nor other codecs")
+        return header, payload
+
+    def _save(self, header: Header, payload: bytes, seal: Seal | None) -> str:
+        """As a replica saves: what became of it."""
+        ends, claim = self._ends, header.claim
+        path = claim.key.path()
+        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+            return "busy"
+        try:
+            if ends.bulk.put_if_absent(path, payload):
+                self._publish(claim, header)
+                return "added"
+            there = existing_header(ends.bulk, claim, seal)
+            if there is None:  # cut short, or not what it claims to be: nobody can use it
+                ends.bulk.put(path, payload)
+                self._publish(claim, header)
+                return "added"
+            [record] = ends.index.lookup(claim.key.namespace, [claim.key.prefix_hash])
+            shard = record.shards.get(claim.key.field) if record else None
+            if ends.is_own_index or (shard is not None and is_same(shard, there)):
+                return "present"
+            self._publish(claim, there)
+            return "indexed"
+        finally:
+            ends.index.release(path, ends.owner)
+
+    def _publish(self, claim: Claim, header: Header) -> None:
+        key = claim.key
+        chunk = ChunkEntry(
+            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+        )
+        self._ends.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=self._ends.ttl_s)
+
+
+def check_fits(header: Header, identity: Identity | None) -> None:
+    """Raises ``PayloadError`` unless the payload can be one of ``identity``."""
+    if identity is None:
+        return
+    claim, size = header.claim, identity.chunk_tokens
+    if claim.key.group >= len(identity.groups):
+        raise PayloadError(f"of group {claim.key.group}, which the model does not have")
+    group, shard = identity.groups[claim.key.group], claim.key.shard
+    names = tuple(layer.name for layer in header.frames.layers)
+    if names != group.layers[shard.layer_start : shard.layer_end]:
+        raise PayloadError(f"its layers are not those of group {claim.key.group}")
+    if shard.head_end > group.heads:
+        raise PayloadError(f"of head {shard.head_end - 1}, which the model does not have")
+    if claim.token_start % size or claim.token_end - claim.token_start != size:
+        raise PayloadError(f"its tokens are no chunk of {size}")
+
+
+def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> tuple[Header, bytes]:
+    frames = header.frames
+    pages = [frame_pages(header, number, payload, None) for number in range(len(frames))]
+    provenance = header.provenance
+    if (
+        seal is not None and seal.encrypts
+    ):  # token ids are the prompt, and headers are not encrypted
+        provenance = replace(provenance, tokens=None)
+    made = encode(header.claim, frames.layers, pages, codec=codec, provenance=provenance, seal=seal)
+    return read_header(made, seal=seal), bytes(made)
