@@ -90,7 +90,8 @@ def _show_warmed(out: Output, report: WarmReport) -> None:
     if report.failed:
         rows.append(("failed", report.failed, ""))
     out.table(("", ">", ""), rows)
-    out.line(_asked(report))
+    if report.asked_tokens:
+        out.line(_asked(report))
     out.line(f"saved {report.saved_chunks:,} chunks, {size(report.saved_bytes)}")
     if report.resumed:
         earlier = report.earlier
@@ -98,7 +99,8 @@ def _show_warmed(out: Output, report: WarmReport) -> None:
             f"runs before this one warmed {earlier['warmed']:,} prompts and saved "
             f"{earlier['saved_chunks']:,} chunks, {size(earlier['saved_bytes'])}"
         )
-    if len(report.endpoints) > 1 or any(one.errors for one in report.endpoints):
+    answered = sum(one.answered for one in report.endpoints)
+    if (answered and len(report.endpoints) > 1) or any(one.errors for one in report.endpoints):
         out.line()
         out.table(
             ("endpoint", ">answers", ">tokens", ">errors", "state", "last error"),

@@ -65,13 +65,24 @@ class Answer:
 class Server:
     """One server on a free port of loopback. As a context manager it does not outlive its block."""
 
-    def __init__(self, folder: Path, *, cpu: int, settings: dict[str, str]) -> None:
-        """Start it on one core. ``settings`` are environment variables, ``folder`` has its log."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        cpu: int,
+        settings: dict[str, str],
+        with_tokenizer: Path | None = None,
+    ) -> None:
+        """Start it on one core. ``settings`` are environment variables, ``folder`` has its log.
+
+        ``with_tokenizer``: the folder of a model that has a tokenizer, which is used then.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.log_file = folder / "server.log"
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(model.make("llama")), "--host", "127.0.0.1", *_FLAGS]
+        command += ["--model", str(with_tokenizer or model.make("llama")), "--host", "127.0.0.1"]
+        command += [flag for flag in _FLAGS if not (with_tokenizer and "tokenizer" in flag)]
         command += ["--port", str(port), *(word for pair in _ARGUMENTS.items() for word in pair)]
         # Never through a proxy: it is on this machine.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,0 +1,240 @@
+"""A server that talks as vLLM's does and saves as a replica does, and fails as it is told."""
+
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+from objkv.codec.payload import read_header
+from objkv.index.base import ChunkEntry, WriteIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import Identity
+from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
+from objkv.stores.base import WriteStore
+from tests.ops.world import CHUNK, IDENTITY, WHOLE, payload_of, record_of, save_identity
+
+MODEL = "tiny"
+ADAPTER, ADAPTER_DIGEST = "lawyer", bytes(range(32))
+LONGEST = 40 * CHUNK
+Fault = Callable[["Handler"], bool]
+"""Does something to a completion; whether it was answered."""
+
+
+@dataclass
+class Asked:
+    """One completion that was computed."""
+
+    tokens: tuple[int, ...]
+    salt: str | None
+    model: str
+    stored_before: int
+    """Chunks of it that were stored when it came."""
+
+
+@dataclass
+class Place:
+    """Where fake replicas save."""
+
+    bulk: WriteStore
+    index: WriteIndex
+    identity: Identity = IDENTITY
+
+    def stored(
+        self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
+    ) -> int:
+        hashes = self.hashes(tokens, salt, lora)
+        found = self.index.lookup(self.identity.namespace(), hashes) if hashes else []
+        return sum(record is not None for record in found)
+
+    def hashes(
+        self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
+    ) -> list[bytes]:
+        extras = PromptExtras(salt=salt, lora_digest=lora)
+        return prefix_hashes(self.identity.namespace(), tokens, CHUNK, extras)
+
+    def save(
+        self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
+    ) -> None:
+        save_identity(self.bulk, self.identity)
+        namespace = self.identity.namespace()
+        parent = root_hash(namespace)
+        for number, name in enumerate(self.hashes(tokens, salt, lora)):
+            chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
+            key = ChunkKey(namespace, name, 0, WHOLE)
+            payload = payload_of(key, chunk, tokens, "none")
+            self.bulk.put_if_absent(key.path(), payload)
+            self.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
+            parent = name
+
+
+class FakeVllm:
+    """Listens while its block lasts. ``faults`` happen to one completion each, in order."""
+
+    def __init__(
+        self, place: Place, *, model: str = MODEL, faults: Sequence[Fault] = (), saves: bool = True
+    ) -> None:
+        self.place = place
+        self.model = model
+        self.saves = saves
+        self.faults = deque(faults)
+        self.every: Fault | None = None
+        """Happens to every completion, if there is one."""
+        self.asked: list[Asked] = []
+        self.headers: list[dict[str, str]] = []
+        self.under_way: list[tuple[int, ...]] = []
+        self.together: list[tuple[tuple[int, ...], ...]] = []
+        """What was under way when each completion came."""
+        self.healthy = True
+        self.lock = threading.Lock()
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server.fake = self
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=lambda: self._server.serve_forever(0.01), daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Nobody is there any more."""
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in list(self._server.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def real(self) -> list[Asked]:
+        """What was asked, without the probe."""
+        return [one for one in self.asked if not (one.salt or "").startswith("objkv-warm-")]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    fake: FakeVllm
+
+    def __init__(self, *arguments: Any) -> None:
+        self.connections: set[socket.socket] = set()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is what some tests are about."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Of one connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, *_: object) -> None:
+        """Tests look at what was asked."""
+
+    def answer(self, status: int, value: object = None, **headers: str) -> bool:
+        body = b"" if value is None else json.dumps(value).encode()
+        self.send_response(status)
+        for name, text in headers.items():
+            self.send_header(name.replace("_", "-"), text)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        return True
+
+    def do_GET(self) -> None:
+        fake = self.server.fake
+        if self.path == "/health":
+            self.answer(200 if fake.healthy else 500)
+        elif self.path == "/v1/models":
+            cards = [
+                {"id": fake.model, "root": "acme/tiny"},
+                {"id": ADAPTER, "root": "/adapters/x", "parent": fake.model},
+            ]
+            self.answer(200, {"data": cards})
+        else:
+            self.answer(404, {"error": {"message": "no such path"}})
+
+    def do_POST(self) -> None:
+        fake = self.server.fake
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        fake.headers.append(dict(self.headers))
+        if self.path == "/tokenize":
+            words = request.get("prompt") or " ".join(m["content"] for m in request["messages"])
+            tokens = [int(word) for word in words.split()]
+            self.answer(200, {"tokens": tokens, "count": len(tokens)})
+        else:
+            self._complete(request)
+
+    def _complete(self, request: dict[str, Any]) -> None:
+        fake = self.server.fake
+        tokens, salt = tuple(request["prompt"]), request.get("cache_salt")
+        if request["model"] not in (fake.model, ADAPTER):
+            self.answer(
+                404, {"error": {"message": f"The model {request['model']} does not exist."}}
+            )
+            return
+        if len(tokens) >= LONGEST:
+            self.answer(400, {"error": {"message": f"maximum context length is {LONGEST}"}})
+            return
+        lora = ADAPTER_DIGEST if request["model"] == ADAPTER else None
+        with fake.lock:
+            stored = fake.place.stored(tokens, salt, lora)
+            fake.asked.append(Asked(tokens, salt, request["model"], stored))
+            fake.under_way.append(tokens)
+            fake.together.append(tuple(fake.under_way))
+            is_probe = (salt or "").startswith("objkv-warm-")
+            fault = fake.faults.popleft() if fake.faults and not is_probe else fake.every
+        try:
+            if fault is not None and fault(self):
+                return
+            if fake.saves:
+                fake.place.save(tokens, salt, lora)
+            usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": 0}}
+            usage["prompt_tokens_details"] = {"cached_tokens": stored * CHUNK}
+            self.answer(200, {"choices": [], "usage": usage})
+        finally:
+            with fake.lock:
+                fake.under_way.remove(tokens)
+
+
+def status(code: int, **headers: str) -> Fault:
+    """Answers so."""
+    return lambda handler: handler.answer(code, {"error": {"message": "told so"}}, **headers)
+
+
+def reset(handler: Handler) -> bool:
+    """Hangs up in the middle."""
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.close_connection = True
+    return True
+
+
+def dropped(handler: Handler) -> bool:
+    """Computes it, and does not save it."""
+    request_tokens = handler.server.fake.under_way[-1]
+    usage = {"prompt_tokens": len(request_tokens)}
+    return handler.answer(200, {"choices": [], "usage": usage})
+
+
+@dataclass
+class Gate:
+    """Lets nothing through until it is opened."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, handler: Handler) -> bool:
+        self.opened.wait(60)
+        return False

@@ -1,0 +1,114 @@
+"""The prompts that are to be warmed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objkv.errors import ConfigError
+from objkv.ops.warm.prompts import Chat, Prompt, read_prompts, to_prompt
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt"),
+    [
+        ("tell me", Prompt("p", text="tell me")),
+        ([1, 2], Prompt("p", tokens=(1, 2))),
+        ({"prompt": "tell me"}, Prompt("p", text="tell me")),
+        ({"text": "tell me"}, Prompt("p", text="tell me")),
+        ({"prompt": [1, 2]}, Prompt("p", tokens=(1, 2))),
+        ({"token_ids": [1, 2], "max_tokens": 9}, Prompt("p", tokens=(1, 2))),
+        ({"prompt": "x", "cache_salt": "s"}, Prompt("p", text="x", salt="s")),
+        ({"prompt": "x", "model": "m"}, Prompt("p", text="x", model="m")),
+        ({"messages": MESSAGES}, Prompt("p", chat=Chat(tuple(MESSAGES)))),
+        (
+            {"custom_id": "a-7", "method": "POST", "body": {"messages": MESSAGES, "model": "m"}},
+            Prompt("p (a-7)", chat=Chat(tuple(MESSAGES)), model="m"),
+        ),
+    ],
+)
+def test_a_prompt_has_many_forms(line: Any, prompt: Prompt) -> None:
+    assert to_prompt(line, "p") == prompt
+
+
+def test_what_decides_the_tokens_of_messages_is_kept_and_nothing_else() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    request = {
+        "messages": MESSAGES,
+        "tools": tools,
+        "temperature": 0.7,
+        "stream": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "continue_final_message": True,
+    }
+    prompt = to_prompt(request, "p")
+    assert prompt.chat is not None
+    assert prompt.chat.options == {
+        "tools": tools,
+        "chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": False},
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (7, "a prompt is text"),
+        ({}, "it has none"),
+        ({"prompt": "x", "messages": MESSAGES}, "it has prompt, messages"),
+        ({"prompt": [[1], [2]]}, "'[1]' is no token id"),
+        ({"token_ids": [True]}, "'True' is no token id"),
+        ({"token_ids": [1 << 32]}, "is no token id"),
+        ({"token_ids": []}, "has no token ids"),
+        ({"token_ids": "1 2"}, "a list of integers"),
+        ({"messages": "hello"}, "messages is a list"),
+        ({"messages": [{"content": "x"}]}, "with a role"),
+        ({"prompt": "x", "cache_salt": 1}, "cache_salt is text"),
+        ({"body": 1}, "body is no object"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "'image_url', and only text can be warmed",
+        ),
+    ],
+)
+def test_what_is_no_prompt_is_named(value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"^here:3") as raised:
+        to_prompt(value, "here:3")
+    assert words in str(raised.value)
+
+
+def test_files_patterns_and_whole_texts_are_read(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('[1, 2]\n\n{"prompt": "x"}\n')
+    (tmp_path / "a.jsonl").write_text('"y"')
+    (tmp_path / "c.txt").write_text("one\ntwo")
+    found = list(read_prompts([str(tmp_path / "*.jsonl"), str(tmp_path / "c.txt")]))
+    assert [prompt.name for prompt in found] == [
+        f"{tmp_path}/a.jsonl:1",
+        f"{tmp_path}/b.jsonl:1",
+        f"{tmp_path}/b.jsonl:3",
+        f"{tmp_path}/c.txt",
+    ]
+    assert found[3].text == "one\ntwo"
+
+
+def test_a_line_that_is_not_json_is_named_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: not JSON"):
+        list(read_prompts([str(tmp_path / "a.jsonl")]))
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        list(read_prompts([str(tmp_path / "*.jsonl")]))
+
+
+def test_a_prompt_is_found_again_by_its_json(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"prompt {number}"}) for number in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    texts = [prompt.text for prompt in read_prompts([str(tmp_path / "a.jsonl")])]
+    assert texts == [f"prompt {number}" for number in range(50)]

@@ -1,0 +1,340 @@
+"""Warming through servers that talk as vLLM's do, over real sockets, with their faults."""
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import Identity
+from objkv.ops.ends import Ends
+from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.ops.warm.prompts import Chat, Prompt
+from objkv.ops.warm.report import WarmReport
+from objkv.ops.warm.run import Patience
+from objkv.ops.warm.story import Means, Watch, warm_by
+from objkv.stores.memory import MemoryStore
+from tests.ops.warm.fake_vllm import (
+    ADAPTER,
+    ADAPTER_DIGEST,
+    LONGEST,
+    FakeVllm,
+    Gate,
+    Handler,
+    Place,
+    dropped,
+    reset,
+    status,
+)
+from tests.ops.world import CHUNK, IDENTITY
+
+QUICK = Patience(attempts_max=3, save_s=0.3, gone_s=0.3, pause_s=0.01)
+SHARED = tuple(range(100, 100 + 2 * CHUNK))
+
+
+def tail(number: int, chunks: int = 1) -> tuple[int, ...]:
+    return tuple(range(1000 * number, 1000 * number + chunks * CHUNK))
+
+
+def prompts_of(*tokens: Sequence[int], **more: str) -> list[Prompt]:
+    return [Prompt(f"p{n}", tokens=tuple(one), **more) for n, one in enumerate(tokens)]
+
+
+@pytest.fixture
+def place(bulk: MemoryStore, index: MemoryIndex) -> Place:
+    return Place(bulk, index)
+
+
+class Run:
+    """One run of ``warm`` in this process."""
+
+    def __init__(self, place: Place, *servers: FakeVllm, at_once: int = 4) -> None:
+        ends = Ends(place.bulk, None, place.index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+        self.notes: list[str] = []
+        self.means = Means(
+            ends, {ADAPTER: ADAPTER_DIGEST}, None, None, Watch(note=self.notes.append)
+        )
+        self.endpoints = [
+            Endpoint(server.url, EndpointLimits(at_once, answer_s=1.0)) for server in servers
+        ]
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        patience: Patience = QUICK,
+        identity: Identity | None = None,
+    ) -> WarmReport:
+        means = self.means if identity is None else replace(self.means, identity=lambda: identity)
+        with ExitStack() as stack:
+            for endpoint in self.endpoints:
+                stack.callback(endpoint.close)
+            return warm_by(means, self.endpoints, prompts, patience)
+
+
+def test_everything_is_computed_once_and_stored_when_it_is_done(place: Place) -> None:
+    prompts = [SHARED + tail(number) for number in range(1, 7)]
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(*prompts))
+    assert report.is_complete
+    assert (report.warmed, report.saved_chunks, report.failed) == (6, 8, 0)
+    assert all(place.stored(prompt) == 3 for prompt in prompts)
+    # The first one alone had the shared prefix to compute, and all others found it.
+    assert [one.stored_before for one in server.real] == [0, 2, 2, 2, 2, 2]
+    assert server.together[1] == (server.real[0].tokens,)
+
+
+def test_what_is_stored_is_not_asked_again(place: Place) -> None:
+    prompts = prompts_of(SHARED + tail(1), SHARED, tail(2)[:-1])
+    place.save(SHARED + tail(1))
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts)
+    assert server.real == []
+    assert (report.stored_before, report.short, report.warmed) == (2, 1, 0)
+    assert report.is_complete
+
+
+def test_a_prompt_that_is_stored_in_part_is_computed_to_its_end(place: Place) -> None:
+    place.save(SHARED)
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(SHARED + tail(1)))
+    assert (report.saved_chunks, report.warmed) == (1, 1)
+    assert place.stored(SHARED + tail(1)) == 3
+    assert report.saved_bytes == report.saved_bytes > 0
+
+
+def test_equal_prompts_are_computed_once(place: Place) -> None:
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(SHARED, SHARED, SHARED[:CHUNK], SHARED))
+    assert len(server.real) == 1
+    assert (report.warmed, report.shared) == (4, 3)
+
+
+def test_salts_and_adapters_share_nothing(place: Place) -> None:
+    prompts = [
+        Prompt("plain", tokens=SHARED),
+        Prompt("salted", tokens=SHARED, salt="acme"),
+        Prompt("adapter", tokens=SHARED, model=ADAPTER),
+    ]
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts)
+    assert report.warmed == 3
+    assert sorted((one.salt, one.model) for one in server.real if one.salt is None) == [
+        (None, ADAPTER),
+        (None, server.model),
+    ]
+    assert place.stored(SHARED, "acme") == place.stored(SHARED, None, ADAPTER_DIGEST) == 2
+
+
+def test_text_and_messages_are_tokenized_by_the_endpoint(place: Place) -> None:
+    words = " ".join(map(str, SHARED))
+    prompts = [
+        Prompt("text", text=words),
+        Prompt("chat", chat=Chat(({"role": "user", "content": " ".join(map(str, tail(3)))},))),
+    ]
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts)
+    assert report.warmed == 2
+    assert place.stored(SHARED) == 2
+    assert place.stored(tail(3)) == 1
+
+
+@pytest.mark.parametrize(
+    "fault", [status(500), status(503), status(429, Retry_After="0"), reset, status(502), dropped]
+)
+def test_one_fault_costs_one_more_request(place: Place, fault: object) -> None:
+    with FakeVllm(place, faults=[fault]) as server:  # type: ignore[list-item]
+        report = Run(place, server)(prompts_of(SHARED), replace(QUICK, gone_s=20))
+    assert report.is_complete
+    assert (report.warmed, report.retries, len(server.real)) == (1, 1, 2)
+
+
+def test_a_request_that_takes_too_long_is_repeated(place: Place) -> None:
+    gate = Gate()
+    with FakeVllm(place, faults=[gate]) as server:
+        report = Run(place, server)(prompts_of(SHARED))
+        gate.opened.set()
+    assert report.is_complete
+    assert report.retries == 1
+
+
+def test_a_prompt_that_always_fails_is_named_and_the_rest_is_done(place: Place) -> None:
+    broken = SHARED + tail(1)
+
+    def poison(handler: Handler) -> bool:
+        is_it = handler.server.fake.under_way[-1] == broken
+        return is_it and handler.answer(500, {"error": {"message": "engine trouble"}})
+
+    with FakeVllm(place) as server:
+        server.every = poison
+        report = Run(place, server, at_once=1)(prompts_of(broken, SHARED, tail(2)))
+    assert (report.warmed, report.failed, report.ending) == (2, 1, "complete")
+    assert report.failures[0].name == "p0"
+    assert "HTTP 500: engine trouble" in report.failures[0].why
+    assert not report.is_complete
+    assert sum(one.tokens == broken for one in server.real) == QUICK.attempts_max
+
+
+def test_a_prompt_that_is_too_long_is_not_asked_twice(place: Place) -> None:
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(range(LONGEST), SHARED))
+    assert (report.warmed, report.failed, report.retries) == (1, 1, 0)
+    assert "maximum context length" in report.failures[0].why
+
+
+def test_a_prompt_that_is_computed_and_never_saved_has_failed(place: Place) -> None:
+    def drop_all(handler: Handler) -> bool:
+        salt = handler.server.fake.asked[-1].salt or ""
+        return not salt.startswith("objkv-warm-") and dropped(handler)
+
+    with FakeVllm(place) as server:
+        server.every = drop_all
+        report = Run(place, server, at_once=1)(prompts_of(SHARED))
+    assert report.failed == 1
+    assert "0 of 2 chunks were stored" in report.failures[0].why
+    assert len(server.real) == QUICK.attempts_max
+
+
+def test_an_endpoint_that_dies_is_left_to_the_others(place: Place) -> None:
+    prompts = [tail(number, 2) for number in range(1, 21)]
+    with FakeVllm(place) as one, FakeVllm(place) as two:
+        began = threading.Event()
+
+        def die(handler: Handler) -> bool:
+            if len(one.real) > 3 and not began.is_set():
+                began.set()
+                one.end()
+            return began.is_set() and reset(handler)
+
+        one.every = die
+        report = Run(place, one, two, at_once=2)(
+            prompts_of(*prompts), replace(QUICK, attempts_max=10)
+        )
+    assert report.is_complete
+    assert report.warmed == 20
+    dead, alive = report.endpoints
+    assert dead.is_down
+    assert dead.errors > 0
+    assert not alive.is_down
+    assert alive.answered > dead.answered
+
+
+def test_when_nobody_answers_any_more_it_ends_and_says_what_is_left(place: Place) -> None:
+    with FakeVllm(place) as server:
+
+        def die(handler: Handler) -> bool:
+            if len(server.real) < 3:
+                return False
+            server.healthy = False
+            return reset(handler)
+
+        server.every = die
+        report = Run(place, server, at_once=1)(
+            prompts_of(*(tail(n) for n in range(1, 9))), replace(QUICK, attempts_max=100)
+        )
+    assert report.ending == "unreachable"
+    assert (report.warmed, report.left) == (2, 6)
+    assert "nobody answers any more" in report.why
+
+
+def test_an_endpoint_that_is_not_there_at_the_start_is_left_out(place: Place) -> None:
+    with FakeVllm(place) as one, FakeVllm(place) as two:
+        two.end()
+        run = Run(place, one, two)
+        report = run(prompts_of(SHARED))
+    assert report.is_complete
+    assert run.notes[0].startswith(f"left alone for now: {two.url}/health")
+
+
+def test_without_any_endpoint_the_command_cannot_begin(place: Place) -> None:
+    with FakeVllm(place) as server:
+        server.end()
+    with pytest.raises(StoreUnavailable, match=server.url):
+        Run(place, server)(prompts_of(SHARED))
+
+
+def test_an_endpoint_that_saves_elsewhere_is_found_out_before_anything_is_computed(
+    place: Place,
+) -> None:
+    with (
+        FakeVllm(place, saves=False) as server,
+        pytest.raises(ConfigError, match="saved nothing here within"),
+    ):
+        Run(place, server)(prompts_of(SHARED))
+    assert server.real == []
+
+
+def test_an_older_namespace_of_the_same_model_is_not_believed(place: Place) -> None:
+    """What is stored there helps nobody: the replicas look elsewhere."""
+    old = replace(place, identity=replace(IDENTITY, weights="1" * 16))
+    old.save(SHARED)
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(SHARED))
+    assert report.namespace == IDENTITY.namespace()
+    assert (report.stored_before, report.warmed) == (0, 1)
+
+
+def test_endpoints_that_do_not_share_are_told_apart(place: Place) -> None:
+    other = replace(place, identity=replace(IDENTITY, tenant="other"))
+    with (
+        FakeVllm(place) as one,
+        FakeVllm(other) as two,
+        pytest.raises(ConfigError, match="do not share") as raised,
+    ):
+        Run(place, one, two)(prompts_of(SHARED))
+    assert other.identity.namespace() in str(raised.value)
+
+
+def test_a_namespace_that_is_given_is_believed_and_nobody_is_probed(place: Place) -> None:
+    place.save(SHARED)
+    with FakeVllm(place) as server:
+        report = Run(place, server)(prompts_of(SHARED), identity=IDENTITY)
+    assert server.asked == []
+    assert report.stored_before == 1
+
+
+def test_a_wrong_model_is_said_at_once(place: Place) -> None:
+    with FakeVllm(place) as server:
+        run = Run(place, server)
+        with pytest.raises(ConfigError, match="model other is not tiny"):
+            run([Prompt("p", tokens=SHARED, model="other")])
+        endpoint = Endpoint(server.url, EndpointLimits(), model="other")
+        with pytest.raises(ConfigError, match="serves tiny, not other"):
+            endpoint.check()
+        endpoint.close()
+
+
+def test_an_interruption_ends_requests_and_the_next_run_goes_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = prompts_of(*(tail(number, 2) for number in range(1, 9)))
+    gate = Gate()
+    with FakeVllm(place) as server:
+
+        def hold(handler: Handler) -> bool:
+            if len(server.real) <= 3:
+                return False
+            return gate(handler)
+
+        server.every = hold
+        run = Run(place, server, at_once=2)
+
+        is_interrupted = threading.Event()
+
+        def interrupt(report: WarmReport) -> None:
+            if report.warmed >= 3 and not is_interrupted.is_set():
+                is_interrupted.set()
+                raise KeyboardInterrupt
+
+        run.means = replace(run.means, watch=Watch(warmed=interrupt))
+        patience = replace(QUICK, save_s=30)
+        first = run(prompts, patience)
+        gate.opened.set()
+    assert (first.ending, first.warmed, first.left) == ("interrupted", 3, 5)
+    with FakeVllm(place) as server:
+        second = Run(place, server)(prompts)
+    assert second.is_complete
+    assert second.stored_before + second.warmed == 8
+    assert second.stored_before >= 3
