@@ -129,7 +129,8 @@ class Audit:
             self.spool, walked, now_s=now_s, ttl_s=options.ttl_s, grace_s=options.grace_s
         )
         facts = self.places.facts
-        namespaces = namespace_audits(found, facts, wrong, has_index=has_index)
+        every_name = dict.fromkeys(walked) | facts
+        namespaces = namespace_audits(found, every_name, wrong, has_index=has_index)
         largest = [facts[one.namespace] for one in namespaces if one.namespace in facts]
         differences, differences_omitted = compare(self.ends.bulk, largest, most=DIFFERENCES_MAX)
         tree, nodes, roots = self._shapes(has_index=has_index)

@@ -81,12 +81,13 @@ def namespace_names(spool: Spool) -> dict[int, str]:
 
 def namespace_audits(
     found: Mapping[str, NamespaceFigures],
-    facts: Mapping[str, Facts],
+    facts: Mapping[str, Facts | None],
     wrong: Mapping[tuple[str, str], int],
     *,
     has_index: bool,
 ) -> tuple[NamespaceAudit, ...]:
-    """Largest first. ``wrong``: how many findings there are of a kind in a namespace."""
+    """Largest first. ``facts``: None of namespaces that only the index knows; ``wrong``: how many
+    findings there are of a kind in a namespace."""
     audits = []
     for name in sorted({*found, *facts}):
         one, fact = found.get(name, NamespaceFigures(name)), facts.get(name)

@@ -1,0 +1,249 @@
+"""``objkv audit`` as users run it: what it says, what it ends with, and what scripts rely on."""
+
+import os
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from objkv.assembly.backends import Backends, open_backends
+from objkv.config import load_config
+from objkv.errors import StoreUnavailable
+from objkv.ops.audit_report import AuditReport, FindingKind
+from objkv.ops.audit_walk import AuditWalk
+from objkv.stores.local import LocalStore
+from objkv.telemetry import NullRecorder
+from objkv.testing.damage import DamagedStore, Defects
+from tests.cli.conftest import Machine, Run
+from tests.ops.audit_world import save_with_tokens
+from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "audit.md"
+
+
+@pytest.fixture
+def ends(home: Path) -> Any:
+    with open_backends(load_config({}), NullRecorder()) as opened:
+        yield opened
+
+
+def progress(home: Path) -> list[Path]:
+    """What audits have left for later."""
+    return list((home / "objkv" / "progress").glob("audit-*"))
+
+
+def test_an_audit_of_a_sound_store_is_fine(run: Run, machine: Machine, home: Path) -> None:
+    machine.fill()
+    ran = run("audit")
+    assert ran.code == 0
+    assert "3 chunks, 6 payloads" in ran.out
+    assert NAMESPACE in ran.out
+    assert "nothing is wrong" in ran.out
+    assert progress(home) == []
+
+
+def test_the_document_tells_all_that_was_planted(run: Run, ends: Backends) -> None:
+    defects = Defects(good=40, orphan=3, ghost=4, old_epoch=5, stranger=2, short=2, empty=1)
+    DamagedStore(ends).plant(defects)
+    ran = run("audit", "--json")
+    document = ran.document
+    assert ran.code == 1
+    assert document["command"] == "audit"
+    assert (document["format"], document["complete"]) == (1, True)
+    assert {one["kind"]: one["count"] for one in document["findings"]["counts"]} == {
+        "orphan": 3, "ghost": 4, "old_epoch": 5, "stranger": 2, "corrupt": 3,
+        "expired": 0, "leftover": 0,
+    }  # fmt: skip
+
+
+def test_young_orphans_and_the_next_sweeps_work_are_fine(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=8, orphan=2, old_epoch=1))
+    assert run("audit").code == 0
+
+
+def test_what_others_wrote_cannot_steer_the_terminal(run: Run, machine: Machine) -> None:
+    machine.fill()
+    save_identity(machine.bulk, replace(IDENTITY, model="evil\x1b[2J", tenant="\x9b1m"))
+    ran = run("audit")
+    assert "evil\N{REPLACEMENT CHARACTER}[2J" in ran.out
+    assert not {"\x1b", "\x9b"} & set(ran.out)
+
+
+def test_nothing_stored_is_fine_and_said(run: Run) -> None:
+    ran = run("audit")
+    assert ran.code == 0
+    assert ran.out.startswith("nothing is stored in file://")
+
+
+def test_an_index_that_is_lost_is_said_with_what_restores_it(
+    run: Run, machine: Machine, home: Path
+) -> None:
+    machine.fill()
+    ran = run("audit", "--index-url", f"sqlite://{home}/other.sqlite")
+    assert "the index has no record of any payload" in ran.out
+    assert "objkv rebuild" in ran.out
+
+
+def test_another_bucket_is_said(run: Run, machine: Machine, home: Path) -> None:
+    machine.fill()
+    (home / "other").mkdir()
+    index = f"sqlite://{home}/objkv/index.sqlite"
+    ran = run("audit", "--bulk-url", f"file://{home}/other", "--index-url", index)
+    assert ran.code == 1
+    assert "bulk_url is not the one of this index" in ran.out
+
+
+def test_an_end_that_is_down_is_one_sentence_and_3(run: Run, machine: Machine) -> None:
+    machine.fill()
+    ran = run("audit", "--index-url", "redis://127.0.0.1:1")
+    assert (ran.code, ran.out) == (3, "")
+    assert len(ran.err.splitlines()) == 1
+    assert "127.0.0.1:1" in ran.err
+
+
+def test_wrong_options_are_told_before_anything_is_walked(
+    run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+    monkeypatch.setattr(LocalStore, "scan", lambda *_: pytest.fail("walked"))
+    for options, words in (
+        (("--html", f"{home}/none/report.html"), "--html"),
+        (("--html", str(home)), "--html"),
+        (("--show-text",), "--tokenizer"),
+        (("--tokenizer", f"{home}/none.json"), "tokenizer.json"),
+        (("--namespace", "ffff"), "namespaces begin with ffff"),
+        (("--index-url", "memory:"), "memory:"),
+    ):
+        ran = run("audit", *options)
+        assert ran.code == 2, options
+        assert words in ran.err
+
+
+def test_one_namespace_is_audited_alone(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=8, stranger=2))
+    document = run("audit", "--json", "--namespace", planted.namespace[:6]).document
+    assert [one["namespace"] for one in document["namespaces"]] == [planted.namespace]
+    assert document["totals"]["payloads"] == 8
+
+
+def test_the_page_is_written_whole_or_not_at_all(
+    run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+    page = home / "report.html"
+    page.write_text("before")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        assert run("audit", "--html", str(page)).code == 2
+    assert page.read_text() == "before"
+    ran = run("audit", "--html", str(page))
+    assert f"the page is in {page}" in ran.out
+    assert page.read_text().lower().startswith("<!doctype html>")
+    assert [one.name for one in home.iterdir() if "report" in one.name] == ["report.html"]
+
+
+def test_prices_are_those_that_are_given(run: Run, machine: Machine) -> None:
+    machine.fill()
+    prices = ("--price-gb-month", "1e9", "--price-puts", "0", "--price-gets", "0")
+    document = run("audit", "--json", *prices).document
+    assert document["cost"]["storage"] == document["totals"]["nbytes"]
+    assert document["cost"]["prices"]["gb_month"] == 1e9
+
+
+def test_an_interrupted_audit_tells_its_part_and_goes_on(
+    run: Run, ends: Backends, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DamagedStore(ends).plant(Defects(good=30, ghost=2))
+    whole = run("audit", "--json").document
+    with monkeypatch.context() as patch:
+        patch.setattr(AuditWalk, "leftovers", interrupt)
+        partial = run("audit", "--workers", "1")
+        assert partial.code == 130
+        assert "not complete, interrupted: run the same command again to go on" in partial.out
+        document = run("audit", "--json").document
+        assert (document["ending"], document["complete"]) == ("interrupted", False)
+        assert document["parts_done"] == document["parts"] - 1
+        assert document["totals"]["payloads"] == 30
+    assert len(progress(home)) == 1
+    ended = run("audit", "--json").document
+    assert ended["resumed"]
+    for field in ("totals", "tree", "findings", "roots"):
+        assert ended[field] == whole[field]
+    assert progress(home) == []
+
+
+def interrupt(_: AuditWalk) -> Any:
+    """As Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def test_a_server_that_fails_in_the_middle_is_3_and_the_next_run_goes_on(
+    run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+    with monkeypatch.context() as patch:
+        patch.setattr(AuditWalk, "leftovers", fail)
+        ran = run("audit")
+        assert ran.code == 3
+        assert "run the same command again to go on" in ran.err
+    document = run("audit", "--json").document
+    assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
+
+
+def fail(_: AuditWalk) -> Any:
+    """As a server that has gone."""
+    raise StoreUnavailable("scan: HTTP 503")
+
+
+def test_no_time_is_told_and_is_not_fine(run: Run, machine: Machine) -> None:
+    machine.fill()
+    ran = run("audit", "--deadline-s", "0")
+    assert ran.code == 1
+    assert "not complete, the time is over" in ran.out
+
+
+def test_texts_are_redacted_unless_they_are_asked_for(
+    run: Run, machine: Machine, home: Path
+) -> None:
+    vocabulary = {word: number for number, word in enumerate(("my", "secret", "<b>"))}
+    Tokenizer(WordLevel(vocabulary, unk_token="my")).save(str(home / "tokenizer.json"))
+    save_with_tokens(machine.bulk, machine.index, [1] * 8 + [2] * 8)
+    options = ("--tokenizer", str(home / "tokenizer.json"))
+    plain, hidden = run("audit", "--json").out, run("audit", "--json", *options).out
+    assert "secret" not in plain + hidden
+    assert "redacted: " in hidden
+    shown = run("audit", "--json", "--show-text", *options).document
+    assert "secret secret" in shown["roots"][0]["label"]
+    assert "secret secret" in shown["tree"][0]["text"]
+    page = home / "page.html"
+    run("audit", "--html", str(page), "--show-text", *options)
+    assert "secret secret" in page.read_text()
+    assert "<b>" not in page.read_text().partition("secret")[2][:200]
+    assert page.stat().st_mode & 0o077 == 0
+
+
+def test_the_keys_of_the_document_are_those_that_are_written_down(
+    run: Run, machine: Machine
+) -> None:
+    machine.fill()
+    document = run("audit", "--json").document
+    own = {"command", "format", "complete", "html"}
+    assert set(document) == own | {field.name for field in fields(AuditReport)}
+    text = DOCUMENT.read_text()
+    missing = [name for name in [*own, *names_in(AuditReport)] if f"`{name}`" not in text]
+    assert missing == []
+    assert all(f"`{kind}`" in text for kind in get_args(FindingKind))
+
+
+def names_in(kind: Any) -> set[str]:
+    """The fields of a dataclass, and of all in it."""
+    found: set[str] = set()
+    for name, hint in get_type_hints(kind).items():
+        found.add(name)
+        for inner in (hint, *get_args(hint)):
+            if is_dataclass(inner):
+                found |= names_in(inner)
+    return found

@@ -1,0 +1,280 @@
+"""What an audit finds in stores whose defects are known, and while replicas go on."""
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from objkv.assembly.backends import Backends
+from objkv.errors import StoreDenied
+from objkv.index.base import Record
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import identity_path
+from objkv.ops.audit_costs import LIST_PRICES
+from objkv.ops.audit_report import AuditReport, Prices
+from objkv.ops.audit_spool import Spool, Told
+from objkv.ops.audit_walk import AuditEnds
+from objkv.stores.base import Entry, Unfinished
+from objkv.stores.memory import MemoryStore
+from objkv.testing.clock import ManualClock
+from objkv.testing.damage import IDENTITY as DAMAGED
+from objkv.testing.damage import DamagedStore, Defects
+from tests.ops.audit_world import Auditor, hash_of, save_prompts
+from tests.ops.world import IDENTITY, NAMESPACE, WHOLE, save, save_identity
+
+DAY_S = 86_400
+NOW_S = 20_000 * DAY_S + 3_600.0
+"""An hour after midnight."""
+
+
+def counts(report: AuditReport) -> dict[str, int]:
+    return {one.kind: one.count for one in report.findings.counts if one.count}
+
+
+def test_all_planted_defects_are_found_and_named() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    defects = Defects(good=40, orphan=3, ghost=4, old_epoch=5, stranger=2, short=2, empty=1)
+    planted = DamagedStore(Backends(bulk, None, index)).plant(defects)
+    bulk.put("quarantine/x", b"taken out")
+    bulk.put(f"{DAMAGED.namespace()}/ab/note.txt", b"what is this")
+    report = Auditor(bulk, index).all()
+    assert counts(report) == {
+        "orphan": 3, "ghost": 4, "old_epoch": 5, "stranger": 2, "corrupt": 3, "leftover": 2,
+    }  # fmt: skip
+    named = {(one.kind, one.key) for one in report.findings.first}
+    for kind in ("orphan", "ghost", "old_epoch", "stranger"):
+        assert {key for found, key in named if found == kind} == set(planted[kind])
+    assert {key for kind, key in named if kind == "corrupt"} == {
+        *planted["short"],
+        *planted["empty"],
+    }
+    own = next(one for one in report.namespaces if one.namespace == DAMAGED.namespace())
+    assert (own.ghosts, own.orphans, own.corrupt) == (4, 3, 3)
+    assert report.totals.payloads == 40 + 3 + 5 + 2 + 3
+    assert report.parts_done == report.parts
+
+
+def test_a_folder_that_is_its_own_index_is_told_by_its_headers() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    defects = Defects(good=16, header=1, short=1, empty=1, foreign=2)
+    planted = DamagedStore(Backends(bulk, None, index)).plant(defects)
+    with_index = Auditor(bulk, index).all()
+    report = Auditor(bulk, MemoryIndex(), is_own_index=True).all()
+    assert counts(report) == {"corrupt": 5}
+    kinds = ("header", "short", "empty", "foreign")
+    assert {one.key for one in report.findings.first} == {
+        path for kind in kinds for path in planted[kind]
+    }
+    assert report.totals.hits is None
+    assert report.totals.records is None
+    assert report.totals.chunks == with_index.totals.chunks
+    good = {root.hash: root.chunks for root in with_index.roots if root.chunks == 8}
+    assert {root.hash: root.chunks for root in report.roots if root.chunks == 8} == good
+    assert len(good) == 2
+
+
+def test_a_payload_that_is_saved_while_the_audit_walks_is_neither_ghost_nor_orphan() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0, 1)])
+    before, after = Auditor(bulk, index), Auditor(bulk, index)
+    before.payloads()
+    after.records()
+    save(bulk, index, [7] * 16)
+    after.payloads()
+    after.places = replace(after.places, parts=Auditor(bulk, index).places.parts)
+    after.payloads()
+    before.records()
+    for auditor in (before, after):
+        auditor.again()
+        report = auditor.report()
+        assert counts(report) == {}
+        assert report.totals.chunks == 3
+        assert report.totals.roots == 2
+
+
+@pytest.mark.parametrize("first", ["records", "payloads"])
+def test_what_is_swept_while_the_audit_walks_is_not_found(first: str) -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0, 1), (2,)])
+    gone = ChunkKey(NAMESPACE, bytes.fromhex(hash_of((2,))), 0, WHOLE)
+    auditor = Auditor(bulk, index)
+    steps = {"records": auditor.records, "payloads": auditor.payloads}
+    steps.pop(first)()
+    index.drop(NAMESPACE, gone.prefix_hash)
+    bulk.delete(gone.path())
+    for step in steps.values():
+        step()
+    auditor.again()
+    report = auditor.report()
+    assert counts(report) == {}
+    assert report.totals.chunks == 2
+
+
+def test_orphans_are_young_before_the_grace_and_expired_when_no_record_lives_so_long() -> None:
+    bulk, index = MemoryStore(clock=lambda: 1_000.0), MemoryIndex()
+    save_prompts(bulk, None, [(0,)])
+    for now_s, kind, young in (
+        (1_050.0, "orphan", 1),
+        (2_000.0, "orphan", 0),
+        (4_600.0, "expired", 0),
+    ):
+        clock = ManualClock(now_s)
+        report = Auditor(bulk, index, clock=clock, grace_s=100.0).all()
+        [one] = [one for one in report.findings.counts if one.count]
+        assert (one.kind, one.young) == (kind, young)
+
+
+def test_an_index_that_knows_nothing_is_told_as_lost() -> None:
+    bulk = MemoryStore()
+    save_prompts(bulk, None, [(0, 1)])
+    report = Auditor(bulk, MemoryIndex()).all()
+    assert "the index has no record of any payload" in report.problems[0]
+    assert "objkv rebuild" in report.problems[0]
+
+
+def test_a_bulk_store_that_has_nothing_of_what_the_index_knows_is_told_as_wrong() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0, 1)])
+    report = Auditor(MemoryStore(), index).all()
+    assert "bulk_url is not the one of this index" in report.problems[0]
+    assert counts(report) == {"ghost": 2}
+    [namespace] = report.namespaces
+    assert namespace.problem == "the bulk store has no folder of it"
+
+
+def test_what_was_not_walked_is_not_judged() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0, 1), (2,)])
+    auditor = Auditor(bulk, index)
+    auditor.records()
+    auditor.crew.halt("interrupted")
+    auditor.payloads()
+    report = auditor.report()
+    assert counts(report) == {}
+    assert report.totals.chunks == 0
+    assert report.ending == "interrupted"
+    assert report.parts_done < report.parts
+    assert "the same command goes on from there" in report.problems[0]
+
+
+def test_writers_leftovers_are_found_and_who_may_not_list_them_is_told() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0,)])
+
+    def left() -> Iterator[Unfinished]:
+        yield Unfinished("a/b", "upload-1", 77, 0.0)
+
+    def denied() -> Iterator[Unfinished]:
+        raise StoreDenied("unfinished: HTTP 403")
+
+    auditor = Auditor(bulk, index)
+    auditor.walk.ends = AuditEnds(bulk, index, False, unfinished=left)
+    [found] = [one for one in auditor.all().findings.counts if one.count]
+    assert (found.kind, found.nbytes) == ("leftover", 77)
+    auditor = Auditor(bulk, index)
+    auditor.walk.ends = AuditEnds(bulk, index, False, unfinished=denied)
+    assert any("HTTP 403" in problem for problem in auditor.all().problems)
+
+
+def test_namespaces_that_differ_in_one_setting_are_told_why_they_do_not_share() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0,)])
+    for other in (replace(IDENTITY, kv_dtype="fp8_e4m3"), replace(IDENTITY, tenant="other")):
+        save_identity(bulk, other)
+        bulk.put(ChunkKey(other.namespace(), bytes(20), 0, WHOLE).path(), bytes(5_000))
+    report = Auditor(bulk, index).all()
+    assert len(report.differences) == 3
+    first = report.differences[0]  # of one tenant, before those that never share
+    assert [one.field for one in first.fields] == ["kv_dtype"]
+    assert first.reason == "they do not share: kv_dtype differs"
+    assert {one.tenant: one.namespaces for one in report.tenants} == {"default": 2, "other": 1}
+
+
+def test_a_document_of_another_name_makes_its_payloads_strangers() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0,)])
+    bulk.put(identity_path(NAMESPACE), b"{}")
+    report = Auditor(bulk, index).all()
+    assert counts(report) == {"stranger": 1}
+    assert not report.namespaces[0].is_known
+
+
+def test_costs_and_growth_are_plain_arithmetic() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_identity(bulk)
+    auditor = Auditor(
+        bulk, index, clock=lambda: NOW_S, prices=Prices(2.0, 10.0, 1.0), quota_bytes=1
+    )
+    gb = 10**9
+    for number, age_days in enumerate((0, 1, 1, 3)):
+        key = ChunkKey(NAMESPACE, bytes([number]) * 20, 0, WHOLE)
+        entry = Entry(key.path(), gb, NOW_S - age_days * DAY_S)
+        auditor.spool.add_payloads([(key, entry)])
+        record = Record(key.prefix_hash, bytes(20), 0, 16, {}, hits=6 if number == 3 else 0)
+        auditor.spool.add_records([Told(NAMESPACE, record, True)])
+    report = auditor.report()
+    assert [(day.day, day.chunks, day.nbytes) for day in report.growth.days] == [
+        ("2024-10-01", 1, gb), ("2024-10-02", 0, 0), ("2024-10-03", 2, 2 * gb),
+        ("2024-10-04", 1, gb),
+    ]  # fmt: skip
+    assert report.growth.bytes_per_day == gb
+    cost = report.cost
+    assert cost.storage == 8.0
+    assert cost.puts == 60
+    assert cost.gets == pytest.approx(60)  # 6 hits in 3 days
+    assert cost.requests == pytest.approx(0.6 + 0.06)
+    assert cost.month == pytest.approx(8.66)
+    assert cost.next_month == pytest.approx(8.66 + 60)
+    assert cost.unused == 6.0
+    assert cost.tenants[0].month == pytest.approx(8.66)
+    assert (report.totals.hits, report.totals.used_chunks) == (6, 1)
+    assert any("above its quota" in problem for problem in report.problems)
+
+
+def test_ages_are_counted_in_buckets_without_gaps() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_identity(bulk)
+    auditor = Auditor(bulk, index, clock=lambda: NOW_S)
+    ages = (-60, 0, 3_599, 3_600, 7 * DAY_S, 400 * DAY_S)
+    for number, age_s in enumerate(ages):
+        key = ChunkKey(NAMESPACE, bytes([number]) * 20, 0, WHOLE)
+        auditor.spool.add_payloads([(key, Entry(key.path(), 5_000, NOW_S - age_s))])
+    age = auditor.report().ages.age
+    assert [one.start_s for one in age[1:]] == [one.end_s for one in age[:-1]]
+    assert {one.start_s: one.chunks for one in age if one.chunks} == {
+        0: 3, 3_600: 1, 7 * DAY_S: 1, 90 * DAY_S: 1,
+    }  # fmt: skip
+
+
+def test_days_that_are_too_long_ago_are_told_as_one() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    auditor = Auditor(bulk, index, clock=lambda: NOW_S)
+    for number, age_days in enumerate((0, 399, 400, 3_000)):
+        key = ChunkKey(NAMESPACE, bytes([number]) * 20, 0, WHOLE)
+        auditor.spool.add_payloads([(key, Entry(key.path(), 5_000, NOW_S - age_days * DAY_S))])
+    growth = auditor.report().growth
+    assert len(growth.days) == 400
+    assert growth.days[0].chunks == 1
+    assert growth.before is not None
+    assert (growth.before.chunks, growth.before.nbytes) == (2, 10_000)
+
+
+def test_numbers_that_no_record_can_have_do_no_harm() -> None:
+    spool = Spool(None)
+    shard_free = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
+    spool.add_records([Told(NAMESPACE, shard_free, True)])
+    [(start, hits)] = spool.some("SELECT token_start, hits FROM records")
+    assert start is None
+    assert hits == 1 << 32
+    spool.close()
+
+
+def test_the_list_prices_are_those_of_the_costs_that_the_simulation_uses() -> None:
+    costs = tomllib.loads((Path(__file__).parents[2] / "benchmarks/fleet/costs.toml").read_text())
+    s3 = costs["bulk"]["s3-standard"]
+    assert LIST_PRICES.gb_month == s3["gb_month_usd"]
+    assert LIST_PRICES.per_1000_puts == pytest.approx(1000 * s3["put_usd"])
+    assert LIST_PRICES.per_1000_gets == pytest.approx(1000 * s3["get_usd"])

@@ -1,0 +1,160 @@
+"""Where an audit keeps what it has seen: over runs, beside others, and in little memory."""
+
+import sqlite3
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from objkv.errors import ConfigError
+from objkv.index.base import Record, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.ops.audit_chunks import make_chunks
+from objkv.ops.audit_spool import AGE_MAX_S, Spool, Told
+from objkv.ops.audit_tree import read_roots, read_tree
+from objkv.stores.base import Entry
+from objkv.stores.memory import MemoryStore
+from objkv.testing.clock import ManualClock
+from tests.ops.audit_world import Auditor, save_prompts
+from tests.ops.world import CHUNK, NAMESPACE, WHOLE
+
+FIELD = f"0.{WHOLE}"
+
+
+def count(spool: Spool) -> int:
+    return int(spool.some("SELECT count(*) FROM payloads")[0][0])
+
+
+def payload(number: int) -> tuple[ChunkKey, Entry]:
+    key = ChunkKey(NAMESPACE, number.to_bytes(20, "big"), 0, WHOLE)
+    return key, Entry(key.path(), 5_000, 0.0)
+
+
+def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0, 1, 2), (0, 3), (4,)])
+    whole = Auditor(bulk, index).all()
+    file = tmp_path / "audit.sqlite"
+    first = Auditor(bulk, index, spool=Spool(file))
+    first.records()
+    first.spool.close()
+    second = Auditor(bulk, index, spool=Spool(file))
+    assert second.spool.resumed
+    second.ends.index.scan = lambda namespace: pytest.fail("read again")  # type: ignore[method-assign]
+    second.records()
+    second.payloads()
+    second.again()
+    report = second.report()
+    assert report.resumed
+    assert (report.totals, report.tree) == (whole.totals, whole.tree)
+    second.spool.is_told = True
+    second.spool.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_seen_twice_counts_once() -> None:
+    spool = Spool(None)
+    for _ in range(2):
+        spool.add_payloads([payload(1)])
+    assert count(spool) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no database" * 100, b"SQLite format 3\0" + bytes(4_000)]
+)
+def test_what_lies_there_and_is_none_of_ours_is_replaced(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "audit.sqlite"
+    file.write_bytes(content)
+    spool = Spool(file)
+    spool.add_payloads([payload(1)])
+    assert spool.is_kept
+    assert not spool.resumed
+    spool.close()
+    assert count(Spool(file)) == 1
+
+
+def test_after_a_day_or_when_asked_to_it_begins_anew(tmp_path: Path) -> None:
+    clock, file = ManualClock(), tmp_path / "audit.sqlite"
+
+    def seen(*, restart: bool = False) -> int:
+        spool = Spool(file, restart=restart, clock=clock)
+        found = count(spool)
+        spool.add_payloads([payload(1)])
+        spool.finish("unit")
+        spool.close()
+        return found
+
+    assert [seen(), seen(), seen(restart=True), seen()] == [0, 1, 0, 1]
+    clock.advance(AGE_MAX_S)
+    assert [seen(), seen()] == [0, 1]
+
+
+def test_two_audits_at_once_do_not_mix(tmp_path: Path) -> None:
+    first = Spool(tmp_path / "audit.sqlite")
+    first.add_payloads([payload(1)])
+    second = Spool(tmp_path / "audit.sqlite")
+    assert (second.is_kept, count(second)) == (False, 0)
+    second.add_payloads([payload(2), payload(3)])
+    second.is_told = True
+    second.close()
+    assert count(first) == 1
+    first.close()
+    assert count(Spool(tmp_path / "audit.sqlite")) == 1
+
+
+def test_where_no_file_can_be_made_it_keeps_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spool = Spool(tmp_path / "file" / "audit.sqlite")
+    spool.add_payloads([payload(1)])
+    assert (spool.is_kept, count(spool)) == (False, 1)
+
+
+def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "audit.sqlite")
+    pages = spool.some("PRAGMA page_count")[0][0]
+    spool.run(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(ConfigError, match=r"full; .* make room"):
+        spool.add_payloads(payload(number) for number in range(10_000))
+    assert count(spool) == 0
+
+
+def test_the_file_is_the_users_own(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "audit.sqlite")
+    spool.finish("unit")
+    assert (tmp_path / "audit.sqlite").stat().st_mode & 0o077 == 0
+    spool.close()
+    with sqlite3.connect(tmp_path / "audit.sqlite") as db:
+        assert db.execute("SELECT name FROM done").fetchall() == [("unit",)]
+
+
+def test_pythons_memory_does_not_grow_with_the_store() -> None:
+    """What SQLite takes is bounded by a setting of its own; benchmarks/audit.py measures all."""
+
+    def peak(chunks: int) -> int:
+        spool = Spool(None)
+        tracemalloc.start()
+        for start in range(0, chunks, 500):
+            numbers = range(start, min(start + 500, chunks))
+            spool.add_payloads(payload(number) for number in numbers)
+            spool.add_records(Told(NAMESPACE, chain(number), True) for number in numbers)
+        make_chunks(spool)
+        read_roots(spool, {}, most=10, has_index=True)
+        read_tree(spool)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        spool.close()
+        return found
+
+    peak(500)  # what is kept from then on
+    few, many = peak(1_500), peak(6_000)
+    assert many < 1.5 * few
+
+
+def chain(number: int) -> Record:
+    """Of chains of 50."""
+    place = number % 50
+    shard = ShardRecord(5_000, 4_000, "none", False, "", 0)
+    start = place * CHUNK
+    own, parent = (n.to_bytes(20, "big") for n in (number, max(0, number - 1)))
+    return Record(own, parent, start, start + CHUNK, {FIELD: shard})
