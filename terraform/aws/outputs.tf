@@ -64,3 +64,13 @@ output "redis_access_strings" {
   description = "What each role may do in the index, by the same keys. Users with these rights are made for redis_passwords."
   value       = { for key, strings in module.roles.access_strings : key => strings[local.server_kind] }
 }
+
+output "endpoint_ids" {
+  description = "Gateway endpoints that were made for route_table_ids, by service."
+  value       = module.network.endpoint_ids
+}
+
+output "kms_key_arns" {
+  description = "Keys that encrypt the bucket and the index; null: keys that AWS owns."
+  value       = { bucket = local.bucket.kms_key_arn, index = module.index.kms_key_arn }
+}

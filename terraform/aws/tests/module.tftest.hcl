@@ -54,6 +54,39 @@ run "settings_of_each_role" {
   }
 }
 
+run "users_have_the_rights_of_their_roles" {
+  assert {
+    condition = module.index.users == {
+      for role in ["reader", "writer"] : role => { user_name = "objkv-${role}", access_string = output.redis_access_strings[role] }
+    }
+    error_message = "names or rights"
+  }
+  assert {
+    condition     = output.redis_access_strings["reader"] != output.redis_access_strings["writer"]
+    error_message = "all may do the same"
+  }
+}
+
+run "the_index_has_the_security_group_that_lets_clients_in" {
+  assert {
+    condition     = module.index.security_group_ids == toset([module.network.index_security_group_id])
+    error_message = "the group of something else"
+  }
+}
+
+run "one_key_for_all_of_it" {
+  variables { kms_key_arn = "arn:aws:kms:eu-central-1:123456789012:key/1" }
+
+  assert {
+    condition     = alltrue([for arn in values(output.kms_key_arns) : arn == var.kms_key_arn])
+    error_message = "not encrypted with it"
+  }
+  assert {
+    condition     = alltrue([for policy in values(module.roles.policies) : strcontains(policy, var.kms_key_arn)])
+    error_message = "a role that cannot read what it is given"
+  }
+}
+
 run "a_cluster_has_its_url_and_its_rights" {
   variables { redis_shards = 3 }
 
@@ -64,6 +97,15 @@ run "a_cluster_has_its_url_and_its_rights" {
   assert {
     condition     = strcontains(output.redis_access_strings["reader"], "+cluster|slots")
     error_message = "a client may not ask where the shards are"
+  }
+}
+
+run "roles_are_made_for_who_may_take_them_on" {
+  variables { trust_policy = "{}" }
+
+  assert {
+    condition     = keys(output.role_arns) == ["reader", "sweeper", "writer"]
+    error_message = "IAM roles"
   }
 }
 
@@ -97,7 +139,24 @@ run "tenants_are_apart" {
 }
 
 run "a_directory_bucket" {
-  variables { express_zone_id = "euc1-az1" }
+  variables {
+    express_zone_id = "euc1-az1"
+    route_table_ids = ["rtb-1"]
+    kms_key_arn     = "arn:aws:kms:eu-central-1:123456789012:key/1"
+  }
+
+  assert {
+    condition     = keys(output.endpoint_ids) == ["s3", "s3express"]
+    error_message = "its endpoint"
+  }
+  assert {
+    condition     = alltrue([for policy in values(module.roles.policies) : strcontains(policy, "s3express:CreateSession") && !strcontains(policy, "s3:GetObject")])
+    error_message = "rights of another kind of bucket"
+  }
+  assert {
+    condition     = output.kms_key_arns.bucket == var.kms_key_arn
+    error_message = "not encrypted with the key"
+  }
 
   assert {
     condition     = output.bulk_url == "s3://kv-test--euc1-az1--x-s3/objkv" && output.environment.OBJKV_S3_REGION == "eu-central-1"

@@ -22,3 +22,8 @@ output "access_strings" {
   description = "Rights in Redis, by the same keys: of one server, and of a cluster."
   value       = { for key, grant in local.grants : key => module.rights[grant.tenant].access_strings[grant.role] }
 }
+
+output "policies" {
+  description = "What the policies allow, as JSON, by the same keys."
+  value       = { for key, policy in aws_iam_policy.role : key => policy.policy }
+}

@@ -65,3 +65,14 @@ run "one_zone_is_refused" {
   variables { zones = ["eu-central-1a", "eu-central-1a"] }
   expect_failures = [var.zones]
 }
+
+run "the_way_to_s3_is_the_endpoint_and_the_key_is_ours" {
+  assert {
+    condition     = keys(module.objkv.endpoint_ids) == ["s3"]
+    error_message = "no endpoint"
+  }
+  assert {
+    condition     = alltrue([for arn in values(module.objkv.kms_key_arns) : arn == aws_kms_key.cache.arn])
+    error_message = "encrypted with another key"
+  }
+}

@@ -105,9 +105,9 @@ run "with_a_key_it_has_a_bucket_key" {
   }
 }
 
-run "half_a_day_is_refused" {
+run "a_day_and_a_half_is_refused" {
   command = plan
-  variables { expire_days = 0.5 }
+  variables { expire_days = 1.5 }
   expect_failures = [var.expire_days]
 }
 
