@@ -1,6 +1,6 @@
 """Ask from Python which part of a prompt is stored, as a router might: no vLLM, no GPU.
 
-    python examples/match.py 17 4 93 ...         # token ids, as the replica's tokenizer makes them
+    python match.py 17 4 93 ...         # token ids, as the replica's tokenizer makes them
 
 Uses the same settings as replicas and the ``objkv`` command: ``OBJKV_*``, or a file.
 """
@@ -19,7 +19,7 @@ def main() -> None:
     """One line per namespace, that is per model and layout."""
     tokens = [int(word) for word in sys.argv[1:]]
     if not tokens:
-        sys.exit("give token ids: python examples/match.py 17 4 93 ...")
+        sys.exit("give token ids: python match.py 17 4 93 ...")
     with open_backends(load_config(), NullRecorder()) as backends:
         namespaces = backends.index.namespaces()
         if not namespaces:

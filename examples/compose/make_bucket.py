@@ -1,0 +1,25 @@
+"""Make the bucket of OBJKV_BULK_URL unless it is there. No role of a replica may do this."""
+
+from urllib.parse import urlsplit
+
+from objkv.config import load_config
+from objkv.stores.s3_client import open_s3_client
+
+
+def main() -> None:
+    """Start it as often as you like."""
+    config = load_config()
+    bucket = urlsplit(config.bulk_url).netloc
+    client = open_s3_client(config)
+    try:
+        if bucket in {found["Name"] for found in client.list_buckets()["Buckets"]}:
+            print(f"{bucket} is there")
+        else:
+            client.create_bucket(Bucket=bucket)
+            print(f"made {bucket}")
+    finally:
+        client.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Ask two replicas as two tenants, and show who shares with whom.
+
+    python ask.py URL URL --adapters acme zenith
+
+Each adapter is asked on the first replica, then on the second; then the base model, for each tenant
+with a ``cache_salt`` of its own.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+HOUSE_RULES = " ".join(
+    f"Rule {number}: a clerk who meets case {number} writes form {number * 7 % 90}."
+    for number in range(120)
+)
+SAVED_S = 60.0
+
+
+def ask(url: str, max_tokens: int = 8, **asked: Any) -> dict[str, Any]:
+    """Prompt tokens, and how many of them were not computed."""
+    body = {"prompt": HOUSE_RULES, "max_tokens": max_tokens, "temperature": 0} | asked
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
+    response.raise_for_status()
+    usage: dict[str, Any] = response.json()["usage"]
+    return usage
+
+
+def saved(url: str) -> int:
+    """How many chunks the replica has put away, as its metrics tell."""
+    names = ("vllm:objkv_saves_total", "vllm:objkv_save_existed_total")
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))
+
+
+def wait_until_saved(url: str, chunks: int, asked: dict[str, Any]) -> None:
+    """Saving happens in the background. Its numbers are told with the next step of the engine."""
+    until = time.monotonic() + SAVED_S
+    while saved(url) < chunks and time.monotonic() < until:
+        time.sleep(0.5)
+        ask(url, **(asked | {"prompt": "Hello", "max_tokens": 1}))
+
+
+def callers(base: str, adapters: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Who asks, and what tells their requests apart."""
+    for adapter in adapters:
+        yield f"adapter {adapter}", {"model": adapter}
+    for tenant in adapters:
+        yield f"base model, salt of {tenant}", {"model": base, "cache_salt": f"secret of {tenant}"}
+
+
+def main() -> None:
+    """One line for each answer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("urls", nargs=2, metavar="URL")
+    parser.add_argument("--model", default="model", help="the name of the base model")
+    parser.add_argument("--adapters", nargs="+", required=True)
+    given = parser.parse_args()
+    for who, asked in callers(given.model, given.adapters):
+        for place, url in zip(("first", "second"), given.urls, strict=True):
+            before = saved(url)
+            usage = ask(url, **asked)
+            cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+            print(f"{who}, {place} replica: {cached} of {usage['prompt_tokens']} not computed")
+            # Chunks have 256 tokens, if nobody chose otherwise.
+            chunks = (usage["prompt_tokens"] - cached) // 256
+            wait_until_saved(url, before + chunks, asked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `examples/` says it does, it does."""

