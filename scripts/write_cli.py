@@ -53,7 +53,8 @@ def row(parameter: Any, context: Any) -> str:
     """One row of a table: what one types, what it means, its default and its bounds."""
     names, told = parameter.get_help_record(context) or (parameter.make_metavar(context), "")
     meaning, _, brackets = told.removesuffix("]").partition("[")
-    typed = escape(NUMBER.sub("N", names)).replace("|", "&#124;")  # A bar would end the cell.
+    names = re.sub(r"^([A-Z]\w*) <.*>$", r"\1", NUMBER.sub("N", names)).replace("<str>", "TEXT")
+    typed = escape(names).replace("|", "&#124;")  # A bar would end the cell.
     return f"| <code>{typed}</code> | {words(meaning)} | {bounds(brackets)} |"
 
 
