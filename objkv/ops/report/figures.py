@@ -1,11 +1,15 @@
 """Numbers and texts as the page shows them; what cannot be told is a dash, and never a zero."""
 
+import re
 from datetime import UTC, datetime
 from typing import Final
+
+from markupsafe import Markup, escape
 
 DASH: Final = "–"
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+_COMMAND: Final = re.compile(r"(\bobjkv [a-z]+(?: --[a-z][a-z-]*)*)")
 _SHORT: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -98,8 +102,18 @@ def moment(moment_s: int | None) -> str:
 
 
 def sentence(text: str) -> str:
-    """``text`` with a full stop."""
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    """``text`` with a full stop, and a capital at its beginning unless that is a command."""
+    whole = text if text.endswith((".", "!", "?")) else f"{text}."
+    return whole if whole.startswith("objkv ") else whole[:1].upper() + whole[1:]
+
+
+def with_commands(text: str) -> Markup:
+    """``text`` escaped, in which commands of objkv stand out as such."""
+    pieces = _COMMAND.split(printable(text))
+    marked = Markup("<code>{}</code>")
+    return Markup("").join(
+        marked.format(piece) if number % 2 else escape(piece) for number, piece in enumerate(pieces)
+    )
 
 
 def tokens(start: int, end: int) -> str:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from objkv.ops.audit_report import AuditReport, TreeNode
 from objkv.ops.report import figures, plots, tables
-from objkv.ops.report.standing_out import KINDS, name_of, remarks
+from objkv.ops.report.standing_out import KINDS, TO_MEND, name_of, remarks
 
 _ENDINGS: Final = {
     "complete": "Complete",
@@ -45,24 +45,39 @@ def html_report(report: AuditReport) -> str:
             "form-action 'none'",
         )
     )
-    return _environment().get_template("template.html").render(
-        report=report,
-        policy=policy,
-        style=Markup(style),  # noqa: S704  # a file of this package
-        script=Markup(script),  # noqa: S704
-        tree=_data(_tree(report)),
-        endings=_ENDINGS,
-        kinds=KINDS,
-        name_of=name_of,
-        remarks=remarks(report),
-        plots=plots,
-        tables=tables,
-        **_filters(),
+    return (
+        _environment()
+        .get_template("template.html")
+        .render(
+            report=report,
+            policy=policy,
+            style=Markup(style),  # noqa: S704  # a file of this package
+            script=Markup(script),  # noqa: S704
+            tree=_data(_tree(report)),
+            endings=_ENDINGS,
+            kinds=KINDS,
+            to_mend=TO_MEND,
+            name_of=name_of,
+            remarks=remarks(report),
+            plots=plots,
+            tables=tables,
+            **_filters(),
+        )
     )
 
 
 def _filters() -> dict[str, Any]:
-    names = ("ago", "brief", "count", "dollars", "moment", "sentence", "share", "size")
+    names = (
+        "ago",
+        "brief",
+        "count",
+        "dollars",
+        "moment",
+        "sentence",
+        "share",
+        "size",
+        "with_commands",
+    )
     return {name: getattr(figures, name) for name in names}
 
 

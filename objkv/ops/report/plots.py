@@ -1,10 +1,11 @@
-"""The page's plots: inline SVG whose colours are the stylesheet's, so that they suit light and dark.
+"""The page's plots: inline SVG with the stylesheet's colours, so that they suit light and dark.
 
 Every bar says its numbers in a tooltip, and every plot in a sentence for who cannot see it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from math import ceil, floor, log10
 from typing import Final
 
@@ -38,6 +39,7 @@ class Bar:
 def growth(report: AuditReport) -> Markup:
     """Bytes of today's store by the day they were written."""
     days = report.growth.days[-_DAYS_SHOWN:]
+    days = tuple(dropwhile(lambda day: not day.nbytes, days))
     bars = [
         Bar(
             day.day[5:],
@@ -98,8 +100,12 @@ def depths(report: AuditReport) -> Markup:
 
 def _bucket_name(bucket: AgeBucket) -> str:
     if bucket.end_s is None:
-        return f"> {span(bucket.start_s)}"
-    return f"< {span(bucket.end_s)}"
+        return f">{_tight(bucket.start_s)}"
+    return f"<{_tight(bucket.end_s)}"
+
+
+def _tight(seconds: int) -> str:
+    return span(seconds).replace(" ", "\N{NARROW NO-BREAK SPACE}")
 
 
 def _columns(bars: Sequence[Bar], told: str, *, axis: object, paired: bool = False) -> Markup:

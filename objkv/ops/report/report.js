@@ -136,8 +136,12 @@
     up.children.push(node);
     nodes.set(raw.id, node);
   }
+  const named = new Map();
+  for (const space of spaces.values()) named.set(space.name, (named.get(space.name) || 0) + 1);
   for (const space of spaces.values()) {
     space.home = space;
+    // Two of one model differ by tenant, or by what only their names tell.
+    if (named.get(space.name) > 1) space.name += ` · ${space.space.tenant || space.space.name.slice(0, 8)}`;
     if (space.children.length) everything.children.push(space);
   }
   if (!everything.children.length) {
@@ -244,7 +248,7 @@
       box.style.width = `${100 * w}%`;
       const isThin = w * pixels < 34;
       box.textContent = isThin ? "" : node.raw && !node.raw.other ? `${node.name} · ${range(node.raw)}` : node.name;
-      box.className = `box ${paint(node)}${above ? " above" : ""}${node.kind === "other" ? " other" : ""}${isThin ? " thin" : ""}`;
+      box.className = `box ${paint(node)}${above ? " above" : ""}${node.kind === "other" ? " other" : ""}${isThin ? " thin" : ""}${w * pixels < 5 ? " hair" : ""}`;
       if (words && !matches(node, words)) box.classList.add("dim");
       box.tabIndex = node === focused ? 0 : -1;
       deepest = Math.max(deepest, node.level);
@@ -297,7 +301,7 @@
       const names = make("div", "names");
       for (const space of everything.children.slice(0, 8)) {
         const line = make("div");
-        line.append(make("i", `s${space.number % 8}`), `${space.name} · ${space.space.tenant || "unknown"}`);
+        line.append(make("i", `s${space.number % 8}`), space.name);
         names.append(line);
       }
       const left = everything.children.length - 8;

@@ -17,10 +17,18 @@ KINDS: Final[dict[FindingKind, tuple[str, str]]] = {
     "orphan": ("Orphans", "in the bulk store, but nobody finds them: they have no record"),
     "stranger": ("Strangers", "of namespaces that no identity document explains"),
     "corrupt": ("Corrupt", "of another length than their record says, or no payload at all"),
-    "expired": ("Expired", "without a record for longer than one lives: the next sweep's"),
-    "old_epoch": ("Old epochs", "of weights that are not served any more: the next sweep's"),
-    "leftover": ("Leftovers", "of writers that were killed"),
+    "expired": ("Expired", "without a record for longer than one lives"),
+    "old_epoch": ("Old epochs", "of weights that are not served any more"),
+    "leftover": ("Leftovers", "of writers that were killed, or in quarantine"),
 }
+TO_MEND: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger", "corrupt")
+"""What should not be there; all else goes with the next sweep."""
+_NAMES: Final[dict[FindingKind, str]] = {
+    "corrupt": "corrupt payload",
+    "expired": "expired payload",
+    "old_epoch": "payload",
+}
+_AFTER: Final[dict[FindingKind, str]] = {"old_epoch": " of an earlier weights_epoch"}
 _ORDER: Final = ("bad", "warn", "info", "good")
 _UNUSED_SHARE: Final = 0.25
 _FULL_SHARE: Final = 0.8
@@ -37,8 +45,8 @@ class Remark:
 
 def name_of(kind: FindingKind, found: int) -> str:
     """``ghost``, ``ghosts``."""
-    name = "corrupt payload" if kind == "corrupt" else kind
-    return name if found == 1 else f"{name}s"
+    name = _NAMES.get(kind, kind)
+    return f"{name if found == 1 else f'{name}s'}{_AFTER.get(kind, '')}"
 
 
 def remarks(report: AuditReport) -> list[Remark]:
@@ -63,7 +71,9 @@ def _findings(report: AuditReport) -> Iterator[Remark]:
         if not found.count:
             continue
         _, meaning = KINDS[found.kind]
-        level: Level = "bad" if found.kind == "corrupt" and old else "warn" if old else "info"
+        level: Level = "bad" if found.kind == "corrupt" else "warn"
+        if not old or found.kind not in TO_MEND:
+            level = "info"
         young = ""
         if found.young:
             are = "is" if found.young == 1 else "are"
@@ -88,7 +98,9 @@ def _prefixes(report: AuditReport) -> Iterator[Remark]:
     best = max(report.roots, key=lambda root: root.hits or 0, default=None)
     if best is not None and best.hits and report.totals.hits:
         told = f"Prefix {best.hash[:8]} of {best.namespace[:8]} had {count(best.hits)} hits, "
-        told += f"{share(best.hits, report.totals.hits)} of all; {count(best.shared_tokens)} tokens "
+        told += (
+            f"{share(best.hits, report.totals.hits)} of all; {count(best.shared_tokens)} tokens "
+        )
         told += "are common to all that begins with it"
         told += f", and each of its bytes was loaded {times(best.reuse)}." if best.reuse else "."
         yield Remark("good", "The most used prefix", told)

@@ -204,6 +204,10 @@ def roots(report: AuditReport) -> Table:
     note = ""
     if report.roots_omitted:
         note = f"{count(report.roots_omitted)} smaller ones are not listed."
+    if not any(one.label for one in report.roots):
+        at = [column.name for column in columns].index("Text")
+        columns = columns[:at] + columns[at + 1 :]
+        rows = [row[:at] + row[at + 1 :] for row in rows]
     return Table("roots", "Largest prefixes", columns, tuple(rows), note)
 
 
@@ -246,7 +250,9 @@ def findings(report: AuditReport) -> Table:
     note = ""
     if report.findings.omitted:
         note = f"{count(report.findings.omitted)} more are counted above, and not named here."
-    return Table("findings", "By name", _head("Kind", "Where", ">Bytes", "Detail"), tuple(rows), note)
+    return Table(
+        "findings", "By name", _head("Kind", "Where", ">Bytes", "Detail"), tuple(rows), note
+    )
 
 
 def _used(used: int | None, chunks: int) -> Cell:

@@ -1,0 +1,185 @@
+"""The audit's page as text: what is in it, and what never is."""
+
+import json
+import re
+from dataclasses import fields, replace
+from html import unescape
+
+import pytest
+
+from objkv.ops.audit_report import (
+    AgesAudit,
+    AuditReport,
+    CostAudit,
+    FindingsAudit,
+    GrowthAudit,
+    Prices,
+    Totals,
+)
+from objkv.ops.report import html_report
+from objkv.ops.report.figures import brief, dollars, sentence, share, size, span, with_commands
+from objkv.ops.report.plots import _ticks
+from objkv.ops.report.standing_out import remarks
+from tests.ops.audit_sample import MADE_S, sample_report
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\u2028\x07'\"&"
+
+
+def empty_report() -> AuditReport:
+    """Of a store in which nothing is."""
+    unknown = {field.name: None for field in fields(Totals)}
+    zero = {"namespaces": 0, "tenants": 0, "roots": 0, "chunks": 0, "payloads": 0, "nbytes": 0}
+    return replace(
+        sample_report(),
+        totals=Totals(**{**unknown, **zero}),  # type: ignore[arg-type]
+        namespaces=(),
+        tenants=(),
+        depths=(),
+        roots=(),
+        roots_omitted=0,
+        tree=(),
+        ages=AgesAudit((), (), None, None),
+        growth=GrowthAudit((), None, None, None),
+        cost=CostAudit(Prices(0.0, 0.0, 0.0), 0.0, 0.0, None, 0.0, 0.0, None, None, ()),
+        findings=FindingsAudit((), (), 0),
+        differences=(),
+        problems=(),
+    )
+
+
+def data_of(page: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="tree-data">(.*?)</script>', page, re.S)
+    assert found is not None
+    document = json.loads(found[1])
+    assert isinstance(document, dict)
+    return document
+
+
+def test_the_page_asks_for_nothing_outside_itself() -> None:
+    page = html_report(sample_report())
+    policy = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert unescape(policy[0]).startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy[0]
+    outside = re.findall(r"""(?:src|href|action|url)\s*[=(]\s*["']?([^"'\s)>]+)""", page)
+    assert {one for one in outside if not one.startswith(("#", "data:"))} == set()
+    assert "@import" not in page
+    assert " style=" not in page
+    assert re.findall(r"\son[a-z]+=", page.split("<main")[1].split("<script")[0]) == []
+
+
+def test_whatever_others_wrote_is_text() -> None:
+    report = sample_report()
+    space = replace(report.namespaces[0], model=HOSTILE, tenant=HOSTILE, kv_dtype=HOSTILE)
+    page = html_report(
+        replace(
+            report,
+            bulk_url=HOSTILE,
+            index_url=HOSTILE,
+            problems=(HOSTILE,),
+            namespaces=(replace(space, problem=HOSTILE, is_known=False), *report.namespaces[1:]),
+            tenants=(replace(report.tenants[0], tenant=HOSTILE),),
+            roots=(replace(report.roots[0], label=HOSTILE, tenant=HOSTILE),),
+            tree=(replace(report.tree[0], text=HOSTILE, label=HOSTILE), *report.tree[1:]),
+            differences=(replace(report.differences[0], reason=HOSTILE),),
+        )
+    )
+    assert page.count("<script") == 2
+    assert page.count("</script>") == 2
+    assert "<img" not in page
+    for char in ("\u202e", "\u2028", "\x07"):
+        assert char not in page
+    nodes = data_of(page)["nodes"]
+    assert isinstance(nodes, list)
+    assert nodes[0]["text"].startswith("</script><script>alert(1)")
+
+
+def test_an_empty_store_has_a_page() -> None:
+    page = html_report(empty_report())
+    assert "Nothing to draw yet." in page
+    assert data_of(page)["nodes"] == []
+    assert "None" not in re.sub(r"<script.*?</script>|None\.", "", page, flags=re.S)
+
+
+def test_an_audit_that_did_not_end_says_so_first() -> None:
+    page = html_report(replace(sample_report(), ending="deadline", parts_done=3, parts=515))
+    assert "Not everything was looked at:" in page
+    assert "3 of 515 parts" in page
+    assert "Not everything was looked at:" not in html_report(sample_report())
+
+
+def test_what_cannot_be_told_is_no_zero() -> None:
+    report = sample_report()
+    unknown = replace(report.totals, hits=None, used_chunks=None, unused_bytes=None)
+    page = html_report(replace(report, totals=unknown))
+    assert re.search(r"<h3>Hits</h3><p class=\"big\">–</p>", page)
+    assert re.search(r"<h3>Never used</h3><p class=\"big\">–</p>", page)
+
+
+def test_the_same_report_makes_the_same_page() -> None:
+    assert html_report(sample_report()) == html_report(sample_report())
+
+
+def test_the_worst_is_said_first_and_praise_last() -> None:
+    order = ["bad", "warn", "info", "good"]
+    levels = [order.index(remark.level) for remark in remarks(sample_report())]
+    assert levels == sorted(levels)
+    titles = [remark.title for remark in remarks(sample_report())]
+    assert titles[0].startswith("1 corrupt payload, 4.0 MiB")
+    assert "1 pair of namespaces of the same model do not share" in titles
+    assert any("lost the beginning" in title for title in titles)
+
+
+def test_only_a_whole_audit_without_findings_says_that_both_ends_agree() -> None:
+    report = sample_report()
+    none = tuple(replace(count, count=0, young=0) for count in report.findings.counts)
+    clean = replace(report, findings=FindingsAudit(none, (), 0))
+    told = "Index and bulk store agree"
+    assert told in [remark.title for remark in remarks(clean)]
+    cut = replace(clean, ending="interrupted")
+    assert told not in [remark.title for remark in remarks(cut)]
+    assert told not in [remark.title for remark in remarks(report)]
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (size(None), "–"),
+        (size(0), "0 B"),
+        (size(1536), "1.5 KiB"),
+        (size(3 << 60), "3072 PiB"),
+        (brief(999), "999"),
+        (brief(12_345), "12.3 k"),
+        (brief(None), "–"),
+        (share(1, 0), "–"),
+        (share(1, 1000), "< 1 %"),
+        (share(999, 1000), "> 99 %"),
+        (dollars(0.0), "$0.00"),
+        (dollars(0.004), "< $0.01"),
+        (dollars(1234.5), "$1,234"),
+        (span(-5), "0 s"),
+        (span(90_000), "1 d"),
+        (sentence("of an age: objkv sweep"), "Of an age: objkv sweep."),
+        (sentence("objkv sweep does"), "objkv sweep does."),
+        (
+            with_commands("<b> objkv sweep --apply, now"),
+            "&lt;b&gt; <code>objkv sweep --apply</code>, now",
+        ),
+    ],
+)
+def test_figures_read_well(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+@pytest.mark.parametrize("largest", [1, 3, 7, 999, 12_345, 10**9, 1023, 5 << 30, 1 << 62])
+@pytest.mark.parametrize("binary", [True, False])
+def test_an_axis_has_a_few_round_numbers_that_reach_the_largest(largest: int, binary: bool) -> None:
+    ticks = _ticks(largest, binary=binary)
+    assert ticks[0] == 0
+    assert ticks[-1] >= largest
+    assert 2 <= len(ticks) <= 7
+
+
+def test_a_moment_that_no_clock_has_is_no_error() -> None:
+    report = sample_report()
+    mad = replace(report.namespaces[0], newest_s=1 << 62, last_used_s=-(1 << 62))
+    assert str(MADE_S) not in html_report(replace(report, namespaces=(mad,))).split("<script")[0]
