@@ -24,6 +24,13 @@ _COLUMNS = "c.hash, c.parent, c.token_start, c.token_end, c.hits, c.touched_s, c
 _LIVE = "c.ends_s > ?"
 _JOINED = f"SELECT {_COLUMNS}, s.field, s.value FROM chunks c JOIN shards s USING (namespace, hash)"
 _FOUND = "SELECT hash, s.field, s.value FROM chunks c JOIN shards s USING (namespace, hash)"
+# Pages of whole chunks: a page of joined rows could cut a chunk's shards in two. CROSS because
+# SQLite, left to itself, looks for every hash of a page once for each chunk of it: 0.4 s a page.
+_PAGE = f"""
+SELECT {_COLUMNS}, s.field, s.value
+FROM (SELECT * FROM chunks c WHERE namespace = ? AND hash > ? AND {_LIVE} ORDER BY hash LIMIT ?) c
+CROSS JOIN shards s ON s.namespace = c.namespace AND s.hash = c.hash ORDER BY c.hash
+"""
 _PUBLISH_CHUNK = """
 INSERT INTO chunks (namespace, hash, parent, token_start, token_end, ends_s)
 VALUES (?, ?, ?, ?, ?, ?)
@@ -109,12 +116,8 @@ class SqliteIndex:
         after = b""
         while True:
             with self._file.read() as connection:
-                # Pages of whole chunks: a page of joined rows could cut a chunk's shards in two.
                 rows = connection.execute(
-                    f"{_JOINED} WHERE namespace = ? AND hash IN (SELECT c.hash FROM chunks c"
-                    f" WHERE namespace = ? AND hash > ? AND {_LIVE} ORDER BY hash LIMIT ?)"
-                    " ORDER BY hash",
-                    (namespace, namespace, after, self._clock(), _SCAN_ROWS),
+                    _PAGE, (namespace, after, self._clock(), _SCAN_ROWS)
                 ).fetchall()
             if not rows:
                 return
