@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def model() -> Iterator[Path]:
+def model() -> Path:
     """The folder of a tiny model; where vLLM is missing the test is skipped, in CI it fails."""
     if importlib.util.find_spec("vllm") is None:
         if os.environ.get("CI"):
             pytest.fail("vLLM is not installed")
         pytest.skip("vLLM is not installed")
-    yield tiny.make()
+    return tiny.make()

@@ -88,8 +88,12 @@ def running(folder: Path, model: Path, adapters: dict[str, Path]) -> Iterator[Fl
         ceph = stack.enter_context(ceph_radosgw(folder / "ceph"))
         shown = services["bucket"]["environment"]
         key, secret = shown["OBJKV_S3_ACCESS_KEY_ID"], shown["OBJKV_S3_SECRET_ACCESS_KEY"]
-        ceph.admin(*("key", "create", "--uid=test"), f"--access-key={key}", f"--secret-key={secret}")
-        here = _exchanged({"valkey:6379": f"127.0.0.1:{valkey.port}", "http://s3:8333": ceph.endpoint_url})
+        ceph.admin(
+            *("key", "create", "--uid=test"), f"--access-key={key}", f"--secret-key={secret}"
+        )
+        here = _exchanged(
+            {"valkey:6379": f"127.0.0.1:{valkey.port}", "http://s3:8333": ceph.endpoint_url}
+        )
         settings = {k: here(v) for k, v in shown.items()} | PATIENT
         ports = free_port(), free_port(), free_port()
         urls = [f"http://127.0.0.1:{port}" for port in ports]

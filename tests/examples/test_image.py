@@ -3,9 +3,9 @@
 import fnmatch
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,12 @@ class Layers:
 
     def copy(self, source: Path, target: str) -> None:
         """As COPY does."""
-        (self.upper / target.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cp", "--recursive", source, self.upper / target.lstrip("/")], check=True)
+        to = self.upper / target.lstrip("/")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, to, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, to)
 
     def run(self, command: str, *, user: str = "0:0", folder: str = "/", **variables: str) -> str:
         """Its output. Raises CalledProcessError."""
@@ -109,15 +113,15 @@ class Layers:
             f"mount -t overlay overlay -o {options} {self._root}; "
             f"exec chroot --userspec={user} {self._root} {inner}"
         )
-        done = subprocess.run(
-            ["unshare", "--mount", "sh", "-ec", script], capture_output=True, text=True
-        )
+        apart = need(shutil.which("unshare"), "unshare is missing: apt-get install util-linux")
+        command_line = [apart, "--mount", "sh", "-ec", script]
+        done = subprocess.run(command_line, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layers]:
+def image(tmp_path_factory: pytest.TempPathFactory) -> Layers:
     """All steps of the two stages of the command line's image, in their order."""
     if os.geteuid() != 0:
         pytest.skip("only root may lay a file system over another")
@@ -137,7 +141,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layers]:
         elif instruction == "RUN":
             assert "--mount" not in value.replace(mounted, "")  # /wheels is there: one layer
             layers.run(value.replace(mounted, ""), folder=place)
-    yield layers
+    return layers
 
 
 def settings(instruction: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A tiny model that reads text: what the examples are given as ``MODEL`` where none can be downloaded.
+"""A tiny model that reads text: ``MODEL`` of the examples, where none can be downloaded.
 
     python -m tests.examples.tiny            # makes it, and prints its folder
 

@@ -1,0 +1,85 @@
+"""What the examples give to vLLM, as vLLM itself reads it: no engine is started."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.places import EXAMPLES, compose, container
+
+OURS = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
+GIVEN = {"MODEL": "some/model", "REDIS_PASSWORD": "red-secret", "S3_SECRET_KEY": "s3-secret"}
+
+
+@pytest.fixture(scope="module")
+def parser(model: Path) -> Any:
+    """The parser of vLLM's server."""
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def test_the_server_takes_the_arguments_of_compose_and_kubernetes(parser: Any) -> None:
+    for told in (
+        compose(**GIVEN)["services"]["replica-1"]["command"],
+        container("Deployment vllm")["args"],
+    ):
+        read = parser.parse_args(told)
+        assert read.kv_transfer_config.kv_connector == "ObjKVConnector"
+        assert read.enable_prompt_tokens_details
+        assert read.shutdown_timeout == 30
+
+
+def test_wherever_an_example_names_the_connector_it_is_the_same_line() -> None:
+    files = [file for file in EXAMPLES.rglob("*") if file.suffix in (".sh", ".yaml", ".md")]
+    lines = [
+        json.loads(found)
+        for file in files
+        for found in re.findall(r"\{\"kv_connector\":\"ObjKV[^}]*\}", file.read_text())
+    ]
+    assert len(lines) >= 4
+    assert all(line == OURS for line in lines)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_connectors_of_prefill_and_decode_are_those_of_vllm(role: str, model: Path) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from objkv.connector.plugin import register
+
+    register()
+    told = json.loads((EXAMPLES / "nixl" / f"{role}.json").read_text())
+    outer = KVTransferConfig(**told)
+    assert outer.kv_load_failure_policy == "recompute"
+    assert outer.kv_role == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    inner = [KVTransferConfig(**one) for one in told["kv_connector_extra_config"]["connectors"]]
+    classes = [KVConnectorFactory.get_connector_class(one).__name__ for one in inner]
+    assert classes == ["NixlConnector", "ObjKVConnector"]
+    assert [one.kv_role for one in inner] == [outer.kv_role, "kv_both"]
+    # vLLM keeps groups of layers apart only if all connectors can.
+    multi: Any = KVConnectorFactory.get_connector_class(outer)
+    assert multi.all_children_support_hma(outer)
+
+
+def test_the_requests_of_the_router_are_what_nixl_reads() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler
+
+    asked = (EXAMPLES / "nixl" / "ask.py").read_text()
+    scheduler = Path(base_scheduler.__file__).parent.glob("*scheduler.py")
+    read = "".join(file.read_text() for file in scheduler)
+    for name in ("do_remote_decode", "do_remote_prefill"):
+        assert f'"{name}"' in asked
+        assert f'"{name}"' in read
+
+
+def test_scripts_say_what_the_manifests_say() -> None:
+    """The endings that let saves finish are told by everybody who starts a server."""
+    for script in ("two-replicas/run.sh", "nixl/run.sh"):
+        words = shlex.split((EXAMPLES / script).read_text(), comments=True)
+        assert "--shutdown-timeout" in words
+        assert "--enable-prompt-tokens-details" in words
