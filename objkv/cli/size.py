@@ -175,7 +175,7 @@ def _print(out: Output, found: Sizing, layout: Layout, load: Load) -> None:
             f"storage ${found.storage_month:,.0f}, requests ${found.requests_month:,.0f}",
         ),
     ]
-    out.table(("", ">", ""), rows)
+    out.table(("", "", ""), rows)
     if found.prompt_chunks == 0:
         out.line("prompts are shorter than a chunk: nothing of them is stored", "yellow")
 

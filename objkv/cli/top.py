@@ -153,7 +153,7 @@ def _live(out: Output, watch: Watch, every_s: float) -> int:
                 if asked is not None and asked.done():
                     view, asked = asked.result(), None
                 clock = time.strftime("%H:%M:%S")
-                live.update(screen(view, showing, clock, console.size.height), refresh=True)
+                live.update(screen(view, showing, clock, console.size), refresh=True)
                 pressed = _pressed(keys)
                 if pressed and not showing.key(pressed, len(view.rows) if view else 0):
                     return FINE

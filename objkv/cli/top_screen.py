@@ -24,9 +24,12 @@ _SOURCES: Final = (
 )
 _STATE_STYLES: Final = {"up": "green", "down": "bold red", "restarted": "yellow", "new": "dim"}
 REPLICA_COLUMNS: Final = (
-    "replica", "state", ">prompt tok/s", ">hit", ">local", ">hot", ">bulk", ">saved", ">refused/s",
-    ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
+    "replica", "state", ">tokens/s", ">hit", ">local", ">hot/s", ">bulk/s", ">saved/s",
+    ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
 )  # fmt: skip
+_DROPPED_FIRST: Final = (">wait", ">run", ">load", ">lookup", ">local", ">saved/s", ">missed/s")
+"""Columns that a narrow terminal does without, first those that are missed least."""
+_NOTES_MIN = 24
 PREFIX_COLUMNS: Final = (
     "namespace", "root", ">hits", ">hits/s", ">shared", ">stored", ">bytes", ">used",
 )  # fmt: skip
@@ -59,8 +62,11 @@ class Showing:
         return True
 
 
-def screen(view: View | None, showing: Showing, clock: str, height: int) -> RenderableType:
-    """The whole screen, cut to ``height`` lines: half of it at least for replicas."""
+def screen(
+    view: View | None, showing: Showing, clock: str, size_cells: tuple[int, int]
+) -> RenderableType:
+    """The whole screen, cut to a terminal's width and height: most of it for replicas."""
+    width, height = size_cells
     head = _head(view, showing, clock)
     if view is None:
         return Group(head, Text("asking ...", style="dim"))
@@ -68,8 +74,8 @@ def screen(view: View | None, showing: Showing, clock: str, height: int) -> Rend
     rows = sort_rows(view.rows, showing.sort)
     replicas = rows[showing.top :][: max(1, min(len(rows), room * 2 // 3))]
     left = room - len(replicas)
-    parts: list[RenderableType] = [head, _summary(view), Text()]
-    parts.append(_table(REPLICA_COLUMNS, [replica_cells(row) for row in replicas]))
+    parts: list[RenderableType] = [head, _summary(view, width), Text()]
+    parts.append(_replica_table([replica_cells(row) for row in replicas], width))
     if len(rows) > len(replicas):
         first = showing.top + 1
         last = showing.top + len(replicas)
@@ -182,15 +188,15 @@ def _head(view: View | None, showing: Showing, clock: str) -> Text:
     return text
 
 
-def _summary(view: View) -> RenderableType:
+def _summary(view: View, width: int) -> RenderableType:
     lines = summary_lines(view)
     text = Text(f"{lines[0].partition(': ')[0]}  ")
     text.append(_sparkline(view.hit_rates), style="green")
     text.append("\n")
-    left = _BAR_CELLS
+    cells_max = left = min(_BAR_CELLS, width // 4)
     shares = _shares(view.total)
     for number, (_, share, style) in enumerate(shares):
-        cells = left if number == len(shares) - 1 else min(left, round(share * _BAR_CELLS))
+        cells = left if number == len(shares) - 1 else min(left, round(share * cells_max))
         left -= cells
         text.append("█" * cells, style=style)
     for name, share, style in shares:
@@ -217,6 +223,24 @@ def _sparkline(values: Sequence[float | None]) -> str:
     )
 
 
+def _replica_table(rows: Sequence[Sequence[str]], width: int) -> Table:
+    """As many columns as fit; of the last, the notes, what is left."""
+    columns = list(REPLICA_COLUMNS)
+    cells = [dict(zip(REPLICA_COLUMNS, row, strict=True)) for row in rows]
+
+    def widest(name: str) -> int:
+        return max(len(name.removeprefix(">")), *(len(row[name]) for row in cells))
+
+    for name in _DROPPED_FIRST:
+        if sum(widest(column) + 2 for column in columns[:-1]) + _NOTES_MIN <= width:
+            break
+        columns.remove(name)
+    table = _table(columns, [[row[name] for name in columns] for row in cells])
+    for number, name in enumerate(columns[:-1]):
+        table.columns[number].min_width = widest(name)
+    return table
+
+
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in columns:
@@ -229,7 +253,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         )
     for row in rows:
         cells = [Text(printable(cell)) for cell in row]
-        if columns is REPLICA_COLUMNS:
+        if columns[0] == "replica":
             cells[1].stylize(_STATE_STYLES.get(row[1], "yellow"))
             cells[-1].stylize("yellow")
         table.add_row(*cells)
@@ -237,7 +261,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _bytes(per_s: float) -> str:
-    return f"{size(round(per_s))}/s" if per_s else "0"
+    return size(round(per_s)) if per_s else "0"
 
 
 def _count(per_s: float) -> str:

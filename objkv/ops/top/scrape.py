@@ -1,5 +1,6 @@
 """One look at one ``/metrics``: its numbers by name, summed over labels, or why there are none."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
@@ -16,6 +17,7 @@ from objkv.secrecy import keep_secret, without_secrets
 ANSWER_BYTES_MAX: Final = 16 << 20
 """A server with hundreds of histograms tells about one."""
 _TOLD_MAX: Final = 120
+_ERRNO = re.compile(r"^\[Errno \d+\] ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Source:
             text = self._text(began)
             return Scrape(self._clock(), values_of(text))
         except httpx.HTTPError as exc:
-            said = str(exc) or type(exc).__name__
+            said = _ERRNO.sub("", str(exc)) or type(exc).__name__
         except ValueError as exc:
             said = f"no metrics: {exc}"
         return Scrape(self._clock(), {}, without_secrets(said)[:_TOLD_MAX])
