@@ -20,4 +20,4 @@ if ! NO_MKDOCS_2_WARNING=1 "$BIN/mkdocs" build --quiet --strict >"$LOG" 2>&1; th
   exit 1
 fi
 "$BIN/python" scripts/check_site.py "$SITE"
-echo "read it: $SITE/index.html"
+echo "read it: python3 -m http.server -d $SITE"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,8 @@ def on_files(files: Files, config: Any) -> Files:
         source = readme if readme.is_file() else ROOT / path
         if source.suffix == ".md":
             waiting |= outside_links(source.read_text(), os.path.relpath(source.parent, ROOT))
-        files.append(File.generated(config, uri, content=shown(path)))
+        hidden = InclusionLevel.NOT_IN_NAV  # Unless the nav names it.
+        files.append(File.generated(config, uri, content=shown(path), inclusion=hidden))
     return files
 
 
