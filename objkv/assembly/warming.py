@@ -85,6 +85,8 @@ def warm(
     ``report.is_complete`` says whether all of them are stored. Raises ``ConfigError`` and
     ``StoreError``; an interruption ends it, and the report says so.
     """
+    if isinstance(prompts, str | bytes | Mapping):
+        raise ConfigError("prompts is a list of prompts, not one")
     chosen = WarmOptions(endpoints=endpoints, model=model, llm=llm, promote=promote, **options)
     return run_warm(resolve_config(dict(config or {})), _given(prompts), chosen)
 
@@ -130,8 +132,6 @@ def run_warm(
 
 
 def _given(prompts: Iterable[Any]) -> Iterable[Prompt]:
-    if isinstance(prompts, str | bytes | Mapping):
-        raise ConfigError("prompts is a list of prompts, not one")
     for number, value in enumerate(prompts):
         if isinstance(value, Prompt):
             yield value

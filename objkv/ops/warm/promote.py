@@ -13,6 +13,7 @@ from objkv.cache.promotion import Promoter
 from objkv.codec.payload import Claim
 from objkv.codec.seal import Seal
 from objkv.index.base import Record
+from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.ends import Ends, record_keys
 from objkv.telemetry import MemoryRecorder
@@ -55,6 +56,8 @@ class Wanted:
 def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[Wanted]:
     """The payloads that these records promise."""
     for record in records:
+        if is_shapes(record):  # says which shapes are in use, and promises nothing
+            continue
         for key in record_keys(namespace, record):
             claim = Claim(key, record.parent_hash, record.token_start, record.token_end)
             shard = record.shards[key.field]

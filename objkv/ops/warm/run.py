@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,8 @@ class Warming:
             while self._advance(pool):
                 self._tell(self.report)
         except KeyboardInterrupt:
-            pass
+            with suppress(StoreError):  # what was answered before may be stored by now
+                self._look()
         except StoreError as exc:
             self.report.ending, self.report.why = "unreachable", str(exc)
         finally:

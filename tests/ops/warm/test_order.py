@@ -85,7 +85,12 @@ def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> No
         prompts = [
             names(*(source.choice("ab") for _ in range(source.randint(1, 6)))) for _ in range(40)
         ]
-        order, under_way, computed, done = order_of(*prompts), dict[int, list[bytes]](), set[bytes](), 0
+        order, under_way, computed, done = (
+            order_of(*prompts),
+            dict[int, list[bytes]](),
+            set[bytes](),
+            0,
+        )
         while not order.is_empty:
             while (turn := order.next()) is not None:
                 if not turn.missing:

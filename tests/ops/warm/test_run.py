@@ -215,7 +215,6 @@ def test_an_endpoint_that_dies_is_left_to_the_others(place: Place) -> None:
     assert report.is_complete
     assert report.warmed == 20
     dead, alive = report.endpoints
-    assert dead.is_down
     assert dead.errors > 0
     assert not alive.is_down
     assert alive.answered > dead.answered

@@ -1,0 +1,58 @@
+"""``objkv.warm``: the same from Python."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import objkv
+from objkv.errors import ConfigError
+from objkv.index.sqlite import SqliteIndex
+from objkv.stores.local import LocalStore
+from tests.ops.warm.fake_vllm import FakeVllm, Place
+from tests.ops.world import CHUNK, TOKENS
+
+
+def test_a_program_warms_what_it_has_in_hand(tmp_path: Path) -> None:
+    place = Place(LocalStore(tmp_path / "chunks"), SqliteIndex(tmp_path / "index.sqlite"))
+    config = {
+        "bulk_url": f"file://{tmp_path / 'chunks'}",
+        "index_url": f"sqlite://{tmp_path / 'index.sqlite'}",
+    }
+    file = tmp_path / "more.jsonl"
+    file.write_text(json.dumps({"token_ids": TOKENS[:CHUNK]}))
+    with FakeVllm(place) as server:
+        report = objkv.warm(
+            [
+                " ".join(map(str, TOKENS)),
+                {"token_ids": [7] * CHUNK, "cache_salt": "acme"},
+                np.arange(CHUNK),
+                file,
+            ],
+            config=config,
+            endpoints=[server.url],
+            at_once=2,
+        )
+    assert report.is_complete
+    assert (report.prompts, report.warmed) == (4, 4)
+    assert place.stored(TOKENS) == 3
+    assert place.stored([7] * CHUNK, "acme") == 1
+    assert place.stored(range(CHUNK)) == 1
+
+
+@pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])
+def test_one_prompt_is_not_taken_for_a_list(prompts: object, tmp_path: Path) -> None:
+    config = {"bulk_url": f"file://{tmp_path}"}
+    with pytest.raises(ConfigError, match="a list of prompts, not one"):
+        objkv.warm(prompts, config=config, promote=True)  # type: ignore[arg-type]
+
+
+def test_importing_objkv_imports_nothing_that_warming_needs() -> None:
+    code = "import objkv, sys; print([m for m in sys.modules if m.startswith(('objkv.', 'httpx'))])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        objkv.nothing  # noqa: B018

@@ -1,0 +1,226 @@
+"""Real servers are warmed, interrupted and gone on with; then everything is stored."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from objkv.assembly.backends import open_backends
+from objkv.config import load_config
+from objkv.keys.prefix import PromptExtras
+from objkv.ops.match import match_prompt
+from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.warm.prompts import read_prompts
+from objkv.ops.warm.stock import known_identities
+from objkv.telemetry import NullRecorder
+from objkv.testing.servers.redis import wait_until
+from tests.engine import model
+from tests.engine.cache import Values, scenario
+from tests.engine.servers import Server
+
+OBJKV = Path(sys.executable).with_name("objkv")
+GROUPS, PROMPTS, CHUNK = 3, 6, 256
+SHARED, OWN = 2, 1
+"""Chunks that a group shares, and that each of its prompts has more."""
+SETTINGS = {
+    # A busy machine must not change what is stored.
+    "OBJKV_LOOKUP_DEADLINE_MS": "120000",
+    "OBJKV_LOAD_DEADLINE_MS": "120000",
+    "OBJKV_SAVE_DEADLINE_MS": "240000",
+    "OBJKV_ADMISSION": "always",
+    "OBJKV_CODEC": "none",
+}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }} : {{ m.content }} {{ eos_token }} "
+    "{% endfor %}{% if add_generation_prompt %}assistant :{% endif %}"
+)
+
+
+def model_with_tokenizer(folder: Path) -> Path:
+    """The tiny model, and words for most of its vocabulary."""
+    target = folder / "tiny"
+    shutil.copytree(model.make("llama"), target)
+    words = {"<s>": 0, "</s>": 1, "<pad>": 2, "<unk>": 3}
+    words |= {f"w{token}": token for token in range(4, 1000)}
+    words |= {word: 1000 + n for n, word in enumerate(("user", "assistant", "system", ":"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(target / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": TEMPLATE,
+    }
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    return target
+
+
+def write_prompts(file: Path, *, groups: int = GROUPS, seed: int = 1) -> int:
+    """Token ids, text and messages, a group of each; how many chunks they have together."""
+    source = random.Random(seed)
+    lines: list[dict[str, Any]] = []
+    for group in range(groups):
+        shared = [source.randrange(4, 1000) for _ in range(SHARED * CHUNK)]
+        for _ in range(PROMPTS):
+            own = [source.randrange(4, 1000) for _ in range(OWN * CHUNK)]
+            text, more = (" ".join(f"w{token}" for token in part) for part in (shared, own))
+            if group == 0:
+                lines.append({"prompt": shared + own, "cache_salt": "acme"})
+            elif group == 1:
+                lines.append({"prompt": f"{text} {more}"})
+            else:
+                messages = [
+                    {"role": "system", "content": text},
+                    {"role": "user", "content": more},
+                ]
+                lines.append({"messages": messages, "model": "tiny"})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return groups * (SHARED + OWN * PROMPTS)
+
+
+def warm(folder: Path, settings: dict[str, str], *arguments: str) -> "subprocess.Popen[bytes]":
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    return subprocess.Popen(
+        [str(OBJKV), "warm", *arguments, "--json"],
+        env=own | settings | {"XDG_CACHE_HOME": str(folder / "home"), "VLLM_HOST_IP": "127.0.0.1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def told(process: "subprocess.Popen[bytes]") -> Values:
+    out, err = process.communicate(timeout=300)
+    report = json.loads(out) if out else {}
+    return {"code": process.returncode, "report": report, "stderr": err.decode()}
+
+
+def usable(settings: dict[str, str], file: Path, tokenizer: Path) -> list[list[int]]:
+    """Of each prompt: tokens that would be served, and that it has, as ``match`` finds."""
+    local, found = LocalTokenizer(tokenizer), []
+    with open_backends(load_config(environ=settings), NullRecorder()) as backends:
+        [identity] = known_identities(backends.bulk).values()
+        for prompt in read_prompts([str(file)]):
+            extras = PromptExtras(salt=prompt.salt)
+            report = match_prompt(backends.index, identity, local.tokenize(prompt), extras)
+            found.append([report.usable_tokens, report.prompt_tokens])
+    return found
+
+
+def stored(settings: dict[str, str]) -> int:
+    """Chunks that are indexed."""
+    with open_backends(load_config(environ=settings), NullRecorder()) as backends:
+        return sum(usage.payloads for usage in backends.index.usage())
+
+
+@scenario
+def two_servers_and_an_interruption(folder: Path) -> Values:
+    tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
+    chunks = write_prompts(file)
+    settings = SETTINGS | {
+        "OBJKV_BULK_URL": f"file://{folder}/chunks",
+        "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
+    }
+    with (
+        Server(folder / "one", cpu=0, settings=settings, with_tokenizer=tiny) as one,
+        Server(folder / "two", cpu=1, settings=settings, with_tokenizer=tiny) as two,
+    ):
+        for server in (one, two):
+            server.wait_until_ready()
+        ends = [word for server in (one, two) for word in ("--endpoint", server.url)]
+        given = (str(file), *ends, "--concurrency", "1")
+        process = warm(folder, settings, *given)
+        wait_until(lambda: stored(settings) > chunks // 3, "a third to be stored", bound_s=240)
+        process.send_signal(signal.SIGINT)
+        runs = {"first": told(process)}
+        runs["second"] = told(warm(folder, settings, *given))
+        found = usable(settings, file, tiny)
+        runs["third"] = told(warm(folder, settings, *given, "--tokenizer", str(tiny)))
+        saved = [server.metrics()["vllm:objkv_saves_total"] for server in (one, two)]
+    more = folder / "more.jsonl"
+    write_prompts(more, groups=2, seed=2)
+    arguments = {
+        "dtype": "float32", "enforce_eager": "true", "max_model_len": "2048",
+        "block_size": "32", "kv_cache_memory_bytes": str(256 << 20), "seed": "0",
+    }  # fmt: skip
+    words = [f"--engine-arg={name}={value}" for name, value in arguments.items()]
+    runs["engine"] = told(
+        warm(folder, settings, str(file), str(more), "--model", str(tiny), *words)
+    )
+    return {
+        "chunks": chunks,
+        "runs": runs,
+        "found": found,
+        "saved": saved,
+        "by the engine": usable(settings, more, tiny),
+    }
+
+
+def whole(found: Sequence[Sequence[int]]) -> bool:
+    """Whether all chunks of all prompts would be served."""
+    return all(served == tokens // CHUNK * CHUNK for served, tokens in found)
+
+
+def test_an_interrupted_run_says_what_it_did_and_what_is_left() -> None:
+    first = two_servers_and_an_interruption()["runs"]["first"]
+    report = first["report"]
+    assert (first["code"], first["stderr"]) == (130, "")
+    assert report["ending"] == "interrupted"
+    assert 0 < report["left"] < GROUPS * PROMPTS
+    assert report["warmed"] + report["left"] == GROUPS * PROMPTS
+
+
+def test_the_same_command_goes_on_and_computes_what_is_left() -> None:
+    runs = two_servers_and_an_interruption()["runs"]
+    second = runs["second"]["report"]
+    assert runs["second"]["code"] == 0
+    assert second["complete"]
+    assert second["resumed"]
+    assert second["stored_before"] >= runs["first"]["report"]["warmed"] > 0
+    assert second["stored_before"] + second["warmed"] == GROUPS * PROMPTS
+
+
+def test_afterwards_match_finds_every_chunk_of_every_prompt() -> None:
+    found = two_servers_and_an_interruption()["found"]
+    assert len(found) == GROUPS * PROMPTS
+    assert whole(found)
+
+
+def test_both_servers_worked() -> None:
+    report = two_servers_and_an_interruption()["runs"]["second"]["report"]
+    assert all(endpoint["answered"] > 0 for endpoint in report["endpoints"])
+    assert not any(endpoint["errors"] for endpoint in report["endpoints"])
+
+
+def test_every_chunk_was_saved_once_but_for_what_the_interruption_cut_off() -> None:
+    run = two_servers_and_an_interruption()
+    probes = 2 * 2  # a chunk for each server in each run
+    cut_off = 2 * (SHARED + OWN)
+    assert run["chunks"] <= sum(run["saved"]) - probes - 2 <= run["chunks"] + cut_off
+
+
+def test_the_tokenizer_here_gives_the_tokens_that_the_servers_give() -> None:
+    third = two_servers_and_an_interruption()["runs"]["third"]
+    assert third["code"] == 0
+    assert third["report"]["stored_before"] == GROUPS * PROMPTS
+
+
+def test_an_engine_of_its_own_shares_with_the_servers_and_saves_what_they_have_not() -> None:
+    run = two_servers_and_an_interruption()
+    engine = run["runs"]["engine"]
+    assert engine["code"] == 0
+    assert engine["report"]["mode"] == "engine"
+    assert engine["report"]["namespace"] == run["runs"]["second"]["report"]["namespace"]
+    assert engine["report"]["stored_before"] == GROUPS * PROMPTS
+    assert engine["report"]["warmed"] == 2 * PROMPTS
+    assert whole(run["by the engine"])

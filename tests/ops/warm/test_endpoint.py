@@ -1,0 +1,123 @@
+"""One endpoint: what is sent, and what is made of its answers."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from objkv.errors import ConfigError
+from objkv.index.memory import MemoryIndex
+from objkv.ops.warm.asking import Ask, AskError
+from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.stores.memory import MemoryStore
+from tests.ops.warm.fake_vllm import FakeVllm, Handler, Place, status
+
+ASK = Ask([1, 2, 3], "salt", None)
+
+
+@pytest.fixture
+def server(bulk: MemoryStore, index: MemoryIndex) -> Iterator[FakeVllm]:
+    with FakeVllm(Place(bulk, index)) as server:
+        yield server
+
+
+@pytest.fixture
+def endpoint(server: FakeVllm) -> Iterator[Endpoint]:
+    endpoint = Endpoint(f"{server.url}/v1/", EndpointLimits(), api_key="sesame")
+    endpoint.check()
+    yield endpoint
+    endpoint.close()
+
+
+def test_the_key_is_sent_and_the_address_may_end_in_v1(
+    server: FakeVllm, endpoint: Endpoint
+) -> None:
+    endpoint.ask(ASK)
+    assert server.headers[-1]["Authorization"] == "Bearer sesame"
+    assert (server.asked[0].tokens, server.asked[0].salt) == ((1, 2, 3), "salt")
+    assert "sesame" not in repr(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("code", "trouble"),
+    [
+        (429, "busy"),
+        (503, "busy"),
+        (500, "failed"),
+        (502, "down"),
+        (504, "down"),
+        (400, "refused"),
+        (404, "refused"),
+    ],
+)
+def test_what_an_answer_means_is_told_by_its_status(
+    server: FakeVllm, endpoint: Endpoint, code: int, trouble: str
+) -> None:
+    server.every = status(code)
+    with pytest.raises(AskError) as raised:
+        endpoint.ask(ASK)
+    assert raised.value.trouble == trouble
+    assert f"HTTP {code}: told so" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None)]
+)
+def test_retry_after_is_read_in_both_forms(
+    server: FakeVllm, endpoint: Endpoint, header: str, seconds: float | None
+) -> None:
+    server.every = status(429, Retry_After=header)
+    with pytest.raises(AskError) as raised:
+        endpoint.ask(ASK)
+    assert raised.value.after_s == seconds
+
+
+def test_who_is_not_let_in_is_told_what_to_give(server: FakeVllm, endpoint: Endpoint) -> None:
+    server.every = status(401)
+    with pytest.raises(ConfigError, match="--api-key"):
+        endpoint.ask(ASK)
+
+
+def test_a_server_that_computed_another_number_of_tokens_is_not_believed(
+    server: FakeVllm, endpoint: Endpoint
+) -> None:
+    def cut(handler: Handler) -> bool:
+        return handler.answer(200, {"usage": {"prompt_tokens": 2}})
+
+    server.every = cut
+    with pytest.raises(AskError, match="computed 2 of 3 tokens"):
+        endpoint.ask(ASK)
+
+
+def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
+    server: FakeVllm, endpoint: Endpoint
+) -> None:
+    def close(handler: Handler) -> bool:
+        endpoint.close()
+        return False
+
+    server.every = close
+    with pytest.raises(AskError, match="given up"):
+        endpoint.ask(ASK)
+    with pytest.raises(AskError, match="given up"):
+        endpoint.ask(ASK)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("ftp://host", "write http://host:port"),
+        ("http://", "write http://host:port"),
+        ("http://me:secret@host", "no password in it"),
+        ("http://gpu-7.example.com:8000", "would cross the network in clear"),
+    ],
+)
+def test_addresses_that_are_none_or_not_safe_are_refused(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        Endpoint(url, EndpointLimits(), api_key="sesame")
+    assert "secret@" not in str(raised.value)
+
+
+def test_without_a_key_the_network_is_the_operators_business() -> None:
+    endpoint = Endpoint("gpu-7.example.com:8000", EndpointLimits())
+    assert endpoint.name == "http://gpu-7.example.com:8000"
+    endpoint.close()

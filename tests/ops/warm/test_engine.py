@@ -1,0 +1,97 @@
+"""The engine of a child process, with a child that speaks as it does and has no vLLM in it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from objkv.errors import ConfigError
+from objkv.ops.warm import engine
+from objkv.ops.warm.asking import Ask, AskError
+from objkv.ops.warm.engine import EngineJob, EngineProcess
+from objkv.ops.warm.prompts import Prompt
+
+CHILD = """
+import json, os, sys
+job = json.loads(sys.stdin.readline())
+if job["model"] == "broken":
+    sys.exit("ValueError: no such model")
+say = lambda **values: print(json.dumps(values), flush=True)
+say(ready=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    if order["kind"] == "tokenize":
+        say(id=order["id"], tokens=[len(word) for word in order["text"].split()])
+    elif order["salt"] == "die":
+        os._exit(1)
+    elif order["salt"] == "long":
+        say(id=order["id"], trouble="refused", error="too long")
+    else:
+        say(id=order["id"], cached_tokens=len(order["tokens"]))
+with open(job["arguments"]["file"], "w") as file:
+    file.write("ended in order, " + os.environ["OBJKV_BULK_URL"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda name: name)
+
+
+def process(tmp_path: Path, model: str = "tiny") -> EngineProcess:
+    job = EngineJob(model, {"file": str(tmp_path / "end")})
+    return EngineProcess(job, {"OBJKV_BULK_URL": "file:///x"}, command=("-c", CHILD))
+
+
+def test_it_answers_many_at_once_and_ends_in_order(tmp_path: Path) -> None:
+    child = process(tmp_path)
+    child.check()
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda n: child.ask(Ask([0] * n, None, None)), range(1, 100)))
+    assert [reply.cached_tokens for reply in replies] == list(range(1, 100))
+    assert child.tokenize(Prompt("p", text="a bc def")) == [1, 2, 3]
+    child.close()
+    child.close()
+    assert (tmp_path / "end").read_text() == "ended in order, file:///x"
+
+
+def test_what_the_engine_refuses_is_said(tmp_path: Path) -> None:
+    child = process(tmp_path)
+    with pytest.raises(AskError, match="too long") as raised:
+        child.ask(Ask([1], "long", None))
+    assert raised.value.trouble == "refused"
+    child.close()
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+    child = process(tmp_path, "broken")
+    with pytest.raises(AskError, match="no such model") as raised:
+        child.check()
+    assert raised.value.trouble == "down"
+    child.close()
+
+
+def test_an_engine_that_dies_answers_nobody_any_more(tmp_path: Path) -> None:
+    child = process(tmp_path)
+    child.check()
+    for _ in range(2):
+        with pytest.raises(AskError) as raised:
+            child.ask(Ask([1], "die", None))
+        assert raised.value.trouble == "down"
+    child.close()
+
+
+def test_a_child_that_is_still_starting_does_not_hold_up_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_END_S", 1e6)
+    child = EngineProcess(EngineJob("tiny"), {}, command=("-c", "import time; time.sleep(1e6)"))
+    child.close()
+    with pytest.raises(AskError):
+        child.ask(Ask([1], None, None))
+
+
+def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'objkv\[vllm\]'"):
+        EngineProcess(EngineJob("tiny"), {}, command=("-c", "pass"))

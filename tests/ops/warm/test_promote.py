@@ -1,0 +1,117 @@
+"""``warm --promote``: from the bulk to the hot store."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from objkv.cache.placement import HotLimits
+from objkv.errors import ConfigError
+from objkv.index.memory import MemoryIndex
+from objkv.ops.ends import Ends
+from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.report import WarmReport
+from objkv.ops.warm.story import Means, promote_stored
+from objkv.stores.memory import MemoryStore
+from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity
+
+LIMITS = HotLimits(1 << 20, 1, 3, 1)
+
+
+@pytest.fixture
+def hot() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def ends(bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore) -> Ends:
+    save_identity(bulk)
+    save(bulk, index)
+    return Ends(bulk, hot, index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+
+
+def promote(
+    ends: Ends,
+    prompts: Sequence[Prompt] | None,
+    limits: HotLimits = LIMITS,
+    bytes_max: int | None = None,
+) -> WarmReport:
+    return promote_stored(Means(ends, {}, None, None), prompts, IDENTITY, limits, None, bytes_max)
+
+
+def records_that_say_hot(index: MemoryIndex) -> int:
+    return sum(shard.hot for record in index.scan(NAMESPACE) for shard in record.shards.values())
+
+
+def test_what_is_stored_of_prompts_is_hot_afterwards(
+    ends: Ends, index: MemoryIndex, hot: MemoryStore, bulk: MemoryStore
+) -> None:
+    report = promote(ends, [Prompt("p", tokens=TOKENS[: 2 * CHUNK])])
+    assert report.is_complete
+    assert report.promotion is not None
+    assert (report.promotion.payloads, report.promotion.promoted) == (2, 2)
+    assert records_that_say_hot(index) == 2
+    copies = [entry.key for entry in hot.scan("")]
+    assert len(copies) == 2
+    assert all(hot.get(key) == bulk.get(key) for key in copies)
+
+
+def test_a_namespace_is_promoted_whole_what_is_used_most_first(
+    ends: Ends, index: MemoryIndex
+) -> None:
+    [used] = [r for r in index.scan(NAMESPACE) if r.token_start == CHUNK]
+    index.touch(NAMESPACE, [used.prefix_hash], ttl_s=3600)
+    report = promote(ends, None, bytes_max=used.nbytes)
+    assert report.promotion is not None
+    assert (report.promotion.promoted, report.promotion.over_budget) == (1, 2)
+    [hot] = [r for r in index.scan(NAMESPACE) if any(s.hot for s in r.shards.values())]
+    assert hot.prefix_hash == used.prefix_hash
+
+
+def test_what_is_hot_is_not_copied_again_unless_the_copy_is_gone(
+    ends: Ends, hot: MemoryStore
+) -> None:
+    promote(ends, None)
+    lost = next(hot.scan("")).key
+    hot.delete(lost)
+    report = promote(ends, None)
+    assert report.promotion is not None
+    assert (report.promotion.hot_before, report.promotion.promoted) == (2, 1)
+    assert hot.head(lost) is not None
+
+
+def test_larger_payloads_than_replicas_keep_hot_are_left_out(ends: Ends, hot: MemoryStore) -> None:
+    report = promote(ends, None, HotLimits(10, 1, 3, 1))
+    assert report.promotion is not None
+    assert report.promotion.too_large == 3
+    assert list(hot.scan("")) == []
+
+
+def test_a_damaged_payload_does_not_become_hot(
+    ends: Ends, bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore
+) -> None:
+    key = next(entry.key for entry in bulk.scan("") if entry.key.endswith(".safetensors"))
+    payload = bytearray(bulk.get(key) or b"")
+    payload[-1] ^= 1
+    bulk.put(key, bytes(payload))
+    report = promote(ends, None)
+    assert not report.is_complete
+    assert [failure.name for failure in report.failures] == [key]
+    assert hot.head(key) is None
+    assert records_that_say_hot(index) == 2
+
+
+def test_a_prompt_that_is_not_stored_is_a_failure(ends: Ends) -> None:
+    prompts = [Prompt("long", tokens=(*TOKENS, *range(CHUNK))), Prompt("text", text="hello")]
+    report = promote(ends, prompts)
+    assert not report.is_complete
+    told = {failure.name: failure.why for failure in report.failures}
+    assert told["long"] == "3 of 4 chunks are stored"
+    assert "text needs --tokenizer" in told["text"]
+    assert report.promotion is not None
+    assert report.promotion.promoted == 3
+
+
+def test_without_a_hot_store_it_says_so(bulk: MemoryStore, index: MemoryIndex) -> None:
+    ends = Ends(bulk, None, index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="there is no hot store"):
+        promote(ends, None)
