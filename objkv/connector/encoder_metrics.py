@@ -76,6 +76,12 @@ class ObjKVECPromMetrics(ECConnectorPromMetrics):
             for name, text in BREAKER_GAUGES.items()
         }
 
+        # From the start, at 0: of a series that begins at 1, Prometheus sees no increase.
+        for labels in per_engine_labelvalues.values():
+            for named in (self._counters, self._gauges):
+                for metric in named.values():
+                    metric.labels(*labels)
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
         labels = self.per_engine_labelvalues[engine_idx]

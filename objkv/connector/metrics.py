@@ -94,6 +94,12 @@ class ObjKVPromMetrics(KVConnectorPromMetrics):
             for name, text in HISTOGRAMS.items()
         }
 
+        # From the start, at 0: of a series that begins at 1, Prometheus sees no increase.
+        for labels in per_engine_labelvalues.values():
+            for named in (self._counters, self._gauges, self._histograms):
+                for metric in named.values():
+                    metric.labels(*labels)
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
         labels = self.per_engine_labelvalues[engine_idx]

@@ -46,6 +46,14 @@ def test_what_several_workers_observed_is_one_histogram() -> None:
     assert registry.get_sample_value("vllm:objkv_load_seconds_sum", LABELS) == 7.206
 
 
+def test_what_never_happened_is_told_as_0() -> None:
+    _, registry = shown()
+    names = [f"vllm:objkv_{name}_total" for name in COUNTERS]
+    names += [f"vllm:objkv_{name}" for name in GAUGES]
+    names += [f"vllm:objkv_{name}_count" for name in HISTOGRAMS]
+    assert {registry.get_sample_value(name, LABELS) for name in names} == {0.0}
+
+
 def test_the_report_that_is_added_to_is_not_changed_for_others() -> None:
     first = stats(0.1)
     told = first.data
