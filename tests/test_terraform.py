@@ -1,11 +1,12 @@
-"""The Terraform module is formatted, and its rights are those that ``objkv access`` prints.
+"""Terraform's modules as far as no provider is needed: their rights are those that ``objkv access``
+prints, and what they print is what objkv understands.
 
-``terraform test`` in ``terraform/aws`` needs a provider; the module of the rights needs none, and
-is applied here.
+The modules' own tests, the state moves and the policy scan are ``make terraform-check``.
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,19 +14,26 @@ from typing import Any
 
 import pytest
 
-from objkv.ops.access import ROLES, acl_rights, iam_policy
+from objkv.config import Config, load_config
+from objkv.errors import ConfigError
+from objkv.ops.access import ROLES, access_of, acl_rights, directory_policy, iam_policy
+from scripts.terraform_moves import findings
 from scripts.write_rights import FILE, text
 
-FOLDER = Path(__file__).parents[1] / "terraform"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "terraform"
 KEY = "arn:aws:kms:eu-central-1:123456789012:key/1"
 PLACE = {
     "bucket_arn": "arn:aws:s3:::kv",
     "prefix": "objkv/a",
     "redis_prefix": "objkv-a",
 }
+DIRECTORY = "arn:aws:s3express:us-east-1:123456789012:bucket/kv--use1-az4--x-s3"
 needs_terraform = pytest.mark.skipif(
-    shutil.which("terraform") is None, reason="terraform is not installed"
+    shutil.which("terraform") is None and os.environ.get("CI") != "true",
+    reason="terraform is not installed",
 )
+MODULES = sorted(path.parent for path in FOLDER.glob("**/versions.tf"))
 
 
 def terraform(folder: Path, *arguments: str) -> str:
@@ -45,8 +53,18 @@ def test_terraform_files_are_formatted() -> None:
 
 
 def test_the_rights_are_written_from_where_they_are_decided() -> None:
-    """python scripts/write_rights.py mends this."""
+    """python -m scripts.write_rights mends this."""
     assert FILE.read_text() == text()
+
+
+def applied_rights(folder: Path, **variables: Any) -> dict[str, Any]:
+    """What the module of the rights says; it needs no provider."""
+    shutil.copytree(FILE.parent, folder)
+    (folder / "place.auto.tfvars.json").write_text(json.dumps(PLACE | variables))
+    terraform(folder, "init", "-backend=false", "-input=false")
+    terraform(folder, "apply", "-auto-approve", "-input=false")
+    found = json.loads(terraform(folder, "output", "-json"))
+    return {name: one["value"] for name, one in found.items()}
 
 
 @needs_terraform
@@ -54,17 +72,120 @@ def test_the_rights_are_written_from_where_they_are_decided() -> None:
 def test_what_terraform_attaches_is_what_the_command_prints(
     tmp_path: Path, key: str | None
 ) -> None:
-    folder = tmp_path / "rights"
-    shutil.copytree(FOLDER / "aws" / "rights", folder)
-    variables = PLACE | ({} if key is None else {"kms_key_arn": key})
-    (folder / "place.auto.tfvars.json").write_text(json.dumps(variables))
-    terraform(folder, "init", "-backend=false", "-input=false")
-    terraform(folder, "apply", "-auto-approve", "-input=false")
-    found: dict[str, Any] = json.loads(terraform(folder, "output", "-json"))
+    found = applied_rights(tmp_path / "rights", **({} if key is None else {"kms_key_arn": key}))
     for role in ROLES:
         printed = iam_policy(role, PLACE["bucket_arn"], PLACE["prefix"], kms_key_arn=key)
-        assert json.loads(found["policies"]["value"][role]) == printed
+        assert json.loads(found["policies"][role]) == printed
         for kind, is_cluster in (("single", False), ("cluster", True)):
             where = {"has_hot": True, "is_cluster": is_cluster, "has_database": False}
             rights = acl_rights(role, PLACE["redis_prefix"], **where)
-            assert found["access_strings"]["value"][role][kind] == f"on {rights}"
+            assert found["access_strings"][role][kind] == f"on {rights}"
+
+
+@needs_terraform
+def test_a_directory_bucket_is_granted_as_the_command_prints(tmp_path: Path) -> None:
+    found = applied_rights(
+        tmp_path / "rights", is_directory=True, bucket_arn=DIRECTORY, kms_key_arn=KEY
+    )
+    for role in ROLES:
+        printed = directory_policy(role, DIRECTORY, kms_key_arn=KEY)
+        assert json.loads(found["policies"][role]) == printed
+
+
+def asserted_environments() -> dict[str, dict[str, str]]:
+    """The outputs ``environments`` that ``terraform test`` found, name by name, to be so."""
+    tests = (FOLDER / "aws" / "tests" / "module.tftest.hcl").read_text()
+    found = re.findall(r'output\.environments\["([a-z-]+)"\] == \{\n(.*?)\n    \}', tests, re.S)
+    return {key: dict(re.findall(r'(\w+) += "([^"]*)"', body)) for key, body in found}
+
+
+def test_what_terraform_prints_is_settings_of_objkv() -> None:
+    environments = asserted_environments()
+    assert set(environments) == {"writer", "a-writer"}
+    for environment in environments.values():
+        config = load_config(environ=environment | {"OBJKV_REDIS_PASSWORD": "secret-0123456789"})
+        for name, value in environment.items():
+            assert str(getattr(config, name.removeprefix("OBJKV_").lower())) == value
+    with pytest.raises(ConfigError):  # so that a name that means nothing would be seen above
+        load_config(environ={"OBJKV_S3_REGOIN": "x"})
+
+
+def test_terraform_and_the_command_name_the_same_places_and_users() -> None:
+    environment = asserted_environments()["a-writer"]
+    shared: dict[str, Any] = {
+        "bulk_url": "s3://kv-test/objkv",
+        "index_url": environment["OBJKV_INDEX_URL"],
+    }
+    told = access_of(load_config(shared, environ={}), "writer", tenant="a").settings
+    assert (
+        told.items()
+        <= {
+            name.removeprefix("OBJKV_").lower(): value for name, value in environment.items()
+        }.items()
+    )
+
+
+def test_terraforms_default_life_is_that_of_the_settings() -> None:
+    variables = (FOLDER / "aws" / "variables.tf").read_text()
+    (found,) = re.findall(r'variable "ttl_s" \{.*?default += (\d+)', variables, re.S)
+    assert int(found) == Config.model_fields["ttl_s"].default
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(FOLDER)))
+def test_each_module_tells_of_all_that_goes_in_and_comes_out(module: Path) -> None:
+    page = (module / "README.md").read_text()
+    code = "".join(path.read_text() for path in sorted(module.glob("*.tf")))
+    for kind in ("variable", "output"):
+        names = set(re.findall(rf'^{kind} "(\w+)"', code, re.M))
+        assert names
+        assert names - set(re.findall(r"^\| `(\w+)` ", page, re.M)) == set()
+
+
+def test_what_the_policy_scan_leaves_out_has_its_reason() -> None:
+    left_out = [
+        line.strip()
+        for path in FOLDER.glob("**/*.tf")
+        for line in path.read_text().splitlines()
+        if "checkov" in line
+    ]
+    assert left_out
+    for line in left_out:
+        assert re.fullmatch(r"#checkov:skip=CKV2?_AWS_\d+:\S.{8,}\.", line), line
+
+
+def moved(**change: Any) -> dict[str, Any]:
+    no_op = {"actions": ["no-op"], "before": {"name": "a"}, "after": {"name": "a"}}
+    return {"address": "module.m.r", "previous_address": "r", "change": no_op | change}
+
+
+def test_what_moved_is_counted() -> None:
+    assert findings({"resource_changes": [moved(), moved()]}) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (moved(actions=["update"], after={"name": "b"}), "module.m.r: update (name)"),
+        (moved(actions=["delete", "create"]), "module.m.r: delete and create ()"),
+        (moved(actions=["create"], before=None), "module.m.r: create ()"),
+        ({"address": "r", "change": moved()["change"]}, "r: was there before, at the same place"),
+    ],
+)
+def test_what_did_not_merely_move_is_found(one: dict[str, Any], said: str) -> None:
+    assert findings({"resource_changes": [one]}) == (0, [said])
+
+
+def test_without_terraform_the_check_says_what_to_install(tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "mkdir", "mktemp", "rm"):
+        found = shutil.which(name)
+        assert found is not None
+        (tmp_path / name).symlink_to(found)
+    result = subprocess.run(
+        [str(tmp_path / "bash"), str(ROOT / "scripts" / "terraform_check.sh")],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert "terraform is not installed: get 1.9 or later from https://" in result.stderr

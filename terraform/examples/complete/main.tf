@@ -79,7 +79,7 @@ resource "aws_vpc_security_group_egress_rule" "replicas" {
 
 data "aws_iam_policy_document" "key" {
   #checkov:skip=CKV_AWS_109:This is the policy of the key itself: the account decides by IAM who may use it.
-  #checkov:skip=CKV_AWS_111:As above.
+  #checkov:skip=CKV_AWS_111:In the policy of a key rights to write are rights to this key.
   #checkov:skip=CKV_AWS_356:In the policy of a key, "*" is that key.
   statement {
     sid       = "TheAccountDecides"
