@@ -15,9 +15,9 @@ from objkv.assembly.seal import open_seal
 from objkv.cache.placement import HotLimits
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError
-from objkv.keys.identity import Identity, seals_of
+from objkv.keys.identity import NAMESPACE_HEX, Identity, seals_of
 from objkv.ops.ends import Ends
-from objkv.ops.identities import pick_namespace
+from objkv.ops.identities import pick_namespace, read_identity
 from objkv.ops.patient import PatientIndex, PatientStore
 from objkv.ops.warm import endpoint, engine
 from objkv.ops.warm.asking import Asker
@@ -28,7 +28,7 @@ from objkv.ops.warm.prompts import Prompt, read_prompts, to_prompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import Patience
 from objkv.ops.warm.stock import known_identities
-from objkv.ops.warm.story import Means, Watch, promote_stored, warm_by
+from objkv.ops.warm.story import Means, Watch, check_stored, promote_stored, warm_by
 from objkv.telemetry import NullRecorder
 
 _ENGINE = "objkv.connector.warm"
@@ -36,7 +36,7 @@ _ENGINE = "objkv.connector.warm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmOptions:
-    """Who computes, and how. One of ``endpoints``, ``model``, ``llm`` and ``promote``."""
+    """Who computes, and how: ``endpoints``, ``model``, ``llm``, ``promote`` or ``check``."""
 
     endpoints: Sequence[str] = ()
     model: str | None = None
@@ -44,6 +44,8 @@ class WarmOptions:
     llm: Any = None
     """A ``vllm.LLM`` with objkv's connector, in this process."""
     promote: bool = False
+    check: bool = False
+    """Say what is stored, and compute nothing."""
     served_model: str | None = None
     """The base model's name at the endpoints, where they serve several."""
     api_key: str | None = field(default=None, repr=False)
@@ -68,6 +70,7 @@ def warm(
     model: str | None = None,
     llm: Any = None,
     promote: bool = False,
+    check: bool = False,
     **options: Any,
 ) -> WarmReport:
     """Compute and save ``prompts`` before anybody asks for them; waits until they are stored.
@@ -80,6 +83,7 @@ def warm(
         model: a folder or hub id; an engine of its own computes, in a child process.
         llm: a ``vllm.LLM`` with objkv's connector, which nobody else uses meanwhile.
         promote: copy what is stored to the hot store, and compute nothing.
+        check: only say what is stored.
         options: see ``WarmOptions``.
 
     ``report.is_complete`` says whether all of them are stored. Raises ``ConfigError`` and
@@ -87,7 +91,9 @@ def warm(
     """
     if isinstance(prompts, str | bytes | Mapping):
         raise ConfigError("prompts is a list of prompts, not one")
-    chosen = WarmOptions(endpoints=endpoints, model=model, llm=llm, promote=promote, **options)
+    chosen = WarmOptions(
+        endpoints=endpoints, model=model, llm=llm, promote=promote, check=check, **options
+    )
     return run_warm(resolve_config(dict(config or {})), _given(prompts), chosen)
 
 
@@ -100,9 +106,10 @@ def run_warm(
     """See ``warm``; None instead of prompts: a whole namespace, to be promoted."""
     config, watch = resolved.config, watch or Watch()
     modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
-    if sum(modes) + options.promote != 1:
+    if sum(modes) + options.promote + options.check != 1:
         raise ConfigError(
-            "say who computes: endpoints, a model for an engine of its own, or promote"
+            "say who computes: --endpoint, or --model for an engine of its own; or --promote or "
+            "--check, which compute nothing"
         )
     for name in ("bulk_url", "index_url"):
         if getattr(config, name).startswith("memory:"):
@@ -121,6 +128,9 @@ def run_warm(
                 means, prompts, identity, _limits(config), seal, options.promote_bytes_max
             )
         assert prompts is not None
+        if options.check:
+            means = Means(ends, digests, _tokenizer(options), None, watch, _base(options))
+            return check_stored(means, prompts, _identity(ends, options.namespace))
         askers = _askers(resolved, options)
         for asker in askers:
             stack.enter_context(closing(asker))
@@ -217,11 +227,14 @@ def _folder(name: str, path: str) -> str:
 
 
 def _identity(ends: Ends, beginning: str | None) -> Identity:
-    known = known_identities(ends.bulk)
+    # A complete name needs no right to list the bucket.
+    complete = beginning is not None and len(beginning) == NAMESPACE_HEX
+    known = {} if complete else known_identities(ends.bulk)
     name = pick_namespace(sorted(known), beginning)
-    if name not in known:
+    identity = known.get(name) or read_identity(ends.bulk, name)
+    if identity is None:
         raise ConfigError(f"the bulk store has no {name}/identity.json: no replica has saved there")
-    return known[name]
+    return identity
 
 
 def _seals(identity: Identity) -> tuple[str, ...]:

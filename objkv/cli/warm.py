@@ -45,6 +45,9 @@ def warm(
     promote: Annotated[
         bool, typer.Option("--promote", help="Copy what is stored to the hot store; no engine.")
     ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say what is stored; no engine.")
+    ] = False,
     tokenizer: Annotated[
         Path | None,
         typer.Option(help="A model's folder; else whoever computes tokenizes.", metavar="PATH"),
@@ -102,6 +105,7 @@ def warm(
         endpoints=endpoint or (),
         model=model,
         promote=promote,
+        check=check,
         served_model=served_model,
         api_key=api_key,
         engine_arguments=dict(_argument(text) for text in engine_arg or ()),

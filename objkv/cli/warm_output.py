@@ -82,14 +82,19 @@ def _show_warmed(out: Output, report: WarmReport) -> None:
         out.line(f"namespace {report.namespace}, model {printable(report.model)}")
     rows: list[tuple[object, ...]] = [
         ("prompts", report.prompts, f"{report.prompt_tokens:,} tokens"),
-        ("stored before", report.stored_before, "skipped"),
-        ("warmed", report.warmed, _warmed(report)),
     ]
+    if report.mode == "check":
+        rows.append(("stored", report.stored_before, ""))
+    else:
+        rows.append(("stored before", report.stored_before, "skipped"))
+        rows.append(("warmed", report.warmed, _warmed(report)))
     if report.short:
         rows.append(("too short", report.short, "they fill no chunk, so nothing can be stored"))
     if report.failed:
-        rows.append(("failed", report.failed, ""))
+        rows.append(("missing" if report.mode == "check" else "failed", report.failed, ""))
     out.table(("", ">", ""), rows)
+    if report.mode == "check":
+        return
     if report.asked_tokens:
         out.line(_asked(report))
     out.line(f"saved {report.saved_chunks:,} chunks, {size(report.saved_bytes)}")

@@ -98,6 +98,21 @@ def test_adapters_are_known_by_what_they_hold(run: Run, server: FakeVllm) -> Non
     assert matched["usable_tokens"] == len(TOKENS)
 
 
+def test_what_is_stored_is_checked_without_anybody_who_computes(
+    run: Run, machine: Machine, prompts: Path
+) -> None:
+    save_identity(machine.bulk)
+    save(machine.bulk, machine.index)
+    ran = run("warm", str(prompts), "--check")
+    assert ran.code == 1
+    assert "stored   1" in ran.out
+    assert "missing  3" in ran.out
+    assert f"{prompts}:2" in ran.out
+    assert "3 of 4 chunks are stored" in ran.out
+    ran = run("warm", "-", "--check", "--json", "--namespace", NAMESPACE, stdin=json.dumps(TOKENS))
+    assert (ran.code, ran.document["stored_before"], ran.document["complete"]) == (0, 1, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

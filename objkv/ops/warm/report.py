@@ -34,7 +34,7 @@ class WarmReport:
     """One run; ``earlier`` is what runs did that it continues."""
 
     mode: str
-    """``endpoints``, ``engine`` or ``promote``."""
+    """``endpoints``, ``engine``, ``promote`` or ``check``."""
     namespace: str = ""
     model: str = ""
     ending: Ending = "complete"

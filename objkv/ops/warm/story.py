@@ -127,6 +127,15 @@ def promote_stored(
     return report
 
 
+def check_stored(means: Means, prompts: Iterable[Prompt], identity: Identity) -> WarmReport:
+    """Say which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
+    stock = Stock(means.ends.index, identity, means.adapters)
+    report = WarmReport("check", stock.namespace, identity.model)
+    means.watch.stage("reading prompts")
+    _records(means, stock, prompts, report)
+    return report
+
+
 def _records(
     means: Means, stock: Stock, prompts: Iterable[Prompt], report: WarmReport
 ) -> list[Record]:
