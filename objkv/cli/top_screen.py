@@ -33,8 +33,8 @@ _NOTES_MIN = 24
 PREFIX_COLUMNS: Final = (
     "namespace", "root", ">hits", ">hits/s", ">shared", ">stored", ">bytes", ">used",
 )  # fmt: skip
-_HEADINGS = 10
-"""Lines that are neither replicas nor prefixes."""
+_HEADINGS = 8
+"""Lines that are neither replicas nor prefixes, besides the summary and problems."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,8 @@ def screen(
     head = _head(view, showing, clock)
     if view is None:
         return Group(head, Text("asking ...", style="dim"))
-    room = max(2, height - _HEADINGS)
+    told = len(summary_lines(view)) + len(view.problems)
+    room = max(2, height - _HEADINGS - told)
     rows = sort_rows(view.rows, showing.sort)
     replicas = rows[showing.top :][: max(1, min(len(rows), room * 2 // 3))]
     left = room - len(replicas)
@@ -83,7 +84,7 @@ def screen(
     parts.append(Text())
     if view.prefixes is not None:
         parts.append(Text(prefix_heading(view.prefixes), style="bold"))
-        shown = view.prefixes.prefixes[: max(0, left - 3)]
+        shown = view.prefixes.prefixes[: max(0, left)]
         parts.append(_table(PREFIX_COLUMNS, [prefix_cells(prefix) for prefix in shown]))
     parts += [Text(printable(problem), style="yellow") for problem in view.problems]
     return Group(*parts)

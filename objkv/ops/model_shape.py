@@ -62,7 +62,8 @@ class ModelShape:
 
         All layers alike are one group. Else kinds are cut into groups of as many layers as the
         rarest kind has; where no kind has half as many again as another, each is one group. Source:
-        vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size`` in ``v1/core/kv_cache_utils.py``.
+        vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size`` in ``v1/core/kv_cache_utils.py``,
+        since 0.33 ``kv_cache_planning.py``.
         """
         alike: dict[LayerShape, list[int]] = {}
         for number, layer in enumerate(self.layers):

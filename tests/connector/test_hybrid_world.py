@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm import version as vllm_version
 
 from objkv.cache.match import stored_blocks
 from objkv.keys.identity import GroupIdentity
@@ -162,8 +163,11 @@ def test_a_second_replica_loads_all_that_can_be_of_use(layout: Layout) -> None:
                 (answer,) = ask(second, [prompt])
                 assert answer.loaded == max(0, expected - answer.local)
                 # Steps end in the last block that leaves a token to do, and what they leave is
-                # stored. What local attention alone never reads, vLLM did not compute.
-                if layout.kinds[0][0] != "chunked_local":
+                # stored. What local attention alone never reads, vLLM did not compute. vLLM 0.31
+                # keeps no state before that of a prompt's very end.
+                states = any(kind == "mamba" for kind, _ in layout.kinds)
+                keeps = not states or vllm_version.__version_tuple__[:2] >= (0, 32)
+                if layout.kinds[0][0] != "chunked_local" and keeps:
                     size = second.chunk_tokens
                     assert expected >= (len(prompt) - 1) // size * size
 

@@ -9,10 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.core.kv_cache_utils import (
-    _get_kv_cache_groups_uniform_page_size,
-    _project_kv_cache_groups_to_worker,
-)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from objkv.cache.tiered import CacheSettings, ChunkCache
@@ -31,6 +27,11 @@ from objkv.telemetry import MemoryRecorder
 from objkv.testing.servers.redis import wait_until
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.transfer.world import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning  # since 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
 WINDOW = SlidingWindowSpec(
@@ -64,10 +65,10 @@ def of_vllm(
 ) -> tuple[list[KVCacheGroupSpec], list[list[KVCacheGroupSpec]]]:
     """The groups of the whole model, and what each stage is told of them."""
     specs = {naming.format(layer): SPECS[kind] for layer, kind in enumerate(kinds)}
-    whole = _get_kv_cache_groups_uniform_page_size(cast("Any", specs))
+    whole = planning._get_kv_cache_groups_uniform_page_size(cast("Any", specs))
     names = list(specs)
     stages = [
-        _project_kv_cache_groups_to_worker(
+        planning._project_kv_cache_groups_to_worker(
             whole,
             {name: specs[name] for name in names[slice(*get_pp_indices(len(kinds), r, pp_size))]},
         )
