@@ -18,6 +18,8 @@ from objkv.ops.report.figures import (
 )
 
 _UNKNOWN: Final = "(unknown)"
+_WORDS_CHARS: Final = 56
+"""Of a prefix's text: two lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ def roots(report: AuditReport) -> Table:
                 begin,
                 text(one.namespace, mono=True, cut=8),
                 text(one.tenant),
-                replace(text(one.label), tone="words" if one.label else "muted"),
+                _words(one.label),
                 number(one.shared_tokens),
                 number(one.leaves),
                 number(one.branches),
@@ -253,6 +255,13 @@ def findings(report: AuditReport) -> Table:
     return Table(
         "findings", "By name", _head("Kind", "Where", ">Bytes", "Detail"), tuple(rows), note
     )
+
+
+def _words(label: str | None) -> Cell:
+    if label is None:
+        return text(None)
+    shown = f"{label[:_WORDS_CHARS].rstrip()}…" if len(label) > _WORDS_CHARS else label
+    return Cell(shown, label, title=label if shown != label else "", tone="words")
 
 
 def _used(used: int | None, chunks: int) -> Cell:
