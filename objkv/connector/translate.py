@@ -134,7 +134,7 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
     if config.load_mode == "async" or (vllm_config.max_concurrent_batches == 1 and not several):
         return config
     logger.warning(
-        "load_mode=%s is not safe here, loading between steps: %s",
+        "load mode not safe here, loading between steps load_mode=%s reason=%s",
         config.load_mode,
         _why_between_steps(vllm_config, several=several),
     )

@@ -62,8 +62,12 @@ class Walks:
                 raise failed("scan", folder, exc) from exc
             if not self._has_told:
                 self._has_told = True
-                words = "left out a folder that cannot be read, and any other path=%s/%s error=%s"
-                logger.warning(words, self._beneath.root, folder, exc.strerror)
+                logger.warning(
+                    "left out a folder that cannot be read, and any other path=%s/%s error=%s",
+                    self._beneath.root,
+                    folder,
+                    exc.strerror,
+                )
             return []
 
     def _ordered(

@@ -129,7 +129,7 @@ class SlabPool:
             return
         news, self._adds_up = self._adds_up, False
         if news:
-            logger.error("slabs do not add up: %d free, %d leased in %r", free, leased, self)
+            logger.error("slabs do not add up free=%d leased=%d pool=%r", free, leased, self)
 
 
 class WideSlabs(Generic[T]):
@@ -191,7 +191,7 @@ class WideSlabs(Generic[T]):
             return
         news, self._adds_up = self._adds_up, False
         if news:
-            logger.error("pairs of slabs do not add up: %d entered of %r", self._entered, self)
+            logger.error("pairs of slabs do not add up entered=%d pool=%r", self._entered, self)
 
     def _make(self) -> SlabPool:
         count, size = 2 * self._pairs, self._slab_bytes
