@@ -2,7 +2,7 @@
 
 python scripts/record_top.py [--seconds 40]; takes a minute more than it records. It starts what
 ``objkv demo --fleet`` starts, asks both servers questions about a few documents again and again,
-ends one of them towards the end, and films what the command shows.
+and films what the command shows.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from scripts.record_terminal import picture, record, thinned  # noqa: E402
 SIZE = (148, 26)
 DOCUMENTS = 6
 PICTURE = ROOT / "docs" / "images" / "top.svg"
-TITLE = "objkv top: two replicas share what they computed, then one of them ends"
+TITLE = "objkv top: two replicas share what they computed"
 
 
 def ask_on(server: Server, seed: int, ended: Event) -> None:

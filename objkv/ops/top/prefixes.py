@@ -44,7 +44,7 @@ class PrefixLook:
     prefixes: tuple[HotPrefix, ...]
     """Most hits first."""
     records: int
-    """Read."""
+    """Chunks that were found."""
     whole: bool
     """Whether these were all: if not, there may be hotter ones."""
 
@@ -65,19 +65,20 @@ def look(
     """Read at most ``records_max`` records. ``before`` is the last look, for rates. Raises
     ``StoreError``."""
     found: list[HotPrefix] = []
-    left, whole = records_max, True
+    left, whole, chunks = records_max, True, 0
     old = {(p.namespace, p.root): p for p in before.prefixes} if before else {}
     names = index.namespaces()
     for number, namespace in enumerate(names):
         nodes, seen = _nodes(islice(index.scan(namespace), left + 1), left)
         found += _hot(namespace, nodes)
+        chunks += len(nodes)
         is_over, left = seen > left, max(0, left - seen)
         if is_over or (left == 0 and number + 1 < len(names)):
             whole = False
             break
     found.sort(key=lambda prefix: (-prefix.hits, prefix.root))
     shown = [_with_rate(prefix, old, before, at_s) for prefix in found[:SHOWN_MAX]]
-    return PrefixLook(at_s, tuple(shown), records_max - left, whole)
+    return PrefixLook(at_s, tuple(shown), chunks, whole)
 
 
 def _nodes(records: Iterable[Record], most: int) -> tuple[dict[bytes, _Node], int]:

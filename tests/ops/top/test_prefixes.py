@@ -1,6 +1,8 @@
 """``objkv.ops.top.prefixes``: which prefixes a fleet uses most."""
 
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
+from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.prefix import prefix_hashes
 from objkv.ops.top.prefixes import look
 from objkv.stores.memory import MemoryStore
@@ -67,3 +69,10 @@ def test_a_large_index_is_read_in_part_and_said_to_be() -> None:
 def test_an_empty_index_has_no_prefixes() -> None:
     found = look(MemoryIndex(), 10, None)
     assert (found.prefixes, found.whole, found.records) == ((), True, 0)
+
+
+def test_records_of_shapes_are_no_chunks() -> None:
+    index = world()
+    shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, bytes(20), 0, 1)
+    index.publish(shapes, {"0.L0-2_H0-2": ShardRecord(0, 0, "none", False, "", 0)}, ttl_s=3600)
+    assert look(index, 10, None).records == 6
