@@ -75,4 +75,5 @@ def test_records_of_shapes_are_no_chunks() -> None:
     index = world()
     shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, bytes(20), 0, 1)
     index.publish(shapes, {"0.L0-2_H0-2": ShardRecord(0, 0, "none", False, "", 0)}, ttl_s=3600)
-    assert look(index, 10, None).records == 6
+    found = look(index, 10, None)
+    assert (found.records, len(found.prefixes)) == (6, 2)
