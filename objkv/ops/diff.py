@@ -74,7 +74,11 @@ def parse_document(text: str, name: str) -> Document:
 
 
 def diff(a: Document, b: Document) -> DiffReport:
-    """Compare two documents field by field."""
+    """Compare two documents field by field.
+
+    >>> diff({"kv_dtype": "bfloat16"}, {"kv_dtype": "fp8"}).reason
+    'they do not share: kv_dtype differs'
+    """
     pairs = {field: (x, y) for field, x, y in _differing(a, b)}
     roots = {field: root_of(field, pairs) for field in pairs}
     found = []

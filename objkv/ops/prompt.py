@@ -17,6 +17,9 @@ def parse_tokens(text: str) -> list[int]:
     """Token ids from a JSON list, or separated by spaces, commas or lines.
 
     Raises ``ConfigError`` naming the first thing that is not a token id.
+
+    >>> parse_tokens("[1, 2, 3]") == parse_tokens("1 2,3")
+    True
     """
     if text.lstrip().startswith("["):
         try:
