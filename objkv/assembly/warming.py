@@ -50,7 +50,7 @@ class WarmOptions:
     """The base model's name at the endpoints, where they serve several."""
     api_key: str | None = field(default=None, repr=False)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Path | None = None
+    tokenizer: Path | str | None = None
     namespace: str | None = None
     """Or its beginning; by default it is found out."""
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -201,7 +201,7 @@ def _base(options: WarmOptions) -> frozenset[str]:
 
 
 def _tokenizer(options: WarmOptions) -> LocalTokenizer | None:
-    return None if options.tokenizer is None else LocalTokenizer(options.tokenizer)
+    return None if options.tokenizer is None else LocalTokenizer(Path(options.tokenizer))
 
 
 def _digest(name: str, value: str) -> bytes:

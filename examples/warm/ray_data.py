@@ -1,0 +1,69 @@
+"""Warm a corpus with Ray Data: its engines compute, objkv's connector in each of them saves.
+
+python examples/warm/ray_data.py prompts.jsonl --model MODEL --engines 4
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import ray
+from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+import objkv
+
+
+def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+    """What the engine is asked: one token, since only the prompt's KV is wanted."""
+    return {
+        "messages": row["messages"],
+        "sampling_params": {"max_tokens": 1, "temperature": 0, "detokenize": False},
+    }
+
+
+def postprocess(row: dict[str, Any]) -> dict[str, Any]:
+    """What is left of a row: how long its prompt was."""
+    return {"tokens": row["num_input_tokens"]}
+
+
+def main() -> int:
+    """Warm, then look whether all of it is stored."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("prompts", help="JSON Lines, each with messages")
+    parser.add_argument("--model", required=True, help="a folder, or a hub id")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="of vLLM, as JSON")
+    given = parser.parse_args()
+
+    # Neighbours share their beginnings: a block of rows goes to one engine, which computes the
+    # beginning once, and whoever gets the next block finds it stored.
+    rows = ray.data.read_json(given.prompts, lines=True).map(
+        lambda row: {**row, "order": json.dumps(list(row["messages"]))}
+    )
+    config = vLLMEngineProcessorConfig(
+        model_source=given.model,
+        engine_kwargs={
+            "kv_transfer_config": {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"},
+            **given.engine_args,
+        },
+        concurrency=given.engines,
+        batch_size=32,
+        detokenize_stage=False,
+    )
+    warmed = build_processor(config, preprocess, postprocess)(rows.sort("order"))
+    tokens = warmed.sum("tokens")
+    print(f"computed or loaded {tokens:,} tokens")
+
+    with open(given.prompts, encoding="utf-8") as file:
+        prompts = [json.loads(line) for line in file]
+    # The engines have ended, and waited for what they saved: what is missing now was dropped.
+    report = objkv.warm(prompts, check=True, tokenizer=given.model)
+    print(f"{report.stored_before:,} of {report.prompts:,} prompts are stored")
+    for failure in report.failures:
+        print(f"{failure.name}: {failure.why}")
+    return 0 if report.is_complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
