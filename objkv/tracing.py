@@ -2,7 +2,7 @@
 
 Whether there is a collector is said where OpenTelemetry says it: in its own variables, or by
 vLLM's ``--otlp-traces-endpoint``, which sets them for its processes. Nothing here raises, and a
-span that is off costs a call that returns at once.
+span that is off costs a call that returns at once. Spans are OpenTelemetry's, not layers.
 """
 
 import logging
