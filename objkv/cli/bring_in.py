@@ -130,8 +130,9 @@ def _show_plan(session: Session, head: Head, found: list[Arrival]) -> int:
         out.document({"command": "import", "dry_run": True, "manifest": head, "new": new})
     else:
         out.line(
-            f"{head.payloads:,} payloads, {size(head.nbytes)}, of {len(found)} namespaces, "
-            f"{len(new)} of them new here; nothing was changed"
+            f"{head.payloads:,} payloads, {size(head.nbytes)}, of {len(found)} "
+            f"{'namespace' if len(found) == 1 else 'namespaces'}, {len(new)} new here; nothing "
+            "was changed"
         )
     return FINE
 

@@ -78,11 +78,13 @@ def _tell_siblings(question: Question, number: int, found: Findings) -> None:
             siblings += [record] if len(siblings) < SIBLINGS_MAX else []
     where = f"tokens {chunk.token_start:,}-{chunk.token_end:,}"
     if count:
-        ways = "prefixes begin" if not number else "prompts go on"
+        others = "1 other prefix begins" if not number else "1 other prompt goes on"
+        if count > 1:
+            others = f"{count:,} other {'prompts go on' if number else 'prefixes begin'}"
         found.cause = "parted"
         found.sentence = (
-            f"this prompt parts from what is stored within {where}: {count:,} other {ways} "
-            "there, with other tokens, salt or adapter"
+            f"this prompt parts from what is stored within {where}: {others} there, with other "
+            "tokens, salt or adapter"
         )
         found.advice.append(
             "a time, a name or an id in the prompt makes each one new: move it behind what is "

@@ -190,7 +190,7 @@ def test_prompts_that_part_are_told_to_part(
     mine = [*TOKENS[:CHUNK], *range(1, 1 + CHUNK)]
     why = explain(bulk, index, mine)
     assert (why.cause, why.chunk) == ("parted", 1)
-    assert "1 other prompts go on there" in why.sentence
+    assert "1 other prompt goes on there" in why.sentence
     assert any("no token ids are stored" in one for one in why.untold)
 
 
