@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="a folder, or a hub id")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--engine-args", type=json.loads, default={}, help="of vLLM, as JSON")
+    parser.add_argument("--resources", type=json.loads, help='not {"GPU": 1}: of each worker')
     given = parser.parse_args()
 
     # Neighbours share their beginnings: a block of rows goes to one engine, which computes the
@@ -49,6 +50,7 @@ def main() -> int:
         },
         concurrency=given.engines,
         batch_size=32,
+        placement_group_config=given.resources and {"bundle_per_worker": given.resources},
         detokenize_stage=False,
     )
     warmed = build_processor(config, preprocess, postprocess)(rows.sort("order"))
