@@ -125,7 +125,12 @@ def run_warm(
             identity = _identity(ends, options.namespace)
             seal = open_seal(config, tenant=identity.tenant, seals=_seals(identity))
             return promote_stored(
-                means, prompts, identity, _limits(config), seal, options.promote_bytes_max
+                means,
+                prompts,
+                identity,
+                _limits(config),
+                seal=seal,
+                bytes_max=options.promote_bytes_max,
             )
         assert prompts is not None
         if options.check:

@@ -27,69 +27,84 @@ _USUAL = Patience()
 _KEPT = ("warmed", "asked_tokens", "saved_chunks", "saved_bytes")
 
 
+_Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(help="JSON Lines files, patterns of them, or - for stdin.", metavar="FILES"),
+]
+_Endpoint = Annotated[
+    list[str] | None,
+    typer.Option(help="An OpenAI-compatible server of the fleet; repeat it.", metavar="URL"),
+]
+_Model = Annotated[
+    str | None,
+    typer.Option(help="An engine of its own, of this folder or hub id.", metavar="MODEL"),
+]
+_Promote = Annotated[
+    bool, typer.Option("--promote", help="Copy what is stored to the hot store; no engine.")
+]
+_Check = Annotated[bool, typer.Option("--check", help="Only say what is stored; no engine.")]
+_Tokenizer = Annotated[
+    Path | None,
+    typer.Option(help="A model's folder; else whoever computes tokenizes.", metavar="PATH"),
+]
+_Lora = Annotated[
+    list[str] | None,
+    typer.Option(help="An adapter's folder, or its digest.", metavar="NAME=FOLDER"),
+]
+_EngineArg = Annotated[
+    list[str] | None,
+    typer.Option(help="Of vllm.LLM, with --model; the value is JSON.", metavar="NAME=VALUE"),
+]
+_ServedModel = Annotated[
+    str | None, typer.Option(help="The base model's name in requests.", metavar="NAME")
+]
+_ApiKey = Annotated[
+    str | None,
+    typer.Option(help="Of the endpoints.", envvar="OPENAI_API_KEY", show_envvar=True),
+]
+_Namespace = Annotated[
+    str | None,
+    typer.Option(help="Or its beginning; else a probe finds it out.", metavar="NS"),
+]
+_Concurrency = Annotated[
+    int | None,
+    typer.Option(min=1, max=4096, help="Requests at once, for each endpoint.", metavar="N"),
+]
+_Attempts = Annotated[int, typer.Option(min=1, help="For each prompt.", metavar="N")]
+_RequestS = Annotated[
+    float, typer.Option(min=0.1, help="A slower request is repeated.", metavar="SECONDS")
+]
+_SaveS = Annotated[
+    float, typer.Option(min=0.1, help="From answer until stored.", metavar="SECONDS")
+]
+_GoneS = Annotated[
+    float, typer.Option(min=0.0, help="Without any answer, then end.", metavar="SECONDS")
+]
+_BytesMax = Annotated[
+    int | None, typer.Option(min=0, help="To copy, with --promote.", metavar="BYTES")
+]
+
+
 @command
 def warm(
     session: Session,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(help="JSON Lines files, patterns of them, or - for stdin.", metavar="FILES"),
-    ] = None,
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="An OpenAI-compatible server of the fleet; repeat it.", metavar="URL"),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="An engine of its own, of this folder or hub id.", metavar="MODEL"),
-    ] = None,
-    promote: Annotated[
-        bool, typer.Option("--promote", help="Copy what is stored to the hot store; no engine.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Only say what is stored; no engine.")
-    ] = False,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="A model's folder; else whoever computes tokenizes.", metavar="PATH"),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(help="An adapter's folder, or its digest.", metavar="NAME=FOLDER"),
-    ] = None,
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="Of vllm.LLM, with --model; the value is JSON.", metavar="NAME=VALUE"),
-    ] = None,
-    served_model: Annotated[
-        str | None, typer.Option(help="The base model's name in requests.", metavar="NAME")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="Of the endpoints.", envvar="OPENAI_API_KEY", show_envvar=True),
-    ] = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option(help="Or its beginning; else a probe finds it out.", metavar="NS"),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(min=1, max=4096, help="Requests at once, for each endpoint.", metavar="N"),
-    ] = None,
-    attempts: Annotated[
-        int, typer.Option(min=1, help="For each prompt.", metavar="N")
-    ] = _USUAL.attempts_max,
-    request_s: Annotated[
-        float, typer.Option(min=0.1, help="A slower request is repeated.", metavar="SECONDS")
-    ] = 600.0,
-    save_s: Annotated[
-        float, typer.Option(min=0.1, help="From answer until stored.", metavar="SECONDS")
-    ] = _USUAL.save_s,
-    gone_s: Annotated[
-        float, typer.Option(min=0.0, help="Without any answer, then end.", metavar="SECONDS")
-    ] = _USUAL.gone_s,
-    bytes_max: Annotated[
-        int | None, typer.Option(min=0, help="To copy, with --promote.", metavar="BYTES")
-    ] = None,
+    prompts: _Prompts = None,
+    endpoint: _Endpoint = None,
+    model: _Model = None,
+    promote: _Promote = False,
+    check: _Check = False,
+    tokenizer: _Tokenizer = None,
+    lora: _Lora = None,
+    engine_arg: _EngineArg = None,
+    served_model: _ServedModel = None,
+    api_key: _ApiKey = None,
+    namespace: _Namespace = None,
+    concurrency: _Concurrency = None,
+    attempts: _Attempts = _USUAL.attempts_max,
+    request_s: _RequestS = 600.0,
+    save_s: _SaveS = _USUAL.save_s,
+    gone_s: _GoneS = _USUAL.gone_s,
+    bytes_max: _BytesMax = None,
 ) -> int:
     """Compute and save prompts before anybody asks for them, and wait until they are stored.
 

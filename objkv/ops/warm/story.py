@@ -90,8 +90,9 @@ def promote_stored(
     prompts: Iterable[Prompt] | None,
     identity: Identity,
     limits: HotLimits,
-    seal: Seal | None,
-    bytes_max: int | None,
+    *,
+    seal: Seal | None = None,
+    bytes_max: int | None = None,
 ) -> WarmReport:
     """Copy what is stored of the prompts to the hot store; without prompts, of the namespace, what
     is hit most first. Raises ``ConfigError`` and ``StoreError``."""

@@ -35,7 +35,9 @@ def promote(
     limits: HotLimits = LIMITS,
     bytes_max: int | None = None,
 ) -> WarmReport:
-    return promote_stored(Means(ends, {}, None, None), prompts, IDENTITY, limits, None, bytes_max)
+    return promote_stored(
+        Means(ends, {}, None, None), prompts, IDENTITY, limits, bytes_max=bytes_max
+    )
 
 
 def records_that_say_hot(index: MemoryIndex) -> int:
