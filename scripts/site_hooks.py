@@ -21,9 +21,11 @@ OUTSIDE = "repository"
 """The folder of the site that holds what lies outside ``docs``."""
 
 LINK = re.compile(r"(\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(\))")
+NAMED = re.compile(r"\[[\w./-]+\.md\](?=\((?!\w+:)([^)\s#]+))")
 CODE = re.compile(r"(^ *(```+|~~~+).*?^ *\2[ \t]*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)*pictures/([\w-]+)\.svg"\s*/?>')
 STYLE = re.compile(r"<style>.*?</style>", re.DOTALL)
+TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 LANGUAGES = {
     ".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml",
     ".json": "json", ".tf": "hcl", ".hcl": "hcl", "Dockerfile": "docker",
@@ -58,9 +60,17 @@ def site_path(path: str) -> str:
 
 
 def rewritten(text: str, path: str) -> str:
-    """Markdown ``text`` of the file at ``path``, with links as they are on the site."""
+    """Markdown ``text`` of the file at ``path``, with links as they are on the site: to its own
+    places, and with the title of a page in place of the name of its file."""
     here = posixpath.dirname(site_path(path))
     folder = posixpath.dirname(path)
+
+    def titled(found: re.Match[str]) -> str:
+        target = ROOT / posixpath.normpath(posixpath.join(folder, found[1]))
+        title = TITLE.search(target.read_text()) if target.is_file() else None
+        return f"[{title[1]}]" if title else found[0]
+
+    text = _outside_code(text, lambda part: NAMED.sub(titled, part))
     return _each_link(
         text, folder, lambda target: posixpath.relpath(site_path(target), here or ".")
     )
@@ -133,12 +143,16 @@ def _each_link(text: str, folder: str, change: Callable[[str], str]) -> str:
             return found[0]
         return f"{found[1]}{change(target)}{found[3] or ''}{found[4]}"
 
+    return _outside_code(text, lambda part: LINK.sub(one, part))
+
+
+def _outside_code(text: str, change: Callable[[str], str]) -> str:
     parts: list[str] = []
     at = 0
     for code in CODE.finditer(text):
-        parts += [LINK.sub(one, text[at : code.start()]), code[0]]
+        parts += [change(text[at : code.start()]), code[0]]
         at = code.end()
-    return "".join([*parts, LINK.sub(one, text[at:])])
+    return "".join([*parts, change(text[at:])])
 
 
 def _hidden(text: str) -> str:

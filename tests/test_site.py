@@ -37,6 +37,11 @@ def test_a_link_from_outside_leads_back_to_the_document(hooks: dict[str, Any]) -
     assert text == "[format](../format.md), [start](../index.md)"
 
 
+def test_a_link_that_is_called_like_its_file_is_called_like_the_page(hooks: dict[str, Any]) -> None:
+    text = hooks["rewritten"]("see [format.md](format.md#header), [it](format.md)", "docs/cli.md")
+    assert text == "see [Payload format 1](format.md#header), [it](format.md)"
+
+
 def test_links_in_code_and_to_other_hosts_are_left_as_they_are(hooks: dict[str, Any]) -> None:
     text = "`[a](../b.py)` [c](https://example.com/d.md) [e](#f)\n\n```\n[g](../h.py)\n```\n"
     assert hooks["rewritten"](text, "docs/format.md") == text
