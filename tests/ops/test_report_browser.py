@@ -7,8 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from objkv.ops.report import html_report
+from scripts.take_audit_pictures import WIDTH, take
 from tests.ops.audit_sample import CHAT, CODE, sample_report
 from tests.ops.report_browser import Browser, browser_programs, open_browser
 from tests.ops.report_world import large_report
@@ -200,6 +202,21 @@ def test_the_page_is_readable_on_a_narrow_screen(sample: Browser) -> None:
     sample.resize(420, 900)
     sample.until("document.getElementById('icicle').clientWidth < 420")
     assert sample.driver.execute_script("return document.documentElement.scrollWidth") <= 420
+
+
+def test_the_documents_pictures_can_be_taken_again(
+    browser: Browser, pages: Path, tmp_path: Path
+) -> None:
+    take(browser, pages / "large.html", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "audit-health.png", "audit-prefixes.png", "audit-summary.png", "audit-tree.png",
+    ]  # fmt: skip
+    for path in tmp_path.iterdir():
+        with Image.open(path) as picture:
+            assert picture.width == WIDTH
+            assert len(picture.convert("RGB").getcolors(1 << 16) or ()) > 50
+    assert len(browser.texts("#tree-path button")) == 3
+    assert browser.find("#tree-detail h3").text.startswith("Chunk ")
 
 
 def test_every_field_and_button_has_a_name(sample: Browser) -> None:

@@ -18,7 +18,7 @@ from objkv.ops.report.figures import (
 )
 
 _UNKNOWN: Final = "(unknown)"
-_WORDS_CHARS: Final = 56
+_WORDS_CHARS: Final = 52
 """Of a prefix's text: two lines."""
 
 
