@@ -18,7 +18,7 @@ class Totals:
     roots: int
     """Chunks at which a prefix begins."""
     chunks: int
-    """Chunks with a payload in the bulk store, or a record; each counted once."""
+    """Chunks of which a payload is in the bulk store; each counted once."""
     payloads: int
     """In the bulk store; a chunk has one for each of its shards."""
     tokens: int | None

@@ -24,7 +24,7 @@ from objkv.stores.base import Entry
 AGE_MAX_S = 24 * 3600.0
 """What was seen longer ago is looked at again."""
 _FORMAT = 1
-_CACHE_KIB = 24 << 10
+_CACHE_KIB = 8 << 10
 """Of pages that SQLite keeps in memory, for what was seen and for what is computed from it."""
 _TOKEN_END_MAX = 1 << 40
 _HITS_MAX = 1 << 32
