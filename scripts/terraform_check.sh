@@ -88,6 +88,7 @@ check_modules() {
   for module in "${MODULES[@]}"; do
     (check_module "$module") >"$WORK/${module//\//-}" 2>&1 &
     pids+=($!)
+    background+=($!)
     # Two at a time: each waits for the stand-in now and then.
     [ ${#pids[@]} -lt 2 ] || wait "${pids[-2]}" || true
   done
@@ -116,8 +117,8 @@ check_moves() { # nobody who applied the module before it was cut into pieces lo
   fi
 }
 
-scan() {
-  "$CACHE/scanner/bin/python" -W ignore "$CACHE/scanner/bin/checkov" --directory terraform \
+scan() { # in the place of the shell that calls it, so that to end that ends the scan
+  exec "$CACHE/scanner/bin/python" -W ignore "$CACHE/scanner/bin/checkov" --directory terraform \
     --framework terraform --skip-download --quiet --compact
 }
 

@@ -174,8 +174,8 @@ variable "redis_replicas" {
 }
 
 variable "trust_policy" {
-  description = "Who may take on the roles reader, writer and sweeper, as JSON: an IAM role is made for each. null: only policies are made, to be attached to roles that are there."
-  type        = string
+  description = "Who may take on the roles reader, writer and sweeper: an aws_iam_policy_document, or { json = \"...\" }; an IAM role is made for each. null: only policies are made, to be attached to roles that are there."
+  type        = object({ json = string })
   default     = null
 }
 

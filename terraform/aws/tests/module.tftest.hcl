@@ -101,7 +101,7 @@ run "a_cluster_has_its_url_and_its_rights" {
 }
 
 run "roles_are_made_for_who_may_take_them_on" {
-  variables { trust_policy = "{}" }
+  variables { trust_policy = { json = "{}" } }
 
   assert {
     condition     = keys(output.role_arns) == ["reader", "sweeper", "writer"]

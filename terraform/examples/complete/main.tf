@@ -114,9 +114,10 @@ data "aws_iam_policy_document" "pods" {
 module "objkv" {
   source = "../../aws"
 
-  name        = var.name
-  tenants     = var.tenants
-  kms_key_arn = aws_kms_key.cache.arn
+  name            = var.name
+  tenants         = var.tenants
+  express_zone_id = var.express_zone_id
+  kms_key_arn     = aws_kms_key.cache.arn
 
   vpc_id                    = aws_vpc.fleet.id
   subnet_ids                = [for subnet in aws_subnet.private : subnet.id]
@@ -125,5 +126,5 @@ module "objkv" {
 
   redis_passwords = var.redis_passwords
   redis_shards    = var.redis_shards
-  trust_policy    = data.aws_iam_policy_document.pods.json
+  trust_policy    = data.aws_iam_policy_document.pods
 }

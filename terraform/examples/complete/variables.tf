@@ -30,6 +30,12 @@ variable "tenants" {
   default     = []
 }
 
+variable "express_zone_id" {
+  description = "Id of a zone, such as euc1-az1, for a bucket of S3 Express One Zone in it. null: S3 Standard."
+  type        = string
+  default     = null
+}
+
 variable "redis_passwords" {
   description = "By role, or by tenant and role: 16 to 128 characters."
   type        = map(string)

@@ -13,16 +13,15 @@ resource "aws_s3_directory_bucket" "bulk" {
 }
 
 resource "aws_s3_bucket_server_side_encryption_configuration" "bulk" {
-  # Without a key of one's own S3 encrypts with its own. The first key is the only one that a
-  # directory bucket can ever have.
-  count  = var.kms_key_arn == null ? 0 : 1
   bucket = aws_s3_directory_bucket.bulk.bucket
 
   rule {
+    # Directory buckets always have one. The first key of one's own is the only one that such a
+    # bucket can ever have.
     bucket_key_enabled = true
 
     apply_server_side_encryption_by_default {
-      sse_algorithm     = "aws:kms"
+      sse_algorithm     = var.kms_key_arn == null ? "AES256" : "aws:kms"
       kms_master_key_id = var.kms_key_arn
     }
   }

@@ -44,7 +44,7 @@ resource "aws_iam_role" "role" {
 
   name               = "${var.name}-${each.key}"
   description        = "objkv: a ${each.value.role}"
-  assume_role_policy = var.trust_policy
+  assume_role_policy = var.trust_policy.json
   tags               = var.tags
 }
 

@@ -42,9 +42,10 @@ variable "kms_key_arn" {
 }
 
 variable "trust_policy" {
-  description = "Who may take the roles on, as JSON (assume role policy). null: no roles are made, only policies."
-  type        = string
-  default     = null
+  description = "Who may take the roles on: an assume role policy, as the attribute json. null: no roles are made, only policies."
+  # An object, because that there is one is known before its text may be.
+  type    = object({ json = string })
+  default = null
 }
 
 variable "tags" {

@@ -20,8 +20,8 @@ run "it_is_named_after_its_zone" {
     error_message = "AWS takes no other name"
   }
   assert {
-    condition     = length(aws_s3_bucket_server_side_encryption_configuration.bulk) == 0
-    error_message = "a key that nobody named"
+    condition     = one(one(aws_s3_bucket_server_side_encryption_configuration.bulk.rule).apply_server_side_encryption_by_default).sse_algorithm == "AES256"
+    error_message = "not encrypted with S3's own keys"
   }
 }
 
@@ -69,7 +69,7 @@ run "with_a_key" {
   variables { kms_key_arn = "arn:aws:kms:us-east-1:123456789012:key/1" }
 
   assert {
-    condition     = one(one(aws_s3_bucket_server_side_encryption_configuration.bulk[0].rule).apply_server_side_encryption_by_default).kms_master_key_id == "arn:aws:kms:us-east-1:123456789012:key/1"
+    condition     = one(one(aws_s3_bucket_server_side_encryption_configuration.bulk.rule).apply_server_side_encryption_by_default).kms_master_key_id == "arn:aws:kms:us-east-1:123456789012:key/1"
     error_message = "not encrypted with it"
   }
 }

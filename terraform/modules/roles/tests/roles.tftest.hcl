@@ -53,7 +53,7 @@ run "tenants_are_apart" {
 }
 
 run "roles_for_who_may_take_them_on" {
-  variables { trust_policy = "{\"trust\": true}" }
+  variables { trust_policy = { json = "{\"trust\": true}" } }
 
   assert {
     condition     = keys(output.role_arns) == ["reader", "sweeper", "writer"]
