@@ -114,6 +114,8 @@ def run_warm(
     for name in ("bulk_url", "index_url"):
         if getattr(config, name).startswith("memory:"):
             raise ConfigError(f"{name} is memory:, which only the replica itself sees")
+    if options.promote and config.role == "reader":
+        raise ConfigError("promote writes, and role is reader: set role to sweeper")
     digests = {name: _digest(name, value) for name, value in options.adapters.items()}
     with ExitStack() as stack:
         backends = stack.enter_context(open_backends(config, NullRecorder()))

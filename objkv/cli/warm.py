@@ -60,7 +60,7 @@ _ServedModel = Annotated[
 ]
 _ApiKey = Annotated[
     str | None,
-    typer.Option(help="Of the endpoints.", envvar="OPENAI_API_KEY", show_envvar=True),
+    typer.Option(help="Of the endpoints.", envvar="VLLM_API_KEY", show_envvar=True),
 ]
 _Namespace = Annotated[
     str | None,

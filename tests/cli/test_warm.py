@@ -98,6 +98,16 @@ def test_adapters_are_known_by_what_they_hold(run: Run, server: FakeVllm) -> Non
     assert matched["usable_tokens"] == len(TOKENS)
 
 
+def test_who_may_only_read_may_warm_but_not_promote(
+    run: Run, server: FakeVllm, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBJKV_ROLE", "reader")
+    assert run("warm", str(prompts), "--endpoint", server.url).code == 0
+    ran = run("warm", "--promote")
+    assert ran.code == 2
+    assert "promote writes, and role is reader" in ran.err
+
+
 def test_what_is_stored_is_checked_without_anybody_who_computes(
     run: Run, machine: Machine, prompts: Path
 ) -> None:

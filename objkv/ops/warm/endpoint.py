@@ -175,7 +175,7 @@ def _error(answer: httpx.Response, what: str) -> Exception:
     if answer.status_code in _BUSY:
         return AskError("busy", why, after_s=_retry_after(answer))
     if answer.status_code in (401, 403):
-        return ConfigError(f"{why}; give --api-key, or OPENAI_API_KEY")
+        return ConfigError(f"{why}; give --api-key, or VLLM_API_KEY")
     if answer.status_code in (502, 504):  # what stands before the fleet found nobody
         return AskError("down", why)
     if answer.status_code >= 500 or answer.status_code == 408:

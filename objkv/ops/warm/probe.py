@@ -22,7 +22,8 @@ SALT = "objkv-warm-"
 """How the salts of such chunks begin."""
 _CHUNK_TOKENS = 256
 """Where nothing is stored yet: the usual chunk."""
-_PAUSE_S = 0.1
+_PAUSE_S, _BUSY_S = 0.1, 0.5
+"""Between looks, and before it asks again who was busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,9 @@ class Probe:
             wanted = max((one.chunk_tokens for one in known.values()), default=_CHUNK_TOKENS)
             if wanted > longest:
                 sizes = {_CHUNK_TOKENS, *(one.chunk_tokens for one in known.values())}
-                asked, longest = _ask(asker, tokens, salt, sorted(sizes, reverse=True)), wanted
+                asked = self._ask(asker, tokens, salt, sorted(sizes, reverse=True))
+                longest, ends_s = wanted, self.clock() + self.wait_s
+                known = known_identities(self.bulk)  # it may have announced its own by now
             for identity in known.values():
                 stock = Stock(self.index, identity)
                 first = stock.hashes(asked[: identity.chunk_tokens], salt)
@@ -77,16 +80,22 @@ class Probe:
                 )
             self.sleep(_PAUSE_S)
 
-
-def _ask(asker: Asker, tokens: Sequence[int], salt: str, sizes: Sequence[int]) -> list[int]:
-    """Have a chunk computed that is as long as the longest of ``sizes`` that it takes."""
-    for number, size in enumerate(sizes):
-        made = (list(tokens) * (size // len(tokens) + 1))[: size + 1]
-        try:
-            asker.ask(Ask(made, salt, None))
-        except AskError as exc:
-            if exc.trouble != "refused" or number + 1 == len(sizes):
-                raise
-        else:
-            return made
-    raise AssertionError("no sizes")
+    def _ask(
+        self, asker: Asker, tokens: Sequence[int], salt: str, sizes: Sequence[int]
+    ) -> list[int]:
+        """Have a chunk computed that is as long as the longest of ``sizes`` that it takes."""
+        left, ends_s = list(sizes), self.clock() + self.wait_s
+        while True:
+            size = left[0]
+            made = (list(tokens) * (size // len(tokens) + 1))[: size + 1]
+            try:
+                asker.ask(Ask(made, salt, None))
+                return made
+            except AskError as exc:
+                if exc.trouble == "refused" and len(left) > 1:
+                    left.pop(0)
+                    continue
+                pause_s = exc.after_s or _BUSY_S
+                if exc.trouble == "refused" or self.clock() + pause_s >= ends_s:
+                    raise
+                self.sleep(pause_s)

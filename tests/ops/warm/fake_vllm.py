@@ -84,6 +84,8 @@ class FakeVllm:
         self.faults = deque(faults)
         self.every: Fault | None = None
         """Happens to every completion, if there is one."""
+        self.probe_faults: deque[Fault] = deque()
+        """Happen to probes, in order."""
         self.asked: list[Asked] = []
         self.headers: list[dict[str, str]] = []
         self.under_way: list[tuple[int, ...]] = []
@@ -196,7 +198,8 @@ class Handler(BaseHTTPRequestHandler):
             fake.under_way.append(tokens)
             fake.together.append(tuple(fake.under_way))
             is_probe = (salt or "").startswith("objkv-warm-")
-            fault = fake.faults.popleft() if fake.faults and not is_probe else fake.every
+            faults = fake.probe_faults if is_probe else fake.faults
+            fault = faults.popleft() if faults else fake.every
         try:
             if fault is not None and fault(self):
                 return
