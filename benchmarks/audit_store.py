@@ -223,7 +223,7 @@ class StoreMaker:
         self.folder.mkdir(parents=True, exist_ok=True)
         vocabulary = {word: number for number, word in enumerate(("<unk>", *_WORDS))}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
-        document = {
+        document: dict[str, object] = {
             "version": "1.0",
             "truncation": None,
             "padding": None,

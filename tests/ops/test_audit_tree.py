@@ -20,10 +20,10 @@ PROMPTS = st.lists(
 )
 
 
-def audit_of(prompts: list[Prompt], **options: int) -> AuditReport:
+def audit_of(prompts: list[Prompt], *, roots_max: int = 50) -> AuditReport:
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, prompts)
-    return Auditor(bulk, index, **options).all()
+    return Auditor(bulk, index, roots_max=roots_max).all()
 
 
 def node_ends(chunks: set[Prompt]) -> set[Prompt]:
