@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.engine.cache import Values, scenario
 from tests.engine.fleet import CHUNK, SharedStore, one_by_one
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.prompts import prompt_of
 
+pytestmark = pytest.mark.wide
 PROMPT = prompt_of(3 * CHUNK + 9, seed=3)
 
 

@@ -1,0 +1,75 @@
+"""``objkv import`` and ``export`` on real servers: into Ceph's S3 and Valkey, and out again."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from objkv.assembly.backends import open_backends
+from objkv.config import load_config
+from objkv.index.shapes import SHAPES_HASH
+from objkv.telemetry import NullRecorder
+from objkv.testing.servers.ceph import S3Server
+from objkv.testing.servers.redis import RedisServer, valkey_server
+from tests.cli.conftest import Machine, Run, home, machine, run
+from tests.ops.world import CHUNK, NAMESPACE, TOKENS
+from tests.services.s3_fixtures import BUCKET
+
+__all__ = ["home", "machine", "run"]
+
+pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[RedisServer]:
+    with valkey_server(tmp_path / "valkey") as server:
+        yield server
+
+
+def sums(folder: Path) -> dict[str, str]:
+    _, *lines = [json.loads(line) for line in (folder / "manifest.jsonl").open()]
+    return {line["key"]: line["sha256"] for line in lines}
+
+
+def test_what_goes_into_real_servers_comes_out_byte_for_byte(
+    run: Run,
+    machine: Machine,
+    tmp_path: Path,
+    s3_server: S3Server,
+    s3_prefixes: Iterator[str],
+    valkey: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine.fill()
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run("export", "--out", str(first), "--namespace", NAMESPACE).code == 0
+    settings = {
+        "BULK_URL": f"s3://{BUCKET}/{next(s3_prefixes)}",
+        "INDEX_URL": f"{valkey.url}/0",
+        "S3_ENDPOINT_URL": s3_server.endpoint_url,
+        "S3_ADDRESSING": "path",
+        "S3_REGION": "us-east-1",
+        "S3_ACCESS_KEY_ID": s3_server.access_key,
+        "S3_SECRET_ACCESS_KEY": s3_server.secret_key,
+        "LOOKUP_DEADLINE_MS": "20000",
+        "LOAD_DEADLINE_MS": "300000",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"OBJKV_{name}", value)
+    brought = run("import", str(first), "--json").document
+    assert (brought["added"], brought["refused"], brought["busy"]) == (6, 0, 0)
+    again = run("import", str(first), "--json", "--restart").document
+    assert (again["added"], again["present"]) == (0, 6)
+    with open_backends(load_config({}), NullRecorder()) as ends:
+        [shapes] = ends.index.lookup(NAMESPACE, [SHAPES_HASH])
+        assert shapes is not None
+        assert len(shapes.shards) == 2
+        [usage] = ends.index.usage()
+        assert usage.payloads == 6
+    stdin = " ".join(map(str, TOKENS))
+    told = run("match", "--explain", "--json", stdin=stdin).document
+    assert (told["usable_tokens"], told["explanation"]["cause"]) == (3 * CHUNK, "nothing")
+    assert run("export", "--out", str(second), "--namespace", NAMESPACE).code == 0
+    assert sums(second) == sums(first)
+    assert len(sums(first)) == 6
