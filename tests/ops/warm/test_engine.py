@@ -1,5 +1,6 @@
 """The engine of a child process, with a child that speaks as it does and has no vLLM in it."""
 
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,8 +35,9 @@ with open(job["arguments"]["file"], "w") as file:
 
 
 @pytest.fixture(autouse=True)
-def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine, "find_spec", lambda name: name)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where its log is
 
 
 def process(tmp_path: Path, model: str = "tiny") -> EngineProcess:
