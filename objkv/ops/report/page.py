@@ -52,7 +52,7 @@ def html_report(report: AuditReport) -> str:
             report=report,
             policy=policy,
             style=Markup(style),  # noqa: S704  # a file of this package
-            script=Markup(script),  # noqa: S704
+            script=Markup(script),  # noqa: S704  # a file of this package
             tree=_data(_tree(report)),
             endings=_ENDINGS,
             kinds=KINDS,

@@ -71,8 +71,7 @@ def ages(report: AuditReport) -> Markup:
             bars.append(Bar("", tip, (("fill-a", nbytes),)))
     never = report.ages.never_used_bytes
     if never is not None:
-        chunks = count(report.ages.never_used_chunks)
-        tip = f"never used: {size(never)} in {chunks} chunks"
+        tip = f"never used: {size(never)} in {count(report.ages.never_used_chunks)} chunks"
         bars += [Bar("never", tip, (("fill-none", 0.0),)), Bar("", tip, (("fill-c", never),))]
     told = "Bytes by age and by last use. " + " ".join(f"{bar.tip}." for bar in bars)
     return _columns(bars, told, axis=size, paired=bool(used))

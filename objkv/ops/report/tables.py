@@ -175,7 +175,7 @@ def tenants(report: AuditReport) -> Table:
 def roots(report: AuditReport) -> Table:
     """The largest prefixes."""
     most = _largest(one.nbytes for one in report.roots)
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for one in report.roots:
         begin = Cell(one.hash[:12], one.hash, one.hash, mono=True)
         if one.token_start:
