@@ -66,6 +66,7 @@ make_venv() { # make_venv NAME REQUIREMENT: below the cache, unless it is there
 
 start_stand_in() {
   local told=$WORK/stand-in
+  : >"$told"
   "$CACHE/stand-in/bin/python" scripts/terraform_stub/provider.py --dev >"$told" 2>"$told.log" &
   background+=($!)
   local pid=$!
