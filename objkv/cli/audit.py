@@ -22,6 +22,7 @@ from objkv.ops.checkpoint import checkpoint_file
 from objkv.ops.prompt import load_tokenizer
 
 LIMIT = 20
+_GO_ON = "run the same command again to go on"
 _WRONG: tuple[FindingKind, ...] = ("ghost", "stranger", "corrupt")
 
 
@@ -125,7 +126,11 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
     except StoreUnavailable as exc:
         if not spool.is_kept or not spool.done:
             raise
-        raise StoreUnavailable(f"{exc}; run the same command again to go on") from exc
+        raise StoreUnavailable(f"{exc}; {_GO_ON}") from exc
+    except KeyboardInterrupt:  # a second one, or while figures were made
+        if spool.is_kept and spool.done:
+            session.out.note(f"what was seen is kept: {_GO_ON}")
+        raise
     finally:
         spool.close()
 

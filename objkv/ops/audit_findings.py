@@ -96,7 +96,9 @@ def read_findings(
     seen = _Seen()
     for kind, name, key, nbytes, modified_s, detail in _every(spool, now_s - ttl_s):
         finding = AuditFinding(kind, key, nbytes, detail)
-        seen.add(finding, name, is_young=now_s - modified_s < grace_s)
+        # Only of these will some become right by themselves: what else seemed wrong was looked at
+        # twice, and puts are whole.
+        seen.add(finding, name, is_young=kind == "orphan" and now_s - modified_s < grace_s)
     kinds: tuple[FindingKind, ...] = get_args(FindingKind)
     counts = tuple(
         FindingCount(kind, seen.counts[kind], seen.nbytes[kind], seen.young[kind], REMEDIES[kind])

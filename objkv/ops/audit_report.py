@@ -163,7 +163,7 @@ class FindingCount:
     count: int
     nbytes: int
     young: int
-    """Of ``count``, those younger than ``sweep_grace_s``: replicas at work leave such."""
+    """Orphans that are younger than ``sweep_grace_s``, and may be about to get their records."""
     remedy: str
     """What to do, in a sentence with the command."""
 

@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import load_config
 from objkv.errors import StoreUnavailable
+from objkv.ops.audit import Audit
 from objkv.ops.audit_report import AuditReport, FindingKind
 from objkv.ops.audit_walk import AuditWalk
 from objkv.stores.local import LocalStore
@@ -175,7 +176,20 @@ def test_an_interrupted_audit_tells_its_part_and_goes_on(
     assert progress(home) == []
 
 
-def interrupt(_: AuditWalk) -> Any:
+def test_an_interrupt_while_figures_are_made_keeps_what_was_seen(
+    run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+    with monkeypatch.context() as patch:
+        patch.setattr(Audit, "report", interrupt)
+        ran = run("audit", "--json")
+        assert (ran.code, ran.out) == (130, "")
+        assert "what was seen is kept: run the same command again to go on" in ran.err
+    document = run("audit", "--json").document
+    assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
+
+
+def interrupt(*_: object) -> Any:
     """As Ctrl-C."""
     raise KeyboardInterrupt
 

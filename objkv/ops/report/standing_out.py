@@ -77,7 +77,7 @@ def _findings(report: AuditReport) -> Iterator[Remark]:
         young = ""
         if found.young:
             are = "is" if found.young == 1 else "are"
-            young = f" {count(found.young)} {are} younger than an hour: replicas at work leave "
+            young = f" {count(found.young)} {are} younger than sweep_grace_s: replicas leave "
             young += "such for a moment."
         yield Remark(
             level,
