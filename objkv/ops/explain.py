@@ -160,7 +160,7 @@ def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
     if corrupt:
         return Findings(
             "corrupt",
-            "its payload is in the bulk store and corrupt, so its record was withdrawn",
+            "its payload is in the bulk store and corrupt: it has no record, and nobody loads it",
             [f"{one.key}: {one.problem}" for one in corrupt],
             ["objkv verify --quarantine takes it out of use; the next save replaces it"],
         )

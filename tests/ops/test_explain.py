@@ -103,7 +103,7 @@ def test_a_corrupt_frame_whose_record_was_withdrawn_is_read_to_its_last_byte(
     forget(index, 2)
     why = explain(bulk, index)
     assert (why.cause, why.chunk) == ("corrupt", 2)
-    assert "record was withdrawn" in why.sentence
+    assert "it has no record" in why.sentence
 
 
 def test_a_quarantined_payload_is_told(

@@ -104,7 +104,7 @@ def namespaces(report: AuditReport) -> Table:
     rows = []
     for one in report.namespaces:
         wrong = one.ghosts + one.orphans + one.corrupt
-        told = f"{one.ghosts} ghosts, {one.orphans} orphans, {one.corrupt} corrupt"
+        told = f"{one.ghosts} ghosts, {one.orphans} without a record, {one.corrupt} corrupt"
         name = text(one.namespace, mono=True, cut=8)
         epoch = "" if one.weights_epoch is None else f"weights epoch {one.weights_epoch}"
         model = replace(text(one.model), title=epoch)
@@ -132,7 +132,7 @@ def namespaces(report: AuditReport) -> Table:
         "Namespace", "Model", "Tenant", "KV type",
         ">Roots|Chunks at which a prefix begins", ">Chunks", ">Tokens", ">Bytes", ">Hits",
         ">Used|Chunks that were hit at least once", ">Unused|Bytes of chunks that never were hit",
-        ">Newest", ">Last used", ">Wrong|Ghosts, orphans and corrupt payloads",
+        ">Newest", ">Last used", ">Findings|Ghosts, payloads without a record, corrupt ones",
     )  # fmt: skip
     return Table("namespaces", "Namespaces", columns, tuple(rows))
 
