@@ -3,7 +3,8 @@
     python scripts/record_terminal.py --out x.svg --size 100x30 --seconds 20 -- COMMAND...
 
 The command runs in a pseudo terminal, an emulator draws it, and each state of its screen is a
-frame. Pauses are cut to ``--idle`` seconds. ``--keys 5:s,9:q`` presses keys at those seconds.
+frame. Pauses are cut to ``--idle`` seconds; what changes less than ``--least`` characters, as a
+spinner does, is no change. Nothing is shown from a line that says ``--crop`` on. ``--keys 5:s,9:q`` presses keys at those seconds.
 """
 
 import argparse
@@ -119,6 +120,33 @@ def _ground(cell: "pyte.screens.Char") -> str:
     return "" if name == "default" and not cell.reverse else _color(name)
 
 
+def changed(one: Frame, other: Frame) -> int:
+    """How many characters differ."""
+    pairs = zip(one.lines, other.lines, strict=True)
+    return sum(a[0] != b[0] for old, new in pairs for a, b in zip(old, new, strict=True))
+
+
+def calm(frames: Sequence[Frame], *, least: int) -> list[Frame]:
+    """Without frames that differ by less than ``least`` characters from the one before: a spinner
+    would keep every pause from being cut. The last one stays."""
+    kept = list(frames[:1])
+    for frame in frames[1:]:
+        if frame is frames[-1] or changed(kept[-1], frame) >= least:
+            kept.append(frame)
+    return kept
+
+
+def cropped(frames: Sequence[Frame], words: str) -> list[Frame]:
+    """Blank from the line that says ``words`` on: what comes then is of this machine only."""
+    shown = []
+    for frame in frames:
+        text = ["".join(cell[0] for cell in line) for line in frame.lines]
+        end = next((row for row, line in enumerate(text) if words in line), len(text))
+        blank = tuple((" ", _COLORS["default"], "", False) for _ in frame.lines[0])
+        shown.append(Frame(frame.at_s, frame.lines[:end] + (blank,) * (len(text) - end)))
+    return shown
+
+
 def thinned(frames: Sequence[Frame], *, idle_s: float, apart_s: float) -> list[Frame]:
     """Frames at least ``apart_s`` apart (the last of those that are closer), pauses cut."""
     kept: list[Frame] = []
@@ -216,6 +244,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--idle", type=float, default=1.5)
     parser.add_argument("--apart", type=float, default=0.25)
+    parser.add_argument("--least", type=int, default=1)
+    parser.add_argument("--crop", default="")
     parser.add_argument("--keys", default="")
     parser.add_argument("--title", default="a terminal")
     parser.add_argument("command", nargs="+")
@@ -230,7 +260,9 @@ def main() -> None:
     )
     if not frames:
         sys.exit("the command showed nothing")
-    shown = thinned(frames, idle_s=given.idle, apart_s=given.apart)
+    if given.crop:
+        frames = cropped(frames, given.crop)
+    shown = thinned(calm(frames, least=given.least), idle_s=given.idle, apart_s=given.apart)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(picture(shown, (columns, rows), given.title), encoding="utf-8")
     print(f"{given.out}: {len(shown)} frames, {given.out.stat().st_size >> 10} KiB")

@@ -65,6 +65,25 @@ def test_pauses_are_cut_and_haste_is_thinned(recorder: Any) -> None:
     assert [frame.at_s for frame in kept] == pytest.approx([0.0, 0.5, 1.5])
 
 
+def test_a_spinner_is_no_change_but_the_end_always_stays(recorder: Any) -> None:
+    def frame(at_s: float, text: str) -> Any:
+        return recorder.Frame(at_s, (tuple((char, "", "", False) for char in text),))
+
+    frames = [frame(0, "- wait"), frame(1, "/ wait"), frame(2, "x done"), frame(3, "y done")]
+    assert recorder.calm(frames, least=3) == [frames[0], frames[2], frames[3]]
+    assert recorder.calm(frames, least=1) == frames
+
+
+def test_what_is_of_this_machine_only_is_left_out(recorder: Any) -> None:
+    def line(text: str) -> Any:
+        return tuple((char, "", "", False) for char in text)
+
+    frame = recorder.Frame(0, (line("told"), line("here"), line("path")))
+    [kept] = recorder.cropped([frame], "here")
+    assert shown(kept) == ["told", "", ""]
+    assert recorder.cropped([frame], "elsewhere") == [frame]
+
+
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")))
 def test_recordings_in_the_docs_can_be_drawn(picture: Path) -> None:
     root = ET.fromstring(picture.read_text())  # noqa: S314  # of this repository
