@@ -4,7 +4,8 @@
 
 The command runs in a pseudo terminal, an emulator draws it, and each state of its screen is a
 frame. Pauses are cut to ``--idle`` seconds; what changes less than ``--least`` characters, as a
-spinner does, is no change. Nothing is shown from a line that says ``--crop`` on. ``--keys 5:s,9:q`` presses keys at those seconds.
+spinner does, is no change. Nothing is shown from a line that says ``--crop`` on.
+``--keys 5:s,9:q`` presses keys at those seconds.
 """
 
 import argparse
