@@ -62,6 +62,8 @@ class _Under:
 Tell = Callable[[WarmReport], None]
 _SAVING_FACTOR = 4
 """Answered prompts whose saves are waited for, for each request at a time."""
+_FINDERS, _BATCH = 8, 512
+"""Threads that ask the index, and prompts that they look for before anybody is told."""
 _LOOK_S, _BREATH_S = 1.0, 0.01
 """How long it waits at most for anything, and at least before it asks again who has room."""
 
@@ -93,6 +95,7 @@ class Warming:
         self._asking: dict[Future[Reply], tuple[int, Seat]] = {}
         self._checking: dict[Future[None], Seat] = {}
         self._saving: list[int] = []
+        self._finders = ThreadPoolExecutor(_FINDERS, thread_name_prefix="objkv-warm-find")
         self._looked_s = self._paused_s = 0.0
         self.report = WarmReport("engine", stock.namespace, stock.identity.model)
         self.report.prompts = len(tasks)
@@ -103,7 +106,9 @@ class Warming:
         An interruption ends it, and so does an index that does not answer: ``report`` says so.
         """
         started_s = self._clock()
-        pool = ThreadPoolExecutor(self._fleet.at_once, thread_name_prefix="objkv-warm")
+        # One more for each of them: to be checked while it is down.
+        threads = self._fleet.at_once + len(self._fleet.seats)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-warm")
         self.report.ending = "interrupted"  # unless it gets to the end
         try:
             self._look_up()
@@ -118,6 +123,7 @@ class Warming:
             for seat in self._fleet.seats:
                 seat.asker.close()
             pool.shutdown(wait=True, cancel_futures=True)
+            self._finders.shutdown(wait=True, cancel_futures=True)
             self.report.seconds = self._clock() - started_s
             self.report.endpoints = [_told(seat) for seat in self._fleet.seats]
             self.report.left = self.report.prompts - self.report.done
@@ -127,20 +133,17 @@ class Warming:
         """What is stored already needs no turn."""
         report = self.report
         report.prompt_tokens = sum(map(self._spool.length, range(len(self._tasks))))
-        with ThreadPoolExecutor(8, thread_name_prefix="objkv-warm-find") as pool:
-            batch = 512
-            for start in range(0, len(self._tasks), batch):
-                numbers = range(start, min(start + batch, len(self._tasks)))
-                for number, (hashes, found) in zip(
-                    numbers, pool.map(self._find, numbers), strict=True
-                ):
-                    if not hashes:
-                        report.short += 1
-                    elif found.is_all:
-                        report.stored_before += 1
-                    else:
-                        self._order.add(number, hashes, found.usable)
-                self._tell(report)
+        for start in range(0, len(self._tasks), _BATCH):
+            numbers = range(start, min(start + _BATCH, len(self._tasks)))
+            every = self._finders.map(self._find, numbers)
+            for number, (hashes, found) in zip(numbers, every, strict=True):
+                if not hashes:
+                    report.short += 1
+                elif found.is_all:
+                    report.stored_before += 1
+                else:
+                    self._order.add(number, hashes, found.usable)
+            self._tell(report)
 
     def _find(self, number: int) -> tuple[list[bytes], Found]:
         task = self._tasks[number]
@@ -260,9 +263,11 @@ class Warming:
         """Which of the answered prompts are stored by now."""
         self._looked_s = self._clock()
         left = []
-        for number in self._saving:
-            under = self._under[number]
-            _, found = self._find(number)
+        every = list(self._finders.map(self._find, self._saving))
+        for number, (_, found) in zip(self._saving, every, strict=True):
+            under = self._under.get(number)
+            if under is None:  # an interruption came between
+                continue
             if found.is_all:
                 self._finish(under, found)
             elif self._clock() < under.saved_by_s:
