@@ -72,6 +72,7 @@ class Server:
         cpu: int,
         settings: dict[str, str],
         with_tokenizer: Path | None = None,
+        arguments: tuple[str, ...] = (),
     ) -> None:
         """Start it on one core. ``settings`` are environment variables, ``folder`` has its log.
 
@@ -83,6 +84,7 @@ class Server:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(with_tokenizer or model.make("llama")), "--host", "127.0.0.1"]
         command += [flag for flag in _FLAGS if not (with_tokenizer and "tokenizer" in flag)]
+        command += arguments
         command += ["--port", str(port), *(word for pair in _ARGUMENTS.items() for word in pair)]
         # Never through a proxy: it is on this machine.
         self._http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -127,7 +129,7 @@ class Server:
 
         wait_until(is_ready, f"{self.url} to serve, see {self.log_file}", bound_s=READY_S)
 
-    def complete(self, prompt: Prompt) -> Answer:
+    def complete(self, prompt: Prompt, **headers: str) -> Answer:
         """Its greedy answer."""
         asked: dict[str, Any] = {
             "model": NAME,
@@ -140,7 +142,7 @@ class Server:
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
             json.dumps(asked).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json"} | headers,
         )
         started = time.monotonic()
         with self._http.open(request, timeout=ANSWER_S) as response:
@@ -152,10 +154,15 @@ class Server:
             seconds=time.monotonic() - started,
         )
 
+    def page(self) -> str:
+        """What Prometheus reads of it."""
+        with self._http.open(f"{self.url}/metrics", timeout=ANSWER_S) as response:
+            page: str = response.read().decode()
+        return page
+
     def metrics(self) -> dict[str, float]:
         """Its counters by name, as Prometheus would read them, summed over labels."""
-        with self._http.open(f"{self.url}/metrics", timeout=ANSWER_S) as response:
-            lines = response.read().decode().splitlines()
+        lines = self.page().splitlines()
         values: dict[str, float] = {}
         for line in lines:
             if not line.startswith("#") and line.split("{")[0].split(" ")[0].endswith("_total"):

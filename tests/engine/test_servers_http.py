@@ -4,7 +4,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from objkv.config import Config
@@ -14,10 +14,13 @@ from objkv.stores.s3_client import open_s3_client
 from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
 from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
 from tests.engine.cache import Values, scenario
+from tests.engine.collector import Collector, collecting
 from tests.engine.harness import run_replica
 from tests.engine.job import Generate, Job, Prompt
 from tests.engine.prompts import prompt_of
 from tests.engine.servers import Answer, Server
+from tests.monitoring.prometheus import need_prometheus, prometheus, serving
+from tests.monitoring.queries import dashboard_queries, selectors
 
 BUCKET = "kv-cache"
 SHARED, DURING, AFTER, LAST = (prompt_of(600, seed=seed) for seed in range(4))
@@ -26,6 +29,8 @@ CHUNK, LOADED = 256, 512
 NOTICED_S = 120.0
 """Until a server that is asked short prompts has noticed that the index is gone, or back."""
 PAUSE_MS = 120_000
+TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACES_S = 120.0
 GIVEN_UP = "index reads keep failing, serving without them"
 BACK = "index reads work again"
 SETTINGS = {
@@ -118,16 +123,26 @@ def an_outage_and_an_end(folder: Path) -> Values:
         valkey_server(folder / "valkey") as valkey,
         bulk_place(folder) as bulk,
         Server(folder / "one", cpu=0, settings=SETTINGS | bulk | index_at(valkey)) as one,
-        Server(folder / "two", cpu=1, settings=SETTINGS | bulk | index_at(valkey)) as two,
+        collecting() as collector,
+        Server(
+            folder / "two",
+            cpu=1,
+            settings=SETTINGS | bulk | index_at(valkey) | traced_at(collector),
+            arguments=("--otlp-traces-endpoint", collector.url),
+        ) as two,
     ):
         for server in (one, two):
             server.wait_until_ready()
+        pages = {"idle": [one.page(), two.page()]}
 
         answers["one shared"] = one.complete(SHARED)
         wait_until_indexed(valkey, one, SHARED)
-        answers["two shared"] = two.complete(SHARED)
-        two.complete(probe(next(numbers)))  # numbers of threads are told with the next step
+        answers["two shared"] = two.complete(SHARED, traceparent=f"00-{TRACE}-{ABOVE}-01")
+        for server in (one, two):  # numbers of threads are told with the next step
+            server.complete(probe(next(numbers)))
         metrics = two.metrics()
+        pages["busy"] = [one.page(), two.page()]
+        spans = spans_of_the_load(collector)
 
         valkey.kill()
         for name, server in (("one", one), ("two", two)):
@@ -159,11 +174,33 @@ def an_outage_and_an_end(folder: Path) -> Values:
         "cached": {name: answer.cached_tokens for name, answer in answers.items()},
         "seconds": [seconds for several in waited for seconds in several],
         "metrics": metrics,
+        "pages": pages,
+        "spans": spans,
         "early": early,
         "ends": ends,
         "left": left,
         "logs": [one.log, two.log],
     }
+
+
+def traced_at(collector: Collector) -> dict[str, str]:
+    """OpenTelemetry's own variables."""
+    return {
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.url,
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
+
+
+def spans_of_the_load(collector: Collector) -> list[dict[str, object]]:
+    """All of the request whose trace is known, once its load's are there."""
+
+    def are_there() -> bool:
+        names = {span["name"] for span in collector.spans() if span["trace"] == TRACE}
+        return names >= {"llm_request", "objkv.lookup", "objkv.load", "objkv.copy"}
+
+    wait_until(are_there, "the spans of the load", bound_s=TRACES_S)
+    return [span for span in collector.spans() if span["trace"] == TRACE]
 
 
 def index_at(valkey: RedisServer) -> dict[str, str]:
@@ -190,6 +227,60 @@ def test_the_second_server_answers_a_shared_prompt_from_objkv() -> None:
 
 def test_small_payloads_come_from_the_hot_store() -> None:
     assert an_outage_and_an_end()["metrics"]["vllm:objkv_hot_hits_total"] == LOADED // CHUNK
+
+
+def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> None:
+    spans = an_outage_and_an_end()["spans"]
+    by_name = {name: [s for s in spans if s["name"] == name] for name in {s["name"] for s in spans}}
+    (lookup,), (load,) = by_name["objkv.lookup"], by_name["objkv.load"]
+    gets = by_name["objkv.get"]
+    assert lookup["parent"] == load["parent"] == ABOVE
+    assert lookup["attributes"]["objkv.chunks_found"] == LOADED // CHUNK
+    assert load["attributes"]["objkv.bytes"] == sum(g["attributes"]["objkv.bytes"] for g in gets)
+    assert {get["attributes"]["objkv.store"] for get in gets} == {"hot"}
+    assert len(gets) == LOADED // CHUNK
+    for name in ("objkv.decode", "objkv.copy"):
+        assert {part["parent"] for part in by_name[name]} == {get["id"] for get in gets}
+    assert not [span for span in spans if span["failed"]]
+    # vLLM calls the request the same in its own span.
+    ids = {s["attributes"]["gen_ai.request.id"] for s in (lookup, load)}
+    assert len(ids) == 1
+    (vllm,) = by_name["llm_request"]
+    assert ids.pop().startswith(vllm["attributes"]["gen_ai.request.id"])
+
+
+def test_tokens_of_the_shared_prompt_came_from_the_hot_store() -> None:
+    metrics = an_outage_and_an_end()["metrics"]
+    assert metrics["vllm:objkv_hit_hot_tokens_total"] == LOADED
+    assert metrics["vllm:objkv_hit_bulk_tokens_total"] == 0
+    asked = len(SHARED.tokens) + len(probe(0).tokens)
+    assert metrics["vllm:objkv_query_tokens_total"] == asked
+    assert metrics["vllm:objkv_queries_total"] == 2
+    assert metrics["vllm:objkv_hits_total"] == 1
+    assert metrics["vllm:objkv_hot_load_bytes_total"] == metrics["vllm:objkv_load_bytes_total"]
+
+
+def test_every_panel_of_the_dashboard_shows_something_of_real_servers(tmp_path: Path) -> None:
+    need_prometheus()
+    pages = an_outage_and_an_end()["pages"]
+    each = zip(pages["idle"], pages["busy"], strict=True)
+    with ExitStack() as stack:
+        replicas = [stack.enter_context(serving(both)) for both in each]
+        targets = {"vllm": replicas, "objkv": replicas[:1]}
+        server = stack.enter_context(prometheus(tmp_path, targets))
+        wait_until(lambda: server.scraped("vllm", 3), "scrapes", bound_s=NOTICED_S)
+        empty = [
+            name
+            for name, query in dashboard_queries()
+            if any(
+                (metric or pattern or "").startswith("vllm:")
+                for metric, pattern, _ in selectors(query)
+            )
+            and not server.query(query)
+        ]
+        (hit_rate,) = server.query(dict(dashboard_queries())["objkv's hit rate: A"])
+    assert empty == []
+    assert 0 < float(hit_rate["value"][1]) < 1
 
 
 def test_without_an_index_servers_go_on_alone_and_say_so_once() -> None:

@@ -68,11 +68,13 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: Mapping[str, Sequence[str]]) -> Iterator[Prometheus]:
-    """The example's configuration, but with ``targets`` by job, scraped every second."""
+def prometheus(
+    folder: Path, targets: Mapping[str, Sequence[str]], *, every_s: int = 1
+) -> Iterator[Prometheus]:
+    """The example's configuration, but with ``targets`` by job, scraped often."""
     folder.mkdir(parents=True, exist_ok=True)
     config = yaml.safe_load((EXAMPLE / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["global"] = {"scrape_interval": f"{every_s}s", "evaluation_interval": f"{every_s}s"}
     assert {job["job_name"] for job in config["scrape_configs"]} == set(targets)
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
