@@ -15,6 +15,7 @@ from tests.ops.audit_sample import CHAT, CODE, sample_report
 from tests.ops.report_browser import Browser, browser_programs, open_browser
 from tests.ops.report_world import large_report
 
+pytestmark = pytest.mark.xdist_group("browser")
 NODES = 2_000
 NAMESPACES = 500
 
