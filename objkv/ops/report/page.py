@@ -29,10 +29,9 @@ _UNSAFE: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u
 
 
 def html_report(report: AuditReport) -> str:
-    """The page; UTF-8, some 100 KiB and 1 KiB more for each row and node.
+    """The page, to be written as UTF-8; some 70 KiB, and up to 1 KiB more for each row and box.
 
-    >>> html_report.__module__
-    'objkv.ops.report.page'
+    The same report makes the same page. Raises nothing for what a store may hold.
     """
     style, script = _resource("report.css"), _resource("report.js")
     policy = "; ".join(
