@@ -81,8 +81,8 @@ def size(
     used: Used = 0.0,
     sweep_every: SweepEvery = 86_400.0,
     price_gb_month: GbMonth = 0.023,
-    price_1000_puts: Puts = 0.005,
-    price_1000_gets: Gets = 0.0004,
+    price_puts: Puts = 0.005,
+    price_gets: Gets = 0.0004,
 ) -> int:
     """Say what a fleet will store, ask of its stores and pay. Nothing is connected to."""
     if list_models:
@@ -100,8 +100,8 @@ def size(
         hot_save_bytes_max=config.hot_save_bytes_max if has_redis else 0,
     )
     load = Load(rate, prompt_tokens, stored, ttl or config.ttl_s, used, sweep_every)
-    prices = Prices(price_gb_month, price_1000_puts, price_1000_gets)
-    if not all(0 <= price < 1e6 for price in (price_gb_month, price_1000_puts, price_1000_gets)):
+    prices = Prices(price_gb_month, price_puts, price_gets)
+    if not all(0 <= price < 1e6 for price in (price_gb_month, price_puts, price_gets)):
         raise ConfigError("a price is between 0 and 1,000,000 dollars")
     found = size_fleet(_shape(model, (layers, kv_heads, head_size), kv_dtype), layout, load, prices)
     if session.out.machine:

@@ -121,7 +121,8 @@ def summary_lines(view: View) -> list[str]:
         stored = view.stored
         lines.append(
             f"stored {size(round(stored.nbytes))} in {stored.payloads:,.0f} payloads of "
-            f"{stored.namespaces:,.0f} namespaces, by the {stored.told_by}"
+            f"{stored.namespaces:,.0f} {'namespace' if stored.namespaces == 1 else 'namespaces'}, "
+            f"by the {stored.told_by}"
         )
     if view.ends:
         told = ", ".join(f"{end} {'up' if up else 'DOWN'}" for end, up in view.ends)

@@ -98,6 +98,19 @@ def test_machines_get_one_document(run: Run, home: Path) -> None:
     assert document["prefixes"] is None
 
 
+def test_the_exporter_tells_what_is_stored(run: Run, home: Path) -> None:
+    told = (
+        '# TYPE objkv_up gauge\nobjkv_up{end="bulk"} 1\nobjkv_up{end="index"} 0\n'
+        "# TYPE objkv_stored_bytes gauge\nobjkv_stored_bytes 2048\n"
+        "# TYPE objkv_namespaces gauge\nobjkv_namespaces 1\n"
+    )
+    with replica() as url, replica(lambda _: told) as exporter:
+        ran = run("top", "--once", *QUICK, "--endpoint", url, "--exporter", exporter, "--no-index")
+    assert ran.code == 0
+    assert "stored 2.0 KiB in 0 payloads of 1 namespace, by the exporter" in ran.out
+    assert "ends: bulk up, index DOWN" in ran.out
+
+
 def test_a_replica_that_is_down_is_a_row_and_1(run: Run, home: Path) -> None:
     with replica() as url:
         ran = run("top", "--once", *QUICK, "--endpoint", url, "--endpoint", "127.0.0.1:1")
