@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,17 @@ from objkv.ops.prompt import load_tokenizer
 LIMIT = 20
 _GO_ON = "run the same command again to go on"
 _WRONG: tuple[FindingKind, ...] = ("ghost", "stranger", "corrupt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What is asked of one run, besides what its report is to tell."""
+
+    namespace: str | None
+    html: Path | None
+    limit: int
+    deadline_s: float | None
+    restart: bool
 
 
 @command
@@ -74,35 +86,47 @@ def audit(
         raise ConfigError("--show-text needs --tokenizer")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise ConfigError(f"--html {html}: not a file in a folder that is there")
-    public = session.config.public()
-    options = AuditOptions(
-        version=__version__,
-        bulk_url=public["bulk_url"],
-        index_url=public["index_url"],
-        ttl_s=session.config.ttl_s,
-        grace_s=session.config.sweep_grace_s,
-        quota_bytes=session.config.quota_bytes,
+    options = replace(
+        _options(session),
         roots_max=roots,
         prices=Prices(price_gb_month, price_puts, price_gets),
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         show_text=show_text,
         workers=workers,
     )
+    wish = _Wish(namespace, html, limit, deadline_s, restart)
+    return _audited(session, options, wish)
+
+
+def _options(session: Session) -> AuditOptions:
+    """What the settings say."""
+    config, public = session.config, session.config.public()
+    return AuditOptions(
+        version=__version__,
+        bulk_url=public["bulk_url"],
+        index_url=public["index_url"],
+        ttl_s=config.ttl_s,
+        grace_s=config.sweep_grace_s,
+        quota_bytes=config.quota_bytes,
+    )
+
+
+def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
     with (
         upkeep(
             session,
             "audit",
             writes=False,
-            workers=workers,
-            deadline_s=deadline_s,
+            workers=options.workers,
+            deadline_s=wish.deadline_s,
             resumable=False,
         ) as run,
-        _spool(session, namespace, restart=restart) as spool,
+        _spool(session, wish.namespace, restart=wish.restart) as spool,
     ):
-        report = _report(run, spool, namespace, options)
-        if html is not None:
-            write_html(report, html, private=show_text)
-        show_report(session.out, report, limit=limit, html=html, is_kept=spool.is_kept)
+        report = _report(run, spool, wish.namespace, options)
+        if wish.html is not None:
+            write_html(report, wish.html, private=options.show_text)
+        show_report(session.out, report, limit=wish.limit, html=wish.html, is_kept=spool.is_kept)
         spool.is_told = report.ending == "complete"
         return run.code(FOUND if _is_wrong(report) else FINE)
 
