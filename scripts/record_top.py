@@ -36,7 +36,7 @@ def ask_on(server: Server, seed: int, ended: Event) -> None:
     length = SCALES["small"].documents[1]
     while not ended.is_set():
         document = min(drawn.randrange(DOCUMENTS), drawn.randrange(DOCUMENTS))
-        tokens = random.Random(document).choices(range(3, VOCABULARY), k=length)  # noqa: S311
+        tokens = random.Random(document).choices(range(3, VOCABULARY), k=length)  # noqa: S311  # not a secret
         question = drawn.choices(range(3, VOCABULARY), k=60)
         prompt = Prompt(name="question", tokens=(*tokens, *question), asked_before=False)
         try:

@@ -142,7 +142,7 @@ def _service(
     assert asked[:2] == ["python3", "-m"]
     inside = str(next(p["target"] for p in service["ports"]))
     words = [str(port) if w == inside else w for w in (*asked[1:], *service["command"])]
-    words = ["127.0.0.1" if word == "0.0.0.0" else word for word in words]  # noqa: S104
+    words = ["127.0.0.1" if word == "0.0.0.0" else word for word in words]  # noqa: S104  # only here
     environment = {k: here(v) for k, v in service["environment"].items() if v} | PATIENT
     environment["XDG_CACHE_HOME"] = str(folder / "home")
     return Program(name, words, folder / f"{name}.log", environment, speaks=False)
