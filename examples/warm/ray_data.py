@@ -52,6 +52,7 @@ def main() -> int:
         batch_size=32,
         placement_group_config=given.resources and {"bundle_per_worker": given.resources},
         detokenize_stage=False,
+        log_engine_metrics=False,  # those want ray[serve] as well
     )
     warmed = build_processor(config, preprocess, postprocess)(rows.sort("order"))
     tokens = warmed.sum("tokens")
