@@ -29,7 +29,8 @@ def test_each_example_has_a_page_that_says_first_what_it_is_and_shows_a_command(
     page = (folder / "README.md").read_text()
     title, _, rest = page.partition("\n\n")
     assert title.startswith("# ")
-    assert re.match(r"[A-Z]", rest), "a sentence before anything else"
+    assert re.match(r"[A-Z`\[]", rest), "a sentence before any list, table or command"
+    assert not rest.startswith("```")
     assert "```" in page
     assert "OUTPUT" not in page
     assert f"({folder.name}/README.md)" in (EXAMPLES / "README.md").read_text()
