@@ -5,6 +5,7 @@ The server needs no root and keeps everything in the folder it is given.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -118,6 +119,9 @@ def serving(pages: Sequence[str]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = left.pop(0) if len(left) > 1 else left[0]
+            if "openmetrics" in self.headers.get("Accept", ""):
+                # As prometheus_client escapes names for whoever asks so, Prometheus 2 among them.
+                page = re.sub(r"^(# \w+ )?vllm:", r"\1vllm_", page, flags=re.MULTILINE)
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.end_headers()
