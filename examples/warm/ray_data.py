@@ -60,7 +60,7 @@ def main() -> int:
 
     with open(given.prompts, encoding="utf-8") as file:
         prompts = [json.loads(line) for line in file]
-    # The engines have ended, and waited for what they saved: what is missing now was dropped.
+    # Ray ends its engines without asking what they still save: what is missing is told here.
     report = objkv.warm(prompts, check=True, tokenizer=given.model)
     print(f"{report.stored_before:,} of {report.prompts:,} prompts are stored")
     for failure in report.failures:
