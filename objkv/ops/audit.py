@@ -129,7 +129,7 @@ class Audit:
             self.spool, walked, now_s=now_s, ttl_s=options.ttl_s, grace_s=options.grace_s
         )
         facts = self.places.facts
-        every_name = dict.fromkeys(walked) | facts
+        every_name: dict[str, Facts | None] = {**dict.fromkeys(walked), **facts}
         namespaces = namespace_audits(found, every_name, wrong, has_index=has_index)
         largest = [facts[one.namespace] for one in namespaces if one.namespace in facts]
         differences, differences_omitted = compare(self.ends.bulk, largest, most=DIFFERENCES_MAX)

@@ -134,7 +134,10 @@ def read_cost(
         cost[0] += one.nbytes / _GB * prices.gb_month
         cost[1] += loads / 1000 * prices.per_1000_gets
         cost[1] += _MONTH_DAYS * puts[one.namespace] / 1000 * prices.per_1000_puts
-    tenants = [TenantCost(name, *cost, sum(cost)) for name, cost in by_tenant.items()]
+    tenants = [
+        TenantCost(name, storage=kept, requests=asked, month=kept + asked)
+        for name, (kept, asked) in by_tenant.items()
+    ]
     storage = sum(one.storage for one in tenants)
     requests = sum(one.requests for one in tenants)
     more = growth.bytes_per_day
