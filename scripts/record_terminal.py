@@ -30,7 +30,7 @@ _CELL = (8.4, 18.0)
 """Width and height of a character, in the units of the picture."""
 _MARGIN = 14
 _BAR = 26
-_LAST_S = 4.0
+_LAST_S = 8.0
 """How long the last frame stays."""
 _FRAME_S = 0.1
 _COLORS = {
@@ -167,7 +167,8 @@ def thinned(frames: Sequence[Frame], *, idle_s: float, apart_s: float) -> list[F
 
 
 def picture(frames: Sequence[Frame], size: tuple[int, int], title: str) -> str:
-    """The animated SVG. Who prefers no motion sees the last frame."""
+    """The animated SVG. Who prefers no motion, or cannot show any, sees the last
+    frame."""
     columns, rows = size
     width, height = columns * _CELL[0] + 2 * _MARGIN, rows * _CELL[1] + 2 * _MARGIN + _BAR
     total = frames[-1].at_s - frames[0].at_s + _LAST_S
@@ -191,9 +192,9 @@ def picture(frames: Sequence[Frame], size: tuple[int, int], title: str) -> str:
     last = -(len(frames) - 1) * step
     style = (
         f"@keyframes play{{{stops}100%{{transform:translateX({last}px)}}}}"
-        f".film{{animation:play {total:.2f}s steps(1,end) infinite}}"
+        f".film{{transform:translateX({last}px);animation:play {total:.2f}s steps(1,end) infinite}}"
         "@media(prefers-reduced-motion:reduce)"
-        f"{{.film{{animation:none;transform:translateX({last}px)}}}}"
+        "{.film{animation:none}}"
         "text{font:14px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
         "white-space:pre}.b{font-weight:700}"
     )
