@@ -126,7 +126,10 @@ class Audit:
         found = figures(self.spool, now_s)
         walked = self.walked()
         findings, wrong = read_findings(
-            self.spool, walked, now_s=now_s, ttl_s=options.ttl_s, grace_s=options.grace_s
+            self.spool,
+            walked,
+            expired_s=now_s - options.ttl_s,
+            young_s=self.spool.begun_s - options.grace_s,
         )
         facts = self.places.facts
         every_name: dict[str, Facts | None] = {**dict.fromkeys(walked), **facts}
@@ -139,6 +142,7 @@ class Audit:
         units = self.places.units()
         report = AuditReport(
             made_s=int(now_s),
+            begun_s=int(self.spool.begun_s),
             version=options.version,
             bulk_url=options.bulk_url,
             index_url=options.index_url,

@@ -82,9 +82,13 @@ class _Seen:
 
 
 def read_findings(
-    spool: Spool, walked: Mapping[str, Walked], *, now_s: float, ttl_s: int, grace_s: float
+    spool: Spool, walked: Mapping[str, Walked], *, expired_s: float, young_s: float
 ) -> tuple[FindingsAudit, Mapping[tuple[str, str], int]]:
-    """All that is wrong, and how many there are by kind and namespace."""
+    """All that is wrong, and how many there are by kind and namespace.
+
+    A payload without a record is expired if it was written before ``expired_s``, and young if it
+    was after ``young_s``: what replicas save after the index was read has its record all the same.
+    """
     spool.run("DROP TABLE IF EXISTS temp.walked")
     spool.run(
         "CREATE TEMP TABLE walked (ns INTEGER PRIMARY KEY, has_records INTEGER, is_known INTEGER,"
@@ -94,11 +98,11 @@ def read_findings(
         row = (spool.namespace(name), one.has_records, one.is_known, one.is_old)
         spool.run("INSERT INTO temp.walked VALUES (?, ?, ?, ?)", row)
     seen = _Seen()
-    for kind, name, key, nbytes, modified_s, detail in _every(spool, now_s - ttl_s):
+    for kind, name, key, nbytes, modified_s, detail in _every(spool, min(expired_s, young_s)):
         finding = AuditFinding(kind, key, nbytes, detail)
         # Only of these will some become right by themselves: what else seemed wrong was looked at
         # twice, and puts are whole.
-        seen.add(finding, name, is_young=kind == "orphan" and now_s - modified_s < grace_s)
+        seen.add(finding, name, is_young=kind == "orphan" and modified_s > young_s)
     kinds: tuple[FindingKind, ...] = get_args(FindingKind)
     counts = tuple(
         FindingCount(kind, seen.counts[kind], seen.nbytes[kind], seen.young[kind], REMEDIES[kind])

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from objkv.ops.audit_findings import Walked
 from objkv.ops.audit_report import AuditReport
 from objkv.ops.ends import QUARANTINE
+from objkv.ops.report.figures import span
 
 _NAMES_SHOWN = 3
 _MOST = 0.5
@@ -23,8 +24,8 @@ def problems(
     """Of ``report``, which has none yet. ``others``: folders that are not objkv's; ``met``: what
     could not be looked at; ``namespaces_omitted``: by the tree."""
     has_index = report.totals.records is not None
-    found = [*_early(report), *(_ends(report) if has_index else ()), *_namespaces(report, walked)]
-    found += met
+    found = [*_early(report), *_resumed(report), *(_ends(report) if has_index else ())]
+    found += [*_namespaces(report, walked), *met]
     if namespaces_omitted:
         found.append(f"the tree leaves out the {namespaces_omitted} smallest namespaces")
     if not has_index and report.totals.payloads:
@@ -52,10 +53,20 @@ def _early(report: AuditReport) -> Iterator[str]:
     )
 
 
+def _resumed(report: AuditReport) -> Iterator[str]:
+    if report.resumed:
+        ago = span(report.made_s - report.begun_s)
+        yield (
+            f"an earlier walk was continued, which began {ago} ago: what it had seen by then is "
+            "told as it was, and may have changed or gone since; --restart looks at all anew"
+        )
+
+
 def _ends(report: AuditReport) -> Iterator[str]:
     """Where both ends do not seem to belong together."""
     totals = report.totals
     counts = {one.kind: one.count for one in report.findings.counts}
+    lost = sum(one.count - one.young for one in report.findings.counts if one.kind == "orphan")
     if report.ending != "complete":
         return
     if totals.payloads and not totals.records and counts["orphan"] + counts["expired"]:
@@ -63,9 +74,9 @@ def _ends(report: AuditReport) -> Iterator[str]:
             "the index has no record of any payload: it was lost, index_url or redis_prefix is "
             "not the one of this bucket, or nothing was used for long; objkv rebuild restores it"
         )
-    elif counts["orphan"] > _FEW and counts["orphan"] > _MOST * totals.payloads:
+    elif lost > _FEW and lost > _MOST * totals.payloads:
         yield (
-            f"{counts['orphan']:,} of {totals.payloads:,} payloads have no record, although they "
+            f"{lost:,} of {totals.payloads:,} payloads have no record, although they "
             "are younger than a record's life: most of the index was lost, or it is another's; "
             "objkv rebuild restores it"
         )

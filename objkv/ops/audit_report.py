@@ -163,7 +163,8 @@ class FindingCount:
     count: int
     nbytes: int
     young: int
-    """Orphans that are younger than ``sweep_grace_s``, and may be about to get their records."""
+    """Orphans that were written at most ``sweep_grace_s`` before the walk began, or since: they may
+    have got their records meanwhile, or be about to."""
     remedy: str
     """What to do, in a sentence with the command."""
 
@@ -207,6 +208,8 @@ class AuditReport:
     """Everything."""
 
     made_s: int
+    begun_s: int
+    """When the walk began; nothing that was seen is older."""
     version: str
     """Of objkv."""
     bulk_url: str

@@ -81,6 +81,8 @@ class Spool:
         self._db = self._open()
         with self._translated():
             self.done = {str(name) for (name,) in self._db.execute("SELECT name FROM done")}
+            self.begun_s = float(self._db.execute("SELECT begun_s FROM about").fetchone()[0])
+            """When its walk began, be it in an earlier run."""
         self.resumed = bool(self.done)
         """Whether an earlier walk is continued."""
 

@@ -33,6 +33,7 @@ def sample_report() -> AuditReport:
     """Two known namespaces of two tenants, one unknown; times, texts and numbers fit together."""
     return AuditReport(
         made_s=MADE_S,
+        begun_s=MADE_S - 90,
         version="0.1.0",
         bulk_url="s3://kv-cache/production",
         index_url="rediss://cache.example.com:6379/0",

@@ -1,5 +1,6 @@
 """Audits of small stores, and what a plain reading of the prompts says they must find."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -78,7 +79,7 @@ class Auditor:
         **options: Any,
     ) -> None:
         self.ends = AuditEnds(bulk, index, is_own_index)
-        self.spool = spool or Spool(None)
+        self.spool = spool or Spool(None, clock=clock or time.time)
         self.crew = Crew(Checkpoint(None), workers=2)
         self.walk = AuditWalk(self.ends, self.spool, 2)
         self.options = replace(OPTIONS, **options)

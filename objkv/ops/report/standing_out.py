@@ -77,8 +77,8 @@ def _findings(report: AuditReport) -> Iterator[Remark]:
         young = ""
         if found.young:
             are = "is" if found.young == 1 else "are"
-            young = f" {count(found.young)} {are} younger than sweep_grace_s: replicas leave "
-            young += "such for a moment."
+            young = f" {count(found.young)} {are} young, saved while the audit went on or just "
+            young += "before: replicas leave such for a moment."
         yield Remark(
             level,
             f"{count(found.count)} {name_of(found.kind, found.count)}, {size(found.nbytes)}",
