@@ -64,6 +64,8 @@ class Places:
 
     facts: Mapping[str, Facts]
     """Of the namespaces that the bulk store has folders of."""
+    old: frozenset[str]
+    """Namespaces of which there is one with a later epoch, whether or not it is looked at."""
     parts: Sequence[Part]
     indexed: Sequence[str]
     """Namespaces that the index has records of."""
@@ -80,9 +82,10 @@ def find_places(ends: AuditEnds, only: str | None = None) -> Places:
     every = stored_namespaces(ends.bulk)
     names = [name for name in every if only in (None, name)]
     indexed = [] if ends.is_own_index else ends.index.namespaces()
-    facts = {name: read_facts(ends.bulk, name) for name in names}
+    documents = {name: read_facts(ends.bulk, name) for name in every}
     return Places(
-        facts=facts,
+        facts={name: documents[name] for name in names},
+        old=old_epochs(one.namespace for one in documents.values()),
         parts=stored_parts(ends.bulk, names),
         indexed=[name for name in indexed if only in (None, name)],
         others=() if only else foreign_folders(ends.bulk.folders(""), every),
@@ -102,7 +105,6 @@ class Audit:
     def walked(self) -> dict[str, Walked]:
         """How far each namespace was looked at."""
         done = self.spool.done
-        old = old_epochs(one.namespace for one in self.places.facts.values())
         parts: dict[str, bool] = {}
         for part in self.places.parts:
             parts[part.namespace] = parts.get(part.namespace, True) and part_unit(part) in done
@@ -113,7 +115,7 @@ class Audit:
                 and parts.get(name, True)
                 and (name not in self.places.indexed or records_unit(name) in done),
                 is_known=name in self.places.facts and self.places.facts[name].namespace.is_known,
-                is_old=name in old,
+                is_old=name in self.places.old,
             )
             for name in sorted({*self.places.facts, *self.places.indexed})
         }

@@ -31,16 +31,21 @@ _UNRECORDED = """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'without a record'
 FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 JOIN temp.walked w ON w.ns = p.ns
-WHERE s.nbytes IS NULL AND w.has_records AND w.is_known AND NOT w.is_old
+WHERE s.nbytes IS NULL AND p.nbytes >= 4096 AND w.has_records AND w.is_known AND NOT w.is_old
 """
 _STRANGERS = """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'its namespace has no identity document'
-FROM main.payloads p JOIN temp.walked w ON w.ns = p.ns WHERE NOT w.is_known
+FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
+JOIN temp.walked w ON w.ns = p.ns
+WHERE NOT w.is_known AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbytes)
 """
 _OLD = """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'of an earlier weights_epoch'
-FROM main.payloads p JOIN temp.walked w ON w.ns = p.ns WHERE w.is_known AND w.is_old
+FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
+JOIN temp.walked w ON w.ns = p.ns
+WHERE w.is_known AND w.is_old AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbytes)
 """
+# What this finds is corrupt, and nothing else besides: one payload is one finding.
 _SIZES = """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s,
   CASE WHEN p.nbytes < 4096 THEN 'shorter than any header'

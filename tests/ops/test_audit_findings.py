@@ -1,0 +1,59 @@
+"""One payload is one finding, the same whatever is asked for."""
+
+from dataclasses import replace
+
+import pytest
+
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import identity_path
+from objkv.ops.audit import find_places
+from objkv.ops.audit_report import AuditReport
+from objkv.stores.memory import MemoryStore
+from tests.ops.audit_world import Auditor, save_prompts, tokens_of
+from tests.ops.world import IDENTITY, NAMESPACE, WHOLE, save, save_identity
+
+
+def counts(report: AuditReport) -> dict[str, int]:
+    return {one.kind: one.count for one in report.findings.counts if one.count}
+
+
+def test_an_old_epoch_is_one_also_where_it_alone_is_audited() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, None, [(1,)])
+    save_identity(bulk, replace(IDENTITY, weights_epoch=1))
+    auditor = Auditor(bulk, index)
+    auditor.places = find_places(auditor.ends, NAMESPACE)
+    report = auditor.all()
+    assert counts(Auditor(bulk, index).all()) == counts(report) == {"old_epoch": 1}
+    assert [one.namespace for one in report.namespaces] == [NAMESPACE]
+
+
+@pytest.mark.parametrize("namespace", ["current", "old epoch", "stranger"])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_short_payload_is_corrupt_and_nothing_else(namespace: str, is_recorded: bool) -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(1,)])
+    [key] = save(bulk, index if is_recorded else None, tokens_of((9,)))
+    bulk.put(key.path(), b"x" * 100)
+    if namespace == "old epoch":
+        save_identity(bulk, replace(IDENTITY, weights_epoch=1))
+    elif namespace == "stranger":
+        bulk.delete(identity_path(NAMESPACE))
+    kind = {"current": {}, "old epoch": {"old_epoch": 1}, "stranger": {"stranger": 1}}[namespace]
+    report = Auditor(bulk, index).all()
+    assert counts(report) == {"corrupt": 1, **kind}  # and the other one, which is whole
+    [own] = [one for one in report.namespaces if one.namespace == NAMESPACE]
+    assert (own.orphans, own.corrupt) == (0, 1)
+
+
+@pytest.mark.parametrize("name", [NAMESPACE, "5" * 32])
+def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> None:
+    """Whether nobody knows the namespace, or it is of an old epoch."""
+    bulk, index = MemoryStore(), MemoryIndex()
+    [key] = save(bulk, index, tokens_of((9,)))
+    if name == NAMESPACE:
+        save_identity(bulk)
+        save_identity(bulk, replace(IDENTITY, weights_epoch=1))
+    bulk.put(ChunkKey(NAMESPACE, key.prefix_hash, 0, WHOLE).path(), bytes(9_000))
+    assert counts(Auditor(bulk, index).all()) == {"corrupt": 1}
