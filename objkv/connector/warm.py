@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -38,9 +39,12 @@ class LlmAsker:
             for number, (name, folder) in enumerate(sorted((adapters or {}).items()), start=1)
         }
         self._at_once = at_once
+        self._number = 0
         self._changed = Condition()
         self._new: list[tuple[Ask, Future[Reply]]] = []
         self._closed = False
+        """Nothing is taken any more, for good."""
+        self._why = "the engine was given up"
         self._thread = Thread(target=self._work, name="objkv-warm-engine", daemon=True)
         self._thread.start()
 
@@ -56,8 +60,9 @@ class LlmAsker:
 
     def check(self) -> None:
         """See ``Asker``."""
-        if not self._thread.is_alive():
-            raise AskError("down", "the engine ended")
+        with self._changed:
+            if self._closed:
+                raise AskError("down", self._why)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """See ``Asker``."""
@@ -84,7 +89,7 @@ class LlmAsker:
         future: Future[Reply] = Future()
         with self._changed:
             if self._closed:
-                future.set_exception(AskError("down", "the engine was given up"))
+                future.set_exception(AskError("down", self._why))
             else:
                 self._new.append((ask, future))
                 self._changed.notify_all()
@@ -99,27 +104,38 @@ class LlmAsker:
 
     def _work(self) -> None:
         running: dict[str, Future[Reply]] = {}
-        number = 0
-        while True:
-            with self._changed:
-                while not self._new and not running and not self._closed:
-                    self._changed.wait()
-                new, self._new = self._new, []
-                if self._closed:
-                    break
-            for ask, future in new:
-                number += 1
-                self._add(f"objkv-warm-{number}", ask, future, running)
-            try:
+        new: deque[tuple[Ask, Future[Reply]]] = deque()
+        has_failed = False
+        try:
+            while self._wait(running, new):
+                while new:
+                    self._add(*new[0], running)
+                    new.popleft()
                 self._step(running)
-            except Exception as exc:  # the engine is dead
-                for future in running.values():
-                    future.set_exception(AskError("down", f"the engine failed: {exc}"))
-                running = {}
+        except Exception as exc:  # the engine is dead
+            has_failed = True
+            self._why = f"the engine failed: {exc}"
+        with self._changed:
+            self._closed = True
+            new.extend(self._new)
         for future in [*running.values(), *(future for _, future in new)]:
-            future.cancel()
+            if has_failed:
+                future.set_exception(AskError("down", self._why))
+            else:
+                future.cancel()
         with contextlib.suppress(Exception):
             self._engine.abort_request(list(running))
+
+    def _wait(
+        self, running: Mapping[str, Future[Reply]], new: deque[tuple[Ask, Future[Reply]]]
+    ) -> bool:
+        """Until there is something to do; False at the end."""
+        with self._changed:
+            while not self._new and not running and not self._closed:
+                self._changed.wait()
+            new.extend(self._new)
+            self._new = []
+            return not self._closed
 
     def _step(self, running: dict[str, Future[Reply]]) -> None:
         if not running:
@@ -128,9 +144,7 @@ class LlmAsker:
             if output.finished and (future := running.pop(output.request_id, None)):
                 future.set_result(Reply(output.num_cached_tokens))
 
-    def _add(
-        self, name: str, ask: Ask, future: Future[Reply], running: dict[str, Future[Reply]]
-    ) -> None:
+    def _add(self, ask: Ask, future: Future[Reply], running: dict[str, Future[Reply]]) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -140,8 +154,13 @@ class LlmAsker:
             prompt["cache_salt"] = ask.salt
         lora = None
         if ask.model is not None:
-            number, folder = self._adapters[ask.model]
-            lora = LoRARequest(ask.model, number, folder)
+            if ask.model not in self._adapters:  # only its digest is known
+                why = f"adapter {ask.model}: an engine needs its folder"
+                future.set_exception(AskError("refused", why))
+                return
+            lora = LoRARequest(ask.model, *self._adapters[ask.model])
+        self._number += 1
+        name = f"objkv-warm-{self._number}"
         try:
             self._engine.add_request(name, prompt, params, lora_request=lora)
         except (ValueError, TypeError) as exc:  # too long, not of its vocabulary

@@ -69,6 +69,8 @@ class EngineProcess:
         self._number = 0
         self._closed = False
         """Nobody is answered any more."""
+        self._failure = ""
+        """What the child said when its engine failed, which is for good."""
         self._is_ended = False
         self._ready: Future[dict[str, Any]] = Future()
         descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
@@ -107,6 +109,10 @@ class EngineProcess:
             self._ready.result(_START_S)
         except (TimeoutError, CancelledError) as exc:
             raise AskError("down", f"{self.name} did not start: {self._tail()}") from exc
+        if self._failure:
+            raise AskError("down", f"{self.name}: {self._failure}")
+        if self._closed:
+            raise AskError("down", f"{self.name} ended: {self._tail()}")
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """See ``Asker``."""
@@ -168,6 +174,8 @@ class EngineProcess:
         except (CancelledError, OSError) as exc:
             raise AskError("down", f"{self.name} ended: {self._tail()}") from exc
         if "error" in answer:
+            if answer["trouble"] == "down":
+                self._failure = str(answer["error"])
             raise AskError(answer["trouble"], f"{self.name}: {answer['error']}")
         return answer
 

@@ -25,6 +25,8 @@ for line in sys.stdin:
         say(id=order["id"], tokens=[len(word) for word in order["text"].split()])
     elif order["salt"] == "die":
         os._exit(1)
+    elif order["salt"] == "dead":
+        say(id=order["id"], trouble="down", error="the engine failed")
     elif order["salt"] == "long":
         say(id=order["id"], trouble="refused", error="too long")
     else:
@@ -80,6 +82,19 @@ def test_an_engine_that_dies_answers_nobody_any_more(tmp_path: Path) -> None:
         with pytest.raises(AskError) as raised:
             child.ask(Ask([1], "die", None))
         assert raised.value.trouble == "down"
+    with pytest.raises(AskError):
+        child.check()
+    child.close()
+
+
+def test_a_child_whose_engine_failed_passes_no_check_any_more(tmp_path: Path) -> None:
+    child = process(tmp_path)
+    child.check()
+    with pytest.raises(AskError, match="the engine failed"):
+        child.ask(Ask([1], "dead", None))
+    with pytest.raises(AskError, match="the engine failed") as raised:
+        child.check()
+    assert raised.value.trouble == "down"
     child.close()
 
 

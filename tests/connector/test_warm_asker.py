@@ -1,0 +1,116 @@
+"""``warm`` with an engine of the caller's: what becomes of requests when the engine fails."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from objkv.connector.warm import LlmAsker
+from objkv.ops.warm.asking import Ask, AskError, Reply
+
+BOUND_S = 60
+"""Against a hang; nothing takes this long."""
+ASK = Ask([1, 2], None, None)
+
+
+class EngineDeadError(Exception):
+    """As vLLM's, which is none of ValueError and TypeError."""
+
+
+@dataclass
+class Output:
+    request_id: str
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class Engine:
+    """An engine that answers at once, until it dies in a step; then it takes nothing."""
+
+    dies: bool = False
+    refuses: bool = False
+    is_dead: bool = False
+    names: list[str] = field(default_factory=list)
+
+    def add_request(self, name: str, *_: Any, **__: Any) -> None:
+        if self.is_dead:
+            raise EngineDeadError("EngineCore encountered an issue")
+        if self.refuses:
+            raise ValueError("too long")
+        self.names.append(name)
+
+    def step(self) -> list[Output]:
+        if self.dies:
+            self.is_dead = True
+            raise EngineDeadError("EngineCore encountered an issue")
+        names, self.names = self.names, []
+        return [Output(name) for name in names]
+
+    def abort_request(self, names: list[str]) -> None:
+        """Nothing is left to abort."""
+
+
+@dataclass
+class Llm:
+    llm_engine: Engine
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def asker(engine: Engine) -> Iterator[LlmAsker]:
+    asker = LlmAsker(Llm(engine))
+    yield asker
+    asker.close()
+
+
+def trouble(future: "Future[Reply]") -> str:
+    with pytest.raises(AskError) as raised:
+        future.result(BOUND_S)
+    return raised.value.trouble
+
+
+def test_an_engine_that_dies_fails_what_it_has_and_all_that_comes(
+    asker: LlmAsker, engine: Engine
+) -> None:
+    assert asker.begin(ASK).result(BOUND_S) == Reply(0)
+    engine.dies = True
+    for _ in range(3):
+        assert trouble(asker.begin(ASK)) == "down"
+    with pytest.raises(AskError, match="EngineCore encountered an issue"):
+        asker.check()
+
+
+def test_an_engine_that_is_dead_already_fails_the_request_that_finds_out(
+    asker: LlmAsker, engine: Engine
+) -> None:
+    engine.is_dead = True
+    assert trouble(asker.begin(ASK)) == "down"
+    with pytest.raises(AskError, match="the engine failed"):
+        asker.check()
+
+
+def test_an_adapter_without_a_folder_is_refused_and_others_are_computed(asker: LlmAsker) -> None:
+    assert trouble(asker.begin(Ask([1], None, "known-by-its-digest"))) == "refused"
+    assert asker.begin(ASK).result(BOUND_S) == Reply(0)
+
+
+def test_what_the_engine_does_not_take_is_refused_and_it_lives_on(
+    asker: LlmAsker, engine: Engine
+) -> None:
+    engine.refuses = True
+    assert trouble(asker.begin(ASK)) == "refused"
+    asker.check()
+
+
+def test_after_its_end_nothing_is_taken_and_the_check_says_so(asker: LlmAsker) -> None:
+    asker.close()
+    assert trouble(asker.begin(ASK)) == "down"
+    with pytest.raises(AskError, match="given up"):
+        asker.check()
