@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.describe import describe_index
-from objkv.cli.command import FINE, Session, command
+from objkv.cli.command import FINE, UNREACHABLE, Session, command
 from objkv.cli.upkeep import refuse_memory
 from objkv.errors import StoreUnavailable
 from objkv.ops.ends import Ends
@@ -67,9 +67,10 @@ def exporter(
         registry.register(StoreCollector(_watched(session, namespaces_max), watch, scans))
         if once:
             _print_once(session, registry, watch, scans)
-        else:
-            ProcessCollector(registry=registry)
-            _serve(session, registry, watch, scans, (host, port))
+            are_up = all(answer.is_up for answer in watch.answers().values())
+            return FINE if are_up else UNREACHABLE
+        ProcessCollector(registry=registry)
+        _serve(session, registry, watch, scans, (host, port))
     return FINE
 
 
