@@ -51,17 +51,15 @@ def arrivals(ends: Ends, source: ReadStore, names: Sequence[str]) -> list[Arriva
     found = []
     for name in names:
         document, known = None, read_namespace(ends.bulk, name)
-        if not known.is_known:
+        text = identity_document(ends.bulk, name) if known.is_known else None
+        if text is None:  # also where the cache's was deleted just now
             known = read_namespace(source, name)
-            document = identity_document(source, name)
-            if not known.is_known or document is None:
-                raise ConfigError(
-                    f"{name}: a foreign namespace: neither this cache nor the export has its "
-                    f"identity document ({identity_path(name)}), so nobody could tell what its "
-                    "payloads are"
-                )
-        text = document or identity_document(ends.bulk, name)
-        assert text is not None
+            text = document = identity_document(source, name)
+        if text is None or not known.is_known:
+            raise ConfigError(
+                f"{name}: a foreign namespace: neither this cache nor the export has its identity "
+                f"document ({identity_path(name)}), so what its payloads are cannot be told"
+            )
         try:
             identity = parse_identity(text, name)
         except PayloadError:
