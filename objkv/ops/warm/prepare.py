@@ -1,10 +1,10 @@
 """From prompts to tasks: tokenized, and with the adapters told by what they hold."""
 
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import Event
 
 from objkv.errors import ConfigError
 from objkv.ops.warm.asking import Asker, AskError
@@ -55,9 +55,11 @@ def prepare(
     names: Names,
     *,
     tell: Callable[[int], None] = lambda count: None,
+    give_up: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Tokenize all; a prompt that cannot be is a failure, and not the end. Raises ``ConfigError``
-    where a model is not known."""
+    where a model is not known. ``give_up`` ends what ``tokenize`` waits for, when this is
+    interrupted."""
     prepared = Prepared()
     every = iter(prompts)
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="objkv-warm-tokens")
@@ -81,27 +83,40 @@ def prepare(
                 # An adapter is part of what is stored, and so is the salt.
                 prepared.tasks.append(Task(prompt.name, prompt.salt, adapter))
             tell(len(prepared.tasks))
+    except BaseException:
+        give_up()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return prepared
 
 
-def tokenize_by(
-    askers: Sequence[Asker], *, sleep: Callable[[float], None] = time.sleep
-) -> Tokenize:
-    """A tokenizer that asks one of them, and another if that one does not answer."""
+class AskingTokenizer:
+    """Asks one of them, and another if that one does not answer. Safe from many threads."""
 
-    def tokenize(prompt: Prompt) -> list[int]:
+    def __init__(self, askers: Sequence[Asker]) -> None:
+        self._askers = askers
+        self._ended = Event()
+
+    def __call__(self, prompt: Prompt) -> list[int]:
+        """Raises ``AskError``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
+        askers = self._askers
         for attempt in range(_ROUNDS * len(askers)):
             try:
                 return askers[attempt % len(askers)].tokenize(prompt)
             except AskError as exc:
-                if exc.trouble == "refused" or attempt + 1 == _ROUNDS * len(askers):
+                is_last = self._ended.is_set() or attempt + 1 == _ROUNDS * len(askers)
+                if exc.trouble == "refused" or is_last:
                     raise
                 if attempt % len(askers) == len(askers) - 1:
-                    sleep(min(30.0, max(exc.after_s or 0.0, 0.25 * 2 ** (attempt // len(askers)))))
+                    pause_s = 0.25 * 2 ** (attempt // len(askers))
+                    self._ended.wait(min(30.0, max(exc.after_s or 0.0, pause_s)))
         raise AssertionError("no askers")
 
-    return tokenize
+    def give_up(self) -> None:
+        """End what is asked: nobody waits for it any more."""
+        self._ended.set()
+        for asker in self._askers:
+            asker.close()

@@ -15,7 +15,7 @@ from objkv.ops.warm.asking import Asker, AskError
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.fleet import Fleet
-from objkv.ops.warm.prepare import Names, Prepared, Tokenize, prepare, tokenize_by
+from objkv.ops.warm.prepare import AskingTokenizer, Names, Prepared, Tokenize, prepare
 from objkv.ops.warm.probe import Probe
 from objkv.ops.warm.promote import Promotion, by_use, wanted_of
 from objkv.ops.warm.prompts import Prompt
@@ -58,12 +58,15 @@ def warm_by(
     fleet = Fleet(askers)
     ready = _ready(fleet, watch)
     own = means.tokenizer
-    tokenize: Tokenize = tokenize_by(ready) if own is None else own.tokenize
+    asking = AskingTokenizer(ready)
+    tokenize: Tokenize = asking if own is None else own.tokenize
     served = {asker.served.model for asker in ready if isinstance(asker, Endpoint)}
     names = Names(served | means.base, means.adapters.keys())
     with closing(Spool()) as spool:
         watch.stage("reading prompts")
-        prepared = prepare(prompts, spool, tokenize, names, tell=watch.prepared)
+        prepared = prepare(
+            prompts, spool, tokenize, names, tell=watch.prepared, give_up=asking.give_up
+        )
         if not prepared.tasks:
             return _without_work(prepared)
         if means.identity is not None:
@@ -182,8 +185,15 @@ def _ready(fleet: Fleet, watch: Watch) -> list[Asker]:
             return exc
         return None
 
-    with ThreadPoolExecutor(len(fleet.seats)) as pool:
+    pool = ThreadPoolExecutor(len(fleet.seats), thread_name_prefix="objkv-warm-check")
+    try:
         errors = list(pool.map(checked, [seat.asker for seat in fleet.seats]))
+    except BaseException:  # an interruption, say: closed ones answer at once
+        for seat in fleet.seats:
+            seat.asker.close()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
     for seat, error in zip(fleet.seats, errors, strict=True):
         if error is not None:
             seat.asked += 1
