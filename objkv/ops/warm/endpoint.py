@@ -1,5 +1,6 @@
 """One OpenAI-compatible endpoint: a vLLM server, or what stands before several."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from objkv.ops.warm.prompts import Prompt
 
 AT_ONCE: Final = 8
 _CONNECT_S: Final = 10.0
+_CHECK_S: Final = 10.0
+"""For what needs no computing."""
+_ANSWER_BYTES_MAX: Final = 64 << 20
+"""Ids of a million tokens are 8 MB."""
 _TOLD_MAX: Final = 300
 _BUSY: Final = (429, 503)
 
@@ -86,9 +91,11 @@ class Endpoint:
 
     def check(self) -> None:
         """See ``Asker``. Raises ``ConfigError`` where the model is not served."""
-        self._call("GET", "/health")
+        bound_s = min(_CHECK_S, self._limits.answer_s)
+        self._call("GET", "/health", bound_s=bound_s)
         if self._served is None:
-            self._served = _served(self._call("GET", "/v1/models"), self._model, self._base)
+            told = self._call("GET", "/v1/models", bound_s=bound_s)
+            self._served = _served(told, self._model, self._base)
 
     @property
     def served(self) -> Served:
@@ -134,15 +141,18 @@ class Endpoint:
         """See ``Asker``."""
         self._loop.close(self._http.aclose)
 
-    def _call(self, method: str, path: str, request: object = None) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, request: object = None, *, bound_s: float | None = None
+    ) -> dict[str, Any]:
         what = f"{self._base}{path}"
+        content = None if request is None else json.dumps(request).encode()
+        bound_s = bound_s or self._limits.answer_s
         try:
-            content = None if request is None else json.dumps(request).encode()
-            headers = {} if request is None else {"Content-Type": "application/json"}
+            # A bound for all of it: those of the client are for each read.
             answer = self._loop.call(
-                lambda: self._http.request(method, path, content=content, headers=headers)
+                lambda: asyncio.wait_for(self._answer(method, path, content), bound_s)
             )
-        except httpx.TimeoutException as exc:
+        except (httpx.TimeoutException, TimeoutError) as exc:
             is_down = isinstance(exc, httpx.ConnectTimeout)
             raise AskError("down" if is_down else "failed", f"{what}: no answer in time") from exc
         except httpx.InvalidURL as exc:
@@ -151,51 +161,71 @@ class Endpoint:
             raise AskError("down", f"{what}: {str(exc) or type(exc).__name__}") from exc
         except LoopClosed as exc:
             raise AskError("down", f"{what}: given up") from exc
-        if answer.is_success:
-            return _parsed(answer, what)
+        if len(answer.content) > _ANSWER_BYTES_MAX:
+            raise AskError("failed", f"{what}: longer than {_ANSWER_BYTES_MAX} bytes")
+        if 200 <= answer.status < 300:
+            return _parsed(answer, what, is_health=path == "/health")
         raise _error(answer, what)
 
+    async def _answer(self, method: str, path: str, content: bytes | None) -> "_Answer":
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        read = bytearray()
+        async with self._http.stream(method, path, content=content, headers=headers) as answer:
+            async for piece in answer.aiter_bytes():
+                read += piece
+                if len(read) > _ANSWER_BYTES_MAX:
+                    break
+        return _Answer(answer.status_code, answer.headers.get("retry-after", ""), bytes(read))
 
-def _parsed(answer: httpx.Response, what: str) -> dict[str, Any]:
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    retry_after: str
+    content: bytes
+    """At most a piece more than it may have."""
+
+
+def _parsed(answer: _Answer, what: str, *, is_health: bool) -> dict[str, Any]:
     if not answer.content:  # as vLLM's /health
         return {}
     try:
-        found = answer.json()
+        found = json.loads(answer.content)
     except ValueError:
         found = None
     if isinstance(found, dict):
         return found
-    if answer.request.method == "GET" and answer.request.url.path.endswith("/health"):
+    if is_health:
         return {}
     raise AskError("refused", f"{what}: answered no JSON object: is it OpenAI-compatible?")
 
 
-def _error(answer: httpx.Response, what: str) -> Exception:
-    why = f"{what}: HTTP {answer.status_code}: {_told(answer)}".rstrip(": ")
-    if answer.status_code in _BUSY:
-        return AskError("busy", why, after_s=_retry_after(answer))
-    if answer.status_code in (401, 403):
+def _error(answer: _Answer, what: str) -> Exception:
+    why = f"{what}: HTTP {answer.status}: {_told(answer)}".rstrip(": ")
+    if answer.status in _BUSY:
+        return AskError("busy", why, after_s=_retry_after(answer.retry_after))
+    if answer.status in (401, 403):
         return ConfigError(f"{why}; give --api-key, or VLLM_API_KEY")
-    if answer.status_code in (502, 504):  # what stands before the fleet found nobody
+    if answer.status in (502, 504):  # what stands before the fleet found nobody
         return AskError("down", why)
-    if answer.status_code >= 500 or answer.status_code == 408:
+    if answer.status >= 500 or answer.status == 408:
         return AskError("failed", why)
     return AskError("refused", why)
 
 
-def _told(answer: httpx.Response) -> str:
+def _told(answer: _Answer) -> str:
     """What the body says of the error, in one line."""
     try:
-        found: Any = answer.json()
+        found: Any = json.loads(answer.content)
     except ValueError:
-        found = answer.text
+        found = answer.content.decode("utf-8", "replace")
     while isinstance(found, dict):
         found = found.get("error", found.get("message", found.get("detail", "")))
     return " ".join(str(found).split())[:_TOLD_MAX]
 
 
-def _retry_after(answer: httpx.Response) -> float | None:
-    value = answer.headers.get("retry-after", "").strip()
+def _retry_after(text: str) -> float | None:
+    value = text.strip()
     if value.isdecimal():
         return float(value)
     try:

@@ -1,17 +1,38 @@
 """One endpoint: what is sent, and what is made of its answers."""
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Thread
 
 import pytest
 
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
+from objkv.ops.warm import endpoint as endpoint_module
 from objkv.ops.warm.asking import Ask, AskError
 from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
 from objkv.stores.memory import MemoryStore
-from tests.ops.warm.fake_vllm import FakeVllm, Handler, Place, status
+from tests.ops.warm.fake_vllm import FakeVllm, Fault, Handler, Place, status
 
 ASK = Ask([1, 2, 3], "salt", None)
+BOUND_S = 20
+"""Against a hang; nothing takes this long."""
+
+
+def beside(work: Callable[[], object]) -> "Future[object]":
+    """What ``work`` comes to, in a thread that nobody waits for at the end."""
+    found: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except AskError as exc:
+            found.set_exception(exc)
+
+    Thread(target=run, daemon=True).start()
+    return found
 
 
 @pytest.fixture
@@ -121,3 +142,48 @@ def test_without_a_key_the_network_is_the_operators_business() -> None:
     endpoint = Endpoint("gpu-7.example.com:8000", EndpointLimits())
     assert endpoint.name == "http://gpu-7.example.com:8000"
     endpoint.close()
+
+
+def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "_CHECK_S", 0.2, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", EndpointLimits())
+        with pytest.raises(AskError, match="no answer in time"):
+            beside(endpoint.check).result(BOUND_S)
+        endpoint.close()
+
+
+def trickling(start: bytes, piece: bytes) -> Fault:
+    """Answers with ``start`` and then ``piece`` again and again, until nobody listens."""
+
+    def fault(handler: Handler) -> bool:
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+        handler.wfile.write(b"Transfer-Encoding: chunked\r\n\r\n" + start)
+        with suppress(OSError):
+            while True:
+                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                handler.wfile.flush()
+        handler.close_connection = True
+        return True
+
+    return fault
+
+
+def test_an_answer_that_drips_is_given_up_when_its_time_is_over(server: FakeVllm) -> None:
+    endpoint = Endpoint(server.url, EndpointLimits(answer_s=0.5))
+    endpoint.check()
+    server.every = trickling(b"", b" ")
+    with pytest.raises(AskError, match="no answer in time") as raised:
+        beside(lambda: endpoint.ask(ASK)).result(BOUND_S)
+    assert raised.value.trouble == "failed"
+    endpoint.close()
+
+
+def test_an_answer_without_an_end_is_not_kept(
+    server: FakeVllm, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_ANSWER_BYTES_MAX", 1 << 16, raising=False)
+    server.every = trickling(b"", b"x" * 1024)
+    with pytest.raises(AskError, match="longer than 65536 bytes") as raised:
+        beside(lambda: endpoint.ask(ASK)).result(BOUND_S)
+    assert raised.value.trouble == "failed"
