@@ -110,7 +110,7 @@ def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
         age(one.newest_s, now_s),
         age(one.oldest_s, now_s),
         age(one.last_used_s, now_s),
-        one.ghosts + one.orphans + one.corrupt,
+        one.to_mend,
     )
 
 

@@ -117,6 +117,8 @@ def namespace_audits(
                 ghosts=wrong.get(("ghost", name), 0),
                 orphans=wrong.get(("orphan", name), 0) + wrong.get(("expired", name), 0),
                 corrupt=wrong.get(("corrupt", name), 0),
+                strangers=wrong.get(("stranger", name), 0),
+                expired=wrong.get(("expired", name), 0),
             )
         )
     return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.namespace)))

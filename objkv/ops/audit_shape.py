@@ -74,7 +74,15 @@ class NamespaceAudit:
     last_used_s: int | None
     ghosts: int
     orphans: int
+    """Expired ones too."""
     corrupt: int
+    strangers: int
+    expired: int
+
+    @property
+    def to_mend(self) -> int:
+        """Findings in it that should not be there; all others go with the next sweep."""
+        return self.ghosts + self.orphans - self.expired + self.corrupt + self.strangers
 
 
 @dataclass(frozen=True, slots=True)

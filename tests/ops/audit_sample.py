@@ -105,8 +105,10 @@ def _namespaces() -> tuple[NamespaceAudit, ...]:
         newest_s=MADE_S - 40,
         last_used_s=MADE_S - 4,
         ghosts=2,
-        orphans=1,
+        orphans=7,
         corrupt=1,
+        strangers=0,
+        expired=6,
     )
     code = NamespaceAudit(
         namespace=CODE,
@@ -132,6 +134,8 @@ def _namespaces() -> tuple[NamespaceAudit, ...]:
         ghosts=0,
         orphans=0,
         corrupt=0,
+        strangers=0,
+        expired=0,
     )
     lost = NamespaceAudit(
         namespace=LOST,
@@ -157,6 +161,8 @@ def _namespaces() -> tuple[NamespaceAudit, ...]:
         ghosts=0,
         orphans=0,
         corrupt=0,
+        strangers=7,
+        expired=0,
     )
     return known, code, lost
 

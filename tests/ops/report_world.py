@@ -76,6 +76,8 @@ def _namespace(chance: random.Random, number: int, name: str) -> NamespaceAudit:
         ghosts=0,
         orphans=0,
         corrupt=0,
+        strangers=0,
+        expired=0,
     )
 
 

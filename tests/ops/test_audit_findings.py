@@ -4,12 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from objkv.assembly.backends import Backends
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.audit import find_places
 from objkv.ops.audit_report import AuditReport
+from objkv.ops.report.standing_out import TO_MEND
+from objkv.ops.report.tables import namespaces
 from objkv.stores.memory import MemoryStore
+from objkv.testing.clock import ManualClock
+from objkv.testing.damage import DamagedStore, Defects
 from tests.ops.audit_world import Auditor, save_prompts, tokens_of
 from tests.ops.world import IDENTITY, NAMESPACE, WHOLE, save, save_identity
 
@@ -57,3 +62,20 @@ def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> 
         save_identity(bulk, replace(IDENTITY, weights_epoch=1))
     bulk.put(ChunkKey(NAMESPACE, key.prefix_hash, 0, WHOLE).path(), bytes(9_000))
     assert counts(Auditor(bulk, index).all()) == {"corrupt": 1}
+
+
+def test_the_namespaces_figures_add_up_to_what_is_to_mend() -> None:
+    """And what the next sweep takes is in neither."""
+    clock = ManualClock(1_000.0)
+    bulk, index = MemoryStore(clock=clock), MemoryIndex()
+    defects = Defects(good=20, orphan=3, ghost=4, old_epoch=5, stranger=2, short=2)
+    DamagedStore(Backends(bulk, None, index), seed=1).plant(Defects(good=8, orphan=6))
+    clock.advance(10_000)
+    DamagedStore(Backends(bulk, None, index)).plant(defects)
+    report = Auditor(bulk, index, clock=clock).all()
+    found = counts(report)
+    assert found["expired"] > 0
+    to_mend = sum(count for kind, count in found.items() if kind in TO_MEND)
+    assert sum(one.to_mend for one in report.namespaces) == to_mend
+    assert sum(one.expired for one in report.namespaces) == found["expired"]
+    assert sum(int(row[-1].text) for row in namespaces(report).rows) == to_mend

@@ -103,8 +103,10 @@ def namespaces(report: AuditReport) -> Table:
     most = _largest(one.nbytes for one in report.namespaces)
     rows = []
     for one in report.namespaces:
-        wrong = one.ghosts + one.orphans + one.corrupt
-        told = f"{one.ghosts} ghosts, {one.orphans} without a record, {one.corrupt} corrupt"
+        told = (
+            f"{one.ghosts} ghosts, {one.orphans - one.expired} orphans, {one.corrupt} corrupt, "
+            f"{one.strangers} strangers; {one.expired} more have expired"
+        )
         name = text(one.namespace, mono=True, cut=8)
         epoch = "" if one.weights_epoch is None else f"weights epoch {one.weights_epoch}"
         model = replace(text(one.model), title=epoch)
@@ -125,14 +127,14 @@ def namespaces(report: AuditReport) -> Table:
                 nbytes(one.unused_bytes),
                 when(one.newest_s, report.made_s),
                 when(one.last_used_s, report.made_s),
-                Cell(count(wrong), wrong, told, tone="bad" if wrong else "muted"),
+                Cell(count(one.to_mend), one.to_mend, told, tone="bad" if one.to_mend else "muted"),
             )
         )
     columns = _head(
         "Namespace", "Model", "Tenant", "KV type",
         ">Roots|Chunks at which a prefix begins", ">Chunks", ">Tokens", ">Bytes", ">Hits",
         ">Used|Chunks that were hit at least once", ">Unused|Bytes of chunks that never were hit",
-        ">Newest", ">Last used", ">Findings|Ghosts, payloads without a record, corrupt ones",
+        ">Newest", ">Last used", ">To mend|Ghosts, orphans, corrupt payloads and strangers",
     )  # fmt: skip
     return Table("namespaces", "Namespaces", columns, tuple(rows))
 
