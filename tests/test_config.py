@@ -16,6 +16,7 @@ from objkv.config import (
 from objkv.config.sources import _SERVICE_LINK
 from objkv.config.urls import INDEX_SCHEMES
 from objkv.errors import ConfigError
+from objkv.secrecy import without_secrets
 
 
 @pytest.fixture
@@ -175,6 +176,20 @@ def test_secrets_are_masked_wherever_settings_are_shown() -> None:
     assert "hunter2" not in str(shown)
     assert shown["index_url"] == "rediss://me:***@host:6379/0?sentinel_password=***&x=1"
     assert shown["redis_password"] == "***"
+
+
+def test_a_common_word_that_is_an_access_key_id_is_masked_as_the_setting_only() -> None:
+    keys = {"s3_access_key_id": "objkv", "s3_secret_access_key": "bucket"}
+    shown = load_config(keys, environ={}).public()
+    assert (shown["s3_access_key_id"], shown["s3_secret_access_key"]) == ("***", "***")
+    assert without_secrets("objkv audit: no such bucket") == "objkv audit: no such ***"
+    load_config({"s3_access_key_id": "AKIA5OBJ"}, environ={})
+    assert without_secrets("of AKIA5OBJ: denied") == "of ***: denied"
+
+
+def test_the_same_word_as_access_key_id_and_as_secret_is_a_secret() -> None:
+    load_config({"s3_access_key_id": "minio", "s3_secret_access_key": "minio"}, environ={})
+    assert without_secrets("denied: minio") == "denied: ***"
 
 
 def test_an_error_never_carries_a_secret_along() -> None:

@@ -27,6 +27,9 @@ CONFIG_FILE_VARIABLE = "OBJKV_CONFIG_FILE"
 _SERVICE_LINK = re.compile(
     r"OBJKV(_.+)?_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
+_KEY_ID_CHARS_MIN = 8
+"""A shorter access key id is somebody's word, ``minio`` say: to mask it would hide that everywhere.
+It is a name: the secret that belongs to it is masked all the same."""
 
 Source = Literal["default", "file", "environment", "option"]
 _Given = dict[Source, tuple[str, dict[str, Any]]]
@@ -86,7 +89,9 @@ def resolve_config(
 def _keep_secrets(values: Mapping[str, Any]) -> None:
     """Also those of settings that turn out to be wrong."""
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
-    keep_secret(*(texts.get(name) for name in SECRET_SETTINGS))
+    for name in SECRET_SETTINGS:
+        if name != "s3_access_key_id" or len(texts.get(name, "")) >= _KEY_ID_CHARS_MIN:
+            keep_secret(texts.get(name))
     for name in ("bulk_url", "index_url", "s3_endpoint_url"):
         keep_secret(*passwords_in(texts.get(name, "")))
 
