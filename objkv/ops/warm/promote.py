@@ -102,9 +102,15 @@ class Promotion:
         while batch := list(islice(every, _BATCH * len(self._promoters))):
             for number, one in enumerate(batch):
                 self._promoters[number % len(self._promoters)].loaded(one.claim, one.nbytes)
-            with ThreadPoolExecutor(len(self._promoters)) as pool:
+            pool = ThreadPoolExecutor(len(self._promoters))
+            try:
                 list(pool.map(lambda promoter: promoter.drain(_DRAIN_S), self._promoters))
                 heads = list(pool.map(self._is_hot, batch))
+            except BaseException:  # an interruption, say: who drains waits for what is queued
+                self._drop()
+                raise
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
             for one, is_hot in zip(batch, heads, strict=True):
                 if is_hot:
                     self.report.promoted += 1
@@ -116,9 +122,14 @@ class Promotion:
             tell(self.report)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """Drop what waits, and end the threads. Idempotent."""
+        self._drop()
         for promoter in self._promoters:
             promoter.close(_DRAIN_S)
+
+    def _drop(self) -> None:
+        for promoter in self._promoters:
+            promoter.close(0)
 
     def _chosen(self, wanted: Iterable[Wanted], bytes_max: int | None) -> Iterator[Wanted]:
         report, left = self.report, bytes_max

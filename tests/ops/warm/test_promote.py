@@ -1,20 +1,27 @@
 """``warm --promote``: from the bulk to the hot store."""
 
+import _thread
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from objkv.cache.placement import HotLimits
+from objkv.cache.promotion import Promoter
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.ops.ends import Ends
 from objkv.ops.warm.prompts import Prompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.story import Means, promote_stored
+from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity
 
 LIMITS = HotLimits(1 << 20, 1, 3, 1)
+WORKERS = 8
+BOUND_S = 20
+"""Against a hang; nothing takes this long."""
 
 
 @pytest.fixture
@@ -117,3 +124,48 @@ def test_without_a_hot_store_it_says_so(bulk: MemoryStore, index: MemoryIndex) -
     ends = Ends(bulk, None, index, False, 3600, 1000, "test")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there is no hot store"):
         promote(ends, None)
+
+
+class HeldStore(MemoryStore):
+    """Holds all copies until ``go``, and interrupts the main thread once all threads copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._begun = 0
+        self.go = threading.Event()
+        self.went: list[bool] = []
+        """Of each copy, whether it was let go."""
+
+    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+        with self._lock:
+            self._begun += 1
+            if self._begun == WORKERS:
+                _thread.interrupt_main()
+        self.went.append(self.go.wait(BOUND_S))
+        return super().get_into(key, buffer, arrived)
+
+
+def test_an_interruption_waits_for_no_copy_that_has_not_begun(
+    index: MemoryIndex, hot: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bulk = HeldStore()
+    save_identity(bulk)
+    for number in range(40):
+        save(bulk, index, tuple(range(1000 * number, 1000 * number + CHUNK)))
+    close = Promoter.close
+
+    closed: set[int] = set()
+
+    def closing(self: Promoter, deadline_s: float) -> bool:
+        done = close(self, deadline_s)
+        closed.add(id(self))
+        if len(closed) == WORKERS:  # what waits is dropped before any copy ends
+            bulk.go.set()
+        return done
+
+    monkeypatch.setattr(Promoter, "close", closing)
+    report = promote(Ends(bulk, hot, index, False, 3600, 1000, "test"), None)
+    assert report.ending == "interrupted"
+    assert all(bulk.went)
+    assert len(bulk.went) == WORKERS  # those under way, one of each thread
