@@ -1,6 +1,5 @@
 """``objkv import``: what ``objkv export`` wrote, brought into a cache."""
 
-import hashlib
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from objkv.codec.payload import CODECS
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
 from objkv.ops.bring_in import Arrival, BringIn, arrivals
+from objkv.ops.bring_in_room import new_bytes
 from objkv.ops.listing import list_tenants
 from objkv.ops.manifest import NAME, Head, Line, read_head, read_lines
 from objkv.ops.verify_payload import Budget
@@ -37,11 +37,10 @@ def bring_in(
         int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
     ] = MEMORY_BYTES,
     workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
 ) -> int:
     """Bring an export into this cache: every byte is checked, and nothing is replaced.
+
+    Run again, it brings in what is not there.
 
     Who brings KV in vouches for it: import only what you or people you trust have exported.
     """
@@ -49,18 +48,10 @@ def bring_in(
         raise ConfigError(f"--codec {codec!r}: one of {', '.join(CODECS)}")
     if not (folder / NAME).is_file():
         raise ConfigError(f"{folder}: no {NAME}, so it is no complete export")
-    head, lines, digest = _read(folder)
+    head, lines = _read(folder)
     with (
-        upkeep(
-            session,
-            "import",
-            digest,
-            codec,
-            writes=not dry_run,
-            workers=workers,
-            restart=restart,
-            resumable=not dry_run,
-        ) as run,
+        # What was done is seen in the cache itself, by whoever it was undone since.
+        upkeep(session, "import", writes=not dry_run, workers=workers, resumable=False) as run,
         closing(open_bulk(_source(session, folder), NullRecorder())) as source,
     ):
         names = sorted({line.key.partition("/")[0] for line in lines})
@@ -70,26 +61,24 @@ def bring_in(
         _tell_arrivals(session, found)
         if dry_run:
             return _show_plan(session, head, found)
-        _refuse_overflow(run, head)
+        _refuse_overflow(run, lines, found)
         with run.interruptible():
             work = BringIn(run.ends, source, found, budget=Budget(memory_bytes), codec=codec)
             new = work.documents()
             run.run("importing", work.lines(lines))
-            run.run("announcing", work.shapes(lines))
+            run.run("announcing", work.shapes())
         _show(run, head, new)
         wrong = run.tally.counts["missing"] + run.tally.counts["refused"]
         return run.code(FOUND if wrong else FINE)
 
 
-def _read(folder: Path) -> tuple[Head, list[Line], str]:
+def _read(folder: Path) -> tuple[Head, list[Line]]:
     """About 0.5 KiB of memory for each payload. Raises ``ConfigError``."""
     try:
         head = read_head(folder)
-        lines = list(read_lines(folder, head))
+        return head, list(read_lines(folder, head))
     except PayloadError as exc:
         raise ConfigError(f"{folder}: {exc}") from exc
-    with (folder / NAME).open("rb") as opened:
-        return head, lines, hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _source(session: Session, folder: Path) -> Config:
@@ -110,17 +99,21 @@ def _tell_arrivals(session: Session, found: list[Arrival]) -> None:
                              f"{session.config.tenant}")  # fmt: skip
 
 
-def _refuse_overflow(run: Upkeep, head: Head) -> None:
+def _refuse_overflow(run: Upkeep, lines: list[Line], found: list[Arrival]) -> None:
     """Raises ``ConfigError`` where a tenant's quota would be exceeded."""
     quota = run.session.config.quota_bytes
     if not quota:
         return
-    used = max((one.nbytes for one in list_tenants(run.ends.bulk, run.ends.index)), default=0)
-    if used + head.nbytes > quota:
-        raise ConfigError(
-            f"{size(head.nbytes)} more than the {size(used)} that are stored exceed quota_bytes, "
-            f"{size(quota)}: raise it, or sweep first"
-        )
+    with run.session.out.waiting("reading the index"):
+        stored = {one.tenant: one.nbytes for one in list_tenants(run.ends.bulk, run.ends.index)}
+        more = new_bytes(run.ends.index, lines, found)
+    for tenant, nbytes in more.items():
+        used = stored.get(tenant, 0)
+        if nbytes and used + nbytes > quota:
+            raise ConfigError(
+                f"tenant {tenant}: {size(nbytes)} more than the {size(used)} that are stored "
+                f"exceed quota_bytes, {size(quota)}: raise it, or sweep first"
+            )
 
 
 def _show_plan(session: Session, head: Head, found: list[Arrival]) -> int:
@@ -156,3 +149,5 @@ def _show(run: Upkeep, head: Head, new: int) -> None:
     out.line(f"{head.payloads:,} payloads: {', '.join(told) or 'nothing done'}")
     out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.tally.findings])
     run.tell_end()
+    if run.crew.ending != "complete":
+        out.line("run it again to go on: what is stored stays")

@@ -2,8 +2,8 @@
 
 Whoever brings payloads in vouches for them: that the KV in them belongs to the prompt that their
 name stands for is what only the writer knows. What can be checked is: lengths, checksums, SHA-256,
-names, and that layers are those of the identity. In a sealed namespace payloads are sealed anew,
-with the keys that are here.
+names, and that replicas of the identity would accept it. In a sealed namespace payloads are sealed
+anew, with the keys that are here.
 """
 
 import time
@@ -21,8 +21,9 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity, identity_path
+from objkv.ops.bring_in_fits import check_fits, check_told
 from objkv.ops.crew import Check, Unit
-from objkv.ops.ends import Ends, Namespace, read_namespace
+from objkv.ops.ends import HANDOFF_LAYOUT, Ends, Namespace, read_namespace
 from objkv.ops.identities import identity_document, parse_identity
 from objkv.ops.manifest import Line
 from objkv.ops.rebuild import is_same
@@ -31,7 +32,8 @@ from objkv.ops.verify_payload import Budget, Checker
 from objkv.stores.base import ReadStore
 
 _LINES_AT_ONCE: Final = 32
-_COPIES: Final = 2
+_COPIES: Final = 3
+"""Of a payload's length that is in memory: as read, as encoded, and as given to the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +41,15 @@ class Arrival:
     """A namespace of an export, as this cache will have it."""
 
     namespace: Namespace
-    identity: Identity | None
-    """None of those that are not KV, or written by another version: known by digest alone."""
+    identity: Identity
     document: bytes | None
     """What is to be written first; None where the cache has it."""
 
 
 def arrivals(ends: Ends, source: ReadStore, names: Sequence[str]) -> list[Arrival]:
     """The namespaces ``names`` of an export. Raises ``ConfigError`` for one that neither the cache
-    nor the export has the right document of."""
+    nor the export has the right document of, and for one that is not of KV: nobody could tell what
+    its payloads must be."""
     found = []
     for name in names:
         document, known = None, read_namespace(ends.bulk, name)
@@ -60,12 +62,18 @@ def arrivals(ends: Ends, source: ReadStore, names: Sequence[str]) -> list[Arriva
                 f"{name}: a foreign namespace: neither this cache nor the export has its identity "
                 f"document ({identity_path(name)}), so what its payloads are cannot be told"
             )
-        try:
-            identity = parse_identity(text, name)
-        except PayloadError:
-            identity = None
-        found.append(Arrival(known, identity, document))
+        found.append(Arrival(known, _identity_of(text, name), document))
     return found
+
+
+def _identity_of(document: bytes, name: str) -> Identity:
+    try:
+        identity = parse_identity(document, name)
+    except PayloadError as exc:
+        raise ConfigError(f"{exc}: only KV can be brought in") from exc
+    if identity.page_layout == HANDOFF_LAYOUT:
+        raise ConfigError(f"{name}: of hand-offs from engine to engine, not of chunks")
+    return identity
 
 
 class BringIn:
@@ -90,6 +98,8 @@ class BringIn:
         self._codec = codec
         self._clock = clock
         self._checker = Checker(ends, budget)
+        self._fields: Mapping[str, set[str]] = {name: set() for name in self._arrivals}
+        """Of the payloads that are there now, by namespace."""
 
     def documents(self) -> int:
         """Write the identity documents that this cache lacks; how many."""
@@ -103,20 +113,21 @@ class BringIn:
         """These payloads."""
         for start in range(0, len(lines), _LINES_AT_ONCE):
             some = lines[start : start + _LINES_AT_ONCE]
-            yield Unit(f"import {start}", self._work(some))
+            # What an earlier run brought in may be gone, and what it left out may come now.
+            yield Unit(f"import {start}", self._work(some), again=True)
 
-    def shapes(self, lines: Sequence[Line]) -> Iterator[Unit]:
-        """Say which shards there are, so that replicas of every shape look for them."""
-        fields: dict[str, set[str]] = {}
-        for line in lines:
-            key = ChunkKey.parse(line.key)
-            fields.setdefault(key.namespace, set()).add(key.field)
-        for name, found in fields.items():
-            if self._arrivals[name].namespace.has_shapes:
-                yield Unit(f"shapes {name}", self._shapes_work(name, found), again=True)
+    def shapes(self) -> Iterator[Unit]:
+        """Say which shards there are now, so that replicas of every shape look for them. To be done
+        after the lines."""
+        for name, arrival in self._arrivals.items():
+            if arrival.namespace.has_shapes:
+                yield Unit(f"shapes {name}", self._shapes_work(name), again=True)
 
-    def _shapes_work(self, name: str, fields: set[str]) -> Callable[[Tally, Check], None]:
+    def _shapes_work(self, name: str) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:
+            fields = self._fields[name]
+            if not fields:
+                return
             empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
             entry = ChunkEntry(name, SHAPES_HASH, SHAPES_HASH, 0, 1)
             told = dict.fromkeys(sorted(fields)[:FIELDS_MAX], empty)
@@ -145,24 +156,26 @@ class BringIn:
                     raise PayloadError(
                         f"{entry.nbytes} bytes where the manifest says {line.nbytes}"
                     )
-                header, payload = self._read(line, key)
+                header, payload = self._read(line)
                 check_fits(header, arrival.identity)
                 seal = self._ends.seal_of(arrival.namespace)
                 if seal is not None or self._codec != "none":
                     header, payload = _encoded(header, payload, self._codec, seal)
-                tally.count(self._save(header, payload, seal), header.nbytes)
+                became = self._save(header, payload, seal)
+                tally.count(became, header.nbytes)
+                if became != "busy":
+                    self._fields[key.namespace].add(key.field)
         except PayloadError as exc:
             tally.find("refused", line.key, line.nbytes, str(exc))
 
-    def _read(self, line: Line, key: ChunkKey) -> tuple[Header, bytes]:
+    def _read(self, line: Line) -> tuple[Header, bytes]:
         payload = self._source.get(line.key)
         if payload is None:
             raise PayloadError("gone while it was read")
         if sha256(payload).hexdigest() != line.sha256:
             raise PayloadError("its SHA-256 is not the manifest's")
         header = self._checker.read(payload, None)
-        if header.claim.key != key:
-            raise PayloadError(f"claims to be {header.claim.key.path()}")
+        check_told(header, line)
         if header.marks.signed_by or header.codec != "none":
             raise PayloadError("not plain: objkv export writes neither seals nor other codecs")
         return header, payload
@@ -197,23 +210,6 @@ class BringIn:
             key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
         )
         self._ends.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=self._ends.ttl_s)
-
-
-def check_fits(header: Header, identity: Identity | None) -> None:
-    """Raises ``PayloadError`` unless the payload can be one of ``identity``."""
-    if identity is None:
-        return
-    claim, size = header.claim, identity.chunk_tokens
-    if claim.key.group >= len(identity.groups):
-        raise PayloadError(f"of group {claim.key.group}, which the model does not have")
-    group, shard = identity.groups[claim.key.group], claim.key.shard
-    names = tuple(layer.name for layer in header.frames.layers)
-    if names != group.layers[shard.layer_start : shard.layer_end]:
-        raise PayloadError(f"its layers are not those of group {claim.key.group}")
-    if shard.head_end > group.heads:
-        raise PayloadError(f"of head {shard.head_end - 1}, which the model does not have")
-    if claim.token_start % size or claim.token_end - claim.token_start != size:
-        raise PayloadError(f"its tokens are no chunk of {size}")
 
 
 def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> tuple[Header, bytes]:

@@ -22,7 +22,8 @@ CHUNKS_AT_ONCE = 500
 """Asked of the index in one round trip."""
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
-_HANDOFF_LAYOUT = "handoff-1"
+HANDOFF_LAYOUT = "handoff-1"
+"""Of namespaces that hold prompts on their way from one engine to another, and no chunks."""
 _HEADER_GUESS = 16 << 10
 """Of most models' headers all: one request instead of two."""
 _LENGTH_BYTES = 8
@@ -104,7 +105,7 @@ def read_namespace(bulk: ReadStore, name: str) -> Namespace:
         if type(epoch) is not int or type(tenant) is not str:
             return Namespace(name, is_known=False)
         is_chunks = values.get("hash") == HASH_SCHEME
-        has_shapes = is_chunks and values.get("page_layout") != _HANDOFF_LAYOUT
+        has_shapes = is_chunks and values.get("page_layout") != HANDOFF_LAYOUT
         seals = seals_of(values.get("extra"))
         return Namespace(name, True, tenant, epoch, canonical_json(values), has_shapes, seals)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):

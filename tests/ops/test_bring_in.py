@@ -1,22 +1,33 @@
 """What an import does to a cache that others use meanwhile."""
 
-from collections.abc import Mapping
+import os
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.keys.identity import identity_path
+from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.encoder import EncoderIdentity
+from objkv.keys.identity import Identity, identity_path
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.ops.bring_in import BringIn, arrivals
-from objkv.ops.ends import Ends, Part, read_namespace, stored_parts
+from objkv.ops.bring_in_room import new_bytes
+from objkv.ops.ends import HANDOFF_LAYOUT, Ends, Part, read_namespace, stored_parts
 from objkv.ops.export import Export
 from objkv.ops.manifest import Line
 from objkv.ops.tally import Tally
 from objkv.ops.verify_payload import Budget
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
+from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, WHOLE, save, save_identity
 
 
 def ends_of(bulk: MemoryStore, index: MemoryIndex) -> Ends:
@@ -46,7 +57,7 @@ def bring(source: tuple[MemoryStore, list[Line]], bulk: MemoryStore, index: Memo
     found = arrivals(ends, out, [NAMESPACE])
     work = BringIn(ends, out, found, budget=Budget(1 << 20), codec="none")
     work.documents()
-    for unit in (*work.lines(lines), *work.shapes(lines)):
+    for unit in (*work.lines(lines), *work.shapes()):
         unit.work(tally, lambda: None)
     return tally
 
@@ -135,3 +146,117 @@ def test_a_document_of_another_namespace_is_none(
     out, _ = source
     with pytest.raises(ConfigError, match="a foreign namespace"):
         arrivals(ends_of(MemoryStore(), MemoryIndex()), out, ["0" * 32])
+
+
+def document_of(identity: Identity | EncoderIdentity) -> MemoryStore:
+    """An export that has this document and nothing else."""
+    out = MemoryStore()
+    out.put(identity_path(identity.namespace()), identity.canonical())
+    return out
+
+
+@pytest.mark.parametrize(
+    ("identity", "why"),
+    [
+        (replace(IDENTITY, page_layout=HANDOFF_LAYOUT), "hand-offs"),
+        (EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default"), "of encoder outputs"),
+    ],
+    ids=["hand-offs", "encoder outputs"],
+)
+def test_what_is_no_kv_of_chunks_is_refused_with_a_sentence(
+    identity: Identity | EncoderIdentity, why: str
+) -> None:
+    ends = ends_of(MemoryStore(), MemoryIndex())
+    with pytest.raises(ConfigError, match=why):
+        arrivals(ends, document_of(identity), [identity.namespace()])
+
+
+def test_bytes_that_have_a_record_already_take_no_room(
+    source: tuple[MemoryStore, list[Line]],
+) -> None:
+    out, lines = source
+    bulk, index = MemoryStore(), MemoryIndex()
+    ends = ends_of(bulk, index)
+    found = arrivals(ends, out, [NAMESPACE])
+    every = sum(line.nbytes for line in lines)
+    assert new_bytes(index, lines, found) == {"default": every}
+    assert bring(source, bulk, index).counts["added"] == 3
+    assert new_bytes(index, lines, found) == {"default": 0}
+    index.drop(NAMESPACE, bytes.fromhex(lines[1].key.split("/")[2]))
+    assert new_bytes(index, lines, found) == {"default": lines[1].nbytes}
+
+
+class Measured(Budget):
+    """Remembers the most that was taken at once."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 40)
+        self.taken = 0
+
+    @contextmanager
+    def taking(self, nbytes: int) -> Iterator[None]:
+        self.taken = max(self.taken, nbytes)
+        with super().taking(nbytes):
+            yield
+
+
+def test_the_memory_that_is_taken_is_the_memory_that_is_needed() -> None:
+    [group] = IDENTITY.groups
+    identity = replace(IDENTITY, groups=(replace(group, content=1 << 16),))
+    name, out = identity.namespace(), Copying()
+    out.put(identity_path(name), identity.canonical())
+    key = ChunkKey(name, prefix_hashes(name, TOKENS, CHUNK)[0], 0, WHOLE)
+    layers = [LayerSpec(layer, "BF16", (2, 2, 8, 1 << 16)) for layer in ("l.0", "l.1")]
+    made = encode(
+        Claim(key, root_hash(name), 0, CHUNK),
+        layers,
+        [os.urandom(layer.nbytes) for layer in layers],
+        codec="none",
+        provenance=Provenance(token_digest(TOKENS[:CHUNK]), "w", 1),
+    )
+    out.put(key.path(), made)
+    digest = sha256(made).hexdigest()
+    line = Line(key.path(), 0, CHUNK, root_hash(name).hex(), len(made), digest)
+    del made
+    ends, budget = ends_of(Forgetful(), MemoryIndex()), Measured()
+    found = arrivals(ends, out, [name])
+    work = BringIn(ends, out, found, budget=budget, codec="zstd")
+    [unit] = work.lines([line])
+    tally = Tally()
+    tracemalloc.start()
+    try:
+        unit.work(tally, lambda: None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert tally.counts["added"] == 1
+    assert peak < budget.taken + (1 << 20)
+
+
+class Copying(MemoryStore):
+    """Gives its values as a disk does, in memory of their own."""
+
+    def get(self, key: str) -> bytes | None:
+        value = super().get(key)
+        return None if value is None else bytes(bytearray(value))
+
+
+class Forgetful(MemoryStore):
+    """Takes a payload, and keeps nothing of it."""
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        return True
+
+
+def test_a_shard_of_which_nothing_was_brought_in_is_not_announced(
+    source: tuple[MemoryStore, list[Line]],
+) -> None:
+    out, lines = source
+    strange = lines[0].key.replace("L0-2", "L0-64")
+    out.put(strange, b"nothing")
+    index = MemoryIndex()
+    spoilt = [*lines, replace(lines[0], key=strange, nbytes=7)]
+    assert bring((out, spoilt), MemoryStore(), index).counts["refused"] == 1
+    [shapes] = index.lookup(NAMESPACE, [SHAPES_HASH])
+    assert shapes is not None
+    assert list(shapes.shards) == ["0.L0-2_H0-2"]
