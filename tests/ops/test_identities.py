@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from objkv.errors import ConfigError, PayloadError
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import canonical_json, identity_path
+from objkv.ops.ends import HANDOFF_LAYOUT
 from objkv.ops.identities import (
     DOCUMENT_BYTES_MAX,
     parse_identity,
     pick_namespace,
     read_identity,
 )
+from objkv.ops.warm.stock import known_identities
 from objkv.stores.memory import MemoryStore
 from tests.ops.world import IDENTITY, NAMESPACE, save_identity
 
@@ -141,3 +144,12 @@ def test_a_document_of_any_length_is_not_read_whole() -> None:
     bulk.put(identity_path(NAMESPACE), bytes(DOCUMENT_BYTES_MAX + 1))
     with pytest.raises(PayloadError, match="longer"):
         read_identity(bulk, NAMESPACE)
+
+
+def test_hand_offs_and_encoder_outputs_are_no_kv_that_is_known() -> None:
+    bulk = MemoryStore()
+    handoffs = replace(IDENTITY, page_layout=HANDOFF_LAYOUT)
+    outputs = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
+    for identity in (IDENTITY, handoffs, outputs):
+        bulk.put(identity_path(identity.namespace()), identity.canonical())
+    assert known_identities(bulk) == {NAMESPACE: IDENTITY}

@@ -8,7 +8,7 @@ from objkv.errors import PayloadError
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.ops.ends import stored_namespaces
+from objkv.ops.ends import HANDOFF_LAYOUT, stored_namespaces
 from objkv.ops.identities import read_identity
 from objkv.stores.base import ReadStore
 
@@ -67,13 +67,14 @@ class Stock:
 
 
 def known_identities(bulk: ReadStore) -> dict[str, Identity]:
-    """The namespaces that replicas have announced, without those that hold no chunks of KV."""
+    """The namespaces that replicas have announced, without those that hold no chunks of KV: encoder
+    outputs, and hand-offs."""
     found = {}
     for name in stored_namespaces(bulk):
         try:
             identity = read_identity(bulk, name)
         except PayloadError:  # of encoder outputs, or damaged: nothing to be matched there
             continue
-        if identity is not None:
+        if identity is not None and identity.page_layout != HANDOFF_LAYOUT:
             found[name] = identity
     return found
