@@ -1,6 +1,10 @@
 """``objkv export``: chunks as plain safetensors files in a folder."""
 
+import os
+import stat
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +22,9 @@ from objkv.errors import ConfigError, PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.ends import read_namespace, record_keys, stored_parts
+from objkv.ops.ends import HANDOFF_LAYOUT, read_namespace, record_keys, stored_parts
 from objkv.ops.export import Export, chain_keys
-from objkv.ops.manifest import NAME, Head, ManifestWriter
+from objkv.ops.manifest import Head, ManifestWriter
 from objkv.ops.match import match_prompt
 from objkv.ops.show import BEGINNING_CHARS_MIN, is_beginning
 from objkv.ops.verify_payload import Budget
@@ -116,16 +120,22 @@ def _run(
     """Export it; None if that was interrupted."""
     with run.session.backends() as backends:
         identity = find_identity(backends, run.pick(wanted.namespace))
+    if identity.page_layout == HANDOFF_LAYOUT:
+        raise ConfigError(
+            f"{identity.namespace()} holds hand-offs from engine to engine, and no chunks: there "
+            "is nothing to export"
+        )
     keys = _keys(run, identity, wanted)
-    with run.interruptible(), _target(run.session, out) as target:
-        manifest = ManifestWriter(out)
-        try:
+    _check_place(run.session, out)
+    with _private(), run.interruptible():
+        # What is in there is what prompts made: nobody else's business.
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with closing(ManifestWriter(out)) as manifest, _Folder(run.session, out) as target:
+            _warn_of_others(run.session, out)
             work = Export(run.ends, target, manifest.add, budget=budget, with_tokens=with_tokens)
             _export(run, work, identity.namespace(), keys)
             if run.crew.ending == "complete":
                 return manifest.finish(__version__, int(time.time()))
-        finally:
-            manifest.close()
     return None
 
 
@@ -148,17 +158,31 @@ def _keys(run: Upkeep, identity: Identity, wanted: _Wanted) -> list[ChunkKey] | 
         return [key for record in records if record for key in record_keys(name, record)]
 
 
-def _target(session: Session, out: Path) -> "_Folder":
-    """Raises ``ConfigError`` for a folder that is no place for an export."""
-    if (out / NAME).exists():
-        raise ConfigError(f"{out} holds a complete export already: choose another folder")
+def _check_place(session: Session, out: Path) -> None:
+    """Raises ``ConfigError`` for a folder of the cache itself."""
     if session.config.bulk_url.startswith("file:"):
         place, bulk = out.resolve(), local_path(session.config.bulk_url).resolve()
         if place == bulk or bulk in place.parents:
             raise ConfigError(f"{out} is in the bulk store itself: choose another folder")
-    # What is in there is what prompts made: nobody else's business.
-    out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return _Folder(session, out)
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """Whatever is made meanwhile is for this user alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _warn_of_others(session: Session, out: Path) -> None:
+    mode = stat.S_IMODE(out.stat().st_mode)
+    if mode & 0o077:
+        session.out.note(
+            f"others may enter {out} (mode {mode:o}): what is written is for you alone, and what "
+            "is there already as it was; KV is made of prompts"
+        )
 
 
 class _Folder:

@@ -1,9 +1,12 @@
 """What an export consists of: a file that names every payload in it, with its length and SHA-256.
 
 JSON lines. The first says what the export is and how many lines follow, so that one that was cut
-short is noticed. It is written last: without it an export is not complete.
+short is noticed. It is written last: without it an export is not complete. Before anything else is
+written, the file in which its lines are collected marks the folder as one of an export: nothing is
+written where that is not.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -12,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
-from objkv.errors import PayloadError
+from objkv.errors import ConfigError, PayloadError
 from objkv.keys.chunk import ChunkKey
 
 NAME: Final = "manifest.jsonl"
@@ -52,11 +55,14 @@ class Head:
 
 
 class ManifestWriter:
-    """Collects lines beside the payloads, and makes the manifest of them. Many threads may add."""
+    """Has a folder for one export, collects lines beside the payloads, and makes the manifest of
+    them. Many threads may add."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises ``ConfigError`` for a folder that holds anything but an export which was
+        interrupted, or that another export is writing into."""
         self._folder = folder
-        self._part = (folder / _PART).open("w", encoding="utf-8")
+        self._part = _marked(folder)
         self._lock = Lock()
         self._payloads = self._nbytes = 0
         self._namespaces: set[str] = set()
@@ -71,10 +77,10 @@ class ManifestWriter:
             self._namespaces.add(line.key.partition("/")[0])
 
     def finish(self, version: str, made_s: int) -> Head:
-        """Write the manifest; the export is complete."""
+        """Write the manifest; the export is complete, and the folder no longer marked."""
         names = tuple(sorted(self._namespaces))
         head = Head(FORMAT, version, made_s, self._payloads, self._nbytes, names)
-        self._part.close()
+        self._part.flush()
         new = self._folder / f"{NAME}.new"
         with new.open("wb") as out, (self._folder / _PART).open("rb") as lines:
             out.write(json.dumps(asdict(head), separators=(",", ":")).encode() + b"\n")
@@ -82,12 +88,43 @@ class ManifestWriter:
             out.flush()
             os.fsync(out.fileno())
         new.replace(self._folder / NAME)
+        (self._folder / _PART).unlink()
         return head
 
     def close(self) -> None:
-        """Leave no half manifest behind. Idempotent."""
+        """Let others have the folder, which stays marked unless the export is complete.
+
+        Idempotent.
+        """
         self._part.close()
-        (self._folder / _PART).unlink(missing_ok=True)
+
+
+def _marked(folder: Path) -> TextIO:
+    """The file that marks ``folder``, for this process alone and empty."""
+    if not (folder / _PART).exists() and any(folder.iterdir()):
+        _refuse_complete(folder)
+        raise ConfigError(
+            f"{folder} is not empty, and holds no export that was interrupted: choose another "
+            "folder"
+        )
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    part = os.fdopen(os.open(folder / _PART, flags, 0o600), "w", encoding="utf-8")
+    try:
+        fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _refuse_complete(folder)  # somebody else's, a moment ago
+    except BlockingIOError as exc:
+        part.close()
+        raise ConfigError(f"another export is writing into {folder}") from exc
+    except ConfigError:
+        part.close()
+        raise
+    part.truncate(0)
+    return part
+
+
+def _refuse_complete(folder: Path) -> None:
+    if (folder / NAME).exists():
+        raise ConfigError(f"{folder} holds a complete export already: choose another folder")
 
 
 def read_head(folder: Path) -> Head:

@@ -11,7 +11,8 @@ import pytest
 from safetensors import safe_open
 
 from objkv.codec.payload import read_header
-from objkv.index.base import ChunkEntry
+from objkv.errors import StoreDenied
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite import SqliteIndex
 from objkv.keys.chunk import ChunkKey
@@ -100,7 +101,7 @@ def test_what_is_exported_comes_back_byte_for_byte(
     [shapes] = SqliteIndex(tmp_path / "other.sqlite").lookup(NAMESPACE, [SHAPES_HASH])
     assert shapes is not None
     assert len(shapes.shards) == 2
-    again = run("import", str(out), "--json", "--restart", *elsewhere)
+    again = run("import", str(out), "--json", *elsewhere)
     assert (again.code, again.document["present"], again.document["added"]) == (0, 6, 0)
 
 
@@ -169,7 +170,7 @@ def test_a_corrupt_payload_is_not_exported_and_is_told(
 def test_an_export_that_was_interrupted_goes_on(run: Run, machine: Machine, out: Path) -> None:
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
-    (out / "manifest.jsonl").unlink()
+    (out / "manifest.jsonl").rename(out / "manifest.jsonl.part")
     files = sorted(out.rglob("*.safetensors"))
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1])
@@ -300,7 +301,7 @@ def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
     assert {(h.marks.signed_by, h.marks.encrypted_by) for h in there} == {("one", "one")}
     assert run("verify", "--all", *elsewhere).code == 0
     monkeypatch.delenv("OBJKV_ENCRYPTION_KEYS_FILE")
-    assert run("import", str(out), "--restart", *elsewhere).code == 2
+    assert run("import", str(out), *elsewhere).code == 2
 
 
 @pytest.mark.parametrize(
@@ -353,3 +354,61 @@ def test_a_dry_run_changes_nothing(
     assert ran.code == 0
     assert "6 payloads" in ran.out
     assert list((tmp_path / "other").rglob("*")) == []
+
+
+def test_an_import_that_goes_on_believes_the_cache_and_not_what_it_did_before(
+    run: Run,
+    machine: Machine,
+    out: Path,
+    elsewhere: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody swept the cache between the two."""
+    machine.fill()
+    exported(run, out, "--namespace", NAMESPACE)
+    monkeypatch.setattr("objkv.ops.bring_in._LINES_AT_ONCE", 1)
+    put, left = LocalStore.put_if_absent, iter(range(4))
+
+    def put_some(store: LocalStore, key: str, value: bytes) -> bool:
+        if next(left, None) is None:
+            raise StoreDenied("the disk is full")
+        return put(store, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put_if_absent", put_some)
+        assert run("import", str(out), "--workers", "1", *elsewhere).code != 0
+    there = list((tmp_path / "other").rglob("*.safetensors"))
+    assert len(there) == 3
+    for file in there:
+        file.unlink()
+    (tmp_path / "other.sqlite").unlink()
+    ran = run("import", str(out), "--workers", "1", "--json", *elsewhere)
+    assert (ran.code, ran.document["added"]) == (0, 6)
+    assert len(list((tmp_path / "other").rglob("*.safetensors"))) == 6
+
+
+def test_what_is_stored_already_does_not_count_twice_against_a_quota(
+    run: Run,
+    machine: Machine,
+    out: Path,
+    elsewhere: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine.fill()
+    document = exported(run, out, "--namespace", NAMESPACE)
+    nbytes = sum(file.stat().st_size for file in out.rglob("*.safetensors"))
+    assert document["exported"] == 6
+    other = replace(IDENTITY, tenant="another")
+    there = LocalStore(tmp_path / "other")
+    there.put(identity_path(other.namespace()), other.canonical())
+    huge = ShardRecord(10 * nbytes, 10 * nbytes, "none", False, "0" * 32, 1)
+    chunk = ChunkEntry(other.namespace(), bytes(20), bytes(20), 0, CHUNK)
+    SqliteIndex(tmp_path / "other.sqlite").publish(chunk, {"0.L0-2_H0-2": huge}, ttl_s=600)
+    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(nbytes))
+    for added in (6, 0):
+        ran = run("import", str(out), "--json", *elsewhere)
+        assert (ran.code, ran.document["added"]) == (0, added), ran.err
+    monkeypatch.setenv("OBJKV_QUOTA_BYTES", str(nbytes - 1))
+    assert run("import", str(out), *elsewhere).code == 0, "nothing is added"
