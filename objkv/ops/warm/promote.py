@@ -100,11 +100,10 @@ class Promotion:
         """Have them hot, in order, ``bytes_max`` at most. Raises ``StoreError``."""
         every = self._chosen(wanted, bytes_max)
         while batch := list(islice(every, _BATCH * len(self._promoters))):
-            for number, one in enumerate(batch):
-                self._promoters[number % len(self._promoters)].loaded(one.claim, one.nbytes)
+            parts = [batch[n :: len(self._promoters)] for n in range(len(self._promoters))]
             pool = ThreadPoolExecutor(len(self._promoters))
             try:
-                list(pool.map(lambda promoter: promoter.drain(_DRAIN_S), self._promoters))
+                list(pool.map(_copy, self._promoters, parts))
                 heads = list(pool.map(self._is_hot, batch))
             except BaseException:  # an interruption, say: who drains waits for what is queued
                 self._drop()
@@ -155,6 +154,12 @@ class Promotion:
         (record,) = self._ends.index.lookup(key.namespace, [key.prefix_hash])
         shard = None if record is None else record.shards.get(key.field)
         return shard is not None and shard.hot and self._has_copy(key)
+
+
+def _copy(promoter: Promoter, part: Sequence[Wanted]) -> None:
+    for one in part:
+        promoter.loaded(one.claim, one.nbytes)
+    promoter.drain(_DRAIN_S)
 
 
 def by_use(records: Iterable[Record]) -> Sequence[Record]:

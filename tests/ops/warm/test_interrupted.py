@@ -1,6 +1,5 @@
 """An interruption of ``warm`` waits for nobody, whatever is asked at that moment."""
 
-import _thread
 import threading
 from concurrent.futures import Future
 
@@ -19,30 +18,32 @@ BOUND_S = 20
 
 
 class Silent:
-    """An asker that interrupts the main thread when it is asked, and then does not answer until it
-    is closed."""
+    """An asker that answers nothing until it is closed."""
 
     name, at_once = "silent", 1
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self) -> None:
         self._closed = threading.Event()
-        self.asked = 0
+        self._is_asked = threading.Event()
         self.was_closed: Future[bool] = Future()
 
-    def _hold(self) -> None:
-        self.asked += 1
-        if self.asked == 1:
-            _thread.interrupt_main()
+    def hold(self) -> None:
+        self._is_asked.set()
         self.was_closed.set_result(self._closed.wait(BOUND_S))
-        raise AskError("down", "given up", after_s=BOUND_S)
+        raise AskError("down", "given up", after_s=BOUND_S)  # asked again, this would fail
+
+    def interrupt(self) -> None:
+        """End the wait for all answers, as Ctrl-C does, once one of them is waited for."""
+        self._is_asked.wait(BOUND_S)
+        raise KeyboardInterrupt
 
     def check(self) -> None:
-        if self._where == "check":
-            self._hold()
+        self.hold()
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        self._hold()
+        if prompt.name == "first":
+            self.interrupt()
+        self.hold()
         return []
 
     def ask(self, ask: Ask) -> Reply:
@@ -52,13 +53,35 @@ class Silent:
         self._closed.set()
 
 
-@pytest.mark.parametrize("where", ["check", "tokenize"])
-def test_what_is_asked_before_the_work_is_given_up(
-    bulk: MemoryStore, index: MemoryIndex, where: str
-) -> None:
-    asker = Silent(where)
+class Healthy(Silent):
+    """Passes its check."""
+
+    def check(self) -> None:
+        """It is there."""
+
+
+class Interrupting(Silent):
+    """Interrupts the check of another one."""
+
+    def __init__(self, other: Silent) -> None:
+        super().__init__()
+        self.check = other.interrupt  # type: ignore[method-assign]
+
+
+def warm(bulk: MemoryStore, index: MemoryIndex, *askers: Silent) -> None:
     ends = Ends(bulk, None, index, False, 3600, 1000, "test")
+    prompts = [Prompt(name, text="hello") for name in ("first", "second")]
     with pytest.raises(KeyboardInterrupt):
-        warm_by(Means(ends, {}, None, None), [asker], [Prompt("p", text="hello")], Patience())
-    assert asker.was_closed.result(2 * BOUND_S)
-    assert asker.asked == 1  # and nobody asks again, or pauses before that
+        warm_by(Means(ends, {}, None, None), askers, prompts, Patience())
+
+
+def test_who_is_being_checked_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:
+    silent = Silent()
+    warm(bulk, index, Interrupting(silent), silent)
+    assert silent.was_closed.result(2 * BOUND_S)
+
+
+def test_who_is_tokenizing_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:
+    silent = Healthy()
+    warm(bulk, index, silent)
+    assert silent.was_closed.result(2 * BOUND_S)

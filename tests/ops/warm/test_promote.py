@@ -1,8 +1,8 @@
 """``warm --promote``: from the bulk to the hot store."""
 
-import _thread
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,6 +11,7 @@ from objkv.cache.promotion import Promoter
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.ops.ends import Ends
+from objkv.ops.warm import promote as promote_module
 from objkv.ops.warm.prompts import Prompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.story import Means, promote_stored
@@ -127,21 +128,18 @@ def test_without_a_hot_store_it_says_so(bulk: MemoryStore, index: MemoryIndex) -
 
 
 class HeldStore(MemoryStore):
-    """Holds all copies until ``go``, and interrupts the main thread once all threads copy."""
+    """Holds all copies until ``go``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
-        self._begun = 0
+        self.all_copy = threading.Barrier(WORKERS + 1)
         self.go = threading.Event()
         self.went: list[bool] = []
         """Of each copy, whether it was let go."""
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        with self._lock:
-            self._begun += 1
-            if self._begun == WORKERS:
-                _thread.interrupt_main()
+        if not self.go.is_set():
+            self.all_copy.wait(BOUND_S)
         self.went.append(self.go.wait(BOUND_S))
         return super().get_into(key, buffer, arrived)
 
@@ -153,19 +151,28 @@ def test_an_interruption_waits_for_no_copy_that_has_not_begun(
     save_identity(bulk)
     for number in range(40):
         save(bulk, index, tuple(range(1000 * number, 1000 * number + CHUNK)))
-    close = Promoter.close
-
+    made: list[Promoter] = []
     closed: set[int] = set()
 
-    def closing(self: Promoter, deadline_s: float) -> bool:
-        done = close(self, deadline_s)
-        closed.add(id(self))
-        if len(closed) == WORKERS:  # what waits is dropped before any copy ends
-            bulk.go.set()
-        return done
+    class Watched(Promoter):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            made.append(self)
 
-    monkeypatch.setattr(Promoter, "close", closing)
+        def drain(self, deadline_s: float) -> bool:
+            if self is not made[0]:
+                return super().drain(deadline_s)
+            bulk.all_copy.wait(BOUND_S)
+            raise KeyboardInterrupt  # comes out where the results are waited for
+
+        def close(self, deadline_s: float) -> bool:
+            done = super().close(deadline_s)
+            closed.add(id(self))
+            if len(closed) == WORKERS:  # what waits is dropped before any copy ends
+                bulk.go.set()
+            return done
+
+    monkeypatch.setattr(promote_module, "Promoter", Watched)
     report = promote(Ends(bulk, hot, index, False, 3600, 1000, "test"), None)
     assert report.ending == "interrupted"
-    assert all(bulk.went)
-    assert len(bulk.went) == WORKERS  # those under way, one of each thread
+    assert bulk.went == [True] * WORKERS  # those under way, one of each thread
