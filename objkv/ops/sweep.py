@@ -60,16 +60,24 @@ class Sweep:
         try:
             for found in self._ends.bulk.unfinished():
                 check()
-                if self._is_old(found.modified_s, self._limits.put_s):
+                if self._is_looked_at(found.key) and self._is_old(
+                    found.modified_s, self._limits.put_s
+                ):
                     self._remover.leftover(found, tally)
         except StoreDenied:  # a right that no policy can limit to a prefix: many do not have it
             tally.count("not_listed")
 
     def _quarantined(self, tally: Tally, check: Check) -> None:
-        for entry in self._ends.bulk.scan(f"{QUARANTINE}/"):
+        only = self._found.only
+        for entry in self._ends.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
             if self._is_old(entry.modified_s):
                 self._remover.entry("quarantined", entry, tally)
+
+    def _is_looked_at(self, key: str) -> bool:
+        """Whether a leftover lies in the folder, or quarantine, of a namespace that is swept."""
+        folder = key.removeprefix(f"{QUARANTINE}/").partition("/")[0]
+        return self._found.only in (None, folder)
 
     def _part_work(self, part: Part) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:

@@ -43,6 +43,8 @@ class Survey:
     """By namespace, the chunks that are pinned now."""
     old: frozenset[str]
     """Namespaces of which there is one with a later epoch, and no other difference."""
+    only: str | None = None
+    """The one namespace that is looked at; None for all."""
 
 
 def survey(
@@ -67,6 +69,7 @@ def survey(
         counted=sorted(counted),
         pins={name: _pinned(ends.bulk, name, now_s) for name in every},
         old=old & every.keys(),
+        only=only,
     )
 
 

@@ -2,7 +2,7 @@
 quota. That it finds what is there: ``tests/cli/test_upkeep.py``."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -267,3 +267,41 @@ def test_a_put_under_way_is_left_alone_whatever_the_grace() -> None:
     world.bulk.discard = lambda found: discarded.append(found.name) is None
     assert world.sweep().counts["temporary"] == 1
     assert discarded == ["old"]
+
+
+class LeftoversStore(MemoryStore):
+    """What killed writers left, by the folder that it lies in."""
+
+    def __init__(self, left: list[Unfinished]) -> None:
+        super().__init__()
+        self.left = left
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        return iter(list(self.left))
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        self.left.remove(unfinished)
+        return True
+
+
+def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None:
+    mine, other = "ab" * 16, "cd" * 16
+    left = [Unfinished(f"{name}/00", f"~{name}", 1, 0.0) for name in (mine, other)]
+    bulk = LeftoversStore(left)
+    quarantined = {
+        name: f"quarantine/{name}/00/{'0' * 40}/0.x.safetensors" for name in (mine, other)
+    }
+    for path in quarantined.values():
+        bulk.put(path, b"corrupt")
+    ends = Ends(bulk, None, MemoryIndex(), is_own_index=False, ttl_s=1, lease_ms=1, owner="me")
+    limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
+    remover = Remover(ends, limits, lambda: None)
+    checkpoint = Checkpoint(None)
+    crew = Crew(checkpoint, workers=1)
+    crew.run(Sweep(ends, survey(ends, mine), limits, remover).leftovers())
+    checkpoint.tally.add(crew.partial)
+    assert {finding.key for finding in checkpoint.tally.findings} == {
+        f"{mine}/00/~{mine}", quarantined[mine],
+    }  # fmt: skip
+    assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]
+    assert [one.key for one in bulk.left] == [f"{other}/00"]
