@@ -296,6 +296,8 @@ def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
     exported(run, out, "--namespace", name)
     plain = [read_header(file.read_bytes()) for file in out.rglob("*.safetensors")]
     assert {(h.marks.signed_by, h.marks.encrypted_by) for h in plain} == {("", "")}
+    (out / "manifest.jsonl").rename(out / "manifest.jsonl.part")
+    assert exported(run, out, "--namespace", name)["kept"] == len(plain) > 0
     assert run("import", str(out), *elsewhere).code == 0
     there = [read_header(f.read_bytes()) for f in (home / "other").rglob("*.safetensors")]
     assert {(h.marks.signed_by, h.marks.encrypted_by) for h in there} == {("one", "one")}
