@@ -9,6 +9,8 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ Attribute = str | int | float | bool
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _TRUE = "true"
-_FLUSH_MS = 2_000
+_END_S = 2.0
 _ERROR_CHARS_MAX = 500
 
 
@@ -106,15 +108,25 @@ class OtelTracing:
 
         # An empty context, not the thread's: what this thread did before is somebody else's.
         context = Context()
-        if parent is not None:
-            headers = {"traceparent": parent}
-            context = TraceContextTextMapPropagator().extract(headers, context)
-        return _begun(self._tracer, name, context, attributes)
+        try:
+            if parent is not None:
+                headers = {"traceparent": parent}
+                context = TraceContextTextMapPropagator().extract(headers, context)
+            return _begun(self._tracer, name, context, attributes)
+        except Exception as exc:
+            logger.debug("span lost reason=%s", exc)
+            return NO_SPAN
 
     def close(self) -> None:
         """See ``Tracing``."""
-        if self._own is not None:
-            self._own.force_flush(_FLUSH_MS)
+        own, self._own = self._own, None
+        if own is None:
+            return
+        # The SDK waits as long as the collector takes, whatever bound it is given.
+        thread = Thread(target=_shut_down, args=(own,), name="objkv-traces-end", daemon=True)
+        with suppress(RuntimeError):  # the process may have no more threads, or is about to end
+            thread.start()
+            thread.join(_END_S)
 
 
 class _OtelSpan:
@@ -127,27 +139,45 @@ class _OtelSpan:
         return True
 
     def child(self, name: str, **attributes: Attribute) -> Span:
-        return _begun(self._tracer, name, self._context(), attributes)
+        try:
+            return _begun(self._tracer, name, self._context(), attributes)
+        except Exception as exc:
+            logger.debug("span lost reason=%s", exc)
+            return NO_SPAN
 
     def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-        span = self._tracer.start_span(
-            name, self._context(), attributes=_named(attributes), start_time=begun_ns
-        )
-        span.end(end_time=max(begun_ns, ended_ns))
+        try:
+            span = self._tracer.start_span(
+                name, self._context(), attributes=_named(attributes), start_time=begun_ns
+            )
+            span.end(end_time=max(begun_ns, ended_ns))
+        except Exception as exc:
+            logger.debug("span lost reason=%s", exc)
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        self._span.set_attributes(_named(attributes))
-        if error is not None:
-            self._span.set_status(Status(StatusCode.ERROR, error[:_ERROR_CHARS_MAX]))
-        self._span.end(end_time=now_ns())
+        try:
+            self._span.set_attributes(_named(attributes))
+            if error is not None:
+                self._span.set_status(Status(StatusCode.ERROR, error[:_ERROR_CHARS_MAX]))
+            self._span.end(end_time=now_ns())
+        except Exception as exc:
+            logger.debug("span lost reason=%s", exc)
 
     def _context(self) -> Any:
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
         return set_span_in_context(self._span, Context())
+
+
+def _shut_down(provider: "TracerProvider") -> None:
+    """Send what is left, and end its thread."""
+    try:
+        provider.shutdown()
+    except Exception as exc:
+        logger.debug("traces not ended reason=%s", exc)
 
 
 def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
@@ -206,7 +236,8 @@ def _provider(environ: Mapping[str, str]) -> "TracerProvider":
     resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "objkv"}))
-    provider = TracerProvider(resource=resource)
+    # Whoever has it closes it, within a bound; at the end of the process nobody waits for it.
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
     return provider
 

@@ -3,15 +3,18 @@
 import logging
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
+from objkv import tracing as tracing_module
 from objkv.tracing import NO_SPAN, NO_TRACING, OtelTracing, now_ns, open_tracing
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -147,3 +150,96 @@ def test_traces_that_are_wanted_but_cannot_be_sent_are_told_once() -> None:
     told = run(ABSENT).splitlines()
     assert len(told) == 1
     assert told[0].startswith("WARNING traces wanted but not sent, install objkv[otel]")
+
+
+class Broken(TracerProvider):
+    """Its spans cannot be begun."""
+
+    def get_tracer(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def start_span(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("out of order")
+
+
+class BrokenSpan:
+    """Begins, and then nothing works."""
+
+    def is_recording(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("out of order")
+
+
+def test_whatever_opentelemetry_raises_is_no_span() -> None:
+    tracing = OtelTracing(Broken().get_tracer("objkv"))
+    assert tracing.begin("objkv.load", None) is NO_SPAN
+    assert tracing.begin("objkv.load", PARENT) is NO_SPAN
+
+
+def test_a_parent_that_is_no_text_is_no_span() -> None:
+    tracing, exporter = collected()
+    assert tracing.begin("objkv.load", PARENT.encode()) is NO_SPAN  # type: ignore[arg-type]
+    assert exporter.get_finished_spans() == ()
+
+
+def test_parts_and_ends_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = Broken().get_tracer("objkv")
+    monkeypatch.setattr(tracer, "start_span", lambda *_, **__: BrokenSpan())
+    span = OtelTracing(tracer).begin("objkv.load", None)
+    assert span.is_on
+    span.part("objkv.get", 1, 2, chunk=1)
+    span.end("failed", bytes=1)
+    monkeypatch.undo()
+    assert span.child("objkv.get") is NO_SPAN
+    span.part("objkv.get", 1, 2)
+
+
+class HeldProvider(TracerProvider):
+    """Sends to a collector that says nothing, until ``go``."""
+
+    def __init__(self) -> None:
+        super().__init__(shutdown_on_exit=False)
+        self.go, self.has_ended = threading.Event(), threading.Event()
+
+    def shutdown(self) -> None:
+        self.go.wait(20)
+        super().shutdown()
+        self.has_ended.set()
+
+
+def test_a_collector_that_says_nothing_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing_module, "_END_S", 0.01, raising=False)
+    own = HeldProvider()
+    tracing = OtelTracing(own.get_tracer("objkv"), own)
+    tracing.close()
+    tracing.close()
+    assert not own.go.is_set()
+    assert not own.has_ended.is_set()  # it is still trying, and nobody waits for it
+    own.go.set()
+    assert own.has_ended.wait(20)
+
+
+def test_what_is_left_is_sent_at_the_end_and_its_thread_ends() -> None:
+    exporter, own = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    own.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
+    tracing = OtelTracing(own.get_tracer("objkv"), own)
+    tracing.begin("objkv.lookup", None).end()
+    tracing.close()
+    assert [span.name for span in exporter.get_finished_spans()] == ["objkv.lookup"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("OtelBatch")]
+
+
+def test_after_its_end_spans_are_dropped_without_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = TracerProvider(shutdown_on_exit=False)
+    tracing = OtelTracing(own.get_tracer("objkv"), own)
+    begun = tracing.begin("objkv.load", None)
+    tracing.close()
+    begun.end()
+    tracing.begin("objkv.load", None).end()
+    assert caplog.text == ""
