@@ -5,13 +5,17 @@ replica refuses matches, never that it refused this one.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Final
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from objkv.config.urls import passwords_in, without_password
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.secrecy import keep_secret, without_secrets
 
 _PREFIX: Final = "vllm:objkv_"
 _TEXT_BYTES_MAX: Final = 16 << 20
@@ -37,6 +41,7 @@ class ReplicaTold:
     """One replica's counters, since it started."""
 
     endpoint: str
+    """Its address, without a password."""
     counters: dict[str, int]
     """Of those that mean something was not loaded or not saved, the ones above 0."""
     sentences: tuple[str, ...]
@@ -44,31 +49,45 @@ class ReplicaTold:
     """Why nothing could be read, if so."""
 
 
-def ask_replica(endpoint: str, *, deadline_s: float = 5.0) -> ReplicaTold:
+def ask_replica(
+    endpoint: str, *, deadline_s: float = 5.0, clock: Callable[[], float] = monotonic
+) -> ReplicaTold:
     """Read ``endpoint``'s metrics: its base address, or that of its metrics. Raises
     ``ConfigError`` for what is no address."""
-    url = httpx.URL(endpoint) if "://" in endpoint else httpx.URL(f"http://{endpoint}")
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"--endpoint {endpoint!r}: give http://HOST:PORT of a replica")
-    if url.path.rstrip("/") in ("", "/v1"):
-        url = url.copy_with(path="/metrics")
+    keep_secret(*passwords_in(endpoint))
+    shown = without_secrets(without_password(endpoint))
+    url = _metrics_url(endpoint, shown)
     try:
-        return _told(endpoint, _read(url, deadline_s))
+        return _told(shown, _read(url, deadline_s, clock))
     except (StoreUnavailable, httpx.HTTPError) as exc:
-        return ReplicaTold(endpoint, {}, (), f"no metrics: {exc}")
-    except ValueError as exc:
-        return ReplicaTold(endpoint, {}, (), f"what it answers are no metrics: {exc}")
+        return ReplicaTold(shown, {}, (), without_secrets(f"no metrics: {exc}"))
+    except Exception as exc:  # the parser raises whatever it stumbles over
+        why = f"what it answers are no metrics: {exc}"
+        return ReplicaTold(shown, {}, (), without_secrets(why))
 
 
-def _read(url: httpx.URL, deadline_s: float) -> str:
+def _metrics_url(endpoint: str, shown: str) -> httpx.URL:
+    try:
+        url = httpx.URL(endpoint if "://" in endpoint else f"http://{endpoint}")
+    except httpx.InvalidURL as exc:
+        raise ConfigError(f"--endpoint {shown!r}: {without_secrets(str(exc))}") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--endpoint {shown!r}: give http://HOST:PORT of a replica")
+    return url.copy_with(path="/metrics") if url.path.rstrip("/") in ("", "/v1") else url
+
+
+def _read(url: httpx.URL, deadline_s: float, clock: Callable[[], float]) -> str:
+    began = clock()
     with httpx.stream("GET", url, timeout=deadline_s, follow_redirects=False) as answer:
         if answer.status_code != httpx.codes.OK:
             raise StoreUnavailable(f"HTTP {answer.status_code}")
-        content = b""
+        content = bytearray()
         for piece in answer.iter_bytes():
             content += piece
             if len(content) > _TEXT_BYTES_MAX:
                 raise StoreUnavailable(f"longer than {_TEXT_BYTES_MAX} bytes")
+            if clock() - began > deadline_s:  # the client's own bound is for each read
+                raise StoreUnavailable("too slow")
     return content.decode("utf-8", "replace")
 
 

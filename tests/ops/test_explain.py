@@ -1,8 +1,10 @@
 """Why a match ends where it does."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from threading import Thread
 
 import pytest
@@ -258,9 +260,22 @@ vllm:objkv_save_drops_total{engine="0"} 0.0
 """
 
 
+ODD = "# TYPE \u2028 counter\n"
+"""The parser stumbles over it."""
+
+
 class Replica(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = METRICS.encode() if self.path == "/metrics" else b"up 1\n"
+        if self.path == "/odd":
+            body = ODD.encode()
+        if self.path == "/drips":
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b"# x\n")
+            return
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -270,18 +285,46 @@ class Replica(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def test_a_replica_tells_what_it_refused_since_it_started() -> None:
-    server = HTTPServer(("127.0.0.1", 0), Replica)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        here = f"http://127.0.0.1:{server.server_port}"
-        told = ask_replica(f"{here}/v1")
-        assert told.counters == {"admission_refused": 7}
-        assert told.sentences[0].startswith("7 matches not loaded")
-        assert "no metrics of objkv" in (ask_replica(f"{here}/other").problem or "")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert "no metrics" in (ask_replica(here, deadline_s=1).problem or "")
-    with pytest.raises(ConfigError, match="http://HOST:PORT"):
-        ask_replica("ftp://x")
+@pytest.fixture
+def replica() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Replica)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_replica_tells_what_it_refused_since_it_started(replica: str) -> None:
+    told = ask_replica(f"http://{replica}/v1")
+    assert told.counters == {"admission_refused": 7}
+    assert told.sentences[0].startswith("7 matches not loaded")
+    assert "no metrics of objkv" in (ask_replica(f"http://{replica}/other").problem or "")
+
+
+def test_a_password_of_a_replica_is_not_shown(replica: str) -> None:
+    for place in (replica, f"{replica}/odd", "127.0.0.1:9"):
+        told = ask_replica(f"http://user:hidden@{place}")
+        assert told.endpoint == f"http://user:***@{place}"
+        assert "hidden" not in str(told)
+    for url in ("ftp://user:hidden@host", "http://user:hidden@[::1"):
+        with pytest.raises(ConfigError, match="--endpoint") as raised:
+            ask_replica(url)
+        assert "hidden" not in str(raised.value)
+
+
+def test_what_is_no_metrics_is_a_sentence(replica: str) -> None:
+    assert "no metrics" in (ask_replica(f"{replica}/odd").problem or "")
+    assert "no metrics" in (ask_replica("127.0.0.1:9").problem or "")
+
+
+def test_a_replica_whose_answer_has_no_end_is_given_up(replica: str) -> None:
+    times = count()
+    told = ask_replica(f"{replica}/drips", clock=lambda: float(next(times)))
+    assert told.problem == "no metrics: too slow"
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://[::1", "http://a:port"])
+def test_other_addresses_are_the_operators_mistake(url: str) -> None:
+    with pytest.raises(ConfigError, match="--endpoint"):
+        ask_replica(url)

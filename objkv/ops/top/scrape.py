@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from objkv.config.urls import is_this_machine, passwords_in
+from objkv.config.urls import is_this_machine, passwords_in, without_password
 from objkv.errors import ConfigError
 from objkv.secrecy import keep_secret, without_secrets
 
@@ -46,7 +46,6 @@ class Source:
         """``url``: of the server, with or without ``/metrics`` or ``/v1``. Raises
         ``ConfigError``."""
         self.url = _metrics_url(url)
-        keep_secret(*passwords_in(self.url))
         self._deadline_s = deadline_s
         self._clock = clock
         self._http = httpx.Client(
@@ -74,7 +73,7 @@ class Source:
             return Scrape(self._clock(), values_of(text))
         except httpx.HTTPError as exc:
             said = _ERRNO.sub("", str(exc)) or type(exc).__name__
-        except ValueError as exc:
+        except Exception as exc:  # the parser raises whatever it stumbles over
             said = f"no metrics: {exc}"
         return Scrape(self._clock(), {}, without_secrets(said)[:_TOLD_MAX])
 
@@ -115,15 +114,17 @@ def values_of(text: str) -> dict[str, float]:
 
 
 def _metrics_url(url: str) -> str:
+    keep_secret(*passwords_in(url))
+    shown = without_secrets(without_password(url))
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
         host, _port = parts.hostname, parts.port
-    except ValueError as exc:
-        raise ConfigError(f"endpoint {without_secrets(url)}: {exc}") from exc
+        httpx.URL(whole)
+    except (ValueError, httpx.InvalidURL) as exc:
+        # What it follows from may quote more of the address.
+        raise ConfigError(f"endpoint {shown}: {without_secrets(str(exc))}") from None
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ConfigError(
-            f"endpoint {without_secrets(url)}: give it as http://host:port, or https://"
-        )
+        raise ConfigError(f"endpoint {shown}: give it as http://host:port, or https://")
     path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     return parts._replace(path=f"{path}/metrics").geturl()

@@ -78,6 +78,7 @@ def test_an_answer_is_told_with_its_time() -> None:
         (httpx.Response(302, headers={"location": "http://elsewhere"}), "HTTP 302"),
         (httpx.Response(200, text="<html> }{"), "no metrics"),
         (httpx.Response(200, content=b"\xff\xfe"), "no metrics"),
+        (httpx.Response(200, text="# TYPE \u2028 counter\n"), "no metrics"),
         (httpx.ConnectError("refused"), "refused"),
         (httpx.ReadTimeout(""), "ReadTimeout"),
         (httpx.RemoteProtocolError("http://user:hidden@x broke"), "broke"),
@@ -138,7 +139,19 @@ def test_urls_are_taken_as_people_write_them(url: str, asked: str, name: str) ->
     source.close()
 
 
-@pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:port", "http://a/?x=1"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "ftp://a", "http://", "http://a:port", "http://a/?x=1", "http://[::1", "http://a b\x01"],
+)
 def test_other_urls_are_the_operators_mistake(url: str) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
         Source(url, deadline_s=1)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://u:hidden@a", "http://u:hidden@[::1", "http://u:hidden@a:port", "u:hidden@a/?x=1"]
+)
+def test_no_mistake_shows_a_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="endpoint") as raised:
+        Source(url, deadline_s=1)
+    assert "hidden" not in str(raised.value)
