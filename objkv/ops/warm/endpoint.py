@@ -11,11 +11,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from objkv.config.urls import is_this_machine
+from objkv.config.urls import is_this_machine, passwords_in, without_password
 from objkv.errors import ConfigError
 from objkv.ops.warm.asking import Ask, AskError, Reply
 from objkv.ops.warm.loop import Loop, LoopClosed
 from objkv.ops.warm.prompts import Prompt
+from objkv.secrecy import keep_secret, without_secrets
 
 AT_ONCE: Final = 8
 _CONNECT_S: Final = 10.0
@@ -247,15 +248,23 @@ def _served(answer: Mapping[str, Any], wanted: str | None, base: str) -> Served:
 
 
 def _base(url: str, refuse_clear: bool) -> str:
+    keep_secret(*passwords_in(url))
+    shown = without_secrets(without_password(url))
     written = url if "://" in url else f"http://{url}"
-    parts = urlsplit(written)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"endpoint {url}: write http://host:port or https://host")
+    try:
+        parts = urlsplit(written)
+        host, _port = parts.hostname, parts.port
+        httpx.URL(written)
+    except (ValueError, httpx.InvalidURL) as exc:
+        # What it follows from may quote more of the address.
+        raise ConfigError(f"endpoint {shown}: {without_secrets(str(exc))}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigError(f"endpoint {shown}: write http://host:port or https://host")
     if parts.username or parts.password:
         raise ConfigError("an endpoint's URL has no password in it: use --api-key")
-    if refuse_clear and parts.scheme == "http" and not is_this_machine(parts.hostname):
+    if refuse_clear and parts.scheme == "http" and not is_this_machine(host):
         raise ConfigError(
-            f"endpoint {url}: the API key would cross the network in clear; write https://, or set "
-            "allow_plaintext to true if nobody else can listen there"
+            f"endpoint {shown}: the API key would cross the network in clear; write https://, or "
+            "set allow_plaintext to true if nobody else can listen there"
         )
     return written.rstrip("/").removesuffix("/v1").rstrip("/")
