@@ -1,8 +1,9 @@
 """The ``objkv`` command. A new subcommand is one line here and one file beside this one."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from objkv import __version__
 from objkv.cli.access import access
@@ -26,8 +27,24 @@ from objkv.cli.top import top
 from objkv.cli.verify import verify
 from objkv.cli.warm import warm
 
+
+class Commands(TyperGroup):
+    """All commands; what one types wrongly is told without the names of libraries."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as exc:
+            exc.message = exc.message.removeprefix("Value error, ")
+            raise
+
+
 app = typer.Typer(
     name="objkv",
+    cls=Commands,
+    # ``objkv completion`` is the one way to that.
+    add_completion=False,
     help="One shared KV cache for a fleet of vLLM replicas: look into it, and check it.",
     epilog="Exit codes: 0 fine, 1 the check found something, 2 wrong usage or settings, "
     "3 a store is unreachable.",
@@ -61,7 +78,9 @@ def root(
 
 
 app.command("access")(access)
-app.command("audit")(audit)
+app.command("audit", short_help="Tell what is stored, for whom, of what use, and what is wrong.")(
+    audit
+)
 app.add_typer(bench)
 app.command("completion")(completion)
 app.command("demo")(demo)
@@ -72,11 +91,11 @@ app.command("show")(show)
 app.command("size")(size)
 app.command("top")(top)
 app.command("match")(match)
-app.command("export")(export)
-app.command("import")(bring_in)
+app.command("export", short_help="Write chunks as plain safetensors files.")(export)
+app.command("import", short_help="Bring what objkv export wrote into this cache.")(bring_in)
 app.command("pin")(pin)
 app.command("unpin")(unpin)
-app.command("warm")(warm)
+app.command("warm", short_help="Compute and save prompts before anybody asks for them.")(warm)
 app.command("diff")(diff)
 app.command("verify")(verify)
 app.command("sweep")(sweep)

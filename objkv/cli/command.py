@@ -105,6 +105,8 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        if sys.stderr.isatty():  # the terminal has shown ^C, and is within that line
+            sys.stderr.write("\n")
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # What is left in the buffer is written once more at the end, and must not fail again.

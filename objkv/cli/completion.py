@@ -5,10 +5,11 @@ from typing import Annotated, Literal
 import typer
 
 # Typer's own, through the module that has had it in every version that objkv runs with.
-from typer.completion import get_completion_script  # type: ignore[attr-defined]
+from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 
 from objkv.cli.command import guarded
 
+completion_init()  # else typer answers shells only where its own options for this are shown
 PROGRAM = "objkv"
 VARIABLE = "_OBJKV_COMPLETE"
 """Set by the scripts when they ask the program what comes next."""
@@ -16,9 +17,15 @@ VARIABLE = "_OBJKV_COMPLETE"
 
 def completion(
     ctx: typer.Context,
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Whose script to print.")],
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"],
+        typer.Argument(help="Whose script to print.", metavar="SHELL"),
+    ],
 ) -> None:
-    """Print the completion script of a shell: eval "$(objkv completion bash)" in ~/.bashrc."""
+    """Print the completion script of a shell.
+
+    In ~/.bashrc: eval "$(objkv completion bash)"
+    """
     raise typer.Exit(guarded(lambda: _print_script(shell), debug=bool(ctx.obj)))
 
 

@@ -35,7 +35,9 @@ def exporter(
     host: Annotated[
         str, typer.Option(help="Listen here; 0.0.0.0 for all networks.", metavar="ADDRESS")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Listen on this port.", min=0, max=65_535)] = PORT,
+    port: Annotated[
+        int, typer.Option(help="Listen on this port.", min=0, max=65_535, metavar="N")
+    ] = PORT,
     every: Annotated[
         float, typer.Option(help="Ask both ends so often.", metavar="SECONDS", min=1)
     ] = 15.0,
@@ -44,13 +46,16 @@ def exporter(
         typer.Option(help="Also list the whole bulk store.", metavar="SECONDS", min=60),
     ] = None,
     namespaces_max: Annotated[
-        int, typer.Option(help="Tell the largest one by one, the rest in a sum.", min=1, max=10_000)
+        int,
+        typer.Option(
+            help="Tell the largest one by one, the rest in a sum.", min=1, max=10_000, metavar="N"
+        ),
     ] = 200,
     once: Annotated[
         bool, typer.Option("--once", help="Ask once, print the page, and end.")
     ] = False,
 ) -> int:
-    """Serve what is stored, and whether both ends answer, to Prometheus."""
+    """Tell Prometheus what is stored, and whether both ends answer."""
     refuse_memory(session, "exporter")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
     with open_backends(session.config, NullRecorder(), on_change=lambda _: None) as backends:
@@ -123,13 +128,18 @@ def _print_once(
 
 @contextmanager
 def _told_to_end() -> Iterator[threading.Event]:
-    """Set by SIGTERM, as Kubernetes and systemd send it; an interrupt raises as ever."""
+    """Set by SIGTERM, as Kubernetes and systemd send it, and by Ctrl-C: there is no other way to
+    end what serves. Who ignores interrupts goes on to."""
     ended = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in numbers}
     try:
         yield ended
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _asks(session: Session, backends: Backends) -> Asks:

@@ -63,7 +63,7 @@ def top(
         bool, typer.Option("--once", help="Look twice, print what happened between, and end.")
     ] = False,
 ) -> int:
-    """Show what a fleet does now: hits, bytes, refusals, breakers, hottest prefixes.
+    """Show what a fleet does now: hits, bytes, refusals, prefixes.
 
     Reads only. Keys: q ends it, p pauses, s sorts by something else, arrows scroll.
     """

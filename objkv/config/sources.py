@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from objkv.config.schema import SECRET_SETTINGS, Config
 from objkv.config.urls import passwords_in
@@ -30,6 +31,10 @@ _SERVICE_LINK = re.compile(
 _KEY_ID_CHARS_MIN = 8
 """A shorter access key id is somebody's word, ``minio`` say: to mask it would hide that everywhere.
 It is a name: the secret that belongs to it is masked all the same."""
+
+_KINDS = {"int_": "an integer", "float_": "a number", "bool_": "true or false"}
+"""By what pydantic calls errors of settings of a wrong type."""
+_NUMBER_CHARS = 12
 
 Source = Literal["default", "file", "environment", "option"]
 _Given = dict[Source, tuple[str, dict[str, Any]]]
@@ -82,7 +87,7 @@ def resolve_config(
     try:
         return Resolved(Config.model_validate(merged), sources)
     except ValidationError as exc:
-        lines = [_explain(e["loc"], e["msg"], sources, given) for e in exc.errors()]
+        lines = [_explain(e["loc"], _plainly(e), sources, given) for e in exc.errors()]
         raise ConfigError("objkv settings: " + "; ".join(lines)) from exc
 
 
@@ -108,12 +113,22 @@ def _refuse_unknown(values: Mapping[str, Any], where: str, *, env: bool) -> None
 def _explain(
     location: tuple[int | str, ...], message: str, sources: Mapping[str, Source], given: _Given
 ) -> str:
-    message = message.removeprefix("Value error, ")
     if not location:
         return message
     key, source = str(location[0]), sources[str(location[0])]
     where = f" {given[source][0]}" if source in given else ""
     return f"{_shown(key, env=source == 'environment')}{where}: {message}"
+
+
+def _plainly(error: ErrorDetails) -> str:
+    """What is wrong, in words that name no library's types."""
+    message = error["msg"].removeprefix("Value error, ")
+    for beginning, kind in _KINDS.items():
+        if error["type"].startswith(beginning):
+            value = repr(error["input"])
+            # Whatever is longer may be a secret in the wrong place.
+            return f"{value if len(value) <= _NUMBER_CHARS else 'what is written'} is not {kind}"
+    return message.replace("Input should be", "it must be")
 
 
 def _shown(key: str, *, env: bool) -> str:

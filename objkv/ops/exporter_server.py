@@ -17,6 +17,7 @@ _CLIENTS_MAX = 16
 _CLIENT_S = 10.0
 """Without a byte from, or to, a client."""
 _STOP_S = 5.0
+_NAME = "objkv"
 _TEXT = [("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")]
 
 StartResponse = Callable[..., Any]
@@ -24,6 +25,10 @@ StartResponse = Callable[..., Any]
 
 class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_S
+
+    def version_string(self) -> str:
+        """Without the versions of what it runs on."""
+        return _NAME
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are no news."""
@@ -103,7 +108,10 @@ class ExporterServer:
         self._thread.join(_STOP_S)
         self._server.server_close()
 
-    def _answer(self, environ: dict[str, Any], start: StartResponse) -> Iterable[bytes]:
+    def _answer(self, environ: dict[str, Any], start_plain: StartResponse) -> Iterable[bytes]:
+        def start(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
+            return start_plain(status, [*headers, ("Server", _NAME)], *more)
+
         path = environ.get("PATH_INFO", "/")
         if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
             return _say(start, "405 Method Not Allowed", "only GET")

@@ -39,7 +39,15 @@ def test_the_list_of_commands_cuts_no_sentence_short(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert "..." not in run("--help").out.partition("Commands:")[2]
+    told = run("--help").out
+    assert "..." not in told.partition("Commands:")[2]
+    assert "--install-completion" not in told, "objkv completion is the one way"
+
+
+def test_a_choice_that_is_none_is_told_without_the_names_of_libraries(run: Run) -> None:
+    ran = run("access", "--role", "wirter")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--role': 'wirter' is not one of" in ran.err
 
 
 def raising(error: BaseException) -> int:
@@ -47,6 +55,17 @@ def raising(error: BaseException) -> int:
         raise error
 
     return guarded(work, debug=False)
+
+
+def test_on_a_terminal_an_interrupt_is_told_on_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert guarded(interrupted, debug=False) == 130
+    assert capsys.readouterr().err == "\nobjkv: interrupted\n"
 
 
 def test_an_interrupt_ends_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +135,11 @@ def test_the_version_is_told(run: Run) -> None:
     assert ran.out.startswith("objkv 0.")
 
 
-@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.name)
+WITH_OPTIONS = [one for one in app.registered_commands if one.name != "completion"]
+"""It prints a script, whatever the settings."""
+
+
+@pytest.mark.parametrize("command", WITH_OPTIONS, ids=lambda command: command.name)
 def test_every_command_has_the_common_options_and_a_sentence(command: object, run: Run) -> None:
     ran = run(str(getattr(command, "name", "")), "--help")
     assert ran.code == 0

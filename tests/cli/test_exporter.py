@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.conftest import Machine, Ran, Run
@@ -82,6 +83,8 @@ def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background makes its children ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert process.stdout is not None
@@ -91,7 +94,10 @@ def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def test_it_serves_until_it_is_told_to_end(machine: Machine, home: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_end(
+    machine: Machine, home: Path, number: signal.Signals
+) -> None:
     machine.fill()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with serving(home) as (process, url):
@@ -99,7 +105,7 @@ def test_it_serves_until_it_is_told_to_end(machine: Machine, home: Path) -> None
         with opener.open(url, timeout=60) as response:
             found = samples(response.read().decode())
         assert "process_resident_memory_bytes" in {name for name, *_ in found}
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(60) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""

@@ -5,7 +5,9 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from socket import create_connection
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -299,6 +301,19 @@ def test_nothing_else_is_served(server: ExporterServer) -> None:
     assert get(f"{server.url}/../etc/passwd")[0] == 404
     assert get(f"{server.url}/metrics", "POST")[0] == 405
     assert get(f"{server.url}/")[1] == "objkv exporter: /metrics, /healthz\n"
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/nothing"])
+def test_it_says_its_own_name_and_no_versions(server: ExporterServer, path: str) -> None:
+    asked = urlsplit(server.url)
+    assert asked.port is not None
+    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=10)
+    connection.request("GET", path)
+    assert connection.getresponse().headers.get_all("Server") == ["objkv"]
+    connection.close()
+    with create_connection((asked.hostname or "", asked.port), timeout=10) as plain:
+        plain.sendall(b"no http at all\r\n\r\n")
+        assert b"Python" not in plain.makefile("rb").read()
 
 
 def test_clients_that_say_nothing_keep_nobody_out_and_are_bounded(server: ExporterServer) -> None:
