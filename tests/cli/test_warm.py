@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,6 +177,28 @@ def test_a_run_that_is_interrupted_says_what_it_did_and_the_next_one_goes_on(
     assert second["stored_before"] + second["warmed"] == 8
     assert second["complete"]
     assert run(*arguments).document["resumed"] is False  # what is done is done
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_who_says_nothing_does_not_hold_up_an_end(
+    machine: Machine, home: Path, prompts: Path, number: int, code: int
+) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(120)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with subprocess.Popen(
+            [str(OBJKV), "warm", str(prompts), "--endpoint", url],
+            env={**environ, "XDG_CACHE_HOME": str(home)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(65_536).startswith(b"GET /health")
+                process.send_signal(number)
+                process.communicate(timeout=60)
+    assert process.returncode == code
 
 
 def test_what_is_in_a_bucket_becomes_hot_in_redis(
