@@ -1,5 +1,6 @@
 """``objkv size``: what a fleet will store, ask and pay, before it does."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -99,6 +100,15 @@ def size(
         range_bytes=config.s3_range_bytes,
         hot_save_bytes_max=config.hot_save_bytes_max if has_redis else 0,
     )
+    _check(
+        {
+            "--codec-ratio": (codec_ratio, 0.1, 100),
+            "--rate": (rate, 0, 1e9),
+            "--stored": (stored, 0, 1),
+            "--used": (used, 0, 1e10),
+            "--sweep-every": (sweep_every, 0, 1e10),
+        }
+    )
     load = Load(rate, prompt_tokens, stored, ttl or config.ttl_s, used, sweep_every)
     prices = Prices(price_gb_month, price_puts, price_gets)
     if not all(0 <= price < 1e6 for price in (price_gb_month, price_puts, price_gets)):
@@ -112,6 +122,13 @@ def size(
     return FINE
 
 
+def _check(given: Mapping[str, tuple[float, float, float]]) -> None:
+    """Each with the least and the most that it may be."""
+    for name, (value, least, most) in given.items():
+        if not least <= value <= most:
+            raise ConfigError(f"{name} {value:g}: it may be {least:g} to {most:,.0f}")
+
+
 def _shape(
     model: str | None, numbers: tuple[int | None, int | None, int | None], kv_dtype: str | None
 ) -> ModelShape:
@@ -123,6 +140,8 @@ def _shape(
         if layers or kv_heads or head_size:
             raise ConfigError("give --model, or --layers, --kv-heads and --head-size")
         path = Path(model)
+        if not path.exists() and ("/" in model or model.startswith((".", "~"))):
+            raise ConfigError(f"--model {model}: no such folder")
         return read_model(path, kv_dtype) if path.exists() else preset(model, kv_dtype)
     if not (layers and kv_heads and head_size):
         raise ConfigError(

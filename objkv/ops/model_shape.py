@@ -95,7 +95,9 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
         if file.stat().st_size > _CONFIG_BYTES_MAX:
             raise ConfigError(f"{file}: too large for a model's configuration")
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as exc:
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{file}: no model's configuration ({exc})") from exc
     if not isinstance(document, dict):
         raise ConfigError(f"{file}: no model's configuration")

@@ -5,12 +5,14 @@ the file itself, which wins where the two differ.
 """
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Final
 
 from objkv.errors import ConfigError
 from objkv.ops.model_shape import LayerShape, ModelShape, attention
 
 _DTYPE = "bfloat16"
+_NEAREST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,13 @@ def preset(name: str, kv_dtype: str | None) -> ModelShape:
     """The model of that name, whatever its case. Raises ``ConfigError`` for one not listed."""
     found = PRESETS.get(name.lower())
     if found is None:
-        raise ConfigError(
-            f"no folder and no model known here: {name}; known are {', '.join(PRESETS)}"
-        )
+        near = _nearest(name.lower())
+        hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list tells all"
+        raise ConfigError(f"no folder and no model known here: {name}; {hint}")
     return found.shape(name.lower(), kv_dtype or _DTYPE)
+
+
+def _nearest(name: str) -> list[str]:
+    """Known names that begin so, else those that are written most alike; the first few."""
+    beginning = [known for known in PRESETS if known.startswith(name)]
+    return beginning[:_NEAREST] or get_close_matches(name, PRESETS, _NEAREST, cutoff=0.4)

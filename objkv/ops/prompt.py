@@ -46,7 +46,7 @@ def load_tokenizer(tokenizer: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises bare Exception for anything wrong in the file
-        raise ConfigError(f"{path} is no tokenizer.json: {exc}") from exc
+        raise ConfigError(f"{path} is no tokenizer.json") from exc
 
 
 def _token(value: object) -> int:

@@ -156,3 +156,13 @@ def test_a_replica_that_cannot_be_asked_is_told_and_no_error(
     assert "no metrics: " in ran.out
     ran = run("match", "--endpoint", nobody, "--tokens", str(prompt))
     assert (ran.code, ran.err) == (2, "objkv: --endpoint is for --explain\n")
+
+
+def test_a_file_that_is_no_tokenizer_is_told_without_the_parsers_words(
+    run: Run, machine: Machine, tmp_path: Path
+) -> None:
+    machine.fill()
+    bad = tmp_path / "bad.json"
+    bad.write_text("not json")
+    ran = run("match", "--text", "a", "--tokenizer", str(bad))
+    assert (ran.code, ran.err) == (2, f"objkv: {bad} is no tokenizer.json\n")
