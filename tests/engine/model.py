@@ -90,7 +90,7 @@ def _qwen3_next() -> Any:
         num_hidden_layers=4,
         layer_types=["linear_attention"] * 3 + ["full_attention"],
         linear_num_key_heads=4,
-        linear_num_value_heads=16,  # so large a state that blocks have 160 tokens
+        linear_num_value_heads=16,  # so large a state that blocks have 160 tokens or more
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         mlp_only_layers=[0, 1, 2],
