@@ -98,7 +98,12 @@ def _missing(backends: Backends, name: str) -> str:
 
 
 def _listed(known: Sequence[str]) -> str:
-    return f". The index has: {', '.join(known[:_CLOSE])}" if known else ""
+    more = len(known) - _CLOSE
+    return (
+        f". The index has: {', '.join(known[:_CLOSE])}{f' and {more:,} more' if more > 0 else ''}"
+        if known
+        else ""
+    )
 
 
 def _document(

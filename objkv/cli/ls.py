@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output, age, plain, size
+from objkv.cli.output import Output, age, counted, plain, size
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.ops.identities import pick_namespace
@@ -120,15 +120,16 @@ def _show_namespaces(
     for tenant in tenants or ():
         out.line(_tenant_line(tenant, session.config.quota_bytes))
     if count.other_entries:
-        out.line(f"{count.other_entries:,} other entries, {size(count.other_bytes)}")
+        others = counted(count.other_entries, "other entry", "other entries")
+        out.line(f"{others}, {size(count.other_bytes)}")
     _tell_omitted(out, omitted)
 
 
 def _tenant_line(usage: TenantUsage, quota_bytes: int) -> str:
     of = f" of {size(quota_bytes)}" if quota_bytes else ""
-    counted = f"counted {age(usage.counted_s)} ago" if usage.counted_s else "never counted"
-    name = "no tenant's" if usage.tenant is None else f"tenant {usage.tenant}:"
-    return f"{name} {size(usage.nbytes)}{of}, {usage.payloads:,} payloads; {counted}"
+    when = f"counted {age(usage.counted_s)} ago" if usage.counted_s else "never counted"
+    name = "tenant not known" if usage.tenant is None else f"tenant {usage.tenant}"
+    return f"{name}: {size(usage.nbytes)}{of}, {counted(usage.payloads, 'payload')}; {when}"
 
 
 def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:

@@ -8,7 +8,7 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output, age, plain, size
+from objkv.cli.output import Output, age, counted, plain, size
 from objkv.cli.prompts import find_identity, read_digest, read_prompt
 from objkv.cli.upkeep import open_seals
 from objkv.codec.seal import Seal
@@ -133,7 +133,7 @@ def _print(out: Output, report: MatchReport) -> None:
             columns,
             [
                 (
-                    f"{chunk.token_start}-{chunk.token_end}",
+                    f"{chunk.token_start:,}-{chunk.token_end:,}",
                     chunk.prefix_hash.hex(),
                     _stored(chunk.payloads, chunk.groups_missing),
                     "yes" if chunk.usable else "no",
@@ -146,11 +146,22 @@ def _print(out: Output, report: MatchReport) -> None:
             ],
         )
         out.line()
-    rest = report.prompt_tokens - len(report.chunks) * report.chunk_tokens
+    told = [_chunks_told(report)]
+    if rest := report.prompt_tokens - len(report.chunks) * report.chunk_tokens:
+        told.append(f"the last {counted(rest, 'token fills', 'tokens fill')} no chunk")
     out.line(
-        f"{report.usable_tokens:,} of {report.prompt_tokens:,} tokens would be served "
-        f"({report.stored_chunks} of {len(report.chunks)} chunks of {report.chunk_tokens} tokens "
-        f"are stored{f'; the last {rest} tokens fill no chunk' if rest else ''})"
+        f"{report.usable_tokens:,} of {counted(report.prompt_tokens, 'token')} would be served "
+        f"({'; '.join(told)})"
+    )
+
+
+def _chunks_told(report: MatchReport) -> str:
+    if not report.chunks:
+        return f"a chunk is {report.chunk_tokens:,} tokens"
+    verb = "is" if len(report.chunks) == 1 else "are"
+    return (
+        f"{report.stored_chunks:,} of {counted(len(report.chunks), 'chunk')} of "
+        f"{report.chunk_tokens:,} tokens {verb} stored"
     )
 
 

@@ -153,6 +153,15 @@ def size(nbytes: int | None) -> str:
     return f"{value:.1f} TiB"
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """``1 chunk``, ``2,000 chunks``.
+
+    >>> counted(1, "token fills", "tokens fill"), counted(2000, "chunk")
+    ('1 token fills', '2,000 chunks')
+    """
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
 def age(moment_s: int | None, now_s: float | None = None) -> str:
     """How long ago, in the largest unit that fits; a dash for None."""
     if moment_s is None:

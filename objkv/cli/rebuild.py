@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import size
+from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, Upkeep, refuse_memory, upkeep
 from objkv.ops.ends import Namespace, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
@@ -68,27 +68,30 @@ def _nothing_to_do(session: Session) -> int:
 
 def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
     tally, out = run.tally, run.session.out
-    counted = {kind: tally.counts[kind] for kind in _COUNTS}
+    numbers = {kind: tally.counts[kind] for kind in _COUNTS}
     if out.machine:
         document = run.report(
             "rebuild",
             applied=not dry_run,
             own_index=False,
             namespaces=namespaces,
-            **counted,
+            **numbers,
             pins=tally.counts["pins"],
             shapes=tally.counts["shapes"],
         )
         out.document(document)
         return
     rows = [
-        (kind, counted[kind], size(tally.nbytes[kind]), _MEANS[kind])
+        (kind, numbers[kind], size(tally.nbytes[kind]), _MEANS[kind])
         for kind in _COUNTS
-        if counted[kind] or kind == "restored"
+        if numbers[kind] or kind == "restored"
     ]
     out.table(("", ">payloads", ">bytes", ""), rows)
     pins, shapes = tally.counts["pins"], tally.counts["shapes"]
-    out.line(f"{namespaces:,} namespaces; {pins:,} chunks pinned; {shapes:,} shards announced")
+    out.line(
+        f"{counted(namespaces, 'namespace')}; {counted(pins, 'chunk')} pinned; "
+        f"{counted(shapes, 'shard')} announced"
+    )
     for finding in tally.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
     if dry_run:

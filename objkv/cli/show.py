@@ -103,7 +103,9 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
 
 
 def _print(out: Output, reports: list[PayloadReport]) -> None:
-    for report in reports:
+    for number, report in enumerate(reports):
+        if number:
+            out.line()
         out.line(report.key, "bold")
         rows: list[tuple[str, object]] = [("verdict", report.verdict)]
         if report.problem:
@@ -111,7 +113,7 @@ def _print(out: Output, reports: list[PayloadReport]) -> None:
         if report.token_start is not None and report.token_end is not None:
             parent = report.parent_hash.hex() if report.parent_hash else None
             rows += [
-                ("tokens", f"[{report.token_start}, {report.token_end})"),
+                ("tokens", f"{report.token_start:,}-{report.token_end:,}"),
                 ("group", report.group),
                 ("shard", report.shard),
                 ("parent", parent),
@@ -125,8 +127,8 @@ def _print(out: Output, reports: list[PayloadReport]) -> None:
                 ("age", age(report.created_s)),
             ]
         out.table(("", ""), rows)
-        out.line()
         if report.frames:
+            out.line()
             columns = ("layer", "dtype", "shape", "codec", ">bytes", ">raw bytes", "checksum")
             out.table(
                 columns,
@@ -143,4 +145,3 @@ def _print(out: Output, reports: list[PayloadReport]) -> None:
                     for frame in report.frames
                 ],
             )
-            out.line()

@@ -43,8 +43,12 @@ def local_path(url: str) -> Path:
 
     >>> str(local_path("file:///mnt/kv%20cache"))
     '/mnt/kv%20cache'
+    >>> str(local_path("sqlite:////tmp/index.sqlite"))
+    '/tmp/index.sqlite'
     """
-    return Path(url.partition("://")[2].removeprefix("localhost"))
+    path = url.partition("://")[2].removeprefix("localhost")
+    # Two slashes at the beginning, as some write them, would stay two.
+    return Path(f"/{path.lstrip('/')}" if path.startswith("/") else path)
 
 
 def is_directory_bucket(bucket: str) -> bool:

@@ -37,7 +37,8 @@ def explain_match(question: Question) -> Explanation:
     told = report.chunks[chunk]
     if report.usable_tokens and spoilt is None:
         found.untold.append(
-            "of the chunks before it the headers were read; objkv verify reads every byte"
+            "whether every byte of the chunks before it is right: only their headers were read "
+            "(objkv verify reads all)"
         )
     return Explanation(
         cause=found.cause,
@@ -56,12 +57,17 @@ def explain_match(question: Question) -> Explanation:
 def _unstopped(question: Question) -> Explanation:
     report = question.report
     rest = report.prompt_tokens - report.usable_tokens
-    why = f"its last {rest} tokens fill no chunk of {report.chunk_tokens}" if rest else ""
+    filling = "token fills" if rest == 1 else f"{rest:,} tokens fill"
+    why = f"its last {filling} no chunk of {report.chunk_tokens:,}" if rest else ""
     sentence = "every whole chunk of the prompt would be served"
     if not report.chunks:
         sentence = "the prompt is shorter than one chunk, and less than a chunk is never stored"
-    untold = ["headers were read; objkv verify reads every byte"] if report.chunks else []
-    untold.append("a replica may still compute what it would be slower to load: --endpoint asks it")
+    untold = []
+    if report.chunks:
+        untold += [
+            "whether every byte is right: only headers were read (objkv verify reads all)",
+            "whether a replica loads it or computes it sooner: --endpoint asks it",
+        ]
     evidence = (why,) if why else ()
     return Explanation(
         "nothing", sentence, None, None, None, None, report.usable_tokens, evidence, (),

@@ -107,5 +107,6 @@ def pick_namespace(known: Sequence[str], beginning: str | None) -> str:
     if beginning is None:
         told = ", ".join(sorted(known))
         raise ConfigError(f"{len(known)} namespaces; choose one with --namespace: {told}")
-    what = f"{len(found)} namespaces begin with {beginning}"
+    what = f"{len(found)} namespaces begin" if found else "no namespace begins"
+    what += f" with {beginning}"
     raise ConfigError(f"{what}; choose one of: {', '.join(sorted(found or known))}")

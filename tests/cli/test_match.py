@@ -166,3 +166,21 @@ def test_a_file_that_is_no_tokenizer_is_told_without_the_parsers_words(
     bad.write_text("not json")
     ran = run("match", "--text", "a", "--tokenizer", str(bad))
     assert (ran.code, ran.err) == (2, f"objkv: {bad} is no tokenizer.json\n")
+
+
+def test_one_token_is_told_in_the_singular_and_a_short_prompt_has_no_chunks(
+    run: Run, machine: Machine
+) -> None:
+    machine.fill()
+    told = run("match", stdin=" ".join(map(str, [*TOKENS, 1]))).out
+    assert "48 of 49 tokens would be served (3 of 3 chunks of 16 tokens are stored; the" in told
+    assert "the last 1 token fills no chunk)" in told
+    assert "0 of 0" not in run("match", stdin="1").out
+    one = run("match", stdin=" ".join(map(str, TOKENS[:CHUNK]))).out
+    assert "(1 of 1 chunk of 16 tokens is stored)" in one
+
+
+def test_token_ranges_are_written_in_one_way(run: Run, machine: Machine) -> None:
+    hashes = machine.fill()
+    assert "tokens           16-32\n" in run("show", hashes[1]).out
+    assert "16-32  " in run("match", stdin=" ".join(map(str, TOKENS))).out

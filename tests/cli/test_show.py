@@ -25,7 +25,7 @@ def test_a_chunk_is_shown_with_all_its_payloads(run: Run, machine: Machine) -> N
     digest = machine.fill()[0]
     ran = run("show", digest[:8])
     assert ran.code == 0
-    for words in ("0.L0-2_H0-1.safetensors", "0.L0-2_H1-2.safetensors", "host-1:4242", "[0, 16)"):
+    for words in ("0.L0-2_H0-1.safetensors", "0.L0-2_H1-2.safetensors", "host-1:4242", "0-16"):
         assert words in ran.out
 
 
@@ -118,3 +118,9 @@ def test_a_beginning_of_several_lists_what_can_be_given_instead(
     choices = ran.err.strip().partition("choose one: ")[2].split(", ")
     assert sorted(choices) == sorted([digest, other])
     assert run("show", other).code == 1
+
+
+def test_nothing_is_printed_after_the_last_table(run: Run, machine: Machine) -> None:
+    out = run("show", machine.fill()[0]).out
+    assert out.endswith("ok\n")
+    assert "\n\n\n" not in out

@@ -73,7 +73,11 @@ def test_a_whole_match_was_stopped_by_nothing(
     why = explain(bulk, index, [*TOKENS, 1, 2])
     assert (why.cause, why.chunk, why.served_tokens) == ("nothing", None, 3 * CHUNK)
     assert "last 2 tokens fill no chunk" in why.evidence[0]
-    assert "shorter than one chunk" in explain(bulk, index, [1, 2]).sentence
+    assert all(one.startswith("whether ") for one in why.untold)
+    assert "last token fills no chunk" in explain(bulk, index, [*TOKENS, 1]).evidence[0]
+    short = explain(bulk, index, [1, 2])
+    assert "shorter than one chunk" in short.sentence
+    assert short.untold == ()
 
 
 def test_a_record_without_its_payload_is_a_ghost_and_ends_the_match_before_the_index_says(

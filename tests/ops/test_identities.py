@@ -83,7 +83,7 @@ def test_a_namespace_is_picked_by_its_beginning() -> None:
         ([], "ab", "the index has no namespaces"),
         ([ONE, OTHER], None, f"2 namespaces; choose one with --namespace: {ONE}, {OTHER}"),
         ([ONE, OTHER], "a", "2 namespaces begin with a;"),
-        ([ONE, OTHER], "ff", f"0 namespaces begin with ff; choose one of: {ONE}, {OTHER}"),
+        ([ONE, OTHER], "ff", f"no namespace begins with ff; choose one of: {ONE}, {OTHER}"),
         ([ONE], "xyz", "is no namespace"),
         ([ONE], "AB", "is no namespace"),
         ([ONE], "", "is no namespace"),
