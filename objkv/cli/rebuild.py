@@ -41,18 +41,22 @@ def rebuild(
     with upkeep(
         session, "rebuild", namespace, dry_run, writes=not dry_run, workers=workers, restart=restart
     ) as run:
-        bulk, found = run.ends.bulk, dict[str, Namespace]()
+        bulk, found, is_empty = run.ends.bulk, dict[str, Namespace](), False
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
                 only = run.pick(namespace)
                 names = [one for one in stored_namespaces(bulk) if only in (None, one)]
+                is_empty = not names
                 found = run.with_keys({name: read_namespace(bulk, name) for name in names})
                 parts = stored_parts(bulk, list(found))
             work = Rebuild(run.ends, apply=not dry_run)
             run.run("restoring records", work.parts(parts, found))
             run.run("looking for what was lost again", work.lost(parts, found))
             run.run("restoring what stands on them", work.namespaces(found))
-        _show(run, len(found), dry_run)
+        if is_empty and not session.out.machine:
+            run.tell_nothing()
+        else:
+            _show(run, len(found), dry_run)
         counts = run.tally.counts
         return run.code(FOUND if counts["unreadable"] or counts["foreign"] else FINE)
 

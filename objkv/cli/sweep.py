@@ -76,6 +76,7 @@ def sweep(
         *(config.ttl_s, config.quota_bytes, high, low),
     )
     with upkeep(session, "sweep", *settings, writes=apply, workers=workers, restart=restart) as run:
+        found = None
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
                 found = survey(run.ends, run.pick(namespace))
@@ -91,8 +92,12 @@ def sweep(
                 quotas = records.quotas(config.quota_bytes, high_percent=high, low_percent=low)
                 run.run("sweeping beyond quotas", quotas)
             run.run("sweeping documents", work.documents())
-        _show(run, apply)
         is_found = any(run.tally.counts[category] for category in CATEGORIES)
+        is_empty = found is not None and not found.namespaces and not found.indexed
+        if is_empty and not is_found and not session.out.machine:
+            run.tell_nothing()
+        else:
+            _show(run, apply)
         return run.code(FOUND if is_found and not apply else FINE)
 
 

@@ -97,6 +97,12 @@ class Upkeep:
             "omitted": tally.omitted,
         }
 
+    def tell_nothing(self) -> None:
+        """Say that there is nothing to work on, and where that was looked for."""
+        public = self.session.config.public()
+        self.session.out.line(f"nothing is stored yet in {public['bulk_url']}")
+        self.tell_end()
+
     def tell_end(self) -> None:
         """Say how it ended, if that was early."""
         out, ending = self.session.out, self.crew.ending

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import size
+from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.errors import ConfigError
 from objkv.ops.ends import Namespace, Part, read_namespace, stored_namespaces, stored_parts
@@ -62,6 +62,7 @@ def verify(
         restart=restart,
         resumable=every,
     ) as run:
+        chosen_of, is_empty = None, False
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
                 found, parts, indexed = _places(run, run.pick(namespace))
@@ -76,8 +77,14 @@ def verify(
                 workers=workers,
             )
             most = None if every else sample
-            _check(run, work, (parts, indexed), most=most, seed=seed, quarantine=quarantine)
-        _show(run, every, quarantine)
+            chosen_of = _check(
+                run, work, (parts, indexed), most=most, seed=seed, quarantine=quarantine
+            )
+            is_empty = not parts and not indexed
+        if is_empty and not session.out.machine:
+            run.tell_nothing()
+        else:
+            _show(run, chosen_of, every=every, quarantine=quarantine)
         is_wrong = any(run.tally.counts[kind] for kind in _WRONG) or _is_index_lost(run.tally)
         return run.code(FOUND if is_wrong else FINE)
 
@@ -90,23 +97,26 @@ def _check(
     most: int | None,
     seed: int | None,
     quarantine: bool,
-) -> None:
-    """All that is in these places, or a sample of ``most``."""
+) -> int | None:
+    """All that is in these places, or a sample of ``most``; then tells of how many."""
     parts, indexed = places
+    chosen_of = None
     try:
         if most is None:
             run.run("checking payloads", work.parts(parts))
             run.run("looking for missing payloads", work.missing(indexed))
         else:
             with run.session.out.waiting("choosing a sample"):
-                keys = choose_sample(run.ends, indexed, parts, size=most, seed=seed)
-            run.run("checking payloads", work.sample(keys))
+                sample = choose_sample(run.ends, indexed, parts, size=most, seed=seed)
+            chosen_of = sample.chosen_of
+            run.run("checking payloads", work.sample(sample.keys))
             run.run("looking for records", unindexed(run.ends, parts))
         if quarantine and run.crew.ending == "complete":
             run.run("taking out of use", work.settle(run.tally))
     except ConfigError:  # what was found by wrong settings is not to be gone on from
         run.checkpoint.close(complete=True)
         raise
+    return chosen_of
 
 
 def _is_index_lost(tally: Tally) -> bool:
@@ -130,7 +140,8 @@ def _places(
     return found, stored_parts(ends.bulk, list(found)), indexed
 
 
-def _show(run: Upkeep, every: bool, quarantine: bool) -> None:
+def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) -> None:
+    """``chosen_of``: payloads that a sample was chosen from."""
     tally, out = run.tally, run.session.out
     counts = tally.counts
     checked = sum(counts[kind] for kind in ("ok", *_WRONG))
@@ -140,6 +151,7 @@ def _show(run: Upkeep, every: bool, quarantine: bool) -> None:
             "verify",
             every=every,
             quarantine=quarantine,
+            chosen_of=chosen_of,
             checked=checked,
             checked_bytes=nbytes,
             **{kind: counts[kind] for kind in ("ok", *_WRONG, "unindexed", "changed", *_DONE)},
@@ -147,7 +159,12 @@ def _show(run: Upkeep, every: bool, quarantine: bool) -> None:
         out.document(document)
         return
     wrong = sum(counts[kind] for kind in _WRONG)
-    out.line(f"checked {checked:,} payloads, {size(nbytes)}: {wrong:,} wrong")
+    told = counted(checked, "payload")
+    if chosen_of is not None and chosen_of > checked:
+        told = f"{checked:,} of about {counted(chosen_of, 'payload')}, chosen by chance"
+    out.line(f"checked {told}, {size(nbytes)}: {wrong:,} wrong")
+    if chosen_of is not None and chosen_of > checked:
+        out.line("--all checks all of them")
     if counts["unindexed"]:
         out.line(f"{counts['unindexed']:,} more have no record: objkv sweep lists them")
     if _is_index_lost(tally):

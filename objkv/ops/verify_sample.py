@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
@@ -12,18 +13,28 @@ from objkv.ops.tally import Tally
 LISTED_MAX = 2_000
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Payloads that stand for many."""
+
+    keys: list[ChunkKey]
+    chosen_of: int
+    """About so many: a walk over an index that changes may see some twice."""
+
+
 def choose_sample(
     ends: Ends, names: Sequence[str], parts: Sequence[Part], *, size: int, seed: int | None
-) -> list[ChunkKey]:
+) -> Sample:
     """``size`` payloads, each as likely as any other; walks over all records (or, without an
     index, all entries) and keeps no more than it returns."""
     chance, chosen = random.Random(seed), list[ChunkKey]()  # noqa: S311  # not a secret
+    number = -1
     for number, key in enumerate(_every_key(ends, names, parts)):
         if len(chosen) < size:
             chosen.append(key)
         elif (place := chance.randrange(number + 1)) < size:
             chosen[place] = key
-    return list(dict.fromkeys(chosen))
+    return Sample(list(dict.fromkeys(chosen)), number + 1)
 
 
 def unindexed(ends: Ends, parts: Sequence[Part]) -> Iterator[Unit]:

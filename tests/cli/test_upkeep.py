@@ -393,3 +393,30 @@ def test_a_sweep_shows_some_of_each_category(run: Run, ends: Backends) -> None:
 def test_the_help_of_a_sweep_lists_its_categories(run: Run) -> None:
     told = run("sweep", "--help").out
     assert all(one in told for one in CATEGORIES)
+
+
+@pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
+def test_where_nothing_is_stored_it_is_said_where(
+    run: Run, home: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "mistyped").mkdir()
+    ran = run(command)
+    assert (ran.code, ran.out) == (0, f"nothing is stored yet in file://{home}/objkv/chunks\n")
+    where = f"file://{tmp_path}/mistyped"
+    index = f"sqlite://{tmp_path}/other.sqlite"
+    ran = run(command, "--bulk-url", where, "--index-url", index)
+    assert (ran.code, ran.out) == (0, f"nothing is stored yet in {where}\n")
+
+
+def test_a_sample_says_that_it_is_one(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=12))
+    told = run("verify", "--sample", "4").out.splitlines()
+    assert told[0].startswith("checked 4 of about 12 payloads, chosen by chance, ")
+    assert told[0].endswith(": 0 wrong")
+    assert told[1] == "--all checks all of them"
+    assert run("verify", "--sample", "4", "--json").document["chosen_of"] == 12
+    every = run("verify", "--all")
+    assert every.out.startswith("checked 12 payloads, ")
+    assert "chosen by chance" not in every.out
+    assert run("verify", "--all", "--json").document["chosen_of"] is None
+    assert "chosen by chance" not in run("verify").out, "all of them were in the sample"

@@ -253,11 +253,11 @@ def test_a_sample_takes_every_payload_as_often_as_any_other() -> None:
     seen: dict[ChunkKey, int] = {}
     names = world.index.namespaces()
     for seed in range(300):
-        for key in choose_sample(world.ends, names, [], size=2, seed=seed):
+        for key in choose_sample(world.ends, names, [], size=2, seed=seed).keys:
             seen[key] = seen.get(key, 0) + 1
     assert len(seen) == 10
     assert all(30 <= times <= 90 for times in seen.values())
-    assert len(choose_sample(world.ends, names, [], size=50, seed=1)) == 10
+    assert choose_sample(world.ends, names, [], size=50, seed=1).chosen_of == 10
 
 
 def test_a_record_of_nothing_is_no_key() -> None:
@@ -266,4 +266,4 @@ def test_a_record_of_nothing_is_no_key() -> None:
     [record] = [one for one in world.index.scan(world.planted.namespace) if one.nbytes][:1]
     shard = next(iter(record.shards.values()))
     world.index.publish(entry, {"0.nonsense": shard, "x.L0-1_H0-1": shard}, ttl_s=10)
-    assert choose_sample(world.ends, ["f" * 32], [], size=5, seed=1) == []
+    assert choose_sample(world.ends, ["f" * 32], [], size=5, seed=1).keys == []
