@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.assembly.backends import open_backends
@@ -149,23 +150,24 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
         found = usable(settings, file, tiny)
         runs["third"] = told(warm(folder, settings, *given, "--tokenizer", str(tiny)))
         saved = [server.metrics()["vllm:objkv_saves_total"] for server in (one, two)]
-    more = folder / "more.jsonl"
-    write_prompts(more, groups=2, seed=2)
+    return {"chunks": chunks, "runs": runs, "found": found, "saved": saved}
+
+
+@scenario
+def an_engine_of_its_own(folder: Path) -> Values:
+    tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
+    write_prompts(file, groups=2, seed=2)
+    settings = SETTINGS | {
+        "OBJKV_BULK_URL": f"file://{folder}/chunks",
+        "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
+    }
     arguments = {
         "dtype": "float32", "enforce_eager": "true", "max_model_len": "2048",
         "block_size": "32", "kv_cache_memory_bytes": str(256 << 20), "seed": "0",
     }  # fmt: skip
     words = [f"--engine-arg={name}={value}" for name, value in arguments.items()]
-    runs["engine"] = told(
-        warm(folder, settings, str(file), str(more), "--model", str(tiny), *words)
-    )
-    return {
-        "chunks": chunks,
-        "runs": runs,
-        "found": found,
-        "saved": saved,
-        "by the engine": usable(settings, more, tiny),
-    }
+    run = told(warm(folder, settings, str(file), "--model", str(tiny), *words))
+    return {"run": run, "found": usable(settings, file, tiny)}
 
 
 def whole(found: Sequence[Sequence[int]]) -> bool:
@@ -220,12 +222,12 @@ def test_the_tokenizer_here_gives_the_tokens_that_the_servers_give() -> None:
     assert third["report"]["stored_before"] == GROUPS * PROMPTS
 
 
-def test_an_engine_of_its_own_shares_with_the_servers_and_saves_what_they_have_not() -> None:
-    run = two_servers_and_an_interruption()
-    engine = run["runs"]["engine"]
-    assert engine["code"] == 0
-    assert engine["report"]["mode"] == "engine"
-    assert engine["report"]["namespace"] == run["runs"]["second"]["report"]["namespace"]
-    assert engine["report"]["stored_before"] == GROUPS * PROMPTS
-    assert engine["report"]["warmed"] == 2 * PROMPTS
-    assert whole(run["by the engine"])
+@pytest.mark.wide
+def test_an_engine_of_its_own_saves_where_the_servers_look() -> None:
+    engine = an_engine_of_its_own()
+    report = engine["run"]["report"]
+    assert (engine["run"]["code"], report["mode"]) == (0, "engine")
+    assert report["warmed"] == 2 * PROMPTS
+    second = two_servers_and_an_interruption()["runs"]["second"]["report"]
+    assert report["namespace"] == second["namespace"]
+    assert whole(engine["found"])
