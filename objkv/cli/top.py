@@ -110,12 +110,12 @@ def _once(out: Output, watch: Watch, every_s: float, *, look: bool) -> int:
             view = watch.tick()
     finally:
         watch.__exit__(None, None, None)
+    down = sum(row.state == "down" for row in view.rows)
     if out.machine:
         hit_rate = view.total.hit_rate
         out.document({**plain(view), "hit_rate": hit_rate, "every_s": every_s})
     else:
         _print(out, view)
-    down = sum(row.state == "down" for row in view.rows)
     if down == len(view.rows):
         return UNREACHABLE
     return FOUND if down or view.problems else FINE

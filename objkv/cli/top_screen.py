@@ -29,6 +29,8 @@ REPLICA_COLUMNS: Final = (
 )  # fmt: skip
 _DROPPED_FIRST: Final = (">wait", ">run", ">load", ">lookup", ">local", ">saved/s", ">missed/s")
 """Columns that a narrow terminal does without, first those that are missed least."""
+_DROPPED_FOR_NOTES: Final = (">dropped/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s")
+"""Columns that go, too, where there is something to say and no room: why a replica is down."""
 _NOTES_MIN = 24
 PREFIX_COLUMNS: Final = (
     "namespace", "root", ">hits", ">hits/s", ">shared", ">stored", ">bytes", ">used",
@@ -109,6 +111,14 @@ def summary_lines(view: View) -> list[str]:
     down = sum(row.state == "down" for row in view.rows)
     count = len(view.rows)
     total = view.total
+    if count and down == count:  # zeros would be told of nobody
+        lines = [
+            f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate -; "
+            "- prompt tokens/s",
+            "loads - hot, - bulk; saves -; refused -, missed -, dropped -",
+            "no replica answers: say where they are with --endpoint URL",
+        ]
+        return lines + _stored_lines(view)
     lines = [
         f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate "
         f"{percent(total.hit_rate)}; {total.tokens:,.0f} prompt tokens/s: {shares or 'none'}",
@@ -117,6 +127,12 @@ def summary_lines(view: View) -> list[str]:
         f"refused {total.refusals:.1f}/s, missed {total.misses:.1f}/s, "
         f"dropped {total.drops:.1f}/s",
     ]
+    return lines + _stored_lines(view)
+
+
+def _stored_lines(view: View) -> list[str]:
+    """What the exporter or the index tells."""
+    lines = []
     if view.stored is not None:
         stored = view.stored
         lines.append(
@@ -235,6 +251,11 @@ def _replica_table(rows: Sequence[Sequence[str]], width: int) -> Table:
 
     for name in _DROPPED_FIRST:
         if sum(widest(column) + 2 for column in columns[:-1]) + _NOTES_MIN <= width:
+            break
+        columns.remove(name)
+    notes = min(_NOTES_MIN, widest("notes"))
+    for name in _DROPPED_FOR_NOTES:
+        if sum(widest(column) + 2 for column in columns[:-1]) + notes <= width:
             break
         columns.remove(name)
     table = _table(columns, [[row[name] for name in columns] for row in cells])

@@ -1,11 +1,12 @@
 """``objkv.cli.top_screen``: what fits on which terminal, and what keys do."""
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
-from objkv.cli.top_screen import SORTS, Showing, screen, sort_rows
+from objkv.cli.top_screen import SORTS, Showing, screen, sort_rows, summary_lines
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, Row, total_of
 from objkv.ops.top.watch import Stored, View
@@ -94,3 +95,19 @@ def test_keys_do_what_the_head_says() -> None:
     showing.key("up", 3)
     assert showing.top == 1
     assert not showing.key("q", 3)
+
+
+def test_on_a_very_narrow_terminal_the_reason_why_a_replica_is_down_stays() -> None:
+    text = "\n".join(drawn(VIEW, Showing(2), 60, 40))
+    assert "Connection refused" in text
+    assert "open: bulk write" in text
+
+
+def test_a_fleet_that_is_down_has_no_figures() -> None:
+    down = (ROWS[1],)
+    lines = summary_lines(replace(VIEW, rows=down, total=total_of(down)))
+    assert lines[0] == "1 replica, 1 down; hit rate -; - prompt tokens/s"
+    assert not any(char.isdigit() for char in lines[1])
+    assert "--endpoint URL" in lines[2]
+    assert lines[3].startswith("stored 1.0 GiB")
+    assert "--endpoint URL" in "\n".join(drawn(replace(VIEW, rows=down), Showing(2), 100, 40))
