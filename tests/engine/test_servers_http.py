@@ -4,7 +4,8 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from objkv.config import Config
@@ -113,6 +114,27 @@ def has_all_back(log: str) -> bool:
     return log.count(BACK) == log.count(GIVEN_UP)
 
 
+def is_announced(valkey: RedisServer, server: Server, prompt: Prompt) -> bool:
+    """Whether the index has a record of the prompt's one chunk."""
+    return chunks_indexed(valkey, server, prompt) > 0
+
+
+def ask_until_saved(valkey: RedisServer, server: Server, numbers: Iterator[int]) -> None:
+    """Ask until something that the server saved was announced: its worker gave up writes apart from
+    reads, and finds out with a write that the index is back."""
+    deadline = time.monotonic() + NOTICED_S
+    while True:
+        prompt = probe(next(numbers))
+        server.complete(prompt)
+        with suppress(TimeoutError):
+            return wait_until(
+                partial(is_announced, valkey, server, prompt),
+                "a record",
+                bound_s=2.0,
+            )
+        assert time.monotonic() < deadline, f"{server.log_file}: nothing is announced"
+
+
 @scenario
 def an_outage_and_an_end(folder: Path) -> Values:
     prompts = (SHARED, DURING, AFTER, LAST)
@@ -151,6 +173,7 @@ def an_outage_and_an_end(folder: Path) -> Values:
 
         valkey.restart()
         waited += [ask_until(has_all_back, server, numbers) for server in (one, two)]
+        ask_until_saved(valkey, one, numbers)
         answers["one after"] = one.complete(AFTER)
         wait_until_indexed(valkey, one, AFTER)
         answers["two after"] = two.complete(AFTER)
