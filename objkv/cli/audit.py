@@ -62,7 +62,12 @@ def audit(
         int, typer.Option(min=1, max=10_000, help="Largest prefixes to tell.", metavar="N")
     ] = ROOTS_MAX,
     limit: Annotated[
-        int, typer.Option(min=1, help="Rows of each table on the terminal.", metavar="N")
+        int,
+        typer.Option(
+            min=1,
+            help="Rows of each table on the terminal, but all kinds of findings.",
+            metavar="N",
+        ),
     ] = LIMIT,
     price_gb_month: Annotated[
         float, typer.Option(min=0, help="Dollars for 10^9 bytes in a month.", metavar="USD")
@@ -186,6 +191,6 @@ def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
     namespaces = {name: one.namespace for name, one in places.facts.items()}
     run.run("reading records", walk.records(places.indexed))
     run.run("listing payloads", walk.payloads(places.parts, namespaces))
-    run.run("looking for leftovers", walk.leftovers())
+    run.run("looking for leftovers", walk.leftovers(places.only))
     if not walk.ends.is_own_index:
         run.run("looking again", walk.second_looks(sorted({*namespaces, *places.indexed})))

@@ -2,17 +2,23 @@
 
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from objkv.cli.output import Output, age, plain, size
-from objkv.ops.audit_report import JSON_FORMAT, AuditReport, NamespaceAudit, RootAudit
+from objkv.cli.output import Output, age, counted, plain, size
+from objkv.ops.audit_report import (
+    JSON_FORMAT,
+    AuditFinding,
+    AuditReport,
+    NamespaceAudit,
+    RootAudit,
+)
 from objkv.ops.report import html_report
+from objkv.ops.report.figures import dollars, share
 
 _HASH = 12
-_NAMED = 3
-"""Findings of each kind."""
 _DIFFERENCES = 5
 
 
@@ -57,9 +63,9 @@ def show_report(
         _namespaces(out, report, limit)
         _tenants(out, report, limit)
         _roots(out, report, limit)
-        _findings(out, report)
+        _findings(out, report, limit)
         _costs(out, report)
-        _differences(out, report)
+        _differences(out, report, limit)
     for problem in report.problems:
         out.line(problem, "yellow")
     if html is not None:
@@ -73,15 +79,17 @@ def show_report(
 def _totals(out: Output, report: AuditReport) -> None:
     totals = report.totals
     out.line(
-        f"{totals.chunks:,} chunks, {totals.payloads:,} payloads, {size(totals.nbytes)}, "
-        f"{_number(totals.tokens)} tokens; {totals.namespaces:,} namespaces, {totals.tenants:,} "
-        f"tenants, {totals.roots:,} prefixes"
+        f"{counted(totals.chunks, 'chunk')}, {counted(totals.payloads, 'payload')}, "
+        f"{size(totals.nbytes)}, {_counted(totals.tokens, 'token')}; "
+        f"{counted(totals.namespaces, 'namespace')}, {counted(totals.tenants, 'tenant')}, "
+        f"{counted(totals.roots, 'prefix', 'prefixes')}"
     )
     if totals.records is not None and totals.used_chunks is not None:
-        used = 100 * totals.used_chunks / max(1, totals.records)
+        used = f"{totals.used_chunks:,} of {counted(totals.chunks, 'chunk')}"
+        were = "was" if totals.chunks == 1 else "were"
         out.line(
-            f"{_number(totals.hits)} hits; {totals.used_chunks:,} of {totals.records:,} recorded "
-            f"chunks were used ({used:.0f} %), {size(totals.unused_bytes)} never"
+            f"{_counted(totals.hits, 'hit')}; {used} {were} used "
+            f"({share(totals.used_chunks, totals.chunks)}), {size(totals.unused_bytes)} never"
         )
     out.line()
 
@@ -157,7 +165,7 @@ def _root_row(one: RootAudit, now_s: int) -> Sequence[object]:
         one.namespace[:8],
         one.chunks,
         size(one.nbytes),
-        f"{one.shared_tokens:,} tokens",
+        counted(one.shared_tokens, "token"),
         one.branches,
         one.leaves,
         one.hits,
@@ -167,7 +175,7 @@ def _root_row(one: RootAudit, now_s: int) -> Sequence[object]:
     )
 
 
-def _findings(out: Output, report: AuditReport) -> None:
+def _findings(out: Output, report: AuditReport, limit: int) -> None:
     rows = [
         (one.kind, one.count, size(one.nbytes), one.young, one.remedy)
         for one in report.findings.counts
@@ -175,19 +183,25 @@ def _findings(out: Output, report: AuditReport) -> None:
     ]
     out.line()
     if not rows:
-        out.line("nothing is wrong" if report.ending == "complete" else "nothing wrong so far")
+        is_seen_now = report.ending == "complete" and not report.resumed
+        out.line("nothing is wrong" if is_seen_now else "nothing wrong in what was seen")
         return
     out.table(("found", ">count", ">bytes", ">young", "what to do"), rows)
-    first = report.findings.first
-    named = [
-        one
-        for kind in dict.fromkeys(one.kind for one in first)
-        for one in [one for one in first if one.kind == kind][:_NAMED]
-    ]
+    named = _named(report.findings.first, limit)
     out.table(("", "", ""), [(one.kind, one.key, one.detail) for one in named])
-    left = len(first) - len(named) + report.findings.omitted
+    left = len(report.findings.first) - len(named) + report.findings.omitted
     if left:
         out.line(f"{left:,} more: --json names the first 100 of each kind")
+
+
+def _named(first: Sequence[AuditFinding], limit: int) -> list[AuditFinding]:
+    """``limit`` of them, as many of one kind as of another, in their order."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for place, one in enumerate(first):
+        turns.append((seen[one.kind], place))
+        seen[one.kind] += 1
+    return [first[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
 
 
 def _costs(out: Output, report: AuditReport) -> None:
@@ -203,15 +217,16 @@ def _costs(out: Output, report: AuditReport) -> None:
     )
 
 
-def _differences(out: Output, report: AuditReport) -> None:
+def _differences(out: Output, report: AuditReport, limit: int) -> None:
     if not report.differences:
         return
     out.line()
-    for one in report.differences[:_DIFFERENCES]:
+    shown = report.differences[: min(limit, _DIFFERENCES)]
+    for one in shown:
         out.line(f"{one.a[:8]} and {one.b[:8]}: {one.reason}")
-    left = len(report.differences) - _DIFFERENCES + report.differences_omitted
+    left = len(report.differences) - len(shown) + report.differences_omitted
     if left > 0:
-        out.line(f"{left:,} more pairs; objkv diff compares two")
+        out.line(f"{counted(left, 'more pair')}; objkv diff compares two")
 
 
 def _more(out: Output, omitted: int) -> None:
@@ -222,8 +237,8 @@ def _more(out: Output, omitted: int) -> None:
 def _usd(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"${value:,.2f}" if value >= 1 or value == 0 else f"${value:.2g}"
+    return dollars(value)
 
 
-def _number(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+def _counted(value: int | None, one: str) -> str:
+    return f"- {one}s" if value is None else counted(value, one)

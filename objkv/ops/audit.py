@@ -71,6 +71,8 @@ class Places:
     """Namespaces that the index has records of."""
     others: Sequence[str] = ()
     """Folders of the bulk store that are not objkv's."""
+    only: str | None = None
+    """The one namespace that is looked at; None for all."""
 
     def units(self) -> list[str]:
         """Names of the units of the whole walk."""
@@ -89,6 +91,7 @@ def find_places(ends: AuditEnds, only: str | None = None) -> Places:
         parts=stored_parts(ends.bulk, names),
         indexed=[name for name in indexed if only in (None, name)],
         others=() if only else foreign_folders(ends.bulk.folders(""), every),
+        only=only,
     )
 
 

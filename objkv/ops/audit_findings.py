@@ -18,7 +18,7 @@ REMEDIES: dict[FindingKind, str] = {
     "orphan": "objkv rebuild gives them their records, objkv sweep --apply removes them",
     "stranger": "objkv sweep --apply --strangers removes them",
     "corrupt": "objkv verify --all --quarantine takes them out of use",
-    "expired": "nobody used them while a record lives: objkv sweep --apply removes them",
+    "expired": "objkv sweep --apply removes them: nobody used them for ttl_s",
     "old_epoch": "of an earlier weights_epoch: objkv sweep --apply removes them",
     "leftover": "objkv sweep --apply removes what killed writers left and what is in quarantine",
 }
@@ -33,18 +33,31 @@ FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 JOIN temp.walked w ON w.ns = p.ns
 WHERE s.nbytes IS NULL AND p.nbytes >= 4096 AND w.has_records AND w.is_known AND NOT w.is_old
 """
-_STRANGERS = """
+# What a header that is not right makes corrupt is named by its path, as payload_path makes it.
+_NOT_CORRUPT = """
+AND NOT EXISTS (
+  SELECT 1 FROM main.found f JOIN main.namespaces n ON n.id = p.ns
+  WHERE f.kind = 'corrupt' AND f.key = n.name || '/' || lower(substr(hex(p.hash), 1, 2)) || '/'
+    || lower(hex(p.hash)) || '/' || p.field || '.safetensors')
+"""
+_STRANGERS = (
+    """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'its namespace has no identity document'
 FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 JOIN temp.walked w ON w.ns = p.ns
 WHERE NOT w.is_known AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbytes)
 """
-_OLD = """
+    + _NOT_CORRUPT
+)
+_OLD = (
+    """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'of an earlier weights_epoch'
 FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 JOIN temp.walked w ON w.ns = p.ns
 WHERE w.is_known AND w.is_old AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbytes)
 """
+    + _NOT_CORRUPT
+)
 # What this finds is corrupt, and nothing else besides: one payload is one finding.
 _SIZES = """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s,

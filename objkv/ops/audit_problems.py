@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from objkv.ops.audit_findings import Walked
 from objkv.ops.audit_report import AuditReport
 from objkv.ops.ends import QUARANTINE
-from objkv.ops.report.figures import span
+from objkv.ops.report.figures import noun, span
 
 _NAMES_SHOWN = 3
 _MOST = 0.5
@@ -27,7 +27,10 @@ def problems(
     found = [*_early(report), *_resumed(report), *(_ends(report) if has_index else ())]
     found += [*_namespaces(report, walked), *met]
     if namespaces_omitted:
-        found.append(f"the tree leaves out the {namespaces_omitted} smallest namespaces")
+        found.append(
+            f"the tree leaves out the {namespaces_omitted} smallest "
+            f"{noun(namespaces_omitted, 'namespace')}"
+        )
     if not has_index and report.totals.payloads:
         found.append(
             "the bulk store is its own index: nothing expires, hits are not counted, and what is "
@@ -102,7 +105,9 @@ def _namespaces(report: AuditReport, walked: dict[str, Walked]) -> Iterator[str]
     gone = sum(one.token_start > 0 for one in report.roots)
     if gone:
         yield (
-            f"{gone} of the largest {len(report.roots)} prefixes have lost their beginning: what "
+            f"{gone} of the largest {len(report.roots)} "
+            f"{noun(len(report.roots), 'prefix', 'prefixes')} "
+            f"{noun(gone, 'has lost its', 'have lost their')} beginning: what "
             "follows it can not be loaded"
         )
     for tenant in report.tenants:

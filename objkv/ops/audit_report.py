@@ -49,9 +49,9 @@ JSON_FORMAT: Final = 1
 """Of the JSON document; another number where a field's meaning changes."""
 
 FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "expired", "old_epoch", "leftover"]
-"""``expired``: without a record for longer than one lives; ``old_epoch``: of weights that are not
-served any more; ``leftover``: neither payload nor document, or in quarantine. The next sweep
-removes these three; the others are what should not be there."""
+"""``expired``: not used for so long (``ttl_s``) that its record ran out; ``old_epoch``: of weights
+that are not served any more; ``leftover``: neither payload nor document, or in quarantine. The next
+sweep removes these three; the others are what should not be there."""
 Ending = Literal["complete", "interrupted", "deadline"]
 
 

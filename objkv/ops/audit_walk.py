@@ -69,9 +69,9 @@ class AuditWalk:
         for part in parts:
             yield self._unit(part_unit(part), self._part_work(part, namespaces[part.namespace]))
 
-    def leftovers(self) -> Iterator[Unit]:
-        """What killed writers left, and what lies in quarantine."""
-        yield self._unit("leftovers", self._leftovers)
+    def leftovers(self, only: str | None = None) -> Iterator[Unit]:
+        """What killed writers left, and what lies in quarantine, of all or of one namespace."""
+        yield self._unit("leftovers", lambda check: self._leftovers(only, check))
 
     def second_looks(self, names: Sequence[str]) -> Iterator[Unit]:
         """What seems wrong in namespaces that have been walked is looked at once more, since one
@@ -154,15 +154,17 @@ class AuditWalk:
             )
         self.spool.add_records(Told(namespace.name, one, False) for one in chunks.values())
 
-    def _leftovers(self, check: Check) -> None:
+    def _leftovers(self, only: str | None, check: Check) -> None:
         try:
             for left in self.ends.unfinished():
                 check()
+                if only not in (None, _folder(left.key)):
+                    continue
                 entry = Entry(f"{left.key} ({left.name})", left.nbytes, left.modified_s)
                 self.spool.find("leftover", entry, "left by a writer that was ended")
         except StoreDenied as exc:
             self.problems.add(f"unfinished uploads were not looked for: {exc}")
-        for entry in self.ends.bulk.scan(f"{QUARANTINE}/"):
+        for entry in self.ends.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
             self.spool.find("leftover", entry, "taken out of use by objkv verify")
 
@@ -214,6 +216,11 @@ def records_unit(name: str) -> str:
 def part_unit(part: Part) -> str:
     """What the walk over a part's payloads is called."""
     return f"payloads {part.name}"
+
+
+def _folder(key: str) -> str:
+    """The namespace that a payload is of, be it in quarantine or not."""
+    return key.removeprefix(f"{QUARANTINE}/").partition("/")[0]
 
 
 def _key(namespace: str, prefix_hash: bytes, text: str) -> ChunkKey:

@@ -60,6 +60,38 @@ def test_the_document_tells_all_that_was_planted(run: Run, ends: Backends) -> No
     }  # fmt: skip
 
 
+def test_the_limit_holds_for_findings_and_all_kinds_are_counted(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=8, ghost=4, stranger=4, short=4))
+    lines = run("audit", "--limit", "2").out.splitlines()
+    counted = lines.index(next(line for line in lines if line.startswith("found")))
+    told = [line.split()[0] for line in lines[counted + 1 :] if line]
+    kinds = ["ghost", "stranger", "corrupt"]
+    assert told[:3] == kinds
+    named = [line for line in lines if ".safetensors" in line]
+    assert [line.split()[0] for line in named] == kinds[:2]
+    assert "10 more: --json names the first 100 of each kind" in lines
+    named = [line for line in run("audit", "--limit", "7").out.splitlines() if "safetens" in line]
+    assert [line.split()[0] for line in named] == [
+        *["ghost"] * 3,
+        *["stranger"] * 2,
+        *["corrupt"] * 2,
+    ]
+
+
+def test_table_and_page_tell_the_same_share_the_same_money_and_one_as_one(
+    run: Run, ends: Backends, home: Path
+) -> None:
+    DamagedStore(ends).plant(Defects(good=8, orphan=8))
+    page = home / "page.html"
+    ran = run("audit", "--html", str(page), "--price-gb-month", "0.001")
+    assert "0 of 16 chunks were used (0 %)" in ran.out
+    assert "1 namespace, 1 tenant, " in ran.out
+    assert "costs <$0.01 a month" in ran.out
+    assert "<p>0 % of chunks used<br>" in page.read_text()
+    assert "&lt;$0.01" in page.read_text()
+    assert "$0 for" not in ran.out
+
+
 def test_young_orphans_and_the_next_sweeps_work_are_fine(run: Run, ends: Backends) -> None:
     DamagedStore(ends).plant(Defects(good=8, orphan=2, old_epoch=1))
     assert run("audit").code == 0
@@ -115,7 +147,7 @@ def test_wrong_options_are_told_before_anything_is_walked(
         (("--html", str(home)), "--html"),
         (("--show-text",), "--tokenizer"),
         (("--tokenizer", f"{home}/none.json"), "tokenizer.json"),
-        (("--namespace", "ffff"), "namespaces begin with ffff"),
+        (("--namespace", "ffff"), "no namespace begins with ffff"),
         (("--index-url", "memory:"), "memory:"),
     ):
         ran = run("audit", *options)
@@ -207,7 +239,7 @@ def test_a_server_that_fails_in_the_middle_is_3_and_the_next_run_goes_on(
     assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
 
 
-def fail(_: AuditWalk) -> Any:
+def fail(*_: object) -> Any:
     """As a server that has gone."""
     raise StoreUnavailable("scan: HTTP 503")
 

@@ -97,7 +97,7 @@ class Auditor:
 
     def again(self) -> None:
         """Look at leftovers, and twice at what seems wrong."""
-        self._run(self.walk.leftovers())
+        self._run(self.walk.leftovers(self.places.only))
         if not self.ends.is_own_index:
             self._run(self.walk.second_looks([*self.places.facts, *self.places.indexed]))
 

@@ -12,6 +12,7 @@ from objkv.ops.audit import find_places
 from objkv.ops.audit_report import AuditReport
 from objkv.ops.report.standing_out import TO_MEND
 from objkv.ops.report.tables import namespaces
+from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from objkv.testing.damage import DamagedStore, Defects
@@ -62,6 +63,39 @@ def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> 
         save_identity(bulk, replace(IDENTITY, weights_epoch=1))
     bulk.put(ChunkKey(NAMESPACE, key.prefix_hash, 0, WHOLE).path(), bytes(9_000))
     assert counts(Auditor(bulk, index).all()) == {"corrupt": 1}
+
+
+@pytest.mark.parametrize("namespace", ["current", "old epoch", "stranger"])
+def test_a_header_that_is_not_right_is_corrupt_and_nothing_else(namespace: str) -> None:
+    """Where the bulk store is its own index, so that headers are read."""
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(1,)])
+    [key] = save(bulk, None, tokens_of((9,)))
+    bulk.put(key.path(), bytes(9_000))
+    if namespace == "old epoch":
+        save_identity(bulk, replace(IDENTITY, weights_epoch=1))
+    elif namespace == "stranger":
+        bulk.delete(identity_path(NAMESPACE))
+    kind = {"current": {}, "old epoch": {"old_epoch": 1}, "stranger": {"stranger": 1}}[namespace]
+    report = Auditor(bulk, MemoryIndex(), is_own_index=True).all()
+    assert counts(report) == {"corrupt": 1, **kind}  # and the other one, which is whole
+
+
+def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(1,)])
+    own, other = f"{NAMESPACE}/ab/x", f"{'5' * 32}/ab/x"
+    for key in (own, other):
+        bulk.put(f"quarantine/{key}", b"taken out")
+    killed = [Unfinished(key, "1", 7, 0.0) for key in (own, other, f"quarantine/{other}")]
+    auditor = Auditor(bulk, index)
+    auditor.walk.ends = replace(auditor.ends, unfinished=lambda: killed)
+    auditor.places = find_places(auditor.ends, NAMESPACE)
+    named = [one.key for one in auditor.all().findings.first]
+    assert sorted(named) == [f"{own} (1)", f"quarantine/{own}"]
+    everything = Auditor(bulk, index)
+    everything.walk.ends = replace(everything.ends, unfinished=lambda: killed)
+    assert counts(everything.all()) == {"leftover": 5}
 
 
 def test_the_namespaces_figures_add_up_to_what_is_to_mend() -> None:

@@ -8,6 +8,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.ops.audit import find_places
 from objkv.ops.audit_report import AuditReport, FindingCount
 from objkv.ops.audit_spool import Spool
+from objkv.ops.report import html_report
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from tests.ops.audit_world import Auditor, save_prompts
@@ -79,6 +80,34 @@ def test_a_walk_that_is_continued_later_says_how_old_its_beginning_is(tmp_path: 
     assert report.begun_s == NOW_S
     assert "5 h ago" in report.problems[0]
     assert "--restart" in report.problems[0]
+    assert_no_agreement(report)
+
+
+def test_a_continued_walk_of_a_store_that_lost_its_payloads_does_not_say_that_all_is_well(
+    tmp_path: Path,
+) -> None:
+    clock, file = ManualClock(NOW_S), tmp_path / "audit.sqlite"
+    bulk, index = MemoryStore(clock=clock), MemoryIndex()
+    save_prompts(bulk, index, [(0,), (1,)])
+    first = Auditor(bulk, index, spool=Spool(file, clock=clock), clock=clock)
+    first.records()
+    first.payloads()
+    first.spool.close()
+    for entry in list(bulk.scan("")):
+        if entry.key.endswith(".safetensors"):
+            bulk.delete(entry.key)
+    report = Auditor(bulk, index, spool=Spool(file, clock=clock), clock=clock).all()
+    assert not any(one.count for one in report.findings.counts)
+    page = assert_no_agreement(report)
+    assert "Whether index and bulk store agree is not known" in page
+
+
+def assert_no_agreement(report: AuditReport) -> str:
+    """The page of ``report``, which does not say that both ends agree."""
+    page = html_report(report)
+    assert "Index and bulk store agree" not in page
+    assert "index and store agree" not in page
+    return page
 
 
 def test_a_walk_that_was_not_stopped_says_nothing_of_its_age() -> None:

@@ -17,7 +17,16 @@ from objkv.ops.audit_report import (
     Totals,
 )
 from objkv.ops.report import html_report
-from objkv.ops.report.figures import brief, dollars, sentence, share, size, span, with_commands
+from objkv.ops.report.figures import (
+    brief,
+    dollars,
+    noun,
+    sentence,
+    share,
+    size,
+    span,
+    with_commands,
+)
 from objkv.ops.report.plots import _ticks
 from objkv.ops.report.standing_out import remarks
 from tests.ops.audit_sample import MADE_S, sample_report
@@ -140,6 +149,35 @@ def test_only_a_whole_audit_without_findings_says_that_both_ends_agree() -> None
     assert told not in [remark.title for remark in remarks(report)]
 
 
+@pytest.mark.parametrize("changed", [{"resumed": True}, {"ending": "deadline"}])
+def test_a_report_that_is_not_wholly_of_now_says_that_it_does_not_know(
+    changed: dict[str, object],
+) -> None:
+    report = sample_report()
+    none = tuple(replace(count, count=0, young=0) for count in report.findings.counts)
+    clean = replace(report, findings=FindingsAudit(none, (), 0), resumed=False)
+    assert "store agree<" in html_report(clean)
+    page = html_report(replace(clean, **changed))  # type: ignore[arg-type]
+    assert "Whether index and bulk store agree is not known" in page
+    assert "store agree<" not in page
+
+
+def test_what_is_told_of_corrupt_and_expired_payloads_is_not_told_of_ghosts() -> None:
+    page = html_report(sample_report())
+    assert "no payload at all" not in page
+    assert "than one lives" not in page
+    assert "stored, but damaged: of the wrong length" in page
+    assert "not used for so long (ttl_s) that their record ran out" in page
+
+
+def test_one_of_a_thing_is_not_told_as_many() -> None:
+    report = sample_report()
+    one = replace(report.totals, namespaces=1, tenants=1, roots=1, chunks=1, payloads=1)
+    page = html_report(replace(report, totals=one))
+    assert "1 chunk<br>1 payload<" in page
+    assert "in 1 prefix<br>of 1 namespace<" in page
+
+
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
@@ -153,9 +191,17 @@ def test_only_a_whole_audit_without_findings_says_that_both_ends_agree() -> None
         (share(1, 0), "–"),
         (share(1, 1000), "< 1 %"),
         (share(999, 1000), "> 99 %"),
-        (dollars(0.0), "$0.00"),
-        (dollars(0.004), "< $0.01"),
-        (dollars(1234.5), "$1,234"),
+        (dollars(None), "–"),
+        (dollars(0.0), "$0"),
+        (dollars(4.8e-05), "<$0.01"),
+        (dollars(0.0099), "<$0.01"),
+        (dollars(0.01), "$0.01"),
+        (dollars(0.5), "$0.50"),
+        (dollars(0.12), "$0.12"),
+        (dollars(1234.5), "$1,234.50"),
+        (noun(1, "prefix", "prefixes"), "prefix"),
+        (noun(2, "prefix", "prefixes"), "prefixes"),
+        (noun(0, "chunk"), "chunks"),
         (span(-5), "0 s"),
         (span(90_000), "1 d"),
         (sentence("of an age: objkv sweep"), "Of an age: objkv sweep."),

@@ -205,6 +205,41 @@ def test_the_page_is_readable_on_a_narrow_screen(sample: Browser) -> None:
     assert sample.driver.execute_script("return document.documentElement.scrollWidth") <= 420
 
 
+@pytest.mark.parametrize("name", ["sample", "large"])
+@pytest.mark.parametrize("width", [1265, 1280, 1360])
+def test_every_table_fits_into_its_card_on_a_common_screen(
+    browser: Browser, pages: Path, name: str, width: int
+) -> None:
+    """1265: as a window of 1280 has with a scrollbar at its side."""
+    browser.open(pages / f"{name}.html")
+    browser.resize(width, 900)
+    browser.until("document.documentElement.clientWidth === arguments[0]", width)
+    script = """
+        return [...document.querySelectorAll(".over")].map((e) =>
+          [e.firstElementChild.id, e.scrollWidth - e.clientWidth])
+    """
+    tables = browser.driver.execute_script(script)
+    assert "roots-table" in [table for table, _ in tables]
+    assert [table for table, too_wide in tables if too_wide > 0] == []
+
+
+def test_a_table_that_is_too_wide_scrolls_under_its_first_column(sample: Browser) -> None:
+    sample.resize(700, 900)
+    sample.until("document.documentElement.clientWidth === 700")
+    script = """
+        const over = document.querySelector("#roots .over");
+        over.scrollLeft = 1e6;
+        const edges = (e) => [e.getBoundingClientRect().left, e.getBoundingClientRect().right];
+        const [first, last] = ["td", "td:last-child"].map((e) => edges(over.querySelector(e)));
+        return [edges(over), first, last, over.scrollLeft];
+    """
+    card, first, last, scrolled = sample.driver.execute_script(script)
+    assert scrolled > 100
+    assert first[0] == pytest.approx(card[0], abs=1)
+    assert last[1] <= card[1]
+    assert sample.driver.execute_script("return document.documentElement.scrollWidth") <= 700
+
+
 def test_the_documents_pictures_can_be_taken_again(
     browser: Browser, pages: Path, tmp_path: Path
 ) -> None:

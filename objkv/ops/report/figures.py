@@ -10,6 +10,7 @@ DASH: Final = "–"
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _COMMAND: Final = re.compile(r"(\bobjkv [a-z]+(?: --[a-z][a-z-]*)*)")
+_CENT: Final = 0.01
 _SHORT: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -67,14 +68,17 @@ def times(ratio: float | None) -> str:
 
 
 def dollars(amount: float | None) -> str:
-    """``$1,234``, with cents where they matter."""
+    """``$1,234.50``, ``<$0.01`` below a cent, and ``$0`` for nothing."""
     if amount is None:
         return DASH
-    if amount >= 1000:
-        return f"${amount:,.0f}"
-    if amount >= 0.095 or amount == 0:
-        return f"${amount:,.2f}"
-    return "< $0.01" if amount < 0.005 else f"${amount:.3f}"
+    if 0 < amount < _CENT:
+        return "<$0.01"
+    return f"${amount:,.2f}" if amount else "$0"
+
+
+def noun(number: float | None, one: str, many: str = "") -> str:
+    """``prefix`` of 1, ``prefixes`` of others; ``many`` where it is not ``one`` with an s."""
+    return one if number == 1 else many or f"{one}s"
 
 
 def span(seconds: float) -> str:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from objkv.ops.audit_report import AuditReport, TreeNode
 from objkv.ops.report import figures, plots, tables
-from objkv.ops.report.standing_out import KINDS, TO_MEND, name_of, remarks
+from objkv.ops.report.standing_out import KINDS, TO_MEND, is_of_now, name_of, remarks
 
 _ENDINGS: Final = {
     "complete": "Complete",
@@ -58,6 +58,7 @@ def html_report(report: AuditReport) -> str:
             to_mend=TO_MEND,
             name_of=name_of,
             remarks=remarks(report),
+            is_of_now=is_of_now(report),
             plots=plots,
             tables=tables,
             **_filters(),
@@ -72,6 +73,7 @@ def _filters() -> dict[str, Any]:
         "count",
         "dollars",
         "moment",
+        "noun",
         "sentence",
         "share",
         "size",

@@ -21,6 +21,7 @@
     const percent = (100 * part) / whole;
     return percent > 0 && percent < 1 ? "< 1 %" : `${percent.toFixed(0)} %`;
   };
+  const things = (n, one) => `${count(n)} ${n === 1 ? one : one + (one.endsWith("x") ? "es" : "s")}`;
   const span = (s) => {
     for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]]) {
       if (s >= length) return `${Math.floor(s / length)} ${unit}`;
@@ -204,8 +205,8 @@
 
   const range = (raw) => `${count(raw.start)}–${count(raw.end)}`;
   const sentence = (node) => {
-    const what = `${node.name}, ${size(node.bytes)}, ${count(node.chunks)} chunks`;
-    const hits = node.knows ? `, ${count(node.hits)} hits` : "";
+    const what = `${node.name}, ${size(node.bytes)}, ${things(node.chunks, "chunk")}`;
+    const hits = node.knows ? `, ${things(node.hits, "hit")}` : "";
     return node.raw ? `${what}, tokens ${range(node.raw)}${hits}` : `${what}${hits}`;
   };
 
@@ -268,7 +269,7 @@
     const raw = node.raw;
     if (raw) {
       rows.push(["Tokens", range(raw)]);
-      if (raw.other) rows.push(["Stands for", `${count(raw.folded)} prefixes`]);
+      if (raw.other) rows.push(["Stands for", things(raw.folded, "prefix")]);
       rows.push([node.children.length ? "Its own" : "Size", size(raw.bytes)], ["Chunks", count(raw.chunks)]);
     }
     if (node.children.length) {

@@ -3,12 +3,21 @@
 Nothing in here is a guess: a sentence whose numbers are not known is not said.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from objkv.ops.audit_report import AuditReport, FindingKind
-from objkv.ops.report.figures import brief, count, dollars, sentence, share, size, times
+from objkv.ops.report.figures import (
+    brief,
+    count,
+    dollars,
+    noun,
+    sentence,
+    share,
+    size,
+    times,
+)
 
 Level = Literal["bad", "warn", "info", "good"]
 
@@ -16,8 +25,11 @@ KINDS: Final[dict[FindingKind, tuple[str, str]]] = {
     "ghost": ("Ghosts", "recorded in the index, but not in the bulk store"),
     "orphan": ("Orphans", "in the bulk store, but nobody finds them: they have no record"),
     "stranger": ("Strangers", "of namespaces that no identity document explains"),
-    "corrupt": ("Corrupt", "of another length than their record says, or no payload at all"),
-    "expired": ("Expired", "without a record for longer than one lives"),
+    "corrupt": (
+        "Corrupt",
+        "stored, but damaged: of the wrong length, or with a header that is not right",
+    ),
+    "expired": ("Expired", "not used for so long (ttl_s) that their record ran out"),
     "old_epoch": ("Old epochs", "of weights that are not served any more"),
     "leftover": ("Leftovers", "of writers that were killed, or in quarantine"),
 }
@@ -45,24 +57,40 @@ class Remark:
 
 def name_of(kind: FindingKind, found: int) -> str:
     """``ghost``, ``ghosts``."""
-    name = _NAMES.get(kind, kind)
-    return f"{name if found == 1 else f'{name}s'}{_AFTER.get(kind, '')}"
+    return f"{noun(found, _NAMES.get(kind, kind))}{_AFTER.get(kind, '')}"
 
 
 def remarks(report: AuditReport) -> list[Remark]:
     """The worst first."""
     every = [*_findings(report), *_prefixes(report), *_use(report), *_places(report)]
     every += [*_sharing(report), *_growth(report)]
-    if not any(count.count for count in report.findings.counts) and report.ending == "complete":
-        every.append(
-            Remark(
-                "good",
-                "Index and bulk store agree",
-                f"All {count(report.totals.payloads)} payloads have the record they should have; "
-                "names and lengths were compared, bytes are what objkv verify reads.",
-            )
-        )
+    if not any(count.count for count in report.findings.counts):
+        every.append(_agreement(report))
     return sorted(every, key=lambda remark: _ORDER.index(remark.level))
+
+
+def _agreement(report: AuditReport) -> Remark:
+    """Where nothing wrong was found: what that says of now."""
+    if not is_of_now(report):
+        seen = "part of what was told here was seen in an earlier run, and may be gone since"
+        if report.ending != "complete":
+            seen = "not everything was looked at"
+        return Remark(
+            "info",
+            "Whether index and bulk store agree is not known",
+            f"Nothing wrong in what was seen, but {seen}.",
+        )
+    return Remark(
+        "good",
+        "Index and bulk store agree",
+        f"All {count(report.totals.payloads)} payloads have the record they should have; "
+        "names and lengths were compared, bytes are what objkv verify reads.",
+    )
+
+
+def is_of_now(report: AuditReport) -> bool:
+    """Whether all of it was seen, and in this run."""
+    return report.ending == "complete" and not report.resumed
 
 
 def _findings(report: AuditReport) -> Iterator[Remark]:
@@ -92,16 +120,19 @@ def _prefixes(report: AuditReport) -> Iterator[Remark]:
         nbytes = sum(root.nbytes for root in lost)
         yield Remark(
             "warn",
-            f"{count(len(lost))} {_plural(lost, 'prefix has', 'prefixes have')} lost the beginning",
+            f"{count(len(lost))} {noun(len(lost), 'prefix has', 'prefixes have')} lost "
+            "the beginning",
             f"{size(nbytes)} that no request can use until the first chunks are saved again.",
         )
     best = max(report.roots, key=lambda root: root.hits or 0, default=None)
     if best is not None and best.hits and report.totals.hits:
-        told = f"Prefix {best.hash[:8]} of {best.namespace[:8]} had {count(best.hits)} hits, "
+        told = f"Prefix {best.hash[:8]} of {best.namespace[:8]} had {count(best.hits)} "
+        told += f"{noun(best.hits, 'hit')}, "
         told += (
-            f"{share(best.hits, report.totals.hits)} of all; {count(best.shared_tokens)} tokens "
+            f"{share(best.hits, report.totals.hits)} of all; {count(best.shared_tokens)} "
+            f"{noun(best.shared_tokens, 'token is', 'tokens are')} "
         )
-        told += "are common to all that begins with it"
+        told += "common to all that begins with it"
         told += f", and each of its bytes was loaded {times(best.reuse)}." if best.reuse else "."
         yield Remark("good", "The most used prefix", told)
 
@@ -124,7 +155,7 @@ def _use(report: AuditReport) -> Iterator[Remark]:
         yield Remark(
             "good",
             f"{share(totals.nbytes - totals.unused_bytes, totals.nbytes)} of all bytes are used",
-            f"Chunks were hit {count(totals.hits)} times.",
+            f"Chunks were hit {count(totals.hits)} {noun(totals.hits, 'time')}.",
         )
 
 
@@ -151,7 +182,7 @@ def _sharing(report: AuditReport) -> Iterator[Remark]:
         first = same[0]
         yield Remark(
             "info",
-            f"{count(len(same))} {_plural(same, 'pair', 'pairs')} of namespaces of the same model "
+            f"{count(len(same))} {noun(len(same), 'pair')} of namespaces of the same model "
             "do not share",
             f"{first.a[:8]} and {first.b[:8]}, for one: {first.reason}.",
         )
@@ -168,9 +199,5 @@ def _growth(report: AuditReport) -> Iterator[Remark]:
         "info",
         f"It grows by {size(growth.bytes_per_day)} a day",
         f"At that pace, and without a sweep, it is twice as large in {brief(days)} "
-        f"{'day' if round(days) == 1 else 'days'}.{price}",
+        f"{noun(round(days), 'day')}.{price}",
     )
-
-
-def _plural(things: Sized, one: str, many: str) -> str:
-    return one if len(things) == 1 else many

@@ -11,6 +11,7 @@ from objkv.ops.report.figures import (
     count,
     dollars,
     moment,
+    noun,
     share,
     size,
     times,
@@ -104,8 +105,10 @@ def namespaces(report: AuditReport) -> Table:
     rows = []
     for one in report.namespaces:
         told = (
-            f"{one.ghosts} ghosts, {one.orphans - one.expired} orphans, {one.corrupt} corrupt, "
-            f"{one.strangers} strangers; {one.expired} more have expired"
+            f"{one.ghosts} {noun(one.ghosts, 'ghost')}, "
+            f"{one.orphans - one.expired} {noun(one.orphans - one.expired, 'orphan')}, "
+            f"{one.corrupt} corrupt, {one.strangers} {noun(one.strangers, 'stranger')}; "
+            f"{one.expired} more {noun(one.expired, 'has', 'have')} expired"
         )
         name = text(one.namespace, mono=True, cut=8)
         epoch = "" if one.weights_epoch is None else f"weights epoch {one.weights_epoch}"
