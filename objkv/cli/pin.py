@@ -10,7 +10,7 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import size
+from objkv.cli.output import counted, size
 from objkv.cli.prompts import find_identity, read_digest, read_prompt
 from objkv.errors import ConfigError
 from objkv.index.base import Record
@@ -96,7 +96,7 @@ def pin(
         session.out.document(done)
     else:
         session.out.line(
-            f"pinned {done.tokens:,} tokens, {done.chunks} chunks, {size(done.nbytes)}, until "
+            f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, {size(done.nbytes)}, until "
             f"{_when(done.until_s)}: {name[:8]} {done.leaf.hex()}"
         )
     return _told_missing(session, done)
@@ -122,7 +122,9 @@ def unpin(
     if session.out.machine:
         session.out.document(done)
     else:
-        session.out.line(f"unpinned {done.tokens:,} tokens, {done.chunks} chunks: {whole.hex()}")
+        session.out.line(
+            f"unpinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}: {whole.hex()}"
+        )
     return FINE
 
 
@@ -150,7 +152,9 @@ def _print(session: Session, found: PinList) -> None:
                     pin.chunks,
                     size(pin.nbytes),
                     _when(pin.until_s),
-                    f"{pin.missing} chunks are not stored" if pin.missing else "",
+                    f"{counted(pin.missing, 'chunk is', 'chunks are')} not stored"
+                    if pin.missing
+                    else "",
                 )
                 for pin in found.pins
             ],
@@ -165,7 +169,7 @@ def _told_missing(session: Session, done: Pinned) -> int:
     if not done.missing:
         return FINE
     if not session.out.machine:
-        session.out.line(f"{done.missing} chunks went meanwhile: pin again once they are saved")
+        session.out.line(f"{counted(done.missing, 'chunk')} went meanwhile: pin again once saved")
     return FOUND
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output, plain
+from objkv.cli.output import Output, counted, plain
 from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
 from objkv.ops.audit_report import Prices
@@ -163,13 +163,12 @@ def _print(out: Output, found: Sizing, layout: Layout, load: Load) -> None:
         (
             "a chunk",
             bytes_text(chunk.nbytes),
-            f"{chunk.tokens} tokens in {chunk.payloads} "
-            f"{'payload' if chunk.payloads == 1 else 'payloads'}, the largest "
+            f"{chunk.tokens} tokens in {counted(chunk.payloads, 'payload')}, the largest "
             f"{bytes_text(chunk.largest_payload_bytes)}; headers {bytes_text(chunk.header_bytes)}",
         ),
         (
             "a prompt",
-            f"{found.prompt_chunks} chunks",
+            counted(found.prompt_chunks, "chunk"),
             f"{found.loaded_chunks} loaded, {found.prompt_chunks - found.loaded_chunks} saved",
         ),
         ("chunks", _count(found.chunks), f"{_count(found.records)} of them with a record"),

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import size
+from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.errors import ConfigError
 from objkv.ops.sweep import Sweep
@@ -161,5 +161,5 @@ def _removed(tally: Tally) -> str:
     ghosts = min(tally.counts["ghost"], tally.counts["removed"])
     entries = tally.counts["removed"] - ghosts
     told = [f"{entries:,}, {size(tally.nbytes['removed'])}"] if entries or not ghosts else []
-    told += [f"{ghosts:,} records of payloads that are not there"] if ghosts else []
+    told += [f"{counted(ghosts, 'record')} of payloads that are not there"] if ghosts else []
     return "; ".join(told)

@@ -69,7 +69,7 @@ def test_pins_are_listed_for_people(run: Run, machine: Machine, hashes: list[str
     ran = run("pin", "--list", "--namespace", NAMESPACE[:4])
     assert ran.code == 0
     assert hashes[2] in ran.out
-    assert "1 chunks are not stored" in ran.out
+    assert "1 chunk is not stored" in ran.out
     machine.bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
     ran = run("pin", "--list")
     assert ran.code == 1
