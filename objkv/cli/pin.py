@@ -96,8 +96,8 @@ def pin(
         session.out.document(done)
     else:
         session.out.line(
-            f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, {size(done.nbytes)}, until "
-            f"{_when(done.until_s)}: {name[:8]} {done.leaf.hex()}"
+            f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, "
+            f"{size(done.nbytes)}, until {_when(done.until_s)}: {name[:8]} {done.leaf.hex()}"
         )
     return _told_missing(session, done)
 
