@@ -204,13 +204,13 @@ def roots(report: AuditReport) -> Table:
             )
         )
     columns = _head(
-        "First chunk", "Namespace", "Tenant", "Text", ">Shared tokens|Common to all below",
+        "First chunk", "Namespace", "Tenant", "Text", ">Shared|Tokens that are common to all below",
         ">Ends|At least so many different prompts", ">Forks", ">Longest|Tokens", ">Chunks",
         ">Bytes", ">Hits", ">Reuse|Bytes loaded by bytes stored", ">Last used",
     )  # fmt: skip
     note = ""
     if report.roots_omitted:
-        note = f"{count(report.roots_omitted)} smaller ones are not listed."
+        note = f"{count(report.roots_omitted)} smaller {noun(report.roots_omitted, 'one is', 'ones are')} not listed."
     if not any(one.label for one in report.roots):
         at = [column.name for column in columns].index("Text")
         columns = columns[:at] + columns[at + 1 :]
