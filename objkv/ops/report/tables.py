@@ -210,7 +210,8 @@ def roots(report: AuditReport) -> Table:
     )  # fmt: skip
     note = ""
     if report.roots_omitted:
-        note = f"{count(report.roots_omitted)} smaller {noun(report.roots_omitted, 'one is', 'ones are')} not listed."
+        are = noun(report.roots_omitted, "one is", "ones are")
+        note = f"{count(report.roots_omitted)} smaller {are} not listed."
     if not any(one.label for one in report.roots):
         at = [column.name for column in columns].index("Text")
         columns = columns[:at] + columns[at + 1 :]
