@@ -6,6 +6,7 @@ The child imports vLLM, this process does not. It ends with its input, in order;
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,12 @@ from objkv.testing.servers.lifetime import die_with_parent
 
 MODULE: Final = "objkv.connector.warm"
 AT_ONCE: Final = 64
-_TAIL_LINES = 25
+_TAIL_LINES = 200
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): |^\s*Value error, ")
+"""A line of its log that names what went wrong, as Python and pydantic write it."""
+_TOLD_MAX = 300
+_LAST_WORDS_S = 10.0
+"""From the end of its answers until it has written why."""
 _END_S = 60.0
 _START_S = 3600.0
 """A large model is read from a slow disk."""
@@ -205,9 +211,19 @@ class EngineProcess:
             future.cancel()
 
     def _tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        errors = [line for line in lines if "Error" in line]
-        return f"{errors[-1].strip() if errors else 'no reason was told'}; its log is {self._log}"
+        if self._ready.done():
+            # Its answers end before Python writes the traceback.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_WORDS_S)
+        return f"{_reason(self._log)}; its log is {self._log}"
+
+
+def _reason(log: Path) -> str:
+    """The last error that a log tells, in one line."""
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    errors = [line for line in lines if _ERROR.search(line)]
+    errors = errors or [line for line in lines if "Error" in line]
+    return errors[-1].strip().rstrip(".")[:_TOLD_MAX] if errors else "no reason was told"
 
 
 def _environment(settings: Mapping[str, str]) -> dict[str, str]:

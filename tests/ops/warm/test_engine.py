@@ -13,10 +13,17 @@ from objkv.ops.warm.engine import EngineJob, EngineProcess
 from objkv.ops.warm.prompts import Prompt
 
 CHILD = """
-import json, os, sys
+import json, os, subprocess, sys
 job = json.loads(sys.stdin.readline())
 if job["model"] == "broken":
     sys.exit("ValueError: no such model")
+if job["model"] == "invalid":
+    os.close(1)  # its answers end, and only then it says why
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    sys.exit('''ValidationError: 1 validation error for ModelConfig
+  Value error, Invalid repository ID: '/nonexistent'.
+1. Provide a repository.
+ [type=value_error, input_value={}]''' + "\\n  more" * 40)
 say = lambda **values: print(json.dumps(values), flush=True)
 say(ready=True)
 for line in sys.stdin:
@@ -72,6 +79,14 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(AskError, match="no such model") as raised:
         child.check()
     assert raised.value.trouble == "down"
+    child.close()
+
+
+def test_the_sentence_of_a_setting_that_is_refused_is_told(tmp_path: Path) -> None:
+    child = process(tmp_path, "invalid")
+    words = "did not start: Value error, Invalid repository ID: '/nonexistent'; its log is /"
+    with pytest.raises(AskError, match=words):
+        child.check()
     child.close()
 
 
