@@ -114,6 +114,11 @@ def warm(
     places = list(prompts or ())
     if not places and not promote:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
+    if check and promote:
+        raise ConfigError(
+            "--check and --promote exclude each other: --check only says what is stored, --promote "
+            "copies it to the hot store"
+        )
     if engine_arg and model is None:
         raise ConfigError("--engine-arg is for --model")
     options = WarmOptions(

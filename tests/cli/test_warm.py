@@ -82,7 +82,17 @@ def test_nobody_there_is_3(run: Run, server: FakeVllm, prompts: Path) -> None:
     server.end()
     ran = run("warm", str(prompts), "--endpoint", server.url)
     assert (ran.code, ran.out) == (3, "")
-    assert f"{server.url}/health" in ran.err
+    assert ran.err.count(f"{server.url}/health: connection refused") == 1
+    assert "left alone" not in ran.err
+
+
+def test_text_is_not_checked_without_a_tokenizer(run: Run, machine: Machine) -> None:
+    save_identity(machine.bulk)
+    save(machine.bulk, machine.index)
+    ran = run("warm", "-", "--check", stdin='"some words"')
+    assert (ran.code, ran.out) == (2, "")
+    assert "stdin:1: is text" in ran.err
+    assert "give --tokenizer" in ran.err
 
 
 def test_adapters_are_known_by_what_they_hold(run: Run, server: FakeVllm) -> None:
@@ -128,7 +138,13 @@ def test_what_is_stored_is_checked_without_anybody_who_computes(
     ("arguments", "words"),
     [
         ((), "no prompts: name JSON Lines files"),
-        (("/nowhere.jsonl", "--endpoint", "http://127.0.0.1:9"), "127.0.0.1:9"),
+        (
+            ("-", "--endpoint", "http://127.0.0.1:9"),
+            "http://127.0.0.1:9/health: connection refused",
+        ),
+        (("/nowhere.jsonl", "--endpoint", "http://127.0.0.1:9"), "/nowhere.jsonl: no such file"),
+        (("/nowhere.jsonl", "--check"), "/nowhere.jsonl: no such file"),
+        (("-", "--check", "--promote"), "--check and --promote exclude each other"),
         (("-",), "say who computes"),
         (("-", "--endpoint", "x", "--promote"), "say who computes"),
         (("-", "--endpoint", "x", "--engine-arg", "a=1"), "--engine-arg is for --model"),

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -26,6 +28,7 @@ _ANSWER_BYTES_MAX: Final = 64 << 20
 """Ids of a million tokens are 8 MB."""
 _TOLD_MAX: Final = 300
 _BUSY: Final = (429, 503)
+_OF_A_CHECK: Final = ("/health", "/v1/models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +162,16 @@ class Endpoint:
         except httpx.InvalidURL as exc:
             raise ConfigError(f"endpoint {self._base}: {exc}") from exc
         except httpx.HTTPError as exc:
-            raise AskError("down", f"{what}: {str(exc) or type(exc).__name__}") from exc
+            raise AskError("down", f"{what}: {_reason(exc)}") from exc
         except LoopClosed as exc:
             raise AskError("down", f"{what}: given up") from exc
         if len(answer.content) > _ANSWER_BYTES_MAX:
             raise AskError("failed", f"{what}: longer than {_ANSWER_BYTES_MAX} bytes")
         if 200 <= answer.status < 300:
             return _parsed(answer, what, is_health=path == "/health")
+        if answer.status == 404 and path in _OF_A_CHECK:
+            told = f"{self._base} answers, but HTTP 404 on {path}: is it a vLLM server?"
+            raise AskError("refused", told)
         raise _error(answer, what)
 
     async def _answer(self, method: str, path: str, content: bytes | None) -> "_Answer":
@@ -220,9 +226,27 @@ def _told(answer: _Answer) -> str:
         found: Any = json.loads(answer.content)
     except ValueError:
         found = answer.content.decode("utf-8", "replace")
+        if found.lstrip().startswith("<"):  # a page for people
+            return ""
     while isinstance(found, dict):
         found = found.get("error", found.get("message", found.get("detail", "")))
     return " ".join(str(found).split())[:_TOLD_MAX]
+
+
+def _reason(error: BaseException) -> str:
+    """What the system says of a connection, rather than what the client makes of it."""
+    told = str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            number = 0 if isinstance(cause, ssl.SSLError) else cause.errno or 0
+            told = os.strerror(number) if number > 0 else cause.strerror
+            told = told[:1].lower() + told[1:]
+        if isinstance(cause, BaseExceptionGroup):  # one for each address of a name
+            cause = cause.exceptions[0]
+        else:
+            cause = cause.__cause__ or cause.__context__
+    return told
 
 
 def _retry_after(text: str) -> float | None:

@@ -59,9 +59,13 @@ def read_prompts(places: Sequence[str]) -> Iterator[Prompt]:
     """The prompts in files, in the files that patterns match, and, for ``-``, on standard input.
 
     A file that is called ``….txt`` is one prompt, any other has one in each line. Raises
-    ``ConfigError`` naming file and line.
+    ``ConfigError`` naming file and line; at once for a file that is not there.
     """
-    for file in _files(places):
+    return _read(list(_files(places)))
+
+
+def _read(files: Sequence[str]) -> Iterator[Prompt]:
+    for file in files:
         if file == "-":
             yield from _lines("stdin", sys.stdin.buffer)
         elif file.endswith(".txt"):

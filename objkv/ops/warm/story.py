@@ -1,6 +1,6 @@
 """The parts of ``warm`` in their order: who is there, tokens, the namespace, and then the work."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -136,8 +136,21 @@ def check_stored(means: Means, prompts: Iterable[Prompt], identity: Identity) ->
     stock = Stock(means.ends.index, identity, means.adapters)
     report = WarmReport("check", stock.namespace, identity.model)
     means.watch.stage("reading prompts")
+    if means.tokenizer is None:
+        prompts = _with_tokens(prompts)
     _records(means, stock, prompts, report)
     return report
+
+
+def _with_tokens(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """Raises ``ConfigError`` at a prompt of which nobody can know whether it is stored."""
+    for prompt in prompts:
+        if prompt.tokens is None:
+            raise ConfigError(
+                f"{prompt.name}: is text, and no engine is asked: give --tokenizer, the model's "
+                "folder"
+            )
+        yield prompt
 
 
 def _records(
@@ -198,10 +211,11 @@ def _ready(fleet: Fleet, watch: Watch) -> list[Asker]:
         if error is not None:
             seat.asked += 1
             fleet.failed(seat, AskError("down", str(error)))
-            watch.note(f"left alone for now: {error}")
     ready = [s.asker for s, error in zip(fleet.seats, errors, strict=True) if error is None]
-    if not ready:
+    if not ready:  # which tells all of them
         raise StoreUnavailable("; ".join(str(error) for error in errors))
+    for error in filter(None, errors):
+        watch.note(f"left alone for now: {error}")
     return ready
 
 

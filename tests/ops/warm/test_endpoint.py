@@ -4,6 +4,9 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -90,6 +93,22 @@ def test_retry_after_is_read_in_both_forms(
     with pytest.raises(AskError) as raised:
         endpoint.ask(ASK)
     assert raised.value.after_s == seconds
+
+
+def test_a_server_of_something_else_is_told_in_a_sentence(tmp_path: Path) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
+        Thread(target=pages.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{pages.server_port}"
+        endpoint = Endpoint(url, EndpointLimits())
+        with pytest.raises(AskError) as raised:
+            endpoint.check()
+        with pytest.raises(AskError) as posted:
+            endpoint.ask(Ask([1, 2, 3], None, "tiny"))
+        endpoint.close()
+        pages.shutdown()
+    assert str(raised.value) == f"{url} answers, but HTTP 404 on /health: is it a vLLM server?"
+    assert str(posted.value) == f"{url}/v1/completions: HTTP 501"
 
 
 def test_who_is_not_let_in_is_told_what_to_give(server: FakeVllm, endpoint: Endpoint) -> None:
