@@ -1,7 +1,6 @@
 """``objkv audit`` on real servers: Valkey, and Ceph's S3."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,19 +10,13 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects
 from objkv.testing.servers.ceph import S3Server
-from objkv.testing.servers.redis import RedisServer, valkey_server
+from objkv.testing.servers.redis import RedisServer
 from tests.cli.conftest import Run, home, run
-from tests.services.s3_fixtures import BUCKET
+from tests.services.fleet_fixtures import use_servers, valkey
 
-__all__ = ["home", "run"]
+__all__ = ["home", "run", "valkey"]
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path / "valkey") as server:
-        yield server
 
 
 def test_a_bucket_and_redis_are_joined_and_both_are_left_as_they_were(
@@ -33,19 +26,7 @@ def test_a_bucket_and_redis_are_joined_and_both_are_left_as_they_were(
     valkey: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = {
-        "BULK_URL": f"s3://{BUCKET}/{next(s3_prefixes)}",
-        "INDEX_URL": f"{valkey.url}/0",
-        "S3_ENDPOINT_URL": s3_server.endpoint_url,
-        "S3_ADDRESSING": "path",
-        "S3_REGION": "us-east-1",
-        "S3_ACCESS_KEY_ID": s3_server.access_key,
-        "S3_SECRET_ACCESS_KEY": s3_server.secret_key,
-        "LOOKUP_DEADLINE_MS": "20000",
-        "LOAD_DEADLINE_MS": "300000",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(f"OBJKV_{name}", value)
+    use_servers(monkeypatch, s3_server, next(s3_prefixes), valkey)
     defects = Defects(good=24, orphan=2, ghost=3, old_epoch=2, stranger=2, short=1, hot=2)
     with open_backends(load_config({}), NullRecorder()) as ends:
         planted = DamagedStore(ends).plant(defects)

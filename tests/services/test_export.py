@@ -11,20 +11,14 @@ from objkv.config import load_config
 from objkv.index.shapes import SHAPES_HASH
 from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
-from objkv.testing.servers.redis import RedisServer, valkey_server
+from objkv.testing.servers.redis import RedisServer
 from tests.cli.conftest import Machine, Run, home, machine, run
 from tests.ops.world import CHUNK, NAMESPACE, TOKENS
-from tests.services.s3_fixtures import BUCKET
+from tests.services.fleet_fixtures import use_servers, valkey
 
-__all__ = ["home", "machine", "run"]
+__all__ = ["home", "machine", "run", "valkey"]
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path / "valkey") as server:
-        yield server
 
 
 def sums(folder: Path) -> dict[str, str]:
@@ -44,19 +38,7 @@ def test_what_goes_into_real_servers_comes_out_byte_for_byte(
     machine.fill()
     first, second = tmp_path / "first", tmp_path / "second"
     assert run("export", "--out", str(first), "--namespace", NAMESPACE).code == 0
-    settings = {
-        "BULK_URL": f"s3://{BUCKET}/{next(s3_prefixes)}",
-        "INDEX_URL": f"{valkey.url}/0",
-        "S3_ENDPOINT_URL": s3_server.endpoint_url,
-        "S3_ADDRESSING": "path",
-        "S3_REGION": "us-east-1",
-        "S3_ACCESS_KEY_ID": s3_server.access_key,
-        "S3_SECRET_ACCESS_KEY": s3_server.secret_key,
-        "LOOKUP_DEADLINE_MS": "20000",
-        "LOAD_DEADLINE_MS": "300000",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(f"OBJKV_{name}", value)
+    use_servers(monkeypatch, s3_server, next(s3_prefixes), valkey)
     brought = run("import", str(first), "--json").document
     assert (brought["added"], brought["refused"], brought["busy"]) == (6, 0, 0)
     again = run("import", str(first), "--json").document
