@@ -112,7 +112,8 @@ class LlmAsker:
                     self._add(*new[0], running)
                     new.popleft()
                 self._step(running)
-        except Exception as exc:  # the engine is dead
+        # Whatever it is, SystemExit of an engine in this process too: nobody may wait for ever.
+        except BaseException as exc:
             has_failed = True
             self._why = f"the engine failed: {exc}"
         with self._changed:
@@ -228,7 +229,7 @@ def _serve(asker: LlmAsker, lines: IO[str], answers: _Answers) -> None:
                 text=request["text"],
                 chat=chat and Chat(tuple(chat["messages"]), chat["options"]),
             )
-            _answer(answers, number, lambda: {"tokens": asker.tokenize(prompt)})  # noqa: B023
+            _answer(answers, number, lambda: {"tokens": asker.tokenize(prompt)})  # noqa: B023  # called now
             continue
         future = asker.begin(Ask(request["tokens"], request["salt"], request["adapter"]))
         future.add_done_callback(_replier(answers, number))
