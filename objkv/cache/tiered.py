@@ -122,9 +122,8 @@ class ChunkCache:
         may still be copying. ``on_hot`` is called if that copy is what was read.
         """
         path = key.path()
-        nbytes = None
+        told, nbytes = _told_at_the_end(arrived), None
         if hot:
-            told = _told_at_the_end(arrived)
             nbytes = self._hot.get(path, lambda store: store.get_into(path, buffer, told))
         if nbytes is None:
             return self._bulk.get_into(path, buffer, arrived)
@@ -146,9 +145,8 @@ class ChunkCache:
         """Bytes ``[start, start + len(buffer))`` of the payload into ``buffer``, fewer where it
         ends before; how many, or None. Else as ``get_into``."""
         path = key.path()
-        nbytes = None
+        told, nbytes = _told_at_the_end(arrived), None
         if hot:
-            told = _told_at_the_end(arrived)
             nbytes = self._hot.get(
                 path, lambda store: store.get_range_into(path, start, buffer, told)
             )
