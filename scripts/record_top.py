@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # a script finds the repository only from here on: E402
 
 from objkv.ops.demo.fleet import Fleet, running_fleet  # noqa: E402
 from objkv.ops.demo.job import SCALES, VOCABULARY, Prompt  # noqa: E402

@@ -322,9 +322,9 @@ def options(panel: Panel) -> dict[str, Any]:
 def drawn(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     """One panel as Grafana reads it."""
     limits = {"min": 0} | ({} if panel.most is None else {"max": panel.most})
-    custom = {"fillOpacity": 40 if panel.stack else 8, "showPoints": "never"}
+    custom: dict[str, Any] = {"fillOpacity": 40 if panel.stack else 8, "showPoints": "never"}
     if panel.stack:
-        custom["stacking"] = {"mode": "normal"}  # type: ignore[assignment]
+        custom["stacking"] = {"mode": "normal"}
     defaults = {"unit": panel.unit, **limits}
     if panel.kind == "timeseries":
         defaults["custom"] = custom

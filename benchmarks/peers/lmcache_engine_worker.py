@@ -25,7 +25,7 @@ WAIT_S = 100.0
 LOOK_S = 0.001
 
 
-class HostPages(GPUConnectorInterface):  # type: ignore[misc]
+class HostPages(GPUConnectorInterface):  # type: ignore[misc]  # LMCache is not typed
     """In place of a GPU's paged cache: one buffer a chunk."""
 
     def __init__(self, buffers: Sequence[Bytes]) -> None:

@@ -54,7 +54,7 @@ class Case:
 
 class Worker:
     """What a peer's file provides. All calls come from one thread. ``put``, ``get`` and ``lookup``
-    are timed, the others are not."""
+    are timed, the others are not. What raises here is to be written; the rest may stay as it is."""
 
     def open(self, servers: Servers, role: str, threads: int) -> None:
         """Connect. ``role`` is ``writer`` or ``reader``: two processes, as two replicas are."""

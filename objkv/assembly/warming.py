@@ -3,9 +3,10 @@
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,8 @@ def run_warm(
         askers = _askers(resolved, options)
         for asker in askers:
             stack.enter_context(closing(asker))
-        identity_of: Callable[[], Identity] | None = None
-        if options.namespace is not None:
-            identity_of = lambda: _identity(ends, options.namespace)  # noqa: E731
+        is_named = options.namespace is not None
+        identity_of = partial(_identity, ends, options.namespace) if is_named else None
         means = Means(ends, digests, _tokenizer(options), identity_of, watch, _base(options))
         return warm_by(means, askers, prompts, options.patience)
 

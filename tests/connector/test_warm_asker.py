@@ -31,6 +31,7 @@ class Engine:
     """An engine that answers at once, until it dies in a step; then it takes nothing."""
 
     dies: bool = False
+    of: type[BaseException] = EngineDeadError
     refuses: bool = False
     is_dead: bool = False
     names: list[str] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Engine:
     def step(self) -> list[Output]:
         if self.dies:
             self.is_dead = True
-            raise EngineDeadError("EngineCore encountered an issue")
+            raise self.of("EngineCore encountered an issue")
         names, self.names = self.names, []
         return [Output(name) for name in names]
 
@@ -76,11 +77,12 @@ def trouble(future: "Future[Reply]") -> str:
     return raised.value.trouble
 
 
+@pytest.mark.parametrize("of", [EngineDeadError, SystemExit])
 def test_an_engine_that_dies_fails_what_it_has_and_all_that_comes(
-    asker: LlmAsker, engine: Engine
+    asker: LlmAsker, engine: Engine, of: type[BaseException]
 ) -> None:
     assert asker.begin(ASK).result(BOUND_S) == Reply(0)
-    engine.dies = True
+    engine.dies, engine.of = True, of
     for _ in range(3):
         assert trouble(asker.begin(ASK)) == "down"
     with pytest.raises(AskError, match="EngineCore encountered an issue"):
