@@ -2,7 +2,7 @@
 
 import re
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 from objkv.codec.compress import CODECS
 from objkv.codec.scales import is_scales
@@ -21,7 +21,7 @@ from objkv.errors import PayloadError
 
 _TENSOR = frozenset(("dtype", "shape", "data_offsets"))
 _ONLY_INT = frozenset((int,))
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FRAME = re.compile(
     r"(?P<codec>[a-z0-9]{1,16})(?P<encrypted>\+aes256gcm)? (?P<dtype>[A-Z0-9_]{1,16}) "
     r"(?P<shape>[1-9][0-9]{0,18}(?:x[1-9][0-9]{0,18}){3}) "

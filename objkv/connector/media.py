@@ -19,7 +19,7 @@ def encoder_settings(multimodal: Any) -> dict[str, str]:
     if dtype is None:
         return {}
     found = {"mm_encoder_attn_dtype": str(dtype)}
-    if path := _scales(multimodal):
+    if path := _scale_file(multimodal):
         try:
             content = Path(path).read_bytes()
         except OSError as exc:
@@ -31,9 +31,9 @@ def encoder_settings(multimodal: Any) -> dict[str, str]:
 def scales_follow_media(multimodal: Any) -> bool:
     """Whether what an encoder makes of an image depends on those it saw before."""
     dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)
-    return dtype is not None and not _scales(multimodal)
+    return dtype is not None and not _scale_file(multimodal)
 
 
-def _scales(multimodal: Any) -> str | None:
+def _scale_file(multimodal: Any) -> str | None:
     path: str | None = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     return path

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Stages = tuple[tuple[int, ...], ...]
 """Per group, how many of its layers each PP rank has; none without pipeline parallelism."""
 
-_INSTEAD = "run it without the objkv connector, or set pipeline_parallel_size to 1"
+_ONE_STAGE = "run it without the objkv connector, or set pipeline_parallel_size to 1"
 
 
 def whole_groups(
@@ -43,7 +43,7 @@ def whole_groups(
     if not any(_within(parted, stage) == own for stage in ranges):
         raise ConfigError(
             f"the layers that vLLM gave a stage of the pipeline, {own} of {total}, are not those "
-            f"that objkv expects there, so it cannot tell those of other stages: {_INSTEAD}"
+            f"that objkv expects there, so it cannot tell those of other stages: {_ONE_STAGE}"
         )
     whole = [
         replace(group, layer_names=[naming.format(layer) for layer in layers])
@@ -73,7 +73,7 @@ def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
     if kinds is None or len(kinds) != total:
         raise ConfigError(
             "the model has several KV cache groups and its configuration no layer_types, so that "
-            f"objkv cannot tell which layers the other stages of the pipeline have: {_INSTEAD}"
+            f"objkv cannot tell which layers the other stages of the pipeline have: {_ONE_STAGE}"
         )
     return list(kinds)
 
@@ -110,7 +110,7 @@ def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[str, list[list[in
     if "{}" not in naming:
         raise ConfigError(
             f"the layers of this model are not named alike but for one number, {sorted(namings)}: "
-            f"objkv cannot name those of other stages of the pipeline; {_INSTEAD}"
+            f"objkv cannot name those of other stages of the pipeline; {_ONE_STAGE}"
         )
     return naming, numbers
 

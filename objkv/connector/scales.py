@@ -34,7 +34,7 @@ def read_quantised(
         layer = layers.get(name)
         # Not of states, whose elements are bytes of several things.
         if cache.element_size() == 1 and hasattr(layer, "_k_scale_float"):
-            found[name] = Quantised(_dtype(layer, cache), _scales(name, layer))
+            found[name] = Quantised(_dtype(layer, cache), _layer_scales(name, layer))
     return found
 
 
@@ -55,7 +55,7 @@ def _dtype(layer: Any, cache: torch.Tensor) -> str | None:
     return f"F8_E5M2{suffix}" if name == "fp8_e5m2" else None
 
 
-def _scales(name: str, layer: Any) -> str:
+def _layer_scales(name: str, layer: Any) -> str:
     for tensor in (getattr(layer, "_k_scale", None), getattr(layer, "_v_scale", None)):
         if isinstance(tensor, torch.Tensor) and tensor.numel() != 1:
             raise ConfigError(

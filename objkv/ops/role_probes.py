@@ -20,7 +20,7 @@ def probe_store_as(role: Role, area: Area, store: PruneStore) -> list[Check]:
     return (
         probe_store(area, store)
         if role == "writer"
-        else run_steps(area, _store_steps(role, area, store))
+        else run_steps(area, _role_store_steps(role, area, store))
     )
 
 
@@ -29,7 +29,7 @@ def probe_index_as(role: Role, index: PruneIndex) -> list[Check]:
     return run_steps("index", _read_steps(index)) if role == "reader" else probe_index(index)
 
 
-def _store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Step]:
+def _role_store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Step]:
     key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
     way = "look for a proxy or cache on the way to the store that answers in its place"
     buffer = memoryview(bytearray(8))

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from redis import exceptions
 
-from objkv.resp.line import Arrived, Line, packed
+from objkv.resp.line import Line, packed
 from objkv.resp.lines import Lines
-from objkv.stores.base import Buffer
+from objkv.stores.base import Arrived, Buffer
 
 UNDONE: Final = -1
 """The call has done nothing that counts, and is to be made with the client: what a server refused,

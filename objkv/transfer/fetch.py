@@ -16,7 +16,7 @@ from objkv.transfer.landing import Landing, Strip
 from objkv.transfer.lanes import Lane
 from objkv.transfer.plan import LoadMove
 from objkv.transfer.sources import Source, Sources
-from objkv.transfer.spans import Span, opening_bytes, remaining, span_count
+from objkv.transfer.spans import FetchSpan, opening_bytes, remaining, span_count
 from objkv.transfer.taskqueue import Task
 from objkv.transfer.traced import PayloadTrace
 
@@ -42,7 +42,7 @@ class Fetched:
     """Of the span."""
     hot: bool
     """Whether the record promised a hot copy."""
-    rest: list[Span]
+    rest: list[FetchSpan]
     """What remains to be fetched of the payload, if this was its first span."""
     seconds: float | None
     """How long the store took for it, without what became of its bytes meanwhile; None unless it
@@ -92,7 +92,7 @@ class Fetcher:
             nbytes = min(
                 room, opening_bytes(layers, count, tokens=move.token_end - move.token_start)
             )
-        landing = Landing(strip, Span(0, 0, len(layers), 0, nbytes, last=count == 1))
+        landing = Landing(strip, FetchSpan(0, 0, len(layers), 0, nbytes, last=count == 1))
         landing_s = 0.0
 
         def landed(nbytes: int) -> None:
@@ -132,7 +132,7 @@ class Fetcher:
         return Fetched(claim, header, got, hot, rest, None)
 
     def _go_on(
-        self, strip: Strip, load: LoadMove, span: Span, trace: PayloadTrace
+        self, strip: Strip, load: LoadMove, span: FetchSpan, trace: PayloadTrace
     ) -> Fetched | None:
         header = strip.job.header(strip.index)
         key = header.claim.key

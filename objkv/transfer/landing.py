@@ -20,7 +20,7 @@ from objkv.errors import PayloadError, TransferError
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane
 from objkv.transfer.sources import Source
-from objkv.transfer.spans import Span
+from objkv.transfer.spans import FetchSpan
 
 _LENGTH_BYTES = 8
 _BURST_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class Strip:
 class Landing:
     """One span of one move. Belongs to one thread."""
 
-    def __init__(self, strip: Strip, span: Span, header: Header | None = None) -> None:
+    def __init__(self, strip: Strip, span: FetchSpan, header: Header | None = None) -> None:
         self._strip = strip
         self._span = span
         self.header = header

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-Pages = TypeVar("Pages", np.ndarray[Any, np.dtype[Any]], torch.Tensor)
+PagesT = TypeVar("PagesT", np.ndarray[Any, np.dtype[Any]], torch.Tensor)
 """What is used here arrays and tensors have in common."""
 
 
@@ -30,7 +30,7 @@ class Recast:
     blocks: int
     """How many of them."""
 
-    def __call__(self, pages: Pages) -> Pages:
+    def __call__(self, pages: PagesT) -> PagesT:
         """``[blocks, heads, block_size, content]`` of ``pages``, in the reader's blocks.
 
         A view of ``pages`` if the block size stays, a copy otherwise.
@@ -43,7 +43,7 @@ class Recast:
         return dealt[self.first_block : until]
 
 
-def deal_tokens(pages: Pages, block_size: int) -> Pages:
+def deal_tokens(pages: PagesT, block_size: int) -> PagesT:
     """The same tokens in blocks of ``block_size``: ``[tokens // block_size, heads, block_size,
     content]``. The tokens have to fill whole blocks; larger and smaller ones, any ratio."""
     blocks, heads, size, content = pages.shape

@@ -13,7 +13,7 @@ from objkv.codec.payload import Header, LayerSpec, payload_bytes_max
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FetchSpan:
     """Frames ``[first, end)`` of one payload, and the bytes in which they lie."""
 
     number: int
@@ -45,7 +45,7 @@ def opening_bytes(layers: Sequence[LayerSpec], count: int, *, tokens: int) -> in
     return payload_bytes_max(layers, tokens=tokens) - rest
 
 
-def remaining(header: Header, first: int, count: int) -> list[Span]:
+def remaining(header: Header, first: int, count: int) -> list[FetchSpan]:
     """At most ``count`` spans, at least one, of equal numbers of frames from ``first`` on.
 
     The last one proves the payload's end, even if no frames are left for it.
@@ -55,6 +55,6 @@ def remaining(header: Header, first: int, count: int) -> list[Span]:
     cuts = [first + left * i // pieces for i in range(pieces + 1)]
     offsets = [*header.frames.starts, header.nbytes]
     return [
-        Span(i + 1, a, b, offsets[a], offsets[b] - offsets[a], last=i + 1 == pieces)
+        FetchSpan(i + 1, a, b, offsets[a], offsets[b] - offsets[a], last=i + 1 == pieces)
         for i, (a, b) in enumerate(pairwise(cuts))
     ]

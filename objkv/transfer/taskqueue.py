@@ -19,13 +19,13 @@ from threading import Condition, get_ident
 from time import monotonic
 
 from objkv.transfer.job import LoadJob
-from objkv.transfer.spans import Span
+from objkv.transfer.spans import FetchSpan
 
 _PATIENCE_MIN_S = 3e-4
 _USUAL_TASKS = 8
 """A task that was so many tasks ago counts a third."""
 
-Task = tuple[LoadJob, int, Span | None]
+Task = tuple[LoadJob, int, FetchSpan | None]
 """One span of one move of a job; None where the payload is fetched from its beginning."""
 
 
@@ -82,7 +82,7 @@ class TaskQueue:
             self._changed.notify(taken)
             return taken
 
-    def add_spans(self, job: LoadJob, index: int, spans: list[Span]) -> None:
+    def add_spans(self, job: LoadJob, index: int, spans: list[FetchSpan]) -> None:
         """Queue the rest of a move whose first span has come. They need no room of their own:
         there are at most as many as a payload has spans, for each move that was taken."""
         with self._changed:
@@ -175,7 +175,7 @@ class TaskQueue:
             self._between.clear()
             self._changed.notify_all()
 
-    def _push(self, job: LoadJob, index: int, span: Span | None) -> None:
+    def _push(self, job: LoadJob, index: int, span: FetchSpan | None) -> None:
         if not job.plan.sync:
             self._between.append((monotonic(), (job, index, span)))
             return

@@ -20,7 +20,7 @@ from objkv.transfer.landing import Landing, Strip
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import Sources
-from objkv.transfer.spans import Span, opening_bytes
+from objkv.transfer.spans import FetchSpan, opening_bytes
 from tests.transfer.arriving import PiecewiseStore
 from tests.transfer.paged_cache import same_blocks
 from tests.transfer.world import BLOCKS, CHUNK, HASHES, IN_SPANS, NAMESPACE, Replica, stores
@@ -130,7 +130,7 @@ def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once()
     memory = memoryview(bytearray(place.payload[:-1]))
     source = Sources({0: place.reader.paged}).of(place.plan.moves[0])
     strip = Strip(job, 0, source, HostLane(), memory, lambda: memory)
-    landing = Landing(strip, Span(0, 0, len(layers), 0, len(memory), last=False))
+    landing = Landing(strip, FetchSpan(0, 0, len(layers), 0, len(memory), last=False))
     landing.open(header.data_start - 1, header.claim)
     with pytest.raises(PayloadError, match="can be"):
         landing.open(header.data_start, header.claim)

@@ -13,7 +13,7 @@ from objkv.testing.clock import ManualClock
 from objkv.transfer import taskqueue
 from objkv.transfer.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from objkv.transfer.spans import Span
+from objkv.transfer.spans import FetchSpan
 from objkv.transfer.taskqueue import TaskQueue
 from tests.transfer.world import CHUNK, HASHES, NAMESPACE, PATIENCE_S, wait_until
 
@@ -26,8 +26,8 @@ def job(name: str, chunks: int, *, sync: bool) -> LoadJob:
     return LoadJob(LoadPlan(name, NAMESPACE, moves, sync), lambda _: range(4), 5.0, ManualClock())
 
 
-def spans(count: int) -> list[Span]:
-    return [Span(i, i, i + 1, i, 1, last=i == count) for i in range(1, count + 1)]
+def spans(count: int) -> list[FetchSpan]:
+    return [FetchSpan(i, i, i + 1, i, 1, last=i == count) for i in range(1, count + 1)]
 
 
 def drained(queue: TaskQueue) -> list[tuple[str, int, int]]:

@@ -20,7 +20,7 @@ from objkv.testing.servers import ceph, redis
 from objkv.testing.servers.ports import free_port
 
 _BUCKET = "objkv-demo"
-_START_S = 30.0
+_SERVER_START_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ def _moto(folder: Path) -> Iterator[str]:
     port = free_port()
     arguments = ("-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
     with Program("moto", arguments, folder / "moto.log", {}, speaks=False) as program:
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + _SERVER_START_S
         while not _listens(port):
             program.check()
             if time.monotonic() > deadline:
-                raise program.failed(f"did not listen after {_START_S:.0f} s")
+                raise program.failed(f"did not listen after {_SERVER_START_S:.0f} s")
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
 
