@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from objkv.cache.tiered import shard_record
+from objkv.cache.chunks import shard_record
 from objkv.codec.header import digest, render
 from objkv.codec.payload import Claim, LayerSpec, Provenance, read_header
 from objkv.codec.values import Frame
 from objkv.index.base import ChunkEntry
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import encode_tokens, next_hash, root_hash, token_digest

@@ -254,7 +254,7 @@ class _Behind:
 
 def soak(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Start, live, stop; everything that was counted."""
-    from objkv.connector.demo.model import make_model
+    from objkv.connector.programs.demo_model import make_model
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objkv-soak-")))

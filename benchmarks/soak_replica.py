@@ -20,16 +20,16 @@ from benchmarks.soak_prompts import (
     shard_of,
 )
 from objkv.assembly.backends import open_backends
-from objkv.breaker import Change
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.lookup import LookupLimits, LookupService, Records
 from objkv.cache.match import usable_chunks
-from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
+from objkv.index.guarded import Verb, WrappedIndex
 from objkv.index.near import NearIndex
-from objkv.index.wrapped import Verb, WrappedIndex
 from objkv.keys.prefix import root_hash, token_digest
+from objkv.net.breaker import Change
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.flaky import FlakyStore
 from objkv.transfer.lanes import HostLane

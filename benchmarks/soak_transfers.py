@@ -35,7 +35,7 @@ from benchmarks.soak_prompts import HOT_SAVE_BYTES_MAX, Documents
 from benchmarks.soak_replica import Replica
 from objkv.assembly.backends import open_bulk
 from objkv.config import CodecName, Config
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
 from objkv.testing.servers.redis import RedisServer, valkey_server

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity

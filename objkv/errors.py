@@ -4,7 +4,7 @@ Only the connector and the command line catch ``ObjkvError``; the connector turn
 them into a miss, so none ever reaches the engine.
 """
 
-from objkv.secrecy import hide_in_current_error, without_secrets
+from objkv.redact import hide_in_current_error, without_secrets
 
 
 class ObjkvError(Exception):

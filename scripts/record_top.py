@@ -17,11 +17,14 @@ from threading import Event, Thread
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script finds the repository only from here on: E402
 
-from objkv.ops.demo.fleet import Fleet, running_fleet  # noqa: E402
+from objkv.ops.demo.fleet import (  # noqa: E402
+    Fleet,
+    Server,
+    running_fleet,
+)
 from objkv.ops.demo.job import SCALES, VOCABULARY, Prompt  # noqa: E402
-from objkv.ops.demo.openai import Server  # noqa: E402
-from objkv.ops.demo.place import Place, prepared  # noqa: E402
 from objkv.ops.demo.process import ProgramFailed  # noqa: E402
+from objkv.ops.demo.replicas import Place, prepared  # noqa: E402
 from scripts.record_terminal import picture, record, thinned  # noqa: E402
 
 SIZE = (148, 26)

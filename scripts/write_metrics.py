@@ -6,11 +6,10 @@ python scripts/write_metrics.py; ``tests/test_metrics_page.py`` fails when the p
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from objkv.connector.counters import BUCKETS_S, COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.encoder_counters import ENCODER_COUNTERS
-from objkv.connector.tier_metrics import COUNTERS as TIER_COUNTERS
-from objkv.connector.tier_metrics import GAUGES as TIER_GAUGES
-from objkv.ops.exporter_metrics import METRICS
+from objkv.connector.counters import BUCKETS_S, COUNTERS, ENCODER_COUNTERS, GAUGES, HISTOGRAMS
+from objkv.connector.tier.metrics import COUNTERS as TIER_COUNTERS
+from objkv.connector.tier.metrics import GAUGES as TIER_GAUGES
+from objkv.ops.exporter.metrics import METRICS
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = Path(__file__).with_name("metrics_page.txt")

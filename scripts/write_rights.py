@@ -1,4 +1,4 @@
-"""Writes ``rights.json`` of Terraform from ``objkv.ops.access``, so that it cannot drift.
+"""Writes ``rights.json`` of Terraform from ``objkv.ops.doctor.access``, so that it cannot drift.
 
 python scripts/write_rights.py; ``tests/test_terraform.py`` fails when the file is stale.
 """
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from objkv.ops.access import ROLES, acl_rights, directory_policy, iam_policy, kms_statement
+from objkv.ops.doctor.access import ROLES, acl_rights, directory_policy, iam_policy, kms_statement
 
 FILE = Path(__file__).parents[1] / "terraform" / "modules" / "rights" / "rights.json"
 

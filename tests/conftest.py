@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from objkv.secrecy import forget_secrets
+from objkv.redact import forget_secrets
 from tests.engine.cache import LEDGER
 
 _COUNTS = ("engine_fresh", "engine_replayed")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.breaker import Breaker, Breakers, Change, Direction, Patience
 from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.sockets import EndsBy
+from objkv.net.breaker import Breaker, Breakers, Change, Direction, Patience
+from objkv.net.deadline import EndsBy
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
 

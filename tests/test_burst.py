@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.burst import Burst
+from objkv.net.breaker import Burst
 
 
 def test_so_many_close_to_each_other_are_a_burst_and_the_next_begins_anew() -> None:

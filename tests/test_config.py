@@ -16,7 +16,7 @@ from objkv.config import (
 from objkv.config.sources import _SERVICE_LINK
 from objkv.config.urls import INDEX_SCHEMES
 from objkv.errors import ConfigError
-from objkv.secrecy import without_secrets
+from objkv.redact import without_secrets
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_every_method_of_vllms_base_classes_has_a_row() -> None:
 )
 def test_python_runs_between_layers_only_where_layers_wait(mode: str, between: bool) -> None:
     """Else vLLM may capture the whole model in one graph."""
-    from objkv.connector.kv import ObjKVConnector
+    from objkv.connector.kv.connector import ObjKVConnector
 
     asked = ObjKVConnector.requires_piecewise_for_cudagraph({"load_mode": mode})
     assert asked is between

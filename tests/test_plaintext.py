@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from objkv.config import Config, load_config
 from objkv.config.urls import clear_hosts, is_this_machine
 from objkv.errors import ConfigError
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
 
 HERE = ("127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST.", "a.localhost", "[::1]")
 ELSEWHERE = (

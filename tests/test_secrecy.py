@@ -6,7 +6,7 @@ import pytest
 
 from objkv.config.urls import passwords_in, without_password
 from objkv.errors import StoreDenied, StoreError
-from objkv.secrecy import KNOWN_MAX, keep_secret, without_secrets
+from objkv.redact import KNOWN_MAX, keep_secret, without_secrets
 
 
 def test_a_secret_is_masked_however_it_is_spelled() -> None:

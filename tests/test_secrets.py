@@ -17,12 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from objkv.assembly.backends import Backends, check_backends, open_backends
-from objkv.assembly.describe import describe_index
+from objkv.assembly.redis import describe_index
 from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
 from objkv.errors import ConfigError, ObjkvError
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_samples import FIELD, NAMESPACE, chunk, prefix_hash, shard
+from objkv.testing.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from objkv.testing.servers.listener import Listener
 
 IN_URL = "url/password+one"

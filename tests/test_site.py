@@ -28,8 +28,10 @@ def found(check: dict[str, Any], site: Path, **pages: str) -> list[str]:
 def test_a_link_out_of_the_documents_leads_to_a_page_of_that_file(hooks: dict[str, Any]) -> None:
     text = hooks["rewritten"]("[rules](../CONTRIBUTING.md#tests)", "docs/format.md")
     assert text == "[rules](repository/CONTRIBUTING.md#tests)"
-    text = hooks["rewritten"]("[rights](../../objkv/ops/access.py)", "docs/decisions/0001-x.md")
-    assert text == "[rights](../repository/objkv/ops/access.py.md)"
+    text = hooks["rewritten"](
+        "[rights](../../objkv/ops/doctor/access.py)", "docs/decisions/0001-x.md"
+    )
+    assert text == "[rights](../repository/objkv/ops/doctor/access.py.md)"
 
 
 def test_a_link_from_outside_leads_back_to_the_document(hooks: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
-from objkv.ops.access import ROLES, access_of, acl_rights, directory_policy, iam_policy
+from objkv.ops.doctor.access import ROLES, access_of, acl_rights, directory_policy, iam_policy
 from scripts.terraform_moves import findings
 from scripts.write_rights import FILE, text
 

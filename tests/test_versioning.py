@@ -9,7 +9,7 @@ import pytest
 
 import objkv
 from objkv import connector
-from objkv.ops.engine import VERSION_END, VERSION_MIN
+from objkv.ops.doctor.doctor import VERSION_END, VERSION_MIN
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "versioning.md").read_text()

@@ -17,8 +17,8 @@ import torch
 from protocol import Bytes, Case, Servers, Worker, serve
 
 from objkv.assembly.backends import open_backends
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import usable_chunks
-from objkv.cache.tiered import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.index.base import Shards

@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.peers.contest import Contest, Options, Result, Row
 from benchmarks.peers.crew import ENTRANTS, Entrant
 from objkv.config import Config
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
 from objkv.testing.servers.quick_s3 import quick_s3_process
 from objkv.testing.servers.redis import valkey_server
 

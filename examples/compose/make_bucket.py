@@ -3,7 +3,7 @@
 from urllib.parse import urlsplit
 
 from objkv.config import load_config
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import sys
 from objkv.assembly.backends import open_backends
 from objkv.config import load_config
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.identities import read_identity
+from objkv.ops.backends_view import read_identity
 from objkv.ops.match import match_prompt
 from objkv.telemetry import NullRecorder
 

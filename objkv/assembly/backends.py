@@ -13,19 +13,22 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from objkv.assembly.redis import call_s, connect_redis
-from objkv.breaker import Breakers, Change, OnChange, Patience
 from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
 from objkv.config import Config, cache_folder, local_path, without_password
+from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, Usage, WriteIndex
 from objkv.index.breaker import BreakerIndex
 from objkv.index.deadline import DeadlineIndex
+from objkv.index.guarded import WrappedIndex
 from objkv.index.memory import MemoryIndex
 from objkv.index.observe import ObserveIndex
 from objkv.index.readonly import ReadOnlyIndex
-from objkv.index.redis import RedisIndex
-from objkv.index.sqlite import SqliteIndex
-from objkv.index.wrapped import WrappedIndex
+from objkv.index.redis.index import RedisIndex
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.net.breaker import Breakers, Change, OnChange, Patience
+from objkv.ops.sweep.auto import Relief
 from objkv.stores.base import PruneStore
 from objkv.stores.breaker import BreakerStore
 from objkv.stores.deadline import DeadlineStore
@@ -35,13 +38,12 @@ from objkv.stores.memory import MemoryStore
 from objkv.stores.observe import ObserveStore
 from objkv.stores.readonly import ReadOnlyStore
 from objkv.stores.redis import RedisStore
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
 from objkv.stores.singleflight import SingleflightStore
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
-
 _CHECK_FACTOR = 2
 """Of ``load_deadline_ms``: stores that keep a deadline are over by then."""
 
@@ -286,3 +288,55 @@ def _index_place(config: Config) -> PruneIndex:
     if scheme == "sqlite":
         return SqliteIndex(local_path(config.index_url))
     return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
+
+
+# Tells savers whether there is room, as the settings say.
+
+_SEALING = (
+    "signing_keys_file",
+    "signing_keys_command",
+    "encryption_keys_file",
+    "encryption_keys_command",
+)
+
+
+def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
+    """What stands between savers and a full place. It asks nothing before it is asked.
+
+    A folder with an index of this machine is walked, so that what has expired in the index and lies
+    there still counts, and is swept when it is full; whatever else is shared tells by its index,
+    and is swept by its operators.
+    """
+    if not config.quota_bytes:
+        return Unlimited()
+    is_ours = config.bulk_url.startswith("file:") and config.index_url.startswith("sqlite:")
+    usage = BulkIndex(backends.bulk).usage if is_ours else backends.index.usage
+    return Quota(
+        TenantUsage(usage, backends.bulk, config.tenant),
+        max(1, config.quota_bytes * config.quota_high_percent // 100),
+        recorder,
+        relief=Relief(backends.index, sweep_settings(config), recorder) if is_ours else None,
+    )
+
+
+def sweep_settings(config: Config) -> dict[str, str]:
+    """The variables with which a sweep makes room in this place.
+
+    It begins where it is to end: what makes a folder full may be more than its records tell, and
+    then records below the high watermark have to go, too.
+    """
+    values: dict[str, object] = {
+        "bulk_url": config.bulk_url,
+        "index_url": config.index_url,
+        "tenant": config.tenant,
+        "ttl_s": config.ttl_s,
+        "quota_bytes": config.quota_bytes,
+        "quota_high_percent": max(1, config.quota_low_percent),
+        "quota_low_percent": config.quota_low_percent,
+        "sweep_grace_s": config.sweep_grace_s,
+        "role": "sweeper",
+    }
+    # Paths and commands, not keys: without them nothing that is sealed could be given a record.
+    sealing = {name: getattr(config, name) for name in _SEALING}
+    values |= {name: value for name, value in sealing.items() if value is not None}
+    return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items()}

@@ -7,7 +7,8 @@ Passwords appear in no error and no repr.
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,17 +19,41 @@ from redis import exceptions
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.cluster import ClusterNode
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
-from objkv.assembly.redis_clear import ClearConnection, ClearSentinelConnection
-from objkv.config import Config, without_password
-from objkv.errors import ConfigError
-from objkv.resp.connections import PunctualPool, make_punctual
-from objkv.sockets import ends_s
+from objkv.config import Config, is_this_machine, without_password
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.net.deadline import ends_s
+from objkv.net.resp import PunctualPool, make_punctual
+from objkv.ops.doctor.server import ServerFacts
+
+# Connections without TLS, which never leave this machine.
+#
+# What ``index_url`` names is judged with the settings; the nodes that a cluster or a Sentinel then
+# names are not in it, and are judged here, before a password is sent to them.
+
+
+class _OnThisMachine(redis.Connection):
+    def _connect(self) -> Any:
+        if not is_this_machine(str(self.host)):
+            raise exceptions.ConnectionError(
+                f"{self.host} was named by a server on this machine, and is another: credentials "
+                "and payloads would cross the network in clear; write rediss, or set "
+                "allow_plaintext to true if nobody else can listen there"
+            )
+        return super()._connect()  # type: ignore[no-untyped-call]
+
+
+class ClearConnection(_OnThisMachine):
+    """To a server on this machine; ``ConnectionError`` before anything is sent to another."""
+
+
+class ClearSentinelConnection(_OnThisMachine, SentinelManagedConnection):
+    """The same, to the primary that a Sentinel names."""
+
 
 Client = redis.Redis | redis.RedisCluster
 Kind = Literal["redis", "cluster", "sentinel"]
-
 CLIENT_NAME = "objkv"
 CONNECT_FLOOR_S = 1.0
 READ_FLOOR_S = 2.0
@@ -38,7 +63,6 @@ RETRIES = 1
 """Mends a connection that the server closed meanwhile; one that stays away is the breaker's."""
 CLUSTER_RETRIES = 3
 """Each rereads the topology; enough to follow a fail-over that has happened."""
-
 _EXAMPLES: dict[Kind, str] = {
     "redis": "rediss://user@redis.example:6379/0",
     "cluster": "rediss+cluster://user@node1.example:6379,node2.example:6379",
@@ -265,3 +289,75 @@ class _LazyCluster:
         with self._lock:
             if self._client is not None:
                 self._client.close()
+
+
+# What the index's server says of itself: for ``objkv doctor`` only.
+
+
+def describe_index(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts | None:
+    """Version, memory policy and clock of the server, on a connection of its own.
+
+    None where the index is no server. Of a cluster one node speaks for all. Raises
+    ``StoreUnavailable``; what the ACL denies is told in the facts.
+    """
+    if not config.index_url.startswith("redis"):
+        return None
+    client = connect_redis(config.index_url, config)
+    try:
+        with _translated():
+            return describe_redis(_one_node(client), clock=clock)
+    finally:
+        client.close()
+
+
+def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time) -> ServerFacts:
+    """The facts of one server, by ``INFO`` and ``TIME`` (ACL: ``+info +time``)."""
+    denied: list[str] = []
+    info: Mapping[str, Any] = _allowed(node.info, "INFO", denied) or {}
+    before_s = clock()
+    told = _allowed(node.time, "TIME", denied)
+    after_s = clock()
+    skew_s = None
+    if told is not None:
+        server_s = told[0] + told[1] / 1e6
+        # It looked at its clock at any moment in between: a late answer is no wrong clock.
+        skew_s = round(server_s - min(max(server_s, before_s), after_s), 3)
+    valkey = info.get("valkey_version")
+    return ServerFacts(
+        product="valkey" if valkey else "redis",
+        version=valkey or info.get("redis_version"),
+        mode=info.get("server_mode") or info.get("redis_mode"),
+        maxmemory_bytes=_number(info.get("maxmemory")),
+        maxmemory_policy=info.get("maxmemory_policy"),
+        used_bytes=_number(info.get("used_memory")),
+        clock_skew_s=skew_s,
+        denied=tuple(denied),
+    )
+
+
+def _one_node(client: Client) -> redis.Redis:
+    if isinstance(client, redis.RedisCluster):
+        node = client.get_default_node()
+        one: redis.Redis = client.get_redis_connection(node)
+        return one
+    return client
+
+
+def _allowed(call: Callable[[], Any], name: str, denied: list[str]) -> Any:
+    try:
+        return call()
+    except exceptions.NoPermissionError:
+        denied.append(name)
+        return None
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
+        raise StoreUnavailable(f"describe index: {exc}") from exc

@@ -12,8 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from objkv.codec.seal import Seal, SealKey
-from objkv.codec.seal_keys import KEYS_BYTES_MAX, keys_of, parse_keys
+from objkv.codec.seal import KEYS_BYTES_MAX, Seal, SealKey, keys_of, parse_keys
 from objkv.config import Config
 from objkv.errors import ConfigError
 

@@ -13,13 +13,12 @@ from typing import Any
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.seal import open_seal
-from objkv.cache.placement import HotLimits
+from objkv.cache.promotion import HotLimits
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, Identity, seals_of
-from objkv.ops.ends import Ends
-from objkv.ops.identities import pick_namespace, read_identity
-from objkv.ops.patient import PatientIndex, PatientStore
+from objkv.ops.backends_view import Ends, pick_namespace, read_identity
+from objkv.ops.retrying import PatientIndex, PatientStore
 from objkv.ops.warm import endpoint, engine
 from objkv.ops.warm.asking import Asker
 from objkv.ops.warm.chat import LocalTokenizer
@@ -29,10 +28,10 @@ from objkv.ops.warm.prompts import Prompt, read_prompts, to_prompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import Patience
 from objkv.ops.warm.stock import known_identities
-from objkv.ops.warm.story import Means, Watch, check_stored, promote_stored, warm_by
+from objkv.ops.warm.warm import Means, Watch, check_stored, promote_stored, warm_by
 from objkv.telemetry import NullRecorder
 
-_ENGINE = "objkv.connector.warm"
+_ENGINE = "objkv.connector.programs.warm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from itertools import groupby
 
 import xxhash
 
+from objkv.cache.chunks import shard_record
 from objkv.cache.pins import read_pins
-from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage

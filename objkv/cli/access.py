@@ -7,7 +7,7 @@ import typer
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Output
 from objkv.config import ENV_PREFIX, Role
-from objkv.ops.access import PASSWORD, Access, access_of, as_text
+from objkv.ops.doctor.access import PASSWORD, Access, access_of, as_text
 
 
 @command

@@ -9,13 +9,13 @@ from objkv import __version__
 from objkv.cli.access import access
 from objkv.cli.audit import audit
 from objkv.cli.bench import bench
-from objkv.cli.bring_in import bring_in
 from objkv.cli.completion import completion
 from objkv.cli.demo import demo
 from objkv.cli.diff import diff
 from objkv.cli.doctor import doctor
 from objkv.cli.export import export
 from objkv.cli.exporter import exporter
+from objkv.cli.import_ import bring_in
 from objkv.cli.ls import ls
 from objkv.cli.match import match
 from objkv.cli.pin import pin, unpin

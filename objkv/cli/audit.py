@@ -1,7 +1,10 @@
 """``objkv audit``: what is stored, for whom, of what use, at what price, and what is wrong."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -9,18 +12,256 @@ from typing import Annotated
 import typer
 
 from objkv import __version__
-from objkv.cli.audit_output import show_report, write_html
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.output import Output, age, counted, plain, size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
-from objkv.ops.audit_costs import LIST_PRICES
-from objkv.ops.audit_report import AuditReport, FindingKind, Prices
-from objkv.ops.audit_spool import Spool
-from objkv.ops.audit_walk import AuditEnds, AuditWalk
-from objkv.ops.checkpoint import checkpoint_file
-from objkv.ops.prompt import load_tokenizer
+from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
+from objkv.ops.audit.figures import LIST_PRICES
+from objkv.ops.audit.html.figures import dollars, share
+from objkv.ops.audit.html.page import html_report
+from objkv.ops.audit.report import (
+    JSON_FORMAT,
+    AuditFinding,
+    AuditReport,
+    FindingKind,
+    NamespaceAudit,
+    Prices,
+    RootAudit,
+)
+from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.walk import AuditEnds, AuditWalk
+from objkv.ops.match import load_tokenizer
+from objkv.ops.runs import checkpoint_file
+
+# How ``objkv audit`` tells its report: tables, one JSON document, and the page.
+
+_HASH = 12
+_DIFFERENCES = 5
+
+
+def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
+    """The page, whole or not at all; ``private``: for its owner's eyes only."""
+    page = html_report(report).encode()
+    file = file.absolute()
+    fd, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    try:
+        with os.fdopen(fd, "wb") as opened:
+            opened.write(page)
+        if not private:
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(name, 0o666 & ~mask)
+        os.replace(name, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def show_report(
+    out: Output, report: AuditReport, *, limit: int, html: Path | None, is_kept: bool
+) -> None:
+    """Print it."""
+    if out.machine:
+        out.document(
+            {
+                "command": "audit",
+                "format": JSON_FORMAT,
+                "complete": report.ending == "complete",
+                "html": None if html is None else str(html),
+                **plain(report),
+            }
+        )
+        return
+    if not report.namespaces and report.ending == "complete":
+        out.line(f"nothing is stored in {report.bulk_url}, and nothing in {report.index_url}")
+    else:
+        _totals(out, report)
+        _namespaces(out, report, limit)
+        _tenants(out, report, limit)
+        _roots(out, report, limit)
+        _findings(out, report, limit)
+        _costs(out, report)
+        _differences(out, report, limit)
+    for problem in report.problems:
+        out.line(problem, "yellow")
+    if html is not None:
+        out.line(f"the page is in {html}")
+    if report.ending != "complete":
+        why = "interrupted" if report.ending == "interrupted" else "the time is over"
+        go_on = ": run the same command again to go on" if is_kept else ""
+        out.line(f"not complete, {why}{go_on}", "yellow")
+
+
+def _totals(out: Output, report: AuditReport) -> None:
+    totals = report.totals
+    out.line(
+        f"{counted(totals.chunks, 'chunk')}, {counted(totals.payloads, 'payload')}, "
+        f"{size(totals.nbytes)}, {_counted(totals.tokens, 'token')}; "
+        f"{counted(totals.namespaces, 'namespace')}, {counted(totals.tenants, 'tenant')}, "
+        f"{counted(totals.roots, 'prefix', 'prefixes')}"
+    )
+    if totals.records is not None and totals.used_chunks is not None:
+        used = f"{totals.used_chunks:,} of {counted(totals.chunks, 'chunk')}"
+        were = "was" if totals.chunks == 1 else "were"
+        out.line(
+            f"{_counted(totals.hits, 'hit')}; {used} {were} used "
+            f"({share(totals.used_chunks, totals.chunks)}), {size(totals.unused_bytes)} never"
+        )
+    out.line()
+
+
+def _namespaces(out: Output, report: AuditReport, limit: int) -> None:
+    columns = (
+        "namespace", "model", "tenant", ">prefixes", ">chunks", ">tokens", ">bytes", ">hits",
+        ">used", ">newest", ">oldest", ">last used", ">wrong",
+    )  # fmt: skip
+    rows = [_namespace_row(one, report.made_s) for one in report.namespaces[:limit]]
+    out.table(columns, rows)
+    _more(out, len(report.namespaces) - limit)
+
+
+def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
+    return (
+        one.namespace,
+        one.model if one.is_known else one.problem,
+        one.tenant,
+        one.roots,
+        one.chunks,
+        one.tokens,
+        size(one.nbytes),
+        one.hits,
+        one.used_chunks,
+        age(one.newest_s, now_s),
+        age(one.oldest_s, now_s),
+        age(one.last_used_s, now_s),
+        one.to_mend,
+    )
+
+
+def _tenants(out: Output, report: AuditReport, limit: int) -> None:
+    if len(report.tenants) < 2 and not any(one.quota_bytes for one in report.tenants):
+        return
+    out.line()
+    columns = ("tenant", ">namespaces", ">chunks", ">bytes", ">quota", ">hits", ">unused", ">month")
+    month = {one.tenant: one.month for one in report.cost.tenants}
+    rows = [
+        (
+            one.tenant if one.tenant is not None else "(not known)",
+            one.namespaces,
+            one.chunks,
+            size(one.nbytes),
+            size(one.quota_bytes),
+            one.hits,
+            size(one.unused_bytes),
+            _usd(month.get(one.tenant)),
+        )
+        for one in report.tenants[:limit]
+    ]
+    out.table(columns, rows)
+    _more(out, len(report.tenants) - limit)
+
+
+def _roots(out: Output, report: AuditReport, limit: int) -> None:
+    if not report.roots:
+        return
+    out.line()
+    columns = (
+        "largest prefixes", "namespace", ">chunks", ">bytes", ">shared", ">branches", ">ends",
+        ">hits", ">reuse", ">last used", "text",
+    )  # fmt: skip
+    rows = [_root_row(one, report.made_s) for one in report.roots[:limit]]
+    out.table(columns, rows)
+    _more(out, max(0, len(report.roots) - limit) + report.roots_omitted)
+
+
+def _root_row(one: RootAudit, now_s: int) -> Sequence[object]:
+    gone = f"tokens before {one.token_start:,} are gone: unusable" if one.token_start else None
+    return (
+        one.hash[:_HASH],
+        one.namespace[:8],
+        one.chunks,
+        size(one.nbytes),
+        counted(one.shared_tokens, "token"),
+        one.branches,
+        one.leaves,
+        one.hits,
+        None if one.reuse is None else f"{one.reuse:.1f}",
+        age(one.last_used_s, now_s),
+        one.label or gone or "",
+    )
+
+
+def _findings(out: Output, report: AuditReport, limit: int) -> None:
+    rows = [
+        (one.kind, one.count, size(one.nbytes), one.young, one.remedy)
+        for one in report.findings.counts
+        if one.count
+    ]
+    out.line()
+    if not rows:
+        is_seen_now = report.ending == "complete" and not report.resumed
+        out.line("nothing is wrong" if is_seen_now else "nothing wrong in what was seen")
+        return
+    out.table(("found", ">count", ">bytes", ">young", "what to do"), rows)
+    named = _named(report.findings.first, limit)
+    out.table(("", "", ""), [(one.kind, one.key, one.detail) for one in named])
+    left = len(report.findings.first) - len(named) + report.findings.omitted
+    if left:
+        out.line(f"{left:,} more: --json names the first 100 of each kind")
+
+
+def _named(first: Sequence[AuditFinding], limit: int) -> list[AuditFinding]:
+    """``limit`` of them, as many of one kind as of another, in their order."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for place, one in enumerate(first):
+        turns.append((seen[one.kind], place))
+        seen[one.kind] += 1
+    return [first[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
+
+
+def _costs(out: Output, report: AuditReport) -> None:
+    cost, growth = report.cost, report.growth
+    out.line()
+    if growth.bytes_per_day is not None:
+        out.line(f"grows by {size(int(growth.bytes_per_day))} a day, of what is still stored")
+    more = "" if cost.next_month is None else f", {_usd(cost.next_month)} a month from now"
+    unused = "" if cost.unused is None else f" ({_usd(cost.unused)} for what nobody used)"
+    out.line(
+        f"costs {_usd(cost.month)} a month{more}: storage {_usd(cost.storage)}{unused}, requests "
+        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB"
+    )
+
+
+def _differences(out: Output, report: AuditReport, limit: int) -> None:
+    if not report.differences:
+        return
+    out.line()
+    shown = report.differences[: min(limit, _DIFFERENCES)]
+    for one in shown:
+        out.line(f"{one.a[:8]} and {one.b[:8]}: {one.reason}")
+    left = len(report.differences) - len(shown) + report.differences_omitted
+    if left > 0:
+        out.line(f"{counted(left, 'more pair')}; objkv diff compares two")
+
+
+def _more(out: Output, omitted: int) -> None:
+    if omitted > 0:
+        out.line(f"{omitted:,} more")
+
+
+def _usd(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return dollars(value)
+
+
+def _counted(value: int | None, one: str) -> str:
+    return f"- {one}s" if value is None else counted(value, one)
+
 
 LIMIT = 20
 _GO_ON = "run the same command again to go on"

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,8 +17,26 @@ from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.output import Output, printable
 from objkv.config import Config, Resolved, local_path, resolve_config
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
-from objkv.secrecy import without_secrets
+from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
+
+# What was started ends in order, also when a command is asked to end.
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Within the block, being asked to end ends what was started, as Ctrl-C does."""
+
+    def end(number: int, _frame: Any) -> None:
+        sys.exit(128 + number)
+
+    old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
 
 FINE: Final = 0
 FOUND: Final = 1

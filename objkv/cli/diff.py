@@ -14,9 +14,9 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import Output
 from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.keys.identity import NAMESPACE_HEX, identity_path
+from objkv.ops.backends_view import identity_document, pick_namespace
 from objkv.ops.diff import Difference, DiffReport, Document, namespace_of, parse_document
 from objkv.ops.diff import diff as compare
-from objkv.ops.identities import identity_document, pick_namespace
 
 _SCANNED_MAX = 1_000
 _CLOSE = 3

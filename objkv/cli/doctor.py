@@ -1,11 +1,11 @@
 """``objkv doctor``: explain the settings, probe both ends, say what to fix."""
 
 from objkv.assembly.backends import open_bulk, open_hot, open_index
-from objkv.assembly.describe import describe_index
+from objkv.assembly.redis import describe_index
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Output
-from objkv.ops.doctor import DoctorReport, Patient, Verdict, examine
+from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
 from objkv.telemetry import MemoryRecorder, NullRecorder
 
 _CODES: dict[Verdict, int] = {

@@ -22,9 +22,9 @@ from objkv.errors import ConfigError, PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.ends import HANDOFF_LAYOUT, read_namespace, record_keys, stored_parts
-from objkv.ops.export import Export, chain_keys
-from objkv.ops.manifest import Head, ManifestWriter
+from objkv.ops.backends_view import HANDOFF_LAYOUT, read_namespace, record_keys, stored_parts
+from objkv.ops.export.export import Export, chain_keys
+from objkv.ops.export.manifest import Head, ManifestWriter
 from objkv.ops.match import match_prompt
 from objkv.ops.show import BEGINNING_CHARS_MIN, is_beginning
 from objkv.ops.verify_payload import Budget

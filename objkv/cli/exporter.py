@@ -13,16 +13,16 @@ import typer
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from objkv.assembly.backends import Backends, open_backends
-from objkv.assembly.describe import describe_index
+from objkv.assembly.redis import describe_index
 from objkv.cli.command import FINE, UNREACHABLE, Session, command
 from objkv.cli.upkeep import refuse_memory
 from objkv.errors import StoreUnavailable
-from objkv.ops.ends import Ends
-from objkv.ops.exporter import Asks, End, Watch
-from objkv.ops.exporter_collector import StoreCollector, Watched
-from objkv.ops.exporter_scan import Scans
-from objkv.ops.exporter_server import ExporterServer
-from objkv.ops.patient import PatientIndex, PatientStore
+from objkv.ops.backends_view import Ends
+from objkv.ops.exporter.metrics import StoreCollector, Watched
+from objkv.ops.exporter.scan import Scans
+from objkv.ops.exporter.server import ExporterServer
+from objkv.ops.exporter.watch import Asks, End, Watch
+from objkv.ops.retrying import PatientIndex, PatientStore
 from objkv.telemetry import NullRecorder
 
 PORT = 9108

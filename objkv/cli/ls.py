@@ -9,8 +9,9 @@ from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Output, age, counted, plain, size
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
-from objkv.ops.identities import pick_namespace
+from objkv.ops.backends_view import pick_namespace
 from objkv.ops.listing import (
+    Branch,
     BulkCount,
     NamespaceSummary,
     PrefixSummary,
@@ -19,8 +20,8 @@ from objkv.ops.listing import (
     list_namespaces,
     list_prefixes,
     list_tenants,
+    list_tree,
 )
-from objkv.ops.listing_tree import Branch, list_tree
 
 _LIMIT = 50
 

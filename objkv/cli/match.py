@@ -14,10 +14,10 @@ from objkv.cli.upkeep import open_seals
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
-from objkv.ops.ends import read_namespace
-from objkv.ops.explain import explain_match
-from objkv.ops.explain_replicas import ReplicaTold, ask_replica
-from objkv.ops.explanation import Explanation, Question
+from objkv.ops.backends_view import read_namespace
+from objkv.ops.explain.causes import Explanation, Question
+from objkv.ops.explain.explain import explain_match
+from objkv.ops.explain.replicas import ReplicaTold, ask_replica
 from objkv.ops.match import MatchReport, match_prompt
 
 

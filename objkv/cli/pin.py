@@ -16,7 +16,7 @@ from objkv.errors import ConfigError
 from objkv.index.base import Record
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
-from objkv.ops.identities import pick_namespace
+from objkv.ops.backends_view import pick_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}

@@ -6,8 +6,8 @@ from pathlib import Path
 from objkv.assembly.backends import Backends
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, Identity
-from objkv.ops.identities import pick_namespace, read_identity
-from objkv.ops.prompt import parse_tokens, tokenize
+from objkv.ops.backends_view import pick_namespace, read_identity
+from objkv.ops.match import parse_tokens, tokenize
 
 
 def read_prompt(

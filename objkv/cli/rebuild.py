@@ -7,7 +7,7 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, Upkeep, refuse_memory, upkeep
-from objkv.ops.ends import Namespace, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.backends_view import Namespace, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
 
 _COUNTS = ("restored", "corrected", "present", "written", "unreadable", "foreign", "other")

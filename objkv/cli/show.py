@@ -13,8 +13,7 @@ from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.ops.ends import read_namespace
-from objkv.ops.identities import pick_namespace
+from objkv.ops.backends_view import pick_namespace, read_namespace
 from objkv.ops.show import (
     BEGINNING_CHARS_MIN,
     PayloadReport,

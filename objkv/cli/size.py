@@ -10,10 +10,9 @@ from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Output, counted, plain
 from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
-from objkv.ops.audit_report import Prices
-from objkv.ops.model_shape import DTYPES, ModelShape, attention, read_model
-from objkv.ops.presets import PRESETS, preset
-from objkv.ops.sizing import Layout, Load, Sizing, size_fleet
+from objkv.ops.audit.report import Prices
+from objkv.ops.size.model import DTYPES, PRESETS, ModelShape, attention, preset, read_model
+from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
 
 _GIGABIT = 1e9 / 8
 _LARGE = 1_000

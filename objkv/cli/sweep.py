@@ -9,11 +9,10 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.errors import ConfigError
-from objkv.ops.sweep import Sweep
-from objkv.ops.sweep_records import RecordSweep
-from objkv.ops.sweep_remove import CATEGORIES, Category, Remover, SweepLimits
-from objkv.ops.sweep_survey import refuse_wrong_ends, survey
-from objkv.ops.tally import Tally
+from objkv.ops.runs import Tally
+from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
+from objkv.ops.sweep.survey import refuse_wrong_ends, survey
+from objkv.ops.sweep.sweep import RecordSweep, Sweep
 
 _SHOWN = 3
 _MEANS: dict[Category, str] = {

@@ -6,32 +6,310 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command
-from objkv.cli.endings import ending_in_order
-from objkv.cli.output import Output, plain
-from objkv.cli.top_screen import (
-    PREFIX_COLUMNS,
-    REPLICA_COLUMNS,
-    Showing,
-    prefix_cells,
-    prefix_heading,
-    replica_cells,
-    screen,
-    summary_lines,
-)
+from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
+from objkv.cli.output import Output, age, plain, printable, size
 from objkv.errors import ConfigError
+from objkv.ops.top.prefixes import HotPrefix, PrefixLook
+from objkv.ops.top.rates import Flow, Row
 from objkv.ops.top.scrape import Source
 from objkv.ops.top.watch import View, Watch
+
+# What ``objkv top`` shows: the same tables once, or again and again on a terminal.
+
+SORTS: Final = ("name", "tokens", "hit rate", "loads", "refusals", "drops")
+_SPARKS: Final = "▁▂▃▄▅▆▇█"
+_BAR_CELLS = 48
+_SOURCES: Final = (
+    ("computed", "computed_tokens", "grey50"),
+    ("local", "local_tokens", "blue"),
+    ("hot", "hot_tokens", "magenta"),
+    ("bulk", "bulk_tokens", "green"),
+)
+_STATE_STYLES: Final = {"up": "green", "down": "bold red", "restarted": "yellow", "new": "dim"}
+REPLICA_COLUMNS: Final = (
+    "replica", "state", ">tokens/s", ">hit", ">local", ">hot/s", ">bulk/s", ">saved/s",
+    ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
+)  # fmt: skip
+_DROPPED_FIRST: Final = (">wait", ">run", ">load", ">lookup", ">local", ">saved/s", ">missed/s")
+"""Columns that a narrow terminal does without, first those that are missed least."""
+_DROPPED_FOR_NOTES: Final = (">dropped/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s")
+"""Columns that go, too, where there is something to say and no room: why a replica is down."""
+_NOTES_MIN = 24
+PREFIX_COLUMNS: Final = (
+    "namespace", "root", ">hits", ">hits/s", ">shared", ">stored", ">bytes", ">used",
+)  # fmt: skip
+_HEADINGS = 8
+"""Lines that are neither replicas nor prefixes, besides the summary and problems."""
+
+
+@dataclass(slots=True)
+class Showing:
+    """How the user wants it."""
+
+    every_s: float
+    paused: bool = False
+    sort: str = "name"
+    top: int = 0
+    """First replica that is shown."""
+
+    def key(self, pressed: str, rows: int) -> bool:
+        """Obey a key; False if it ends the command."""
+        if pressed in ("q", "Q", "\x03", "\x04"):
+            return False
+        if pressed in ("p", " "):
+            self.paused = not self.paused
+        elif pressed == "s":
+            self.sort, self.top = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)], 0
+        elif pressed in ("up", "k"):
+            self.top = max(0, self.top - 1)
+        elif pressed in ("down", "j"):
+            self.top = min(max(0, rows - 1), self.top + 1)
+        return True
+
+
+def screen(
+    view: View | None, showing: Showing, clock: str, size_cells: tuple[int, int]
+) -> RenderableType:
+    """The whole screen, cut to a terminal's width and height: most of it for replicas."""
+    width, height = size_cells
+    head = _head(view, showing, clock)
+    if view is None:
+        return Group(head, Text("asking ...", style="dim"))
+    told = len(summary_lines(view)) + len(view.problems)
+    room = max(2, height - _HEADINGS - told)
+    rows = sort_rows(view.rows, showing.sort)
+    replicas = rows[showing.top :][: max(1, min(len(rows), room * 2 // 3))]
+    left = room - len(replicas)
+    parts: list[RenderableType] = [head, _summary(view, width), Text()]
+    parts.append(_replica_table([replica_cells(row) for row in replicas], width))
+    if len(rows) > len(replicas):
+        first = showing.top + 1
+        last = showing.top + len(replicas)
+        parts.append(Text(f"{first} to {last} of {len(rows)}", style="dim"))
+    parts.append(Text())
+    if view.prefixes is not None:
+        parts.append(Text(prefix_heading(view.prefixes), style="bold"))
+        shown = view.prefixes.prefixes[: max(0, left)]
+        parts.append(_table(PREFIX_COLUMNS, [prefix_cells(prefix) for prefix in shown]))
+    parts += [Text(printable(problem), style="yellow") for problem in view.problems]
+    return Group(*parts)
+
+
+def sort_rows(rows: Sequence[Row], by: str) -> list[Row]:
+    """Largest first, but names as they were given."""
+    measures: dict[str, Callable[[Flow], float]] = {
+        "tokens": lambda flow: flow.tokens,
+        "hit rate": lambda flow: flow.hit_rate or 0.0,
+        "loads": lambda flow: flow.hot_load_bytes + flow.bulk_load_bytes,
+        "refusals": lambda flow: flow.refusals,
+        "drops": lambda flow: flow.drops,
+    }
+    measure = measures.get(by)
+    return list(rows) if measure is None else sorted(rows, key=lambda row: -measure(row.flow))
+
+
+def summary_lines(view: View) -> list[str]:
+    """The whole fleet, for who cannot see colours."""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share, _ in _shares(view.total))
+    down = sum(row.state == "down" for row in view.rows)
+    count = len(view.rows)
+    total = view.total
+    if count and down == count:  # zeros would be told of nobody
+        lines = [
+            f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate -; "
+            "- prompt tokens/s",
+            "loads - hot, - bulk; saves -; refused -, missed -, dropped -",
+            "no replica answers: say where they are with --endpoint URL",
+        ]
+        return lines + _stored_lines(view)
+    lines = [
+        f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate "
+        f"{percent(total.hit_rate)}; {total.tokens:,.0f} prompt tokens/s: {shares or 'none'}",
+        f"loads {size(round(total.hot_load_bytes))}/s hot, "
+        f"{size(round(total.bulk_load_bytes))}/s bulk; saves {size(round(total.save_bytes))}/s; "
+        f"refused {total.refusals:.1f}/s, missed {total.misses:.1f}/s, "
+        f"dropped {total.drops:.1f}/s",
+    ]
+    return lines + _stored_lines(view)
+
+
+def _stored_lines(view: View) -> list[str]:
+    """What the exporter or the index tells."""
+    lines = []
+    if view.stored is not None:
+        stored = view.stored
+        lines.append(
+            f"stored {size(round(stored.nbytes))} in {stored.payloads:,.0f} payloads of "
+            f"{stored.namespaces:,.0f} {'namespace' if stored.namespaces == 1 else 'namespaces'}, "
+            f"by the {stored.told_by}"
+        )
+    if view.ends:
+        told = ", ".join(f"{end} {'up' if up else 'DOWN'}" for end, up in view.ends)
+        lines.append(f"ends: {printable(told)}")
+    return lines
+
+
+def replica_cells(row: Row) -> list[str]:
+    """One row, as text."""
+    if row.state in ("down", "no objkv"):
+        return [row.name, row.state, *[""] * 13, row.problem or ""]
+    notes = [f"open: {name.replace('_', ' ')}" for name in row.breakers_open]
+    flow, known = row.flow, row.state != "new"
+    return [
+        row.name,
+        row.state,
+        f"{flow.tokens:,.0f}" if known else "",
+        percent(flow.hit_rate) if known else "",
+        percent(flow.local_tokens / flow.tokens if flow.tokens else None) if known else "",
+        _bytes(flow.hot_load_bytes) if known else "",
+        _bytes(flow.bulk_load_bytes) if known else "",
+        _bytes(flow.save_bytes) if known else "",
+        _count(flow.refusals) if known else "",
+        _count(flow.misses) if known else "",
+        _count(flow.drops) if known else "",
+        _millis(flow.lookup_ms),
+        _millis(flow.load_ms),
+        f"{flow.running:.0f}",
+        f"{flow.waiting:.0f}",
+        ", ".join(notes),
+    ]
+
+
+def prefix_cells(prefix: HotPrefix) -> list[str]:
+    """One row, as text."""
+    return [
+        prefix.namespace[:8],
+        prefix.root.hex()[:12],
+        f"{prefix.hits:,}",
+        "" if prefix.hits_per_s is None else f"{prefix.hits_per_s:.1f}",
+        f"{prefix.shared_tokens:,}",
+        f"{prefix.tokens:,}",
+        size(prefix.nbytes),
+        age(prefix.touched_s) if prefix.touched_s else "never",
+    ]
+
+
+def prefix_heading(found: PrefixLook) -> str:
+    """What was looked at."""
+    more = "" if found.whole else ", and there are more"
+    return f"hottest prefixes, of {found.records:,} chunks{more}"
+
+
+def percent(share: float | None) -> str:
+    """A dash where there is none."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _head(view: View | None, showing: Showing, clock: str) -> Text:
+    paused = "  PAUSED" if showing.paused else ""
+    text = Text()
+    text.append("objkv top", style="bold")
+    text.append(f"  {clock}  every {showing.every_s:g} s  sorted by {showing.sort}{paused}")
+    text.append("    q quit  p pause  s sort  ↑↓ scroll", style="dim")
+    return text
+
+
+def _summary(view: View, width: int) -> RenderableType:
+    lines = summary_lines(view)
+    text = Text(f"{lines[0].partition(': ')[0]}  ")
+    text.append(_sparkline(view.hit_rates), style="green")
+    text.append("\n")
+    cells_max = left = min(_BAR_CELLS, width // 4)
+    shares = _shares(view.total)
+    for number, (_, share, style) in enumerate(shares):
+        cells = left if number == len(shares) - 1 else min(left, round(share * cells_max))
+        left -= cells
+        text.append("█" * cells, style=style)
+    for name, share, style in shares:
+        text.append("  ■ ", style=style)
+        text.append(f"{name} {share:.0%}")
+    if not shares:
+        text.append("no prompts", style="dim")
+    for line in lines[1:]:
+        text.append(f"\n{line}")
+    return text
+
+
+def _shares(total: Flow) -> list[tuple[str, float, str]]:
+    """Where the KV of prompt tokens came from: name, share, colour."""
+    if total.tokens <= 0:
+        return []
+    return [(name, getattr(total, field) / total.tokens, style) for name, field, style in _SOURCES]
+
+
+def _sparkline(values: Sequence[float | None]) -> str:
+    top = len(_SPARKS) - 1
+    return "".join(
+        " " if value is None else _SPARKS[min(top, int(value * top + 0.5))] for value in values
+    )
+
+
+def _replica_table(rows: Sequence[Sequence[str]], width: int) -> Table:
+    """As many columns as fit; of the last, the notes, what is left."""
+    columns = list(REPLICA_COLUMNS)
+    cells = [dict(zip(REPLICA_COLUMNS, row, strict=True)) for row in rows]
+
+    def widest(name: str) -> int:
+        return max(len(name.removeprefix(">")), *(len(row[name]) for row in cells))
+
+    for name in _DROPPED_FIRST:
+        if sum(widest(column) + 2 for column in columns[:-1]) + _NOTES_MIN <= width:
+            break
+        columns.remove(name)
+    notes = min(_NOTES_MIN, widest("notes"))
+    for name in _DROPPED_FOR_NOTES:
+        if sum(widest(column) + 2 for column in columns[:-1]) + notes <= width:
+            break
+        columns.remove(name)
+    table = _table(columns, [[row[name] for name in columns] for row in cells])
+    for number, name in enumerate(columns[:-1]):
+        table.columns[number].min_width = widest(name)
+    return table
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in columns:
+        right = name.startswith(">")
+        table.add_column(
+            name.removeprefix(">"),
+            justify="right" if right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for row in rows:
+        cells = [Text(printable(cell)) for cell in row]
+        if columns[0] == "replica":
+            cells[1].stylize(_STATE_STYLES.get(row[1], "yellow"))
+            cells[-1].stylize("yellow")
+        table.add_row(*cells)
+    return table
+
+
+def _bytes(per_s: float) -> str:
+    return size(round(per_s)) if per_s else "0"
+
+
+def _count(per_s: float) -> str:
+    return f"{per_s:.1f}" if per_s else "0"
+
+
+def _millis(value: float | None) -> str:
+    return "" if value is None else f"{value:,.1f} ms"
+
 
 _DEFAULT: Final = "http://127.0.0.1:8000"
 """Where ``vllm serve`` listens unless told otherwise."""

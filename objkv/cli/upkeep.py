@@ -15,12 +15,9 @@ from objkv.cli.command import FOUND, INTERRUPTED, Session
 from objkv.codec.seal import Seal
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.checkpoint import Checkpoint, checkpoint_file
-from objkv.ops.crew import Crew, Unit
-from objkv.ops.ends import Ends, Namespace, stored_namespaces
-from objkv.ops.identities import pick_namespace
-from objkv.ops.patient import PatientIndex, PatientStore
-from objkv.ops.tally import Tally
+from objkv.ops.backends_view import Ends, Namespace, pick_namespace, stored_namespaces
+from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.ops.runs import Checkpoint, Crew, Tally, Unit, checkpoint_file
 
 WORKERS = 16
 _GO_ON = "run the same command again to go on"

@@ -8,12 +8,11 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.errors import ConfigError
-from objkv.ops.ends import Namespace, Part, read_namespace, stored_namespaces, stored_parts
-from objkv.ops.sweep_survey import refuse_wrong_bulk
-from objkv.ops.tally import Tally
-from objkv.ops.verify import Verify
+from objkv.ops.backends_view import Namespace, Part, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.runs import Tally
+from objkv.ops.sweep.survey import refuse_wrong_bulk
+from objkv.ops.verify import Verify, choose_sample, unindexed
 from objkv.ops.verify_payload import Budget
-from objkv.ops.verify_sample import choose_sample, unindexed
 
 SAMPLE = 200
 MEMORY_BYTES = 1 << 30

@@ -1,15 +1,42 @@
 """What a payload says: the claim, its layers and frames, where it comes from. Plain values."""
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import isfinite, prod
 from typing import Final, NamedTuple, Protocol
 
 from objkv.codec.compress import Buffer
-from objkv.codec.scales import is_scales
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+
+# The scales of a quantised layer as text: ``<k> <v>``, each number in its shortest form.
+#
+# Pages of such a layer mean nothing without them: each value is what the page holds times its
+# scale. Text, so that two of them are equal exactly when their numbers are, and no float is ever
+# compared.
+
+_NUMBER = r"[0-9]{1,20}\.[0-9]{1,20}(?:e[+-][0-9]{1,3})?|[0-9]{1,20}e[+-][0-9]{1,3}"
+_SCALES = re.compile(rf"({_NUMBER}) ({_NUMBER})")
+
+
+def scales_text(k_scale: float, v_scale: float) -> str:
+    """The scales of K and V; raises ValueError unless both are finite and positive."""
+    for scale in (k_scale, v_scale):
+        if not (isfinite(scale) and scale > 0):
+            raise ValueError(f"{scale!r} is no scale")
+    return f"{float(k_scale)!r} {float(v_scale)!r}"
+
+
+def is_scales(text: str) -> bool:
+    """Whether ``scales_text`` could have written ``text``."""
+    match = _SCALES.fullmatch(text)
+    if match is None:
+        return False
+    numbers = tuple(map(float, match.groups()))
+    return all(isfinite(n) and n > 0 for n in numbers) and scales_text(*numbers) == text
+
 
 METADATA_NAME: Final = "__metadata__"
 LAYER_BYTES_MAX: Final = 1 << 30
@@ -21,7 +48,6 @@ NAME_CHARS_MAX: Final = 512
 WRITER_CHARS_MAX: Final = 256
 ENCRYPTED: Final = "+aes256gcm"
 """Ends the codec's name of a frame that is encrypted, so that whoever cannot open it refuses it."""
-
 TYPED_BYTES: Final = {
     "U8": 1,
     "I8": 1,
@@ -255,3 +281,15 @@ class VerifiedText(NamedTuple):
     raw: bytearray
     """From the payload's first byte, padding included, with zeros where its checksum was."""
     checksum: str
+
+
+# Where in a header the few things are that are found before its JSON is read.
+
+LENGTH_BYTES: Final = 8
+OPENING: Final = f'{{"{METADATA_NAME}":{{"checksum":"'.encode()
+CHECKSUM_AT: Final = LENGTH_BYTES + len(OPENING)
+CHECKSUM_END: Final = CHECKSUM_AT + 32
+SIGNATURE_OPENING: Final = b'","signature":"'
+SIGNATURE_AT: Final = CHECKSUM_END + len(SIGNATURE_OPENING)
+"""Of a signed payload."""
+SIGNATURE_END: Final = SIGNATURE_AT + 64

@@ -15,7 +15,7 @@ from objkv.config.urls import (
     refuse_clear,
     without_password,
 )
-from objkv.secrecy import without_secrets
+from objkv.redact import without_secrets
 
 LoadMode = Literal["async", "layerwise", "auto"]
 CodecName = Literal["auto", "none", "lz4", "zstd", "blosc", "blosclz4"]

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from objkv.config.schema import SECRET_SETTINGS, Config
 from objkv.config.urls import passwords_in
 from objkv.errors import ConfigError
-from objkv.secrecy import keep_secret
+from objkv.redact import keep_secret
 
 ENV_PREFIX = "OBJKV_"
 CONFIG_FILE_VARIABLE = "OBJKV_CONFIG_FILE"

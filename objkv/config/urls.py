@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from objkv.secrecy import without_secrets
+from objkv.redact import without_secrets
 
 _DEFAULT_QUOTA_BYTES = 50 << 30
 BULK_SCHEMES = ("file", "memory", "s3")

@@ -8,11 +8,11 @@ __all__ = ["ObjKVConnector", "ObjKVECConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "ObjKVConnector":
-        from objkv.connector.kv import ObjKVConnector
+        from objkv.connector.kv.connector import ObjKVConnector
 
         return ObjKVConnector
     if name == "ObjKVECConnector":
-        from objkv.connector.encoder import ObjKVECConnector
+        from objkv.connector.encoder.connector import ObjKVECConnector
 
         return ObjKVECConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,11 @@
-"""An index behind breakers: see ``objkv.breaker``."""
+"""An index behind breakers: see ``objkv.net.breaker``."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.breaker import Breakers
 from objkv.index.base import WriteIndex
-from objkv.index.wrapped import Verb, WrappedIndex
+from objkv.index.guarded import Verb, WrappedIndex
+from objkv.net.breaker import Breakers
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from objkv.index.base import WriteIndex
-from objkv.index.wrapped import Verb, WrappedIndex
-from objkv.sockets import EndsBy
+from objkv.index.guarded import Verb, WrappedIndex
+from objkv.net.deadline import EndsBy
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ _WALK_FACTOR = 12
 
 class DeadlineIndex(WrappedIndex):
     """Each call ends ``seconds`` after it began, what operators use to look around (each record of
-    a scan) after twelve times as long, if its sockets are punctual: see ``objkv.sockets``."""
+    a scan) after twelve times as long, if its sockets are punctual: see ``objkv.net.deadline``."""
 
     def __init__(self, inner: WriteIndex, seconds: float) -> None:
         super().__init__(inner)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from threading import Lock
 
 from objkv.index.base import ChunkEntry, ShardRecord, Shards, WriteIndex
-from objkv.index.wrapped import WrappedIndex
+from objkv.index.guarded import WrappedIndex
 
 SETTLE_S = 5
 """Records with a younger shard are not kept: other ranks may still be adding theirs. The

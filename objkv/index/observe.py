@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from objkv.errors import StoreError
 from objkv.index.base import Record, Shards, WriteIndex
-from objkv.index.wrapped import Verb, WrappedIndex
+from objkv.index.guarded import Verb, WrappedIndex
 from objkv.telemetry import Recorder
 
 T = TypeVar("T")

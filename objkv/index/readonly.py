@@ -7,7 +7,7 @@ nothing rather than an error that the server would answer each request with.
 from collections.abc import Mapping, Sequence
 
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.wrapped import WrappedIndex
+from objkv.index.guarded import WrappedIndex
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 

@@ -16,8 +16,8 @@ from typing import Final
 
 from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.guarded import WrappedIndex
 from objkv.index.near import NearIndex
-from objkv.index.wrapped import WrappedIndex
 
 SHAPES_HASH: Final = hashlib.sha256(b"objkv-shapes-1").digest()[:20]
 FIELDS_MAX: Final = 512

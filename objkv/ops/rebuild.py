@@ -9,23 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from objkv.cache.chunks import shard_record
 from objkv.cache.pins import read_pins
-from objkv.cache.tiered import shard_record
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Usage
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
-from objkv.ops.crew import Check, Unit
-from objkv.ops.ends import (
-    Ends,
-    Namespace,
-    Part,
-    Stored,
-    stored_header,
-    stored_payloads,
-)
-from objkv.ops.tally import Tally
+from objkv.ops.backends_view import Ends, Namespace, Part, Stored, stored_header, stored_payloads
+from objkv.ops.runs import Check, Tally, Unit
 
 HOT_ASK_BYTES_MAX = 1 << 20
 """Larger payloads are not looked for in the hot store."""

@@ -15,7 +15,7 @@ from objkv.codec.values import ENCRYPTED
 from objkv.errors import KeyMismatch, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.ends import Ends, stored_header
+from objkv.ops.backends_view import Ends, stored_header
 from objkv.ops.rebuild import is_chunk_same, is_same
 from objkv.stores.base import Entry
 

@@ -1,11 +1,11 @@
-"""A store behind breakers: see ``objkv.breaker``."""
+"""A store behind breakers: see ``objkv.net.breaker``."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.breaker import Breakers
+from objkv.net.breaker import Breakers
 from objkv.stores.base import PruneStore
-from objkv.stores.wrapped import Verb, WrappedStore
+from objkv.stores.guarded import Verb, WrappedStore
 
 T = TypeVar("T")
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.sockets import EndsBy
+from objkv.net.deadline import EndsBy
 from objkv.stores.base import PruneStore
-from objkv.stores.wrapped import Verb, WrappedStore
+from objkv.stores.guarded import Verb, WrappedStore
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ _WALK_FACTOR = 12
 
 class DeadlineStore(WrappedStore):
     """Each call ends ``seconds`` after it began, what operators use to look around (each entry of
-    a scan) after twelve times as long, if its sockets are punctual: see ``objkv.sockets``."""
+    a scan) after twelve times as long, if its sockets are punctual: see ``objkv.net.deadline``."""
 
     def __init__(self, inner: PruneStore, seconds: float) -> None:
         super().__init__(inner)

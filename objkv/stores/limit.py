@@ -6,9 +6,9 @@ from time import monotonic
 from typing import TypeVar
 
 from objkv.errors import StoreUnavailable
-from objkv.sockets import ends_s
+from objkv.net.deadline import ends_s
 from objkv.stores.base import PruneStore
-from objkv.stores.wrapped import Verb, WrappedStore
+from objkv.stores.guarded import Verb, WrappedStore
 
 T = TypeVar("T")
 

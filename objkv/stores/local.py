@@ -10,6 +10,7 @@ takes when a network mount hangs is the mount's affair, and no deadline here can
 """
 
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from objkv.errors import StoreUnavailable
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -29,9 +30,159 @@ from objkv.stores.base import (
     check_prefix,
     is_key,
 )
-from objkv.stores.local_beneath import FOLDER, PLACE, VALUE, Beneath
-from objkv.stores.local_disk import ABSENT, failed, read_into, some_of, translated
-from objkv.stores.local_walk import Walks
+from objkv.stores.local_paths import FOLDER, PLACE, VALUE, Beneath
+
+# What a directory's store asks of the file system: reading into buffers, and errors that say what
+# to fix.
+
+_SLICE_BYTES = 2 << 20
+"""About what is read at once where somebody waits for the first bytes: still in the processor's
+caches when they are verified."""
+_FIX = {
+    errno.EACCES: "give this user read, write and search permission on the folder",
+    errno.EPERM: "the file system refuses this; it must allow hard links and belong to this user",
+    errno.EROFS: "the file system is mounted read-only",
+    errno.ENOSPC: "the disk is full: free space, or remove old payloads",
+    errno.EDQUOT: "the quota is used up: raise it, or remove old payloads",
+    errno.EEXIST: "a file stands where a folder is needed",
+    errno.ENOTDIR: "a file stands where a folder is needed",
+    errno.EISDIR: "a folder stands where a value is needed",
+    errno.EOPNOTSUPP: "the file system has no hard links: choose another folder",
+    errno.ENAMETOOLONG: "the path of the folder is too long: choose a shorter one",
+    errno.ELOOP: "remove the symbolic link in the folder, where none is followed; or the folder's "
+    "own path is a loop of them",
+}
+ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV))
+"""What opening says where no value is; the last two, of sockets and of devices that are not there.
+"""
+_MENDS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
+
+
+def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrived | None) -> None:
+    """Fill ``buffer`` with the file's bytes from ``start`` on; raises ``StoreError``, and what
+    ``arrived`` raises."""
+    at, size = 0, len(buffer)
+    count = 1 if arrived is None else max(1, round(size / _SLICE_BYTES))
+    step = -(-size // count)  # of equal length: a short one at the end costs as much as a long one
+    while at < size:
+        try:
+            got = os.preadv(fd, [buffer[at : at + step]], start + at)
+        except OSError as exc:
+            raise failed("get_into", key, exc) from exc
+        if not got:
+            raise StoreError(f"get_into {key}: the file became shorter while being read")
+        at += got
+        if arrived is not None:
+            arrived(at)
+    if not size and arrived is not None:
+        arrived(0)
+
+
+def some_of(part: bytes, key: str) -> bytes:
+    """``part``, which is not the end of the file."""
+    if not part:
+        raise StoreError(f"get {key}: the file became shorter while being read")
+    return part
+
+
+@contextmanager
+def translated(verb: str, key: str) -> Iterator[None]:
+    """Raise as ``StoreError`` what the file system raises inside."""
+    try:
+        yield
+    except OSError as exc:
+        raise failed(verb, key, exc) from exc
+
+
+def failed(verb: str, key: str, exc: OSError) -> StoreError:
+    """What the file system's ``exc`` is, to whoever uses a store."""
+    reason = f"{verb} {key}: {exc.strerror or exc}"
+    if exc.errno in _MENDS:
+        return StoreUnavailable(reason)
+    if exc.errno in _FIX:
+        return StoreDenied(f"{reason}: {_FIX[exc.errno]}")
+    return StoreError(reason)
+
+
+# Walks a directory's store: all that is below a folder, in the order of keys.
+#
+# Others may write below a shared folder. What they can plant there ends no walk: it enters no
+# folder that no key can name, so none that is nested deeper than a key is long, and leaves out
+# those that this user may not read.
+
+logger = logging.getLogger(__name__)
+_LEFT_OUT = {errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
+Listed = list[tuple[str, os.stat_result | None]]
+"""Names; None for folders; of a symbolic link, what it is itself."""
+
+
+class Walks:
+    """Of one store; thread-safe."""
+
+    def __init__(self, beneath: Beneath) -> None:
+        self._beneath = beneath
+        self._has_told = False
+
+    def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """All that is under ``folder`` and may start with ``prefix``, but for folders, in key
+        order: a folder sorts as the keys in it do, with its ``/``.
+
+        One folder's listing is in memory at a time (per level). A folder inside that this user may
+        not read is left out, which the log tells once. Raises ``StoreError``.
+        """
+        levels = [self._ordered(folder, prefix, self.listed(folder))]
+        while levels:
+            key, found = next(levels[-1], ("", None))
+            if found is not None:
+                yield key, found
+            elif not key:
+                levels.pop()
+            elif is_key(f"{key}x"):  # it ends with "/": else no key can be in it
+                levels.append(self._ordered(key[:-1], prefix, self._inside(key[:-1])))
+
+    def listed(self, folder: str) -> Listed:
+        """What is in ``folder``; nothing if there is none. Raises ``StoreError``."""
+        try:
+            return self._list(folder)
+        except OSError as exc:
+            raise failed("scan", folder or self._beneath.root, exc) from exc
+
+    def _inside(self, folder: str) -> Listed:
+        try:
+            return self._list(folder)
+        except OSError as exc:
+            if exc.errno not in _LEFT_OUT:
+                raise failed("scan", folder, exc) from exc
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "left out a folder that cannot be read, and any other path=%s/%s error=%s",
+                    self._beneath.root,
+                    folder,
+                    exc.strerror,
+                )
+            return []
+
+    def _ordered(
+        self, folder: str, prefix: str, listed: Listed
+    ) -> Iterator[tuple[str, os.stat_result | None]]:
+        start = f"{folder}/" if folder else ""
+        keys = {start + (f"{n}/" if found is None else n): found for n, found in listed}
+        return ((key, keys[key]) for key in sorted(keys) if key.startswith(prefix))
+
+    def _list(self, folder: str) -> Listed:
+        listed: Listed = []
+        try:
+            with self._beneath.at(folder, FOLDER) as fd, os.scandir(fd) as found:
+                for entry in found:
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        is_folder = entry.is_dir(follow_symlinks=False)
+                        about = None if is_folder else entry.stat(follow_symlinks=False)
+                        listed.append((entry.name, about))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return listed
+
 
 # "~" is not allowed in keys, so a temporary file can neither be read nor collide with a value.
 _TEMPORARY = "~tmp-"

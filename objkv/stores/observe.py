@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from objkv.errors import StoreError
 from objkv.stores.base import Arrived, Buffer, PruneStore
-from objkv.stores.wrapped import Verb, WrappedStore
+from objkv.stores.guarded import Verb, WrappedStore
 from objkv.telemetry import Recorder
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from objkv.errors import StoreDenied
 from objkv.stores.base import Buffer, Unfinished
-from objkv.stores.wrapped import WrappedStore
+from objkv.stores.guarded import WrappedStore
 
 _REASON = "role is reader, and this would write: set role to writer or sweeper where it may"
 

@@ -12,9 +12,9 @@ from threading import Condition, Lock
 from typing import Any
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.sockets import ends_s
+from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, Buffer, Entry, PruneStore, copy_bytes
-from objkv.stores.wrapped import WrappedStore
+from objkv.stores.guarded import WrappedStore
 
 _Call = tuple[str | int, ...]
 

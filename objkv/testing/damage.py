@@ -15,7 +15,7 @@ import numpy as np
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.seal import open_seal
-from objkv.cache.tiered import shard_record
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.codec.seal import Seal
 from objkv.config import load_config

@@ -5,7 +5,7 @@ from threading import Event, Lock
 from typing import TypeVar
 
 from objkv.stores.base import Arrived, PruneStore, copy_into, copy_range_into
-from objkv.stores.wrapped import Verb, WrappedStore
+from objkv.stores.guarded import Verb, WrappedStore
 
 T = TypeVar("T")
 

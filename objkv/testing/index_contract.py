@@ -5,26 +5,288 @@ the server's own overrides ``pass_time`` to wait, with a ``short_s`` to wait for
 spoils a record.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from threading import Barrier
 
-from objkv.index.base import PruneIndex, Record
+import pytest
+
+from objkv.index.base import ChunkEntry, PruneIndex, Record, ShardRecord, Usage
+from objkv.index.shapes import SHAPES_HASH
 from objkv.testing.clock import ManualClock
-from objkv.testing.find_contract import FindContract
-from objkv.testing.index_samples import (
-    FIELD,
-    LONG_S,
-    NAMESPACE,
-    OTHER,
-    OTHER_FIELD,
-    at_once,
-    chunk,
-    get,
-    prefix_hash,
-    shard,
-)
-from objkv.testing.pin_contract import PinContract
-from objkv.testing.usage_contract import UsageContract
+
+# Chunks and shards to publish in tests of indexes and of what uses them.
+
+NAMESPACE = "0123456789abcdef0123456789abcdef"
+OTHER = "fedcba9876543210fedcba9876543210"
+FIELD = "0.L0-2_H0-4"
+OTHER_FIELD = "0.L0-2_H4-8"
+LONG_S = 1_000
+"""A time to live that no test outlives."""
+
+
+def prefix_hash(number: int) -> bytes:
+    """A prefix hash of its own for every number."""
+    return number.to_bytes(20, "big")
+
+
+def chunk(number: int = 1, namespace: str = NAMESPACE) -> ChunkEntry:
+    """The entry of chunk ``number``, which follows chunk ``number - 1``."""
+    return ChunkEntry(
+        namespace=namespace,
+        prefix_hash=prefix_hash(number),
+        parent_hash=prefix_hash(number - 1),
+        token_start=(number - 1) * 256,
+        token_end=number * 256,
+    )
+
+
+def shard(nbytes: int = 4096) -> ShardRecord:
+    """A shard record that differs from those of other sizes."""
+    return ShardRecord(
+        nbytes=nbytes,
+        raw_bytes=nbytes - 1,
+        codec="none",
+        hot=nbytes % 2 == 0,
+        header_checksum=f"{nbytes:032x}",
+        created_s=1_700_000_000,
+    )
+
+
+def get(index: PruneIndex, number: int = 1, namespace: str = NAMESPACE) -> Record | None:
+    """The record of chunk ``number``."""
+    return index.lookup(namespace, [prefix_hash(number)])[0]
+
+
+def at_once(calls: list[Callable[[], object]]) -> list[object]:
+    """The results of all calls, started together, each in its own thread."""
+    barrier = Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> object:
+        barrier.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+# The time of an index under test.
+
+
+class TimedContract:
+    """What tests of an index need that let time pass; fixtures as in ``IndexContract``."""
+
+    short_s = 100
+    """A time to live that ``pass_time`` outlives, and that no test does."""
+
+    @pytest.fixture
+    def clock(self) -> ManualClock:
+        """What the index under test reads the time from."""
+        return ManualClock()
+
+    def pass_time(self, clock: ManualClock, seconds: float) -> None:
+        """Let ``seconds`` pass for the index."""
+        clock.advance(seconds)
+
+
+# What every index promises of ``find``; part of ``IndexContract``.
+
+
+class FindContract(TimedContract):
+    """Held to by every ``PruneIndex``; fixtures as in ``IndexContract``."""
+
+    def test_finding_keeps_the_order_and_the_repetitions_of_its_question(
+        self, index: PruneIndex
+    ) -> None:
+        for number in (1, 2, 3):
+            index.publish(chunk(number), {FIELD: shard(number)}, ttl_s=LONG_S)
+        found = index.find(NAMESPACE, [prefix_hash(n) for n in (3, 9, 1, 3)], [FIELD])
+        assert [shards and shards[FIELD].nbytes for shards in found] == [3, None, 1, 3]
+
+    def test_finding_of_nothing_finds_nothing(self, index: PruneIndex) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        assert index.find(NAMESPACE, [], [FIELD]) == []
+        assert index.find(NAMESPACE, [prefix_hash(1)], []) == [None]
+
+    def test_only_the_fields_that_are_asked_for_are_found(self, index: PruneIndex) -> None:
+        both = {FIELD: shard(1), OTHER_FIELD: shard(2)}
+        index.publish(chunk(1), {**both, "1.L0-1_H0-1": shard(3)}, ttl_s=LONG_S)
+        index.publish(chunk(2), {OTHER_FIELD: shard(4)}, ttl_s=LONG_S)
+        index.publish(chunk(3), {"1.L0-1_H0-1": shard(5)}, ttl_s=LONG_S)
+        hashes = [prefix_hash(n) for n in (1, 2, 3, 4)]
+        assert index.find(NAMESPACE, hashes, [FIELD]) == [{FIELD: shard(1)}, None, None, None]
+        found = index.find(NAMESPACE, hashes, [OTHER_FIELD, FIELD, OTHER_FIELD])
+        assert found == [both, {OTHER_FIELD: shard(4)}, None, None]
+
+    def test_what_is_found_is_what_is_looked_up(self, index: PruneIndex) -> None:
+        """However late a reader of the mapping decodes it."""
+        kinds = [shard(1), replace(shard(), codec="", header_checksum=""), shard(10**17), shard(99)]
+        for number, kind in enumerate(kinds):
+            index.publish(chunk(number + 1), {FIELD: kind, OTHER_FIELD: shard()}, ttl_s=LONG_S)
+        hashes = [prefix_hash(number + 1) for number in range(len(kinds))]
+        found = index.find(NAMESPACE, hashes, [FIELD, OTHER_FIELD])
+        for shards, record in zip(found, index.lookup(NAMESPACE, hashes), strict=True):
+            assert shards is not None
+            assert record is not None
+            assert (len(shards), FIELD in shards, "1.x" in shards) == (2, True, False)
+            assert (shards.get(FIELD), shards.get("1.x")) == (record.shards[FIELD], None)
+            assert dict(shards) == dict(record.shards)
+
+    @pytest.mark.parametrize("fields", [[FIELD], [FIELD, OTHER_FIELD]])
+    def test_three_thousand_hashes_are_found_at_once(
+        self, index: PruneIndex, fields: list[str]
+    ) -> None:
+        for number in range(0, 3000, 100):
+            index.publish(chunk(number + 1), {FIELD: shard(number + 1)}, ttl_s=LONG_S)
+        found = index.find(NAMESPACE, [prefix_hash(n + 1) for n in range(3000)], fields)
+        sizes = {n: shards[FIELD].nbytes for n, shards in enumerate(found) if shards}
+        assert sizes == {n: n + 1 for n in range(0, 3000, 100)}
+        assert len(found) == 3000
+
+    def test_what_expired_or_was_forgotten_is_not_found(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
+        index.publish(chunk(1), {FIELD: shard()}, ttl_s=self.short_s)
+        index.publish(chunk(2), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=LONG_S)
+        hashes = [prefix_hash(1), prefix_hash(2)]
+        assert None not in index.find(NAMESPACE, hashes, [FIELD])
+        index.forget(NAMESPACE, prefix_hash(2), FIELD, shard())
+        self.pass_time(clock, self.short_s)
+        assert index.find(NAMESPACE, hashes, [FIELD]) == [None, None]
+        assert index.find(NAMESPACE, hashes, [OTHER_FIELD]) == [None, {OTHER_FIELD: shard()}]
+        assert index.find(OTHER, hashes, [OTHER_FIELD]) == [None, None]
+
+
+# What every index promises of how much is stored; part of ``IndexContract``.
+
+
+def usage(index: PruneIndex) -> dict[str, tuple[int, int]]:
+    """Bytes and payloads of each namespace."""
+    return {one.namespace: (one.nbytes, one.payloads) for one in index.usage()}
+
+
+class UsageContract:
+    """Held to by every ``PruneIndex``; fixtures as in ``IndexContract``."""
+
+    def test_an_empty_index_uses_nothing(self, index: PruneIndex) -> None:
+        assert index.usage() == []
+
+    def test_what_is_published_is_added_up_by_namespace(self, index: PruneIndex) -> None:
+        index.publish(chunk(1, OTHER), {FIELD: shard(7)}, ttl_s=LONG_S)
+        index.publish(chunk(1), {FIELD: shard(100), OTHER_FIELD: shard(20)}, ttl_s=LONG_S)
+        index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+        assert [one.namespace for one in index.usage()] == [NAMESPACE, OTHER]
+        assert usage(index) == {NAMESPACE: (123, 3), OTHER: (7, 1)}
+
+    def test_what_is_published_again_counts_once(self, index: PruneIndex) -> None:
+        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
+        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
+        assert usage(index) == {NAMESPACE: (100, 1)}
+        index.publish(chunk(), {FIELD: shard(30), OTHER_FIELD: shard(1)}, ttl_s=LONG_S)
+        assert usage(index) == {NAMESPACE: (31, 2)}
+
+    def test_what_is_forgotten_or_dropped_counts_no_longer(self, index: PruneIndex) -> None:
+        for number in (1, 2, 3):
+            both = {FIELD: shard(10 * number), OTHER_FIELD: shard(number)}
+            index.publish(chunk(number), both, ttl_s=LONG_S)
+        assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(11))
+        assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(10))
+        assert usage(index) == {NAMESPACE: (1 + 22 + 33, 5)}
+        assert index.drop(NAMESPACE, prefix_hash(2))
+        assert not index.drop(NAMESPACE, prefix_hash(2))
+        assert usage(index) == {NAMESPACE: (1 + 33, 3)}
+        index.drop(NAMESPACE, prefix_hash(3))
+        index.drop(NAMESPACE, prefix_hash(1))
+        assert index.usage() == []
+
+    def test_touches_pins_leases_and_shapes_use_nothing(self, index: PruneIndex) -> None:
+        shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
+        index.publish(shapes, {FIELD: ShardRecord(0, 0, "none", False, "", 0)}, ttl_s=LONG_S)
+        assert index.usage() == []
+        index.publish(chunk(), {FIELD: shard(5)}, ttl_s=LONG_S)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+        index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
+        index.lease("x", "me", ttl_ms=1000)
+        assert usage(index) == {NAMESPACE: (5, 1)}
+
+    def test_concurrent_publishes_are_all_added_up(self, index: PruneIndex) -> None:
+        entries = [chunk(number) for number in range(1, 13)]
+        at_once([partial(index.publish, one, {FIELD: shard(9)}, ttl_s=LONG_S) for one in entries])
+        assert usage(index) == {NAMESPACE: (9 * 12, 12)}
+
+    def test_setting_what_was_counted_keeps_what_is_right(self, index: PruneIndex) -> None:
+        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
+        index.set_usage(Usage(NAMESPACE, 100, 1, counted_s=1_700_000_000))
+        (one,) = index.usage()
+        assert (one.nbytes, one.payloads) == (100, 1)
+        assert one.counted_s >= 1_700_000_000
+        index.publish(chunk(2), {FIELD: shard(1)}, ttl_s=LONG_S)
+        assert usage(index) == {NAMESPACE: (101, 2)}
+
+
+# What every index promises of pins; part of ``IndexContract``.
+
+
+class PinContract(TimedContract):
+    """Held to by every ``PruneIndex``; fixtures as in ``IndexContract``."""
+
+    def test_a_pinned_record_tells_until_when(self, index: PruneIndex, clock: ManualClock) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        record = get(index)
+        assert record is not None
+        assert (record.pinned_until_s, record.pinned) == (0, False)
+        until_s = int(clock()) + LONG_S
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+        (record,) = index.scan(NAMESPACE)
+        assert (record.pinned_until_s, record.pinned) == (until_s, True)
+
+    def test_pinned_records_live_until_their_pin_ends(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
+        """Whatever is published and touched meanwhile: that does not shorten it."""
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
+        until_s = int(clock()) + 3 * self.short_s
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=self.short_s)
+        index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=self.short_s)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
+        self.pass_time(clock, 2 * self.short_s)
+        record = get(index)
+        assert record is not None
+        assert record.pinned
+        self.pass_time(clock, 2 * self.short_s)
+        assert get(index) is None
+
+    def test_a_record_that_outlives_its_pin_is_not_pinned_any_more(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        until_s = int(clock()) + self.short_s
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+        self.pass_time(clock, 2 * self.short_s)
+        record = get(index)
+        assert record is not None
+        assert (record.pinned_until_s, record.pinned) == (0, False)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
+
+    def test_a_pin_does_not_shorten_a_life(self, index: PruneIndex, clock: ManualClock) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + 1, ttl_s=LONG_S)
+        self.pass_time(clock, 2 * self.short_s)
+        assert get(index) is not None
+
+    def test_unpinned_records_expire(self, index: PruneIndex, clock: ManualClock) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        until_s = int(clock()) + LONG_S
+        index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=0, ttl_s=self.short_s)
+        record = get(index)
+        assert record is not None
+        assert not record.pinned
+        self.pass_time(clock, self.short_s)
+        assert get(index) is None
+
 
 THREADS = 12
 

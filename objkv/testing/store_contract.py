@@ -3,6 +3,7 @@
 Subclass ``StoreContract`` in a test file and give it a fixture ``store``, empty for each test.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +11,196 @@ from typing import TypeVar
 
 import pytest
 
-from objkv.errors import StoreError
+from objkv.errors import StoreError, ValueTooLong
 from objkv.stores.base import KEY_BYTES_MAX, Buffer, Entry, PruneStore
-from objkv.testing.store_arrivals import StoreArrivals
-from objkv.testing.store_races import READERS, StoreRaces
+
+# What every store promises to many threads at once; part of ``StoreContract``.
 
 T = TypeVar("T")
+READERS = 8
+WRITERS = 12
+
+
+def at_once(count: int, call: Callable[[int], T]) -> list[T]:
+    """``call(0)`` … ``call(count - 1)``, each on a thread of its own, started at one moment."""
+    barrier = threading.Barrier(count)
+
+    def run(number: int) -> T:
+        barrier.wait(timeout=60)
+        return call(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+class StoreRaces:
+    """Races, each decided the same way whoever comes first."""
+
+    def test_of_many_writers_exactly_one_wins(self, store: PruneStore) -> None:
+        for turn in range(3):
+            key = f"race/{turn}"
+
+            def write(number: int, key: str = key) -> bool:
+                return store.put_if_absent(key, b"%02d" % number * 50_000)
+
+            won = at_once(WRITERS, write)
+            assert won.count(True) == 1
+            assert store.get(key) == b"%02d" % won.index(True) * 50_000
+
+    def test_readers_see_a_whole_value_or_none(self, store: PruneStore) -> None:
+        values = [bytes([number]) * 300_000 for number in range(4)]
+        done = threading.Event()
+
+        def read(_: int) -> int:
+            torn = 0
+            while not done.is_set():
+                value = store.get("k")
+                torn += value is not None and value not in values
+            return torn
+
+        with ThreadPoolExecutor(3) as pool:
+            readers = [pool.submit(read, number) for number in range(3)]
+            try:
+                for value in values * 2:
+                    store.put("k", value)
+                store.delete("k")
+                store.put_if_absent("k", values[0])
+            finally:
+                done.set()
+            assert [reader.result() for reader in readers] == [0, 0, 0]
+
+    def test_many_threads_do_not_mix_up_values(self, store: PruneStore) -> None:
+        def work(number: int) -> None:
+            for turn in range(5):
+                key, value = f"t{number}/{turn}", b"%d-%d" % (number, turn)
+                assert store.put_if_absent(key, value)
+                buffer = bytearray(32)
+                assert store.get_into(key, memoryview(buffer)) == len(value)
+                assert buffer.startswith(value)
+                assert store.get(key) == value
+                assert store.delete(key)
+
+        at_once(WRITERS, work)
+        assert list(store.scan("")) == []
+
+
+# What every store promises of bytes that arrive in a buffer; part of ``StoreContract``.
+
+_LARGE = bytes(range(256)) * (5 << 12)
+
+
+class Unwilling(Exception):
+    """What a caller raises who does not like what arrives."""
+
+
+class Arrivals:
+    """Keeps what it is told, and sees whether it was true at that moment."""
+
+    def __init__(self, buffer: memoryview, expected: bytes) -> None:
+        self.told: list[int] = []
+        self.true = True
+        self._buffer = buffer
+        self._expected = expected
+
+    def __call__(self, nbytes: int) -> None:
+        seen = self.told[-1] if self.told else 0
+        self.true &= self._buffer[seen:nbytes] == self._expected[seen:nbytes]
+        self.told.append(nbytes)
+
+
+class StoreArrivals:
+    """``get_into`` and ``get_range_into`` with somebody who watches the bytes arrive."""
+
+    @pytest.mark.parametrize("value", [b"value", _LARGE, b""], ids=["small", "large", "empty"])
+    def test_what_has_arrived_is_told_truly_and_at_rising_numbers(
+        self, store: PruneStore, value: bytes
+    ) -> None:
+        store.put("k", value)
+        buffer = memoryview(bytearray(len(value) + 3))
+        arrivals = Arrivals(buffer, value)
+        assert store.get_into("k", buffer, arrivals) == len(value)
+        assert arrivals.true
+        assert arrivals.told == sorted(arrivals.told)
+        assert arrivals.told[-1] == len(value)
+        assert buffer[: len(value)] == value
+
+    def test_nothing_arrives_of_what_is_not_there(self, store: PruneStore) -> None:
+        arrivals = Arrivals(memoryview(b""), b"")
+        assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
+        assert store.get_range_into("none", 3, memoryview(bytearray(8)), arrivals) is None
+        assert arrivals.told == []
+
+    @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
+    def test_whoever_watches_may_end_the_get_and_the_store_lives_on(
+        self, store: PruneStore, value: bytes
+    ) -> None:
+        store.put("k", value)
+
+        def refuse(_: int) -> None:
+            raise Unwilling
+
+        buffer = memoryview(bytearray(len(value)))
+        for _ in range(3):
+            with pytest.raises(Unwilling):
+                store.get_into("k", buffer, refuse)
+            with pytest.raises(Unwilling):
+                store.get_range_into("k", 1, buffer[1:], refuse)
+        assert store.get("k") == value
+        assert store.get_into("k", buffer) == len(value)
+        assert buffer == value
+
+    @pytest.mark.parametrize(
+        ("start", "size", "expected"),
+        [
+            (0, 10, b"0123456789"),
+            (0, 4, b"0123"),
+            (3, 4, b"3456"),
+            (8, 4, b"89"),
+            (10, 4, b""),
+            (99, 4, b""),
+            (2, 0, b""),
+        ],
+    )
+    def test_a_range_goes_to_the_beginning_of_the_buffer(
+        self, store: PruneStore, start: int, size: int, expected: bytes
+    ) -> None:
+        store.put("k", b"0123456789")
+        outside = bytearray(b"." * (size + 4))
+        inside = memoryview(outside)[2 : 2 + size]
+        arrivals = Arrivals(inside, expected)
+        assert store.get_range_into("k", start, inside, arrivals) == len(expected)
+        assert outside == b".." + expected.ljust(size, b".") + b".."
+        assert arrivals.true
+        assert arrivals.told[-1] == len(expected)
+
+    def test_a_large_range_is_exactly_what_was_asked_for(self, store: PruneStore) -> None:
+        store.put("k", _LARGE)
+        buffer = memoryview(bytearray(3_000_000))
+        arrivals = Arrivals(buffer, _LARGE[1_000_001:4_000_001])
+        assert store.get_range_into("k", 1_000_001, buffer, arrivals) == 3_000_000
+        assert arrivals.true
+        assert buffer == _LARGE[1_000_001:4_000_001]
+
+    def test_too_long_a_value_is_told_to_nobody(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        arrivals = Arrivals(memoryview(b""), b"")
+        with pytest.raises(ValueTooLong):
+            store.get_into("k", memoryview(bytearray(4)), arrivals)
+        assert arrivals.told == []
+        assert store.get("k") == b"value"
+
+    def test_the_buffer_is_let_go_whatever_happens(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        buffer = bytearray(8)
+
+        def refuse(_: int) -> None:
+            raise Unwilling
+
+        with pytest.raises(Unwilling):
+            store.get_into("k", memoryview(buffer), refuse)
+        store.get_range_into("k", 1, memoryview(buffer))
+        buffer.clear()  # would raise BufferError if the store still held a view
+
 
 CHUNK = "0" * 32 + "/ab/ab" + "1" * 38 + "/0.L0-32_H0-8.safetensors"
 ODD_KEYS = (

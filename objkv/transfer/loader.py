@@ -12,21 +12,19 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import monotonic, thread_time
 
-from objkv.cache.tiered import ChunkCache
+from objkv.cache.chunks import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
-from objkv.sockets import EndsBy
+from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.fetch import Cuts, Fetched, Fetcher, chunk_key
+from objkv.transfer.fetch import Cuts, Fetched, Fetcher, PayloadTrace, UnwantedError, chunk_key
 from objkv.transfer.job import LoadJob
-from objkv.transfer.landing import UnwantedError
 from objkv.transfer.lanes import Lane
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.queue import Task, TaskQueue
 from objkv.transfer.slabs import SlabPool, WideSlabs
 from objkv.transfer.sources import Sources
-from objkv.transfer.taskqueue import Task, TaskQueue
-from objkv.transfer.traced import PayloadTrace
 
 logger = logging.getLogger(__name__)
 

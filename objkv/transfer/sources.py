@@ -14,10 +14,9 @@ import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
 from objkv.keys.topology import Part, Shard, cover
-from objkv.transfer.lanes import Lane
+from objkv.transfer.lanes import Lane, Recast
 from objkv.transfer.paging import ARRAY_WORDS, PagedGroup
 from objkv.transfer.plan import LoadMove, LoadPlan
-from objkv.transfer.reshape import Recast
 
 _KEPT_MAX = 1024
 """Sources, and covers: of a fleet's shapes there are few, but an index may say anything."""

@@ -17,13 +17,13 @@ from objkv.assembly.backends import (
     open_hot,
     open_index,
 )
-from objkv.assembly.describe import describe_index
-from objkv.breaker import Change
+from objkv.assembly.redis import describe_index
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
-from objkv.ops.probes import probe_index, probe_store
-from objkv.sockets import EndsBy, ends_s
+from objkv.net.breaker import Change
+from objkv.net.deadline import EndsBy, ends_s
+from objkv.ops.doctor.probes import probe_index, probe_store
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock

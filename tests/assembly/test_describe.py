@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import redis
 
-from objkv.assembly.describe import describe_redis
+from objkv.assembly.redis import describe_redis
 
 ASKED_S, ANSWERED_S = 1_000.0, 1_030.0
 

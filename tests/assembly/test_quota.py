@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from objkv.assembly.backends import open_backends
-from objkv.assembly.quota import open_room
+from objkv.assembly.backends import open_backends, open_room
 from objkv.cache.quota import Quota, Unlimited
 from objkv.config import Config
 from objkv.index.base import Usage

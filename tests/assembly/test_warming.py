@@ -10,7 +10,7 @@ import pytest
 
 import objkv
 from objkv.errors import ConfigError
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
 from tests.ops.warm.fake_vllm import FakeVllm, Place
 from tests.ops.world import CHUNK, TOKENS

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, read_header
 from objkv.errors import StoreDenied
 from objkv.index.base import ChunkEntry, ShardRecord

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from objkv.cache.placement import HOUR_S, HotLimits, OftenLoaded, belongs_in_hot
+from objkv.cache.promotion import HOUR_S, HotLimits, OftenLoaded, belongs_in_hot
 from objkv.testing.clock import ManualClock
 
 LIMITS = HotLimits(

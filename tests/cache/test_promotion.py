@@ -6,7 +6,7 @@ from threading import Event, Thread
 
 import pytest
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import Header, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, Record, ShardRecord

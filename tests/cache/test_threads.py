@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 
-from objkv.cache.threads import Threads
+from objkv.cache.lookup import Threads
 
 
 def test_jobs_are_done_and_their_outcomes_told() -> None:
@@ -41,7 +41,7 @@ def test_closing_cancels_what_waits_and_leaves_what_hangs() -> None:
 
 def test_a_process_ends_although_a_job_hangs() -> None:
     program = (
-        "from objkv.cache.threads import Threads\n"
+        "from objkv.cache.lookup import Threads\n"
         "from threading import Event\n"
         "begun = Event()\n"
         "Threads(1, 't').submit(lambda: (begun.set(), Event().wait()))\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord

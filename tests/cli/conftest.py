@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from objkv.cli.app import app
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
 from tests.ops.world import LEFT, RIGHT, save, save_identity
 

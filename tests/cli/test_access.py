@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from objkv.ops.access import ROLES
+from objkv.ops.doctor.access import ROLES
 from tests.cli.conftest import Run
 
 PLACE = ("--bulk-url", "s3://bucket/objkv", "--index-url", "rediss://me:hunter2@h/1")

@@ -12,9 +12,9 @@ from tokenizers.models import WordLevel
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import load_config
 from objkv.errors import StoreUnavailable
-from objkv.ops.audit import Audit
-from objkv.ops.audit_report import AuditReport, FindingKind
-from objkv.ops.audit_walk import AuditWalk
+from objkv.ops.audit.audit import Audit
+from objkv.ops.audit.report import AuditReport, FindingKind
+from objkv.ops.audit.walk import AuditWalk
 from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from objkv.cli import bench as bench_output
 from objkv.cli import bench as command_module
-from objkv.cli import bench_output
-from objkv.cli.bench_output import bench_document, print_report, ratio_text
+from objkv.cli.bench import bench_document, print_report, ratio_text
 from objkv.cli.output import Output
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.bench.machine import Machine
-from objkv.ops.bench.rows import BenchReport, Row, Section, Target
-from objkv.ops.bench.setting import Setting
+from objkv.ops.bench.harness import BenchReport, Machine, Row, Section, Setting, Target
 from objkv.ops.demo.process import Program
 from objkv.testing.servers.redis import wait_until
 from tests.cli.conftest import Run

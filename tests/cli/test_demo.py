@@ -12,15 +12,13 @@ from unittest.mock import Mock
 import pytest
 
 from objkv.cli import demo as command_module
-from objkv.cli.demo_output import Steps, print_report, report_document
+from objkv.cli.demo import Steps, print_report, report_document
 from objkv.cli.output import Output
 from objkv.errors import ConfigError
-from objkv.ops.demo.fleet import Fleet, ShownByFleet
+from objkv.ops.demo.fleet import Fleet, Server, ShownByFleet
 from objkv.ops.demo.job import Answer, Prompt, Size, prompts_of, warm_up_of
-from objkv.ops.demo.openai import Server
-from objkv.ops.demo.place import Place, prepared
 from objkv.ops.demo.process import Program, ProgramFailed
-from objkv.ops.demo.replicas import Shown, Tell
+from objkv.ops.demo.replicas import Place, Shown, Tell, prepared
 from objkv.ops.demo.report import DemoReport, Row, Stored, compare
 from tests.cli.conftest import Run
 

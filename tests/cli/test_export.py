@@ -14,7 +14,7 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.shapes import SHAPES_HASH
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash
@@ -369,7 +369,7 @@ def test_an_import_that_goes_on_believes_the_cache_and_not_what_it_did_before(
     """Somebody swept the cache between the two."""
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
-    monkeypatch.setattr("objkv.ops.bring_in._LINES_AT_ONCE", 1)
+    monkeypatch.setattr("objkv.ops.export.import_._LINES_AT_ONCE", 1)
     put, left = LocalStore.put_if_absent, iter(range(4))
 
     def put_some(store: LocalStore, key: str, value: bytes) -> bool:

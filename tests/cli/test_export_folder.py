@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.prefix import token_digest
-from objkv.ops.ends import HANDOFF_LAYOUT
-from objkv.ops.manifest import ManifestWriter, read_head, read_lines
+from objkv.ops.backends_view import HANDOFF_LAYOUT
+from objkv.ops.export.manifest import ManifestWriter, read_head, read_lines
 from objkv.stores.base import Buffer
 from objkv.stores.local import LocalStore
 from objkv.testing.servers.redis import wait_until

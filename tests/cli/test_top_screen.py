@@ -1,4 +1,4 @@
-"""``objkv.cli.top_screen``: what fits on which terminal, and what keys do."""
+"""``objkv.cli.top``: what fits on which terminal, and what keys do."""
 
 from dataclasses import replace
 from io import StringIO
@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from objkv.cli.top_screen import SORTS, Showing, screen, sort_rows, summary_lines
+from objkv.cli.top import SORTS, Showing, screen, sort_rows, summary_lines
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, Row, total_of
 from objkv.ops.top.watch import Stored, View

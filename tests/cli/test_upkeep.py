@@ -14,11 +14,11 @@ from objkv.assembly.seal import open_seal
 from objkv.config import load_config
 from objkv.errors import StoreDenied
 from objkv.index.shapes import SHAPES_HASH
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.ops.sweep import Sweep
-from objkv.ops.sweep_remove import CATEGORIES
+from objkv.ops.sweep.remove import CATEGORIES
+from objkv.ops.sweep.sweep import Sweep
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Run

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from objkv.codec.compress import CODECS, compress
-from objkv.codec.header import digest
+from objkv.codec.header import PARTS_MAX, digest
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload
-from objkv.codec.strict_json import PARTS_MAX
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, PROVENANCE, join
 

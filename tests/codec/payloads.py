@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from objkv.codec.header import digest
 from objkv.codec.payload import DTYPE_BYTES, Claim, LayerSpec, Provenance, encode
-from objkv.codec.scales import scales_text
+from objkv.codec.values import scales_text
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 

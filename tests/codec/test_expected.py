@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from objkv.codec import expected, header
-from objkv.codec.expected import FORMS_MAX, form_of, parse_expected
+from objkv.codec import header
+from objkv.codec import known_header as expected
 from objkv.codec.header import parse, render
+from objkv.codec.known_header import FORMS_MAX, form_of, parse_expected
 from objkv.codec.payload import (
     CODECS,
     Claim,

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from objkv.codec.header import TOKENS_MAX, render
+from objkv.codec.header import PARTS_MAX, TOKENS_MAX, render
 from objkv.codec.payload import Frame, LayerSpec, encode, read_header
-from objkv.codec.strict_json import PARTS_MAX
 from objkv.codec.values import LAYER_BYTES_MAX, RAW_BYTES_MAX
 from objkv.errors import PayloadError
 from tests.codec.hostile import PEAK_BYTES_MAX, Stored, payload_of

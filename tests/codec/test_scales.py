@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.codec.payload import LayerSpec, encode, open_payload, read_header
-from objkv.codec.scales import is_scales, scales_text
+from objkv.codec.values import is_scales, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, join, pages_of, split
 

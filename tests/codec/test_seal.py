@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from objkv.codec import header as header_module
-from objkv.codec.expected import parse_expected
 from objkv.codec.header import bytes_max, parse
+from objkv.codec.known_header import parse_expected
 from objkv.codec.payload import (
     CODECS,
     Claim,
@@ -32,10 +32,9 @@ from objkv.codec.payload import (
     payload_bytes_max,
     read_header,
 )
-from objkv.codec.scales import scales_text
 from objkv.codec.seal import Seal, SealKey
 from objkv.codec.seal_frames import AesFrames
-from objkv.codec.values import Place
+from objkv.codec.values import Place, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, layer_lists, noise, pages_of, smooth
 from tests.codec.seals import ENCRYPTER, KEYS, SEALS, SIGNER

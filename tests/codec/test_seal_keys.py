@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.codec.seal import SealKey
-from objkv.codec.seal_keys import keys_of, parse_keys
+from objkv.codec.seal import SealKey, keys_of, parse_keys
 
 ONE, OTHER = Random(1).randbytes(32), Random(2).randbytes(32)
 LINES = f"""

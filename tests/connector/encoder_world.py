@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.seal import Seal
-from objkv.connector.encoder_fetch import EncoderFetcher, FetchLimits
-from objkv.connector.encoder_metadata import EncoderPlan
-from objkv.connector.encoder_read import OutputReader
-from objkv.connector.encoder_saver import EncoderSaveLimits, EncoderSaver
-from objkv.connector.encoder_scheduler import EncoderRoles, EncoderSchedulerSide
-from objkv.connector.encoder_tracking import OutputForm
-from objkv.connector.encoder_worker import EncoderWorkerSide
+from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits, OutputReader
+from objkv.connector.encoder.items import EncoderPlan, OutputForm
+from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
+from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderSaver, EncoderWorkerSide
 from objkv.index.memory import MemoryIndex
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.memory import MemoryStore

@@ -13,7 +13,7 @@ sys.modules["vllm"] = None  # type: ignore[assignment]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from objkv.connector.handoff import HandoffConnector  # noqa: E402
+from objkv.connector.handoff.connector import HandoffConnector  # noqa: E402
 from tests.connector.handoff_model import (  # noqa: E402
     LAYERS,
     Intermediate,

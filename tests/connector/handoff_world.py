@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from objkv.connector.aggregate import Agreement, alone
-from objkv.connector.handoff import HandoffConnector
+from objkv.connector.handoff.connector import Agreement, HandoffConnector, alone
 from objkv.telemetry import MemoryRecorder
 from tests.connector.handoff_model import (
     BLOCKS,

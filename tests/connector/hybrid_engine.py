@@ -81,7 +81,7 @@ class Engine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from objkv.connector.kv import ObjKVConnector
+        from objkv.connector.kv.connector import ObjKVConnector
 
         self.layout = layout
         self._config = self._configured(folder, settings)

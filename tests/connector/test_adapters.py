@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from objkv.connector import adapters as module
-from objkv.connector import digests as digests_module
-from objkv.connector.adapters import Adapters, UnknownAdapterError
-from objkv.connector.digests import DigestCache
+from objkv.connector.model import adapters as module
+from objkv.connector.model import weights as digests_module
+from objkv.connector.model.adapters import Adapters, UnknownAdapterError
+from objkv.connector.model.weights import DigestCache
 
 
 class Jobs(list[Callable[[], None]]):

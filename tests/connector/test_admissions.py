@@ -1,8 +1,8 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from objkv.connector.admissions import Admissions
-from objkv.connector.tracking import Tracked
+from objkv.connector.kv.planning import Admissions
+from objkv.connector.kv.requests import Tracked
 
 
 def request(*, computed: int, accounted: int) -> Tracked:

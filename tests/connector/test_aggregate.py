@@ -19,13 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from objkv.cache.admission import LoadTime
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.connector.geometry import Geometry
-from objkv.connector.kv import ObjKVConnector
-from objkv.connector.metadata import StepPlan, StepReport
-from objkv.connector.metrics import ObjKVStats
-from objkv.connector.worker import Rank, WorkerSide
+from objkv.connector.kv.connector import ObjKVConnector
+from objkv.connector.kv.metadata import StepPlan, StepReport
+from objkv.connector.kv.metrics import ObjKVStats
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest

@@ -7,10 +7,9 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.config import Config
-from objkv.connector.confidence import Confidence
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepReport
-from objkv.connector.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.metadata import StepReport
+from objkv.connector.kv.scheduler import Confidence, Roles, SchedulerSide
+from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import NearIndex

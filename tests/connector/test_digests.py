@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from objkv.connector import digests as module
-from objkv.connector.digests import DigestCache, identify
+from objkv.connector.model import weights as module
+from objkv.connector.model.weights import DigestCache, identify
 
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from objkv.config import Config
-from objkv.connector.encoder_identity import read_encoder_identity, read_form
+from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.errors import ConfigError
 from tests.connector.encoder_engine import engine, make_model
 

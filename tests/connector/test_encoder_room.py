@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.encoder_metadata import Output
-from objkv.connector.encoder_read import State
-from objkv.connector.encoder_room import Entry, Room
+from objkv.connector.encoder.fetch import Entry, Room, State
+from objkv.connector.encoder.items import Output
 from tests.connector.encoder_world import Limits, Place, Replica, replica, request, saved
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from objkv.cache.bulk_index import BulkIndex
-from objkv.connector.encoder_scheduler import EncoderRoles
+from objkv.connector.encoder.scheduler import EncoderRoles
 from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
@@ -99,7 +99,7 @@ def test_what_is_known_of_vllms_own_outputs_is_bounded(
     place: Place, second: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names that it does not say it freed are forgotten, the oldest first."""
-    monkeypatch.setattr("objkv.connector.encoder_scheduler._LOCAL_MAX", 2)
+    monkeypatch.setattr("objkv.connector.encoder.scheduler._LOCAL_MAX", 2)
     for name, *images in (("b", "x", "y"), ("c", "z")):
         seen = request(name, *images)
         second.see(seen)

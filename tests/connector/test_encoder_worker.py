@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.connector.encoder_metadata import EncoderPlan, EncoderReport, ItemSave
-from objkv.connector.encoder_worker import EncoderWorkerSide
+from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemSave
+from objkv.connector.encoder.worker import EncoderWorkerSide
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.paging import DTYPE_NAMES
 from tests.connector.encoder_world import (

@@ -19,11 +19,18 @@ from vllm.v1.request import Request
 
 from objkv.assembly.backends import Backends
 from objkv.cache.admission import LoadTime
-from objkv.connector.block_events import MEDIUM, BlockEvents
-from objkv.connector.events import EventLog, NoEvents, open_event_log
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepPlan, StepReport
-from objkv.connector.published import PublishedIndex, watch_saves, with_stored
+from objkv.connector.kv.events import (
+    MEDIUM,
+    BlockEvents,
+    EventLog,
+    NoEvents,
+    PublishedIndex,
+    open_event_log,
+    watch_saves,
+    with_stored,
+)
+from objkv.connector.kv.metadata import StepPlan, StepReport
+from objkv.connector.model.groups import Geometry
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from objkv.connector.eviction import evict_failed, holds_nothing
+from objkv.connector.hooks import evict_failed, holds_nothing
 
 
 class Manager:

@@ -3,7 +3,7 @@
 import pytest
 
 from objkv.config import Config
-from objkv.connector.worker import _is_far
+from objkv.connector.kv.worker import _is_far
 
 
 @pytest.mark.parametrize(

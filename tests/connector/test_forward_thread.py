@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from objkv.assembly.backends import Backends, open_backends
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepPlan
-from objkv.connector.worker import Rank, WorkerSide
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
 from objkv.keys.prefix import token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.servers.quick_s3 import QuickS3

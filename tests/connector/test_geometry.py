@@ -1,6 +1,6 @@
 """How the groups of a model are known to payloads, and what ranks hold of them."""
 
-from objkv.connector.geometry import Geometry
+from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
 
 LAYERS = ("l0", "l1")

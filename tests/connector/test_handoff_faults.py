@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from objkv.assembly.backends import Backends
-from objkv.cache.tiered import shard_record
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import LayerSpec, encode, frame_pages, read_header
-from objkv.connector import handoff
-from objkv.connector.aggregate import RankAgreement
+from objkv.connector.handoff import connector as handoff
+from objkv.connector.handoff.connector import RankAgreement
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from objkv.codec.payload import CODECS, read_header
-from objkv.connector.aggregate import Agreement
-from objkv.connector.handoff_keys import PAGE_LAYOUT, SCHEME
+from objkv.connector.handoff.connector import Agreement
+from objkv.connector.handoff.keys import PAGE_LAYOUT, SCHEME
 from objkv.errors import ConfigError
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.identities import read_identity
+from objkv.ops.backends_view import read_identity
 from objkv.stores.local import LocalStore
 from tests.connector.handoff_model import (
     BLOCK,
@@ -186,7 +186,7 @@ def test_only_the_same_prompt_is_received_not_its_beginning(folder: Path) -> Non
 )
 def test_another_identity_has_another_namespace(folder: Path, change: Any) -> None:
     from objkv.config import load_config
-    from objkv.connector.handoff_keys import read_handoff_identity
+    from objkv.connector.handoff.keys import read_handoff_identity
 
     def namespace(config: Any) -> str:
         settings = load_config(config.kv_transfer_config.kv_connector_extra_config, environ={})

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.connector.geometry import Geometry
-from objkv.connector.hashes import RequestHashes
-from objkv.connector.tracking import RequestTracker
+from objkv.connector.kv.requests import RequestHashes, RequestTracker
+from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from objkv.connector.hits import Hits
+from objkv.connector.kv.scheduler import Hits
 from objkv.index.base import ShardRecord
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan

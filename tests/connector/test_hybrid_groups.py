@@ -19,8 +19,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from objkv.connector.geometry import Geometry
-from objkv.connector.groups import read_chunk_tokens, read_group
+from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepPlan
-from objkv.connector.worker import Rank, WorkerSide
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
 from tests.transfer.paged_cache import paged_group

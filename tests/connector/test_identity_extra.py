@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from objkv.connector.translate import further_settings
+from objkv.connector.model.identity import further_settings
 from objkv.errors import ConfigError
 
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}

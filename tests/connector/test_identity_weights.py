@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from objkv.config import Config
-from objkv.connector.translate import read_weights
+from objkv.connector.model.identity import read_weights
 from objkv.errors import ConfigError
 
 

@@ -8,9 +8,8 @@ import pytest
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from objkv.config import Config
-from objkv.connector.encoder_identity import read_form
-from objkv.connector.launcher import refuse_external_launcher
-from objkv.connector.translate import read_geometry
+from objkv.connector.encoder.identity import read_form
+from objkv.connector.model.identity import read_geometry, refuse_external_launcher
 from objkv.errors import ConfigError
 from tests.connector.encoder_engine import engine, make_model
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from objkv.config import Config, LoadMode
-from objkv.connector.geometry import Geometry
-from objkv.connector.translate import safe_load_mode
+from objkv.connector.model.groups import Geometry
+from objkv.connector.model.identity import safe_load_mode
 from objkv.keys.identity import GroupIdentity
 
 GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=32)

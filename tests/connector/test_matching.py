@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from objkv.connector.confidence import Confidence
-from objkv.connector.geometry import Geometry
-from objkv.connector.matching import Matching
-from objkv.connector.reach import Reach
-from objkv.connector.tracking import Tracked
+from objkv.connector.kv.coverage import Reach
+from objkv.connector.kv.requests import Tracked
+from objkv.connector.kv.scheduler import Confidence, Matching
+from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from objkv.config import Config
-from objkv.connector.geometry import Geometry
-from objkv.connector.scheduler import Roles, SchedulerSide
-from objkv.connector.translate import names_media
+from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.model.groups import Geometry
+from objkv.connector.model.identity import names_media
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity

@@ -7,7 +7,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from objkv.connector.counters import BUCKETS_S, COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
+from objkv.connector.kv.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.telemetry import MemoryRecorder, is_level
 
 LABELS = {"engine": "0"}

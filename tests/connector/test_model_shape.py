@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from objkv.ops.model_shape import LayerShape, ModelShape
+from objkv.ops.size.model import LayerShape, ModelShape
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # since 0.33

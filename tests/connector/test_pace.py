@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from objkv.cache.admission import Admission, ChunkSize, LoadTime, Tier
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepReport
-from objkv.connector.pace import Pace
+from objkv.connector.kv.metadata import StepReport
+from objkv.connector.kv.timing import Pace
+from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
 from objkv.testing.clock import ManualClock

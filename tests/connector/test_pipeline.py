@@ -11,17 +11,16 @@ import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepPlan
-from objkv.connector.pipeline import whole_groups
-from objkv.connector.worker import Rank, WorkerSide
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry, whole_groups
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.keys.ranks import Topology, pp_layers
+from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.servers.redis import wait_until

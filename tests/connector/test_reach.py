@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.geometry import Geometry
-from objkv.connector.reach import Reach
+from objkv.connector.kv.coverage import Reach
+from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.connector.geometry import Geometry
-from objkv.connector.tracking import RequestTracker
+from objkv.connector.kv.requests import RequestTracker
+from objkv.connector.model.groups import Geometry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder

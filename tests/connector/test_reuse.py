@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.connector import worker as worker_module
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepPlan
-from objkv.connector.worker import Rank, WorkerSide
+from objkv.connector.kv import worker as worker_module
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
 from objkv.keys.prefix import token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.lanes import HostLane

@@ -3,7 +3,7 @@
 import pytest
 
 from objkv.config import Config
-from objkv.connector.role import saves
+from objkv.connector.kv.wiring import saves
 from objkv.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from objkv.config import Config
-from objkv.connector.geometry import Geometry
-from objkv.connector.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import NearIndex

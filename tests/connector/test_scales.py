@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from objkv.connector.scales import kv_dtype_name, read_quantised
+from objkv.connector.model.media import kv_dtype_name, read_quantised
 from objkv.errors import ConfigError
 from objkv.keys.topology import rank_shard
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised

@@ -18,8 +18,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
 from objkv.config import Config
-from objkv.connector.geometry import Geometry
-from objkv.connector.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.model.groups import Geometry
 from objkv.index.near import NearIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity

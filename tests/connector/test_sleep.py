@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.connector import kv
-from objkv.connector.geometry import Geometry
-from objkv.connector.kv import ObjKVConnector
-from objkv.connector.metadata import StepPlan
-from objkv.connector.worker import Rank, WorkerSide
+from objkv.connector.kv import connector as kv
+from objkv.connector.kv.connector import ObjKVConnector
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.servers.redis import wait_until
 from tests.transfer.paged_cache import paged_group

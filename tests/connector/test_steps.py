@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.geometry import Geometry
-from objkv.connector.steps import Computed, load_moves, save_moves, states_after
+from objkv.connector.kv.planning import Computed, load_moves, save_moves, states_after
+from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain, PromptExtras, token_digest

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from objkv.connector.translate import tell_of_sudden_end
+from objkv.connector.model.identity import tell_of_sudden_end
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0, True), (15, False)])

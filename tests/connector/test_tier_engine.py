@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from objkv.connector.tier import ObjKVTier
+from objkv.connector.tier.manager import ObjKVTier
 from objkv.errors import ConfigError
 
 MODEL = {

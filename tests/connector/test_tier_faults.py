@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.assembly.backends import Backends
-from objkv.connector import tier_store
+from objkv.connector.tier import store as tier_store
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.testing.flaky import FlakyStore
 from objkv.testing.servers.redis import wait_until

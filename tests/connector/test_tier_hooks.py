@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult
 
-from objkv.connector.tier_adapters import TierAdapters
+from objkv.connector.tier.identity import TierAdapters
 from tests.connector.tiering import Engine, init_hashes, offload_key, row
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS

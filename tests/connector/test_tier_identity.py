@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
 )
 
-from objkv.connector import scales
+from objkv.connector.model import media as scales
 from objkv.errors import ConfigError
 from tests.connector.tiering import Engine, init_hashes, offload_key, row
 

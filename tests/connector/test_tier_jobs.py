@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.cache.lookup import LookupLimits
-from objkv.connector.tier_jobs import Entry, JobLimits, JobOutcome, Part, TierJobs
-from objkv.connector.tier_lookup import Answer, TierLookups
-from objkv.connector.tier_rows import chunk_key
+from objkv.connector.tier.jobs import Entry, JobLimits, JobOutcome, Part, TierJobs
+from objkv.connector.tier.lookup import Answer, TierLookups
+from objkv.connector.tier.rows import chunk_key
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex

@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from objkv.connector.tracking import Tracked
+from objkv.connector.kv.requests import Tracked
 
 
 def tracked(*, stored: set[int]) -> Tracked:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from objkv.connector.warm import LlmAsker
+from objkv.connector.programs.warm import LlmAsker
 from objkv.ops.warm.asking import Ask, AskError, Reply
 
 BOUND_S = 60

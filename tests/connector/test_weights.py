@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector import digests
-from objkv.connector import weights as module
-from objkv.connector.digests import DigestCache
-from objkv.connector.weights import adapter_digest, adapter_files, local_folder, weights_digest
+from objkv.connector.model import weights as digests
+from objkv.connector.model import weights as module
+from objkv.connector.model.weights import (
+    DigestCache,
+    adapter_digest,
+    adapter_files,
+    local_folder,
+    weights_digest,
+)
 
 PAGE = 4096
 

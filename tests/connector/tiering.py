@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from objkv.connector.tier import ObjKVTier
+from objkv.connector.tier.manager import ObjKVTier
 from objkv.testing.servers.redis import wait_until
 
 ROW_BYTES = 8192

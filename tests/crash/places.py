@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
-from objkv.ops.ends import Ends
-from objkv.ops.patient import PatientIndex, PatientStore
-from objkv.stores.s3_client import open_s3_client
+from objkv.ops.backends_view import Ends
+from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import ceph_radosgw
 from objkv.testing.servers.far import Distance, Far

@@ -10,8 +10,8 @@ from itertools import count
 from objkv.index.base import Record
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
-from objkv.ops.ends import record_keys
-from objkv.ops.tally import Tally
+from objkv.ops.backends_view import record_keys
+from objkv.ops.runs import Tally
 from tests.crash.places import LEASE_MS, Place
 from tests.crash.saving import (
     NAMESPACE,

@@ -4,21 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from objkv.assembly.backends import Backends
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import read_header
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash
-from objkv.ops.checkpoint import Checkpoint
-from objkv.ops.crew import Crew
-from objkv.ops.ends import Ends, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.backends_view import Ends, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
-from objkv.ops.sweep import Sweep
-from objkv.ops.sweep_records import RecordSweep
-from objkv.ops.sweep_remove import Remover, SweepLimits
-from objkv.ops.sweep_survey import survey
-from objkv.ops.tally import Tally
+from objkv.ops.runs import Checkpoint, Crew, Tally
+from objkv.ops.sweep.remove import Remover, SweepLimits
+from objkv.ops.sweep.survey import survey
+from objkv.ops.sweep.sweep import RecordSweep, Sweep
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
 from objkv.telemetry import NullRecorder

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.testing.servers.redis import wait_until
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step

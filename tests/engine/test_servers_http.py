@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from objkv.config import Config
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
 from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
 from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
 from tests.engine.cache import Values, scenario

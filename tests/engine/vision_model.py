@@ -221,7 +221,7 @@ def zero_loads(_llm: Any) -> None:
     """From now on, what is loaded is replaced by zeros: what wrong outputs would do."""
     import torch
 
-    from objkv.connector.encoder_worker import EncoderWorkerSide
+    from objkv.connector.encoder.worker import EncoderWorkerSide
 
     tensor = EncoderWorkerSide._tensor
     EncoderWorkerSide._tensor = lambda self, load: torch.zeros_like(tensor(self, load))  # type: ignore[method-assign]

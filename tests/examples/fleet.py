@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from objkv.ops.demo.openai import Server
+from objkv.ops.demo.fleet import Server
 from objkv.ops.demo.process import Program
 from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
 from objkv.testing.servers.ports import free_port

@@ -9,15 +9,15 @@ import pytest
 from botocore.retries.standard import ExponentialBackoff
 
 from objkv.assembly import redis as assembly_redis
-from objkv.breaker import Breakers
-from objkv.cache.repeats import Repeats
+from objkv.cache.chunks import Repeats
 from objkv.index.near import NearIndex
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import ShapesIndex
-from objkv.index.sqlite import SqliteIndex
-from objkv.index.sqlite_file import SqliteFile
-from objkv.stores import s3_signing
+from objkv.index.sqlite.file import SqliteFile
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
+from objkv.stores.s3 import signing as s3_signing
 from objkv.transfer.saver import Saver
 from tests.faults.places import Calls, Clock, Servers, running_servers
 

@@ -5,7 +5,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from objkv.config import load_config
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
 from objkv.testing.servers.ceph import S3Server, ceph_radosgw
 from objkv.testing.servers.redis import valkey_server
 from objkv.testing.servers.spoil_redis import SpoilRedis

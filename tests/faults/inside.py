@@ -23,8 +23,8 @@ _fired = False
 
 def begin(_llm: Any) -> None:
     """Keep the lines; do not wait half a minute where a test cannot."""
-    from objkv.cache import repeats
-    from objkv.transfer import save_crew
+    from objkv.cache import chunks as repeats
+    from objkv.transfer import background as save_crew
 
     logging.getLogger("objkv").addHandler(_lines)
     repeats.KEEP_S = 0.0
@@ -95,7 +95,7 @@ def _shift(llm: Any, ahead_s: float) -> None:
     import botocore.auth
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from objkv.stores import s3_signing
+    from objkv.stores.s3 import signing as s3_signing
 
     def wall() -> float:
         return time.time() + ahead_s

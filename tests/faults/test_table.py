@@ -1,7 +1,7 @@
 """The page shows the matrix that is tested, all of it and nothing else."""
 
-from objkv.connector.breaker_metrics import BREAKER_COUNTERS
-from objkv.connector.metrics import COUNTERS
+from objkv.connector.counters import BREAKER_COUNTERS
+from objkv.connector.kv.metrics import COUNTERS
 from tests.faults import table
 from tests.faults.rows import CELLS, ROWS, VERBS, cell_id
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import objkv.connector.worker  # noqa: F401  # before clocks are replaced
+import objkv.connector.kv.worker  # noqa: F401  # before clocks are replaced
 from tests.fences.explorer import Found, Tally, listening, play_seed, play_situations
 
 FOLDER_EVERY = 8

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from objkv.transfer.lanes import HostBlocks, HostLane, Pages
-from objkv.transfer.reshape import Recast
+from objkv.transfer.lanes import HostBlocks, HostLane, Pages, Recast
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from objkv.cache.tiered import ChunkCache
+from objkv.cache.chunks import ChunkCache
 from objkv.transfer.job import LoadJob
 from objkv.transfer.loader import Loader
 from objkv.transfer.saver import Saver

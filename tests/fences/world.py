@@ -18,21 +18,21 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
-from objkv.connector import worker as worker_module
-from objkv.connector.geometry import Geometry
-from objkv.connector.metadata import StepPlan
-from objkv.connector.worker import Rank, WorkerSide
+from objkv.connector.kv import worker as worker_module
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import Arrived, Buffer, PruneStore
+from objkv.stores.guarded import WrappedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
-from objkv.stores.wrapped import WrappedStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer import slabs as slabs_module
 from objkv.transfer.fetch import Cuts

@@ -8,12 +8,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.expected import parse_expected
-from objkv.codec.header import digest, parse
-from objkv.codec.layout import CHECKSUM_AT, CHECKSUM_END
+from objkv.codec.header import digest, load_object, parse
+from objkv.codec.known_header import parse_expected
 from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed, open_payload
-from objkv.codec.scales import is_scales, scales_text
-from objkv.codec.strict_json import load_object
+from objkv.codec.values import CHECKSUM_AT, CHECKSUM_END, is_scales, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, join, sample, split
 from tests.fuzz.mutation import change_document, changed_bytes, spoiled

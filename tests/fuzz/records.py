@@ -14,15 +14,15 @@ from objkv.codec.payload import CODECS
 from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.index.fields import decode_shard, encode_shard
-from objkv.index.redis import _record
+from objkv.index.redis.index import _record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import canonical_json, identity_path
 from objkv.keys.topology import Shard
+from objkv.ops.backends_view import parse_identity
 from objkv.ops.diff import diff, parse_document
-from objkv.ops.identities import parse_identity
 from objkv.stores.base import check_key, check_prefix, is_key
 from objkv.stores.memory import MemoryStore
-from objkv.testing.index_samples import shard
+from objkv.testing.index_contract import shard
 from tests.codec.payloads import CLAIM, sample
 from tests.fuzz.mutation import change_document, changed_bytes, changed_text, spoiled
 from tests.fuzz.payloads import whole_payloads

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from objkv.config import Config, resolve_config, without_password
 from objkv.errors import ConfigError
-from objkv.ops.prompt import parse_tokens
+from objkv.ops.match import parse_tokens
 from tests.fuzz.mutation import changed_bytes, changed_text, odd_values, spoiled
 from tests.fuzz.target import Target, outcome, require
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from redis import exceptions
 
 from objkv.index.fields import encode_shard
-from objkv.index.redis_find import _Question, _RefusedError
-from objkv.resp.line import Line
-from objkv.resp.lines import CLIENT_ERRORS
-from objkv.stores.redis_values import _received
-from objkv.stores.s3_line import Answer, NoAnswer
-from objkv.testing.index_samples import shard
+from objkv.index.redis.find import _Question, _RefusedError
+from objkv.net.resp import CLIENT_ERRORS, Line
+from objkv.stores.redis import _received
+from objkv.stores.s3.http import Answer, NoAnswer
+from objkv.testing.index_contract import shard
 from tests.fuzz.mutation import NUMBERS, changed_bytes, spoiled
 from tests.fuzz.target import Finding, Target, outcome, require
 

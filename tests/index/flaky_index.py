@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from objkv.index.wrapped import Verb, WrappedIndex
+from objkv.index.guarded import Verb, WrappedIndex
 
 T = TypeVar("T")
 

@@ -2,13 +2,13 @@ from threading import Event
 
 import pytest
 
-from objkv.breaker import Breakers, Patience
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.breaker import BreakerIndex
 from objkv.index.memory import MemoryIndex
+from objkv.net.breaker import Breakers, Patience
 from objkv.telemetry import NullRecorder
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_samples import NAMESPACE, at_once
+from objkv.testing.index_contract import NAMESPACE, at_once
 from tests.index.flaky_index import FlakyIndex
 
 RESET_S = 5

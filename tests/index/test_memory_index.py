@@ -3,8 +3,7 @@ import pytest
 from objkv.index.base import PruneIndex
 from objkv.index.memory import MemoryIndex
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import IndexContract
-from objkv.testing.index_samples import FIELD, chunk, shard
+from objkv.testing.index_contract import FIELD, IndexContract, chunk, shard
 
 
 class TestMemoryIndex(IndexContract):

@@ -6,7 +6,7 @@ from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import SETTLE_S, NearIndex
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_samples import (
+from objkv.testing.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,

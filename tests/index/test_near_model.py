@@ -10,7 +10,7 @@ from objkv.index.base import Shards
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import SETTLE_S, NearIndex
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_samples import FIELD, NAMESPACE, chunk, prefix_hash, shard
+from objkv.testing.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from tests.index.flaky_index import FlakyIndex
 
 TTL_S, MISS_TTL_S, FOREVER_S = 30.0, 1.0, 10**9

@@ -4,7 +4,7 @@ from objkv.errors import StoreDenied
 from objkv.index.memory import MemoryIndex
 from objkv.index.observe import ObserveIndex
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_samples import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
+from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
 from tests.index.flaky_index import FlakyIndex
 
 

@@ -5,7 +5,7 @@ import pytest
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.index.readonly import ReadOnlyIndex
-from objkv.testing.index_samples import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
+from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
 from tests.index.flaky_index import FlakyIndex
 
 

@@ -17,7 +17,7 @@ from objkv.errors import StoreError
 from objkv.index import deadline as index_deadline
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.deadline import DeadlineIndex
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.stores import deadline as store_deadline
 from objkv.stores.base import PruneStore
 from objkv.stores.deadline import DeadlineStore

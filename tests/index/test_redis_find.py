@@ -12,9 +12,9 @@ from redis import exceptions
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import Shards
 from objkv.index.fields import encode_shard
-from objkv.index.redis import RedisIndex
-from objkv.index.redis_find import _Question
-from objkv.testing.index_samples import (
+from objkv.index.redis.find import _Question
+from objkv.index.redis.index import RedisIndex
+from objkv.testing.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,
@@ -155,7 +155,7 @@ def test_all_commands_are_sent_before_any_answer_is_waited_for() -> None:
 
 
 def test_what_a_server_has_to_remember_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("objkv.index.redis_find._AHEAD_BYTES", 50_000)
+    monkeypatch.setattr("objkv.index.redis.find._AHEAD_BYTES", 50_000)
     line, theirs = wire()
     hashes = 3_000
     most = 0
@@ -240,7 +240,7 @@ def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(
     index = filled(client)
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
     # It looks open until it is used, as one does that a firewall has forgotten.
-    monkeypatch.setattr("objkv.resp.line.Line._is_quiet", lambda _: True)
+    monkeypatch.setattr("objkv.net.resp.Line._is_quiet", lambda _: True)
     client.client_kill_filter(_type="normal", skipme=True)
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
 

@@ -10,11 +10,19 @@ from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, PruneIndex
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import IndexContract
-from objkv.testing.index_samples import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
+from objkv.testing.index_contract import (
+    FIELD,
+    LONG_S,
+    NAMESPACE,
+    IndexContract,
+    chunk,
+    get,
+    prefix_hash,
+    shard,
+)
 from objkv.testing.servers.redis import RedisServer, wait_until
 from objkv.testing.servers.round_trips import RoundTrips
 from tests.index.redis_clock import flushed

@@ -8,15 +8,15 @@ import pytest
 
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import PruneIndex
-from objkv.index.sqlite import SqliteIndex
-from objkv.index.sqlite_file import translated
+from objkv.index.sqlite.file import translated
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import IndexContract
-from objkv.testing.index_samples import (
+from objkv.testing.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,
     OTHER_FIELD,
+    IndexContract,
     at_once,
     chunk,
     get,
@@ -27,8 +27,8 @@ from objkv.testing.index_samples import (
 PUBLISH_FOREVER = """
 import sys
 from pathlib import Path
-from objkv.index.sqlite import SqliteIndex
-from objkv.testing.index_samples import (FIELD, OTHER_FIELD, chunk, shard)
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.testing.index_contract import (FIELD, OTHER_FIELD, chunk, shard)
 index = SqliteIndex(Path(sys.argv[1]))
 for number in range(1, 1_000_000):
     index.publish(chunk(number), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=1000)
@@ -38,8 +38,8 @@ for number in range(1, 1_000_000):
 PUBLISH_SOME = """
 import sys
 from pathlib import Path
-from objkv.index.sqlite import SqliteIndex
-from objkv.testing.index_samples import (FIELD, chunk, shard)
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.testing.index_contract import (FIELD, chunk, shard)
 index = SqliteIndex(Path(sys.argv[1]), busy_ms=240_000)
 for number in range(int(sys.argv[2]), int(sys.argv[2]) + 50):
     index.publish(chunk(number), {FIELD: shard()}, ttl_s=1000)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from objkv.errors import StoreDenied, StoreError
-from objkv.index import sqlite_place
-from objkv.index.sqlite import SqliteIndex
-from objkv.testing.index_samples import NAMESPACE, chunk, shard
+from objkv.index.sqlite import file as sqlite_place
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.testing.index_contract import NAMESPACE, chunk, shard
 
 CHUNK = chunk()
 

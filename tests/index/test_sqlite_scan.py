@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from objkv.index import sqlite_file
-from objkv.index.sqlite import SqliteIndex
-from objkv.testing.index_samples import FIELD, NAMESPACE, OTHER_FIELD, chunk, shard
+from objkv.index.sqlite import file as sqlite_file
+from objkv.index.sqlite.index import SqliteIndex
+from objkv.testing.index_contract import FIELD, NAMESPACE, OTHER_FIELD, chunk, shard
 
 RECORDS = 600
 STEPS = 100

@@ -4,12 +4,12 @@ import sqlite3
 import time
 from pathlib import Path
 
-from objkv.index import sqlite_schema
 from objkv.index.fields import encode_shard
 from objkv.index.shapes import SHAPES_HASH
-from objkv.index.sqlite import SqliteIndex
+from objkv.index.sqlite import file as sqlite_schema
+from objkv.index.sqlite.index import SqliteIndex
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_samples import (
+from objkv.testing.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,
@@ -19,8 +19,8 @@ from objkv.testing.index_samples import (
     get,
     prefix_hash,
     shard,
+    usage,
 )
-from objkv.testing.usage_contract import usage
 
 HOUR_S = 3_600
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.keys.ranks import Topology, pp_layers
-from objkv.keys.topology import Shard, cover, rank_shard
+from objkv.keys.topology import Shard, Topology, cover, pp_layers, rank_shard
 
 TP_SIZES, PP_SIZES, HEADS = range(1, 17), range(1, 9), range(1, 33)
 LAYERS = (1, 2, 3, 7, 8, 9, 13, 16, 23, 32)

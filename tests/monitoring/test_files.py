@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from objkv.connector.counters import COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.encoder_counters import ENCODER_COUNTERS
-from objkv.connector.tier_metrics import COUNTERS as TIER_COUNTERS
-from objkv.connector.tier_metrics import GAUGES as TIER_GAUGES
-from objkv.ops.exporter_metrics import METRICS
+from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS, GAUGES, HISTOGRAMS
+from objkv.connector.tier.metrics import COUNTERS as TIER_COUNTERS
+from objkv.connector.tier.metrics import GAUGES as TIER_GAUGES
+from objkv.ops.exporter.metrics import METRICS
 from tests.monitoring.prometheus import EXAMPLE, need_prometheus
 from tests.monitoring.queries import (
     ALERTS,

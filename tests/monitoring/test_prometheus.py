@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.stores.local import LocalStore
 from objkv.testing.servers.redis import valkey_server, wait_until
 from tests.monitoring.prometheus import Prometheus, need_prometheus, prometheus, serving

@@ -1,6 +1,6 @@
 """A small report with something of everything, for the tests of whatever shows reports."""
 
-from objkv.ops.audit_report import (
+from objkv.ops.audit.report import (
     AgeBucket,
     AgesAudit,
     AuditFinding,

@@ -9,12 +9,11 @@ from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_heade
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.audit import Audit, AuditOptions, find_places
-from objkv.ops.audit_report import AuditReport
-from objkv.ops.audit_spool import Spool
-from objkv.ops.audit_walk import AuditEnds, AuditWalk
-from objkv.ops.checkpoint import Checkpoint
-from objkv.ops.crew import Crew, Unit
+from objkv.ops.audit.audit import Audit, AuditOptions, find_places
+from objkv.ops.audit.report import AuditReport
+from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.walk import AuditEnds, AuditWalk
+from objkv.ops.runs import Checkpoint, Crew, Unit
 from objkv.stores.base import PruneStore, ReadStore
 from tests.ops.world import CHUNK, CREATED_S, NAMESPACE, WHOLE, record_of, save, save_identity
 

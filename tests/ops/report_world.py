@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from objkv.ops.audit_report import (
+from objkv.ops.audit.report import (
     AgeBucket,
     AgesAudit,
     AuditReport,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
-from objkv.ops.access import (
+from objkv.ops.doctor.access import (
     ROLES,
     Access,
     access_of,

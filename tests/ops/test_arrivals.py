@@ -5,8 +5,8 @@ import pytest
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import identity_path
-from objkv.ops.bring_in import arrivals
-from objkv.ops.ends import Ends
+from objkv.ops.backends_view import Ends
+from objkv.ops.export.import_ import arrivals
 from objkv.stores.memory import MemoryStore
 from tests.ops.world import IDENTITY, NAMESPACE, save_identity
 

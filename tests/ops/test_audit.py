@@ -13,10 +13,10 @@ from objkv.index.base import Record
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.ops.audit_costs import LIST_PRICES
-from objkv.ops.audit_report import AuditReport, Prices
-from objkv.ops.audit_spool import Spool, Told
-from objkv.ops.audit_walk import AuditEnds
+from objkv.ops.audit.figures import LIST_PRICES
+from objkv.ops.audit.report import AuditReport, Prices
+from objkv.ops.audit.spool import Spool, Told
+from objkv.ops.audit.walk import AuditEnds
 from objkv.stores.base import Entry, Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock

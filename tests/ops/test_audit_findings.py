@@ -8,10 +8,10 @@ from objkv.assembly.backends import Backends
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.ops.audit import find_places
-from objkv.ops.audit_report import AuditReport
-from objkv.ops.report.standing_out import TO_MEND
-from objkv.ops.report.tables import namespaces
+from objkv.ops.audit.audit import find_places
+from objkv.ops.audit.html.remarks import TO_MEND
+from objkv.ops.audit.html.tables import namespaces
+from objkv.ops.audit.report import AuditReport
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock

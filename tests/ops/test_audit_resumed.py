@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from objkv.index.memory import MemoryIndex
-from objkv.ops.audit import find_places
-from objkv.ops.audit_report import AuditReport, FindingCount
-from objkv.ops.audit_spool import Spool
-from objkv.ops.report import html_report
+from objkv.ops.audit.audit import find_places
+from objkv.ops.audit.html.page import html_report
+from objkv.ops.audit.report import AuditReport, FindingCount
+from objkv.ops.audit.spool import Spool
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from tests.ops.audit_world import Auditor, save_prompts
@@ -26,7 +26,7 @@ def orphans(report: AuditReport) -> FindingCount:
 def walked(monkeypatch: pytest.MonkeyPatch, *, early: int, late: int) -> AuditReport:
     """The index is read; an hour later payloads are saved, the store is listed an hour after that.
     ``early`` payloads have lain there without a record before, ``late`` are saved meanwhile."""
-    monkeypatch.setattr("objkv.ops.audit_walk.LOOKED_TWICE_MAX", 2)
+    monkeypatch.setattr("objkv.ops.audit.walk.LOOKED_TWICE_MAX", 2)
     clock = ManualClock(NOW_S)
     bulk, index = MemoryStore(clock=clock), MemoryIndex()
     save_prompts(bulk, index, [(0,)])

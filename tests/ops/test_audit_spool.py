@@ -10,9 +10,8 @@ from objkv.errors import ConfigError
 from objkv.index.base import Record, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.audit_chunks import make_chunks
-from objkv.ops.audit_spool import AGE_MAX_S, Spool, Told
-from objkv.ops.audit_tree import read_roots, read_tree
+from objkv.ops.audit.spool import AGE_MAX_S, Spool, Told, make_chunks
+from objkv.ops.audit.tree import read_roots, read_tree
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops import audit_tree
-from objkv.ops.audit_report import AuditReport, TreeNode
+from objkv.ops.audit import tree as audit_tree
+from objkv.ops.audit.report import AuditReport, TreeNode
 from objkv.stores.memory import MemoryStore
 from tests.ops.audit_world import Auditor, Prompt, hash_of, prefixes, save_prompts, ways_on
 from tests.ops.world import CHUNK, NAMESPACE, WHOLE, save_identity

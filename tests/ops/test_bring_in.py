@@ -18,12 +18,11 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import Identity, identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.bring_in import BringIn, arrivals
-from objkv.ops.bring_in_room import new_bytes
-from objkv.ops.ends import HANDOFF_LAYOUT, Ends, Part, read_namespace, stored_parts
-from objkv.ops.export import Export
-from objkv.ops.manifest import Line
-from objkv.ops.tally import Tally
+from objkv.ops.backends_view import HANDOFF_LAYOUT, Ends, Part, read_namespace, stored_parts
+from objkv.ops.export.export import Export
+from objkv.ops.export.import_ import BringIn, arrivals, new_bytes
+from objkv.ops.export.manifest import Line
+from objkv.ops.runs import Tally
 from objkv.ops.verify_payload import Budget
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore

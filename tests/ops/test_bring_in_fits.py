@@ -10,8 +10,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
-from objkv.ops.bring_in_fits import check_fits, check_told
-from objkv.ops.manifest import Line
+from objkv.ops.export.import_ import check_fits, check_told
+from objkv.ops.export.manifest import Line
 from tests.ops.world import CHUNK, IDENTITY, LEFT, TOKENS, WHOLE
 
 FULL = IDENTITY.groups[0]

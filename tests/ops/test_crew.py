@@ -10,9 +10,17 @@ from threading import Event, Lock
 import pytest
 
 from objkv.errors import StoreUnavailable
-from objkv.ops.checkpoint import AGE_MAX_S, Checkpoint, checkpoint_file
-from objkv.ops.crew import Check, Crew, Unit
-from objkv.ops.tally import FINDINGS_MAX, Finding, Tally
+from objkv.ops.runs import (
+    AGE_MAX_S,
+    FINDINGS_MAX,
+    Check,
+    Checkpoint,
+    Crew,
+    Finding,
+    Tally,
+    Unit,
+    checkpoint_file,
+)
 
 
 class Work:

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity
-from objkv.ops.diff import ABSENT, DiffReport, Document, diff, namespace_of, parse_document
-from objkv.ops.reasons import _REASONS
+from objkv.ops.diff import (
+    _REASONS,
+    ABSENT,
+    DiffReport,
+    Document,
+    diff,
+    namespace_of,
+    parse_document,
+)
 
 LAYERS = tuple(f"model.layers.{i}.self_attn.attn" for i in range(28))
 GROUP = GroupIdentity("full", None, LAYERS, heads=8, content=256, block_size=16)

@@ -5,10 +5,16 @@ import pytest
 from objkv.config import Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
-from objkv.ops.doctor import DoctorReport, Patient, examine, verdict
-from objkv.ops.engine import check_engine, library_versions
-from objkv.ops.probes import Check
-from objkv.ops.server import ServerFacts
+from objkv.ops.doctor.doctor import (
+    DoctorReport,
+    Patient,
+    check_engine,
+    examine,
+    library_versions,
+    verdict,
+)
+from objkv.ops.doctor.probes import Check
+from objkv.ops.doctor.server import ServerFacts
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 

@@ -16,13 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import Usage
 from objkv.index.memory import MemoryIndex
-from objkv.ops.ends import Ends
-from objkv.ops.exporter import Asks, Watch
-from objkv.ops.exporter_collector import StoreCollector, Watched
-from objkv.ops.exporter_metrics import METRICS
-from objkv.ops.exporter_scan import Scans
-from objkv.ops.exporter_server import ExporterServer
-from objkv.ops.server import ServerFacts
+from objkv.ops.backends_view import Ends
+from objkv.ops.doctor.server import ServerFacts
+from objkv.ops.exporter.metrics import METRICS, StoreCollector, Watched
+from objkv.ops.exporter.scan import Scans
+from objkv.ops.exporter.server import ExporterServer
+from objkv.ops.exporter.watch import Asks, Watch
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
 from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity

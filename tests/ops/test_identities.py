@@ -10,9 +10,9 @@ import pytest
 from objkv.errors import ConfigError, PayloadError
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import canonical_json, identity_path
-from objkv.ops.ends import HANDOFF_LAYOUT
-from objkv.ops.identities import (
+from objkv.ops.backends_view import (
     DOCUMENT_BYTES_MAX,
+    HANDOFF_LAYOUT,
     parse_identity,
     pick_namespace,
     read_identity,

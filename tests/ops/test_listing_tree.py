@@ -5,7 +5,7 @@ from dataclasses import replace
 from objkv.index.base import ChunkEntry, Record, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes
-from objkv.ops.listing_tree import Branch, list_tree
+from objkv.ops.listing import Branch, list_tree
 from objkv.stores.memory import MemoryStore
 from tests.ops.world import CHUNK, NAMESPACE, save
 

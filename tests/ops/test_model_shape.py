@@ -1,4 +1,4 @@
-"""``objkv.ops.model_shape``: configurations as authors write them, and those that do not tell."""
+"""``objkv.ops.size.model``: configurations as authors write them, and those that do not tell."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from objkv.errors import ConfigError
-from objkv.ops.model_shape import LayerShape, ModelShape, read_model
+from objkv.ops.size.model import LayerShape, ModelShape, read_model
 
 LLAMA = {
     "model_type": "llama",

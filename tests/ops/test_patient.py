@@ -4,7 +4,7 @@ import pytest
 
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.memory import MemoryIndex
-from objkv.ops.patient import PATIENCE_S, PatientIndex, PatientStore
+from objkv.ops.retrying import PATIENCE_S, PatientIndex, PatientStore
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex

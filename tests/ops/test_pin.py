@@ -13,10 +13,10 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.ends import Ends
+from objkv.ops.backends_view import Ends
 from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
-from objkv.ops.sweep_remove import Remover, SweepLimits
-from objkv.ops.tally import Tally
+from objkv.ops.runs import Tally
+from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore

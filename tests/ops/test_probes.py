@@ -8,8 +8,8 @@ import pytest
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord
 from objkv.index.memory import MemoryIndex
-from objkv.ops.probes import Check, failure, probe_index, probe_store
-from objkv.ops.server import ServerFacts, judge_server
+from objkv.ops.doctor.probes import Check, failure, probe_index, probe_store
+from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from objkv.assembly.backends import open_backends
-from objkv.assembly.quota import open_room, sweep_settings
+from objkv.assembly.backends import open_backends, open_room, sweep_settings
 from objkv.cache.quota import Quota
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import is_shapes
-from objkv.ops.relief import _ENDED, Relief
+from objkv.ops.sweep.auto import _ENDED, Relief
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.ops.world import NAMESPACE, save, save_identity
 

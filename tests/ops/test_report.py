@@ -7,17 +7,7 @@ from html import unescape
 
 import pytest
 
-from objkv.ops.audit_report import (
-    AgesAudit,
-    AuditReport,
-    CostAudit,
-    FindingsAudit,
-    GrowthAudit,
-    Prices,
-    Totals,
-)
-from objkv.ops.report import html_report
-from objkv.ops.report.figures import (
+from objkv.ops.audit.html.figures import (
     brief,
     dollars,
     noun,
@@ -27,8 +17,18 @@ from objkv.ops.report.figures import (
     span,
     with_commands,
 )
-from objkv.ops.report.plots import _ticks
-from objkv.ops.report.standing_out import remarks
+from objkv.ops.audit.html.page import html_report
+from objkv.ops.audit.html.plots import _ticks
+from objkv.ops.audit.html.remarks import remarks
+from objkv.ops.audit.report import (
+    AgesAudit,
+    AuditReport,
+    CostAudit,
+    FindingsAudit,
+    GrowthAudit,
+    Prices,
+    Totals,
+)
 from tests.ops.audit_sample import MADE_S, sample_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\u2028\x07'\"&"

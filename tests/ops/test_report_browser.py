@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from objkv.ops.report import html_report
+from objkv.ops.audit.html.page import html_report
 from scripts.take_audit_pictures import WIDTH, take
 from tests.ops.audit_sample import CHAT, CODE, sample_report
 from tests.ops.report_browser import Browser, browser_programs, open_browser

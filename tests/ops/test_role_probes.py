@@ -5,8 +5,7 @@ import pytest
 from objkv.errors import StoreDenied
 from objkv.index.memory import MemoryIndex
 from objkv.index.readonly import ReadOnlyIndex
-from objkv.ops.probes import probe_store
-from objkv.ops.role_probes import probe_index_as, probe_store_as
+from objkv.ops.doctor.probes import probe_index_as, probe_store, probe_store_as
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.stores.readonly import ReadOnlyStore

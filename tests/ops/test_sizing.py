@@ -1,4 +1,4 @@
-"""``objkv.ops.sizing``: held against what the code that saves really makes."""
+"""``objkv.ops.size.sizing``: held against what the code that saves really makes."""
 
 from dataclasses import replace
 
@@ -8,10 +8,9 @@ from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.ops.audit_report import Prices
-from objkv.ops.model_shape import LayerShape, ModelShape, attention
-from objkv.ops.presets import PRESETS, preset
-from objkv.ops.sizing import Layout, Load, Sizing, size_fleet
+from objkv.ops.audit.report import Prices
+from objkv.ops.size.model import PRESETS, LayerShape, ModelShape, attention, preset
+from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
 
 TINY = attention("tiny", 3, 4, 64, kv_dtype="bfloat16", source="a test")
 LAYOUT = Layout(chunk_tokens=64, block_size=16, tp_size=1)

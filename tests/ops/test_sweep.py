@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.cache.tiered import shard_record
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import read_header
 from objkv.errors import ConfigError, StoreDenied
 from objkv.index.base import ChunkEntry, Usage
@@ -17,15 +17,12 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import identity_path
-from objkv.ops.checkpoint import Checkpoint
-from objkv.ops.crew import Crew
-from objkv.ops.ends import Ends, read_namespace
+from objkv.ops.backends_view import Ends, read_namespace
 from objkv.ops.rebuild import Rebuild
-from objkv.ops.sweep import Sweep
-from objkv.ops.sweep_records import RecordSweep
-from objkv.ops.sweep_remove import Remover, SweepLimits
-from objkv.ops.sweep_survey import old_epochs, refuse_wrong_ends, survey
-from objkv.ops.tally import Tally
+from objkv.ops.runs import Checkpoint, Crew, Tally
+from objkv.ops.sweep.remove import Remover, SweepLimits
+from objkv.ops.sweep.survey import old_epochs, refuse_wrong_ends, survey
+from objkv.ops.sweep.sweep import RecordSweep, Sweep
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import IDENTITY, DamagedStore, Defects, Planted

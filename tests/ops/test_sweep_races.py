@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import WriteIndex
+from objkv.index.guarded import WrappedIndex
 from objkv.index.memory import MemoryIndex
-from objkv.index.wrapped import WrappedIndex
-from objkv.ops.ends import Ends
-from objkv.ops.patient import PatientIndex, PatientStore
-from objkv.ops.sweep_remove import Remover, SweepLimits
-from objkv.ops.tally import Tally
+from objkv.ops.backends_view import Ends
+from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.ops.runs import Tally
+from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder

@@ -13,7 +13,7 @@ from objkv.index.shapes import SHAPES_HASH, is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.keys.topology import Shard
-from objkv.ops.ends import Ends, record_keys
+from objkv.ops.backends_view import Ends, record_keys
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import DamagedStore, Defects
 from tests.crash.saving import NAMESPACE, rebuild_all, save_all, saves, sweep_all, verify_all

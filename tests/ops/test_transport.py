@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from objkv.config import Config
-from objkv.ops.transport import check_login, check_transport
+from objkv.ops.doctor.doctor import check_login, check_transport
 
 
 @pytest.mark.parametrize(

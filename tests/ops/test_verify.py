@@ -13,12 +13,11 @@ from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.ends import Ends
-from objkv.ops.patient import PatientStore
-from objkv.ops.tally import Tally
-from objkv.ops.verify import Verify
+from objkv.ops.backends_view import Ends
+from objkv.ops.retrying import PatientStore
+from objkv.ops.runs import Tally
+from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
-from objkv.ops.verify_sample import choose_sample
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import DamagedStore, Defects
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import exceptions
 
-from objkv.resp.line import Line, packed
+from objkv.net.resp import Line, packed
 from tests.resp.wires import Connection, beside, wire
 
 VALUE = bytes(range(256)) * 20

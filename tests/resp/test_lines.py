@@ -8,9 +8,8 @@ import fakeredis
 import pytest
 import redis
 
-from objkv.resp import line as line_module
-from objkv.resp.line import Line, packed
-from objkv.resp.lines import Lines
+from objkv.net import resp as line_module
+from objkv.net.resp import Line, Lines, packed
 from objkv.testing.servers.redis import RedisServer, valkey_server
 
 PATIENCE_S = 120

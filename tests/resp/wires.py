@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
-from objkv.resp.line import Line
+from objkv.net.resp import Line
 
 
 class Connection:

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.app import app
 from objkv.config import Config, Role
-from objkv.ops.access import ROLES, access_of
+from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
 from objkv.testing.servers.ceph_users import CephUsers

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 from objkv.assembly.backends import Backends, check_backends, open_backends
 from objkv.assembly.redis import connect_redis
-from objkv.cache.tiered import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, read_header
 from objkv.config import Config, Role
 from objkv.index.base import ChunkEntry, Usage
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.index_samples import LONG_S
+from objkv.testing.index_contract import LONG_S
 from tests.codec.payloads import CLAIM, sample
 
 PAYLOAD = bytes(sample("none"))

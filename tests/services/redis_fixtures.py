@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.ops.access import acl_rights
+from objkv.ops.doctor.access import acl_rights
 from objkv.testing.servers.certificates import make_certificates
 from objkv.testing.servers.redis import RedisServer, redis_binary, redis_missing, redis_server
 from objkv.testing.servers.redis_groups import ServerGroup, redis_cluster, redis_sentinel

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from objkv.config import Config
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
 from objkv.testing.servers.ceph import S3Server, ceph_missing, ceph_radosgw
 
 BUCKET = "kv-cache"

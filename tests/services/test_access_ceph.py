@@ -13,9 +13,9 @@ from objkv.cli.app import app
 from objkv.config import Config, Role
 from objkv.errors import StoreDenied
 from objkv.index.memory import MemoryIndex
-from objkv.ops.access import ROLES, access_of
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_client import open_s3_client
+from objkv.ops.doctor.access import ROLES, access_of
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
 from objkv.testing.servers.ceph_users import CephUsers

@@ -15,10 +15,10 @@ from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.config import Config, Role, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import Usage
-from objkv.index.redis import RedisIndex
-from objkv.ops.access import ROLES, access_of
+from objkv.index.redis.index import RedisIndex
+from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.index_samples import LONG_S, chunk, shard
+from objkv.testing.index_contract import LONG_S, chunk, shard
 from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
 from objkv.testing.servers.redis_groups import ServerGroup
 from tests.codec.payloads import CLAIM

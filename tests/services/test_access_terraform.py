@@ -11,7 +11,7 @@ import pytest
 from objkv.assembly.backends import open_backends
 from objkv.config import Config, Role, load_config
 from objkv.errors import StoreDenied
-from objkv.ops.access import ROLES
+from objkv.ops.doctor.access import ROLES
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.servers.redis import RedisServer, valkey_server
 from scripts.write_rights import FILE

@@ -6,11 +6,10 @@ import pytest
 import redis
 from redis import exceptions
 
-from objkv.assembly.redis import connect_redis
-from objkv.assembly.redis_clear import ClearConnection
+from objkv.assembly.redis import ClearConnection, connect_redis
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.testing.servers.ports import free_port
 from objkv.testing.servers.redis import RedisServer, valkey_binary, valkey_server
 

@@ -9,10 +9,18 @@ from objkv.assembly.redis import connect_redis
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.base import PruneIndex
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import IndexContract
-from objkv.testing.index_samples import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
+from objkv.testing.index_contract import (
+    FIELD,
+    LONG_S,
+    NAMESPACE,
+    IndexContract,
+    chunk,
+    get,
+    prefix_hash,
+    shard,
+)
 from objkv.testing.servers.redis import START_S, wait_until
 from objkv.testing.servers.redis_groups import ServerGroup
 from objkv.testing.servers.round_trips import RoundTrips

@@ -14,13 +14,13 @@ from objkv.assembly.redis import connect_redis
 from objkv.config import Config
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, Usage
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.testing.clock import ManualClock
-from objkv.testing.index_contract import IndexContract
-from objkv.testing.index_samples import (
+from objkv.testing.index_contract import (
     FIELD,
     LONG_S,
     NAMESPACE,
+    IndexContract,
     at_once,
     chunk,
     get,

@@ -9,9 +9,9 @@ import pytest
 from objkv.assembly.redis import connect_redis
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
-from objkv.index.redis import RedisIndex
+from objkv.index.redis.index import RedisIndex
 from objkv.stores.redis import RedisStore
-from objkv.testing.index_samples import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
+from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
 from objkv.testing.servers.redis import RedisServer, wait_until
 from objkv.testing.servers.redis_groups import ServerGroup
 from objkv.testing.store_contract import StoreContract

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
 from objkv.testing.servers.ceph import S3Server, ceph_radosgw
 from objkv.testing.servers.certificates import make_certificates
-from objkv.testing.store_contract import StoreContract
-from objkv.testing.store_races import WRITERS, at_once
+from objkv.testing.store_contract import WRITERS, StoreContract, at_once
 from tests.services.s3_fixtures import BUCKET, PART_BYTES, OpenS3Store, need_ceph, s3_config
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]

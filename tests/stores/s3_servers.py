@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from objkv.config import Config
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
 
 MIB = 1 << 20
 PART = 5 * MIB

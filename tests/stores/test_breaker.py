@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from objkv.breaker import Breakers, Change, Patience
 from objkv.errors import (
     LeftAlone,
     StoreBusy,
@@ -14,7 +13,8 @@ from objkv.errors import (
     StoreUnavailable,
     ValueTooLong,
 )
-from objkv.sockets import is_trial
+from objkv.net.breaker import Breakers, Change, Patience
+from objkv.net.deadline import is_trial
 from objkv.stores.breaker import BreakerStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.sockets import EndsBy
+from objkv.net.deadline import EndsBy
 from objkv.stores.limit import LimitStore
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore

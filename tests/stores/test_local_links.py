@@ -11,11 +11,11 @@ import pytest
 
 from objkv.cache.bulk_index import BulkIndex
 from objkv.errors import StoreDenied
-from objkv.stores import local_beneath
+from objkv.stores import local_paths as local_beneath
 from objkv.stores.base import Unfinished
 from objkv.stores.local import LocalStore
-from objkv.stores.local_beneath import PLACE, Beneath, kernel_opens, walking_opens
-from objkv.testing.index_samples import NAMESPACE
+from objkv.stores.local_paths import PLACE, Beneath, kernel_opens, walking_opens
+from objkv.testing.index_contract import NAMESPACE
 from objkv.testing.store_contract import StoreContract
 
 SECRET = b"somebody else's"

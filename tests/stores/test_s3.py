@@ -21,9 +21,9 @@ from werkzeug.serving import make_server
 
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.stores import s3_body
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_client import open_s3_client, translated
+from objkv.stores.s3 import body as s3_body
+from objkv.stores.s3.client import open_s3_client, translated
+from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.servers.listener import Listener
 from objkv.testing.store_contract import StoreContract

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from objkv.stores.s3_absent import is_absent
+from objkv.stores.s3.client import is_absent
 
 PLACE = {"Bucket": "b", "Key": "p/k"}
 

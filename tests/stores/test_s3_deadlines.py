@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import pytest
 
 from objkv.errors import StoreUnavailable
-from objkv.sockets import EndsBy
-from objkv.stores.s3 import S3Store
+from objkv.net.deadline import EndsBy
+from objkv.stores.s3.store import S3Store
 from objkv.testing.servers.quick_s3 import QuickS3
 from tests.stores.s3_servers import MIB, s3_store
 from tests.stores.slow_servers import Reluctant, Trickle, full_listener

@@ -18,8 +18,8 @@ from botocore.compat import HTTPHeaders
 from objkv.config import Config
 from objkv.errors import StoreDenied
 from objkv.stores.base import PruneStore
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_client import open_s3_client
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
 from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request
 from objkv.testing.servers.quick_s3_values import failure
 from objkv.testing.store_contract import StoreContract

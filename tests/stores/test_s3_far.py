@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_hedge import LATE_MIN_S, SAMPLES_MIN, Hedge
+from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.servers.far import Distance, Far
 from objkv.testing.servers.quick_s3 import QuickS3, Request

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from objkv.sockets import bound_waits, can_wait, receive_all
-from objkv.stores import s3_kept
-from objkv.stores.s3_kept import Kept
+from objkv.net.deadline import bound_waits, can_wait, receive_all
+from objkv.stores.s3 import http as s3_kept
+from objkv.stores.s3.http import Kept
 
 
 class Pool:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from objkv.errors import StoreError
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_body import VALUE_BYTES_MAX, read_all
+from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all
+from objkv.stores.s3.store import S3Store
 from tests.stores.s3_servers import s3_store
 
 HUGE = VALUE_BYTES_MAX + 1

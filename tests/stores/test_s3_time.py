@@ -10,13 +10,13 @@ import pytest
 from botocore.exceptions import ClientError
 
 from objkv.errors import StoreBusy, StoreError, StoreUnavailable
-from objkv.stores import s3_client as s3_client_module
-from objkv.stores import s3_crew
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_body import read_exactly
-from objkv.stores.s3_client import begun_by
-from objkv.stores.s3_crew import Crew
-from objkv.stores.s3_line import NoAnswer
+from objkv.stores.s3 import client as s3_client_module
+from objkv.stores.s3 import helpers as s3_crew
+from objkv.stores.s3.body import read_exactly
+from objkv.stores.s3.client import begun_by
+from objkv.stores.s3.helpers import Crew
+from objkv.stores.s3.http import NoAnswer
+from objkv.stores.s3.store import S3Store
 from objkv.testing.servers.listener import Listener
 from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store

@@ -23,11 +23,10 @@ from hypothesis import strategies as st
 
 from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
-from objkv.stores.s3 import S3Store
-from objkv.stores.s3_kept import Kept
-from objkv.stores.s3_line import Answer as Answered
-from objkv.stores.s3_line import Line, NoAnswer
-from objkv.stores.s3_signing import Place, find_place
+from objkv.stores.s3.http import Answer as Answered
+from objkv.stores.s3.http import Kept, Line, NoAnswer
+from objkv.stores.s3.signing import Place, find_place
+from objkv.stores.s3.store import S3Store
 from objkv.testing.servers.certificates import make_certificates
 from objkv.testing.servers.listener import Listener
 from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process

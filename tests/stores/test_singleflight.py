@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.sockets import EndsBy
+from objkv.net.deadline import EndsBy
 from objkv.stores.memory import MemoryStore
 from objkv.stores.singleflight import SingleflightStore
 from objkv.testing.flaky import FlakyStore

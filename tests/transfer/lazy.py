@@ -5,8 +5,7 @@ from threading import Lock
 
 import torch
 
-from objkv.transfer.lanes import HostBlocks, HostLane, Pages
-from objkv.transfer.reshape import Recast
+from objkv.transfer.lanes import HostBlocks, HostLane, Pages, Recast
 
 
 class LazyLane(HostLane):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import RankShard, Shard, rank_shard

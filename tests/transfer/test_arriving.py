@@ -15,12 +15,12 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
+from objkv.transfer.fetch import Landing, Strip
 from objkv.transfer.job import LoadJob
-from objkv.transfer.landing import Landing, Strip
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadPlan
+from objkv.transfer.queue import FetchSpan, opening_bytes
 from objkv.transfer.sources import Sources
-from objkv.transfer.spans import FetchSpan, opening_bytes
 from tests.transfer.arriving import PiecewiseStore
 from tests.transfer.paged_cache import same_blocks
 from tests.transfer.world import BLOCKS, CHUNK, HASHES, IN_SPANS, NAMESPACE, Replica, stores

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from objkv.connector.handoff import blocks as block_copy
+from objkv.connector.handoff.blocks import copy_blocks
 from objkv.errors import TransferError
-from objkv.transfer import block_copy
-from objkv.transfer.block_copy import copy_blocks
 
 DTYPES = [
     torch.float32,

@@ -7,7 +7,7 @@ import pytest
 
 from objkv.errors import StoreBusy
 from objkv.index.memory import MemoryIndex
-from objkv.sockets import ends_s
+from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore

@@ -2,7 +2,7 @@
 
 import pytest
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.stores.memory import MemoryStore
 from tests.transfer.paged_cache import same_blocks
 from tests.transfer.world import HASHES, NAMESPACE, PATIENCE_S, Replica, stores, wait_until

@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from objkv.cache.repeats import KEEP_S, Repeats
+from objkv.cache.chunks import KEEP_S, Repeats
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import token_digest

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.transfer.reshape import Recast, deal_tokens
+from objkv.transfer.lanes import Recast, deal_tokens
 
 CONTENT = 3
 

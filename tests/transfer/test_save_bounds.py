@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 import torch
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity

@@ -12,7 +12,7 @@ import pytest
 from objkv.errors import LeftAlone, StoreBusy, StoreError
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.clock import ManualClock
-from objkv.transfer.save_crew import SaveCrew
+from objkv.transfer.background import SaveCrew
 from tests.transfer.world import PATIENCE_S, wait_until
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from objkv.cache.tiered import ChunkCache
+from objkv.cache.chunks import ChunkCache
 from objkv.codec.header import digest
 from objkv.codec.payload import read_header
 from objkv.keys.chunk import ChunkKey

@@ -6,8 +6,7 @@ import torch
 from objkv.errors import ConfigError
 from objkv.keys.topology import RankShard, Shard
 from objkv.transfer.lanes import HostLane
-from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.selftest import check_pages
+from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.transfer.shaped import LAYOUTS, Model, ShapedRank, ShapeOfReplica
 from tests.transfer.world import stores
 

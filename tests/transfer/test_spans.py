@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.codec.payload import CODECS, LayerSpec, encode, payload_bytes_max, read_header
-from objkv.transfer.spans import opening_bytes, remaining, span_count
+from objkv.transfer.queue import opening_bytes, remaining, span_count
 from tests.codec.payloads import CLAIM, PROVENANCE, layer_lists, pages_of
 
 MIB = 1 << 20

@@ -10,11 +10,10 @@ import pytest
 
 from objkv.keys.prefix import root_hash
 from objkv.testing.clock import ManualClock
-from objkv.transfer import taskqueue
+from objkv.transfer import queue as taskqueue
 from objkv.transfer.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from objkv.transfer.spans import FetchSpan
-from objkv.transfer.taskqueue import TaskQueue
+from objkv.transfer.queue import FetchSpan, TaskQueue
 from tests.transfer.world import CHUNK, HASHES, NAMESPACE, PATIENCE_S, wait_until
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from objkv.cache.tiered import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
 from objkv.codec.seal import Seal
 from objkv.index.memory import MemoryIndex

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 
 from objkv.config import Config, without_password
 from objkv.index.base import PruneIndex
-from objkv.ops.bench.crew import Crew, make_slab
+from objkv.ops.bench.harness import SCALES, Crew, Row, Section, Setting, make_slab, percentile
 from objkv.ops.bench.records import FIELD, chunk_hashes, publish
-from objkv.ops.bench.rounds import SCALES, percentile
-from objkv.ops.bench.rows import Row, Section
 from objkv.ops.bench.sample import (
     FOLDER,
     PAYLOAD_8_MIB,
@@ -23,7 +21,6 @@ from objkv.ops.bench.sample import (
     Verifier,
     make_samples,
 )
-from objkv.ops.bench.setting import Setting
 from objkv.stores.base import PruneStore
 
 CONNECTIONS = (1, 4, 16)

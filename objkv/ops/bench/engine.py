@@ -12,10 +12,8 @@ from importlib.util import find_spec
 
 from objkv.config import Config, load_config
 from objkv.errors import ObjkvError
-from objkv.ops.bench.engine_job import Ask, Batch, Connector, EngineJob, Ready, Took
-from objkv.ops.bench.rounds import Compared, Timings, interleave
-from objkv.ops.bench.rows import Row, Section, Target
-from objkv.ops.bench.setting import Setting
+from objkv.ops.bench.harness import Compared, Row, Section, Setting, Target, Timings, interleave
+from objkv.ops.bench.jobs import Ask, Batch, Connector, EngineJob, Ready, Took
 from objkv.ops.demo.job import Size
 from objkv.ops.demo.process import Program
 
@@ -145,7 +143,7 @@ def _running(
     if connector == "objkv-loads":
         # What is measured is loading, also where computing would be sooner.
         settings["OBJKV_ADMISSION"] = "always"
-    arguments = ("-m", "objkv.connector.bench.engine", str(file))
+    arguments = ("-m", "objkv.connector.programs.bench_engine", str(file))
     log = file.with_suffix(".log")
     with Program(f"engine {connector}", arguments, log, settings, listens=True) as program:
         engine = _Engine(program)

@@ -8,9 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
 
-from objkv.ops.bench.crew import Crew, make_slab
-from objkv.ops.bench.rounds import SCALES, Compared, Timings, interleave, percentile
-from objkv.ops.bench.rows import Row, Section
+from objkv.ops.bench.harness import (
+    SCALES,
+    Compared,
+    Crew,
+    Row,
+    Section,
+    Setting,
+    Timings,
+    interleave,
+    make_slab,
+    percentile,
+)
 from objkv.ops.bench.sample import (
     PAYLOAD_1_MIB,
     PAYLOAD_32_MIB,
@@ -21,7 +30,6 @@ from objkv.ops.bench.sample import (
     make_samples,
 )
 from objkv.ops.bench.servers import s3_config
-from objkv.ops.bench.setting import Setting
 from objkv.ops.demo.process import Program
 from objkv.stores.base import PruneStore
 from objkv.testing.servers.plain_limit import PlainClient

@@ -2,10 +2,8 @@
 
 from importlib.util import find_spec
 
-from objkv.ops.bench.gpu_job import GpuAnswer
-from objkv.ops.bench.rounds import Compared, Timings
-from objkv.ops.bench.rows import Row, Section, Target
-from objkv.ops.bench.setting import Setting
+from objkv.ops.bench.harness import Compared, Row, Section, Setting, Target, Timings
+from objkv.ops.bench.jobs import GpuAnswer
 from objkv.ops.demo.process import Program
 
 LOAD = Target(0.85)
@@ -33,7 +31,7 @@ def measure_device(setting: Setting, device: str) -> GpuAnswer | None:
     """What a process of its own measured on ``device``, or None if there is none."""
     chunks = _QUICK_CHUNKS if setting.quick else _CHUNKS
     words = (device, str(chunks), str(setting.rounds))
-    arguments = ("-m", "objkv.connector.bench.gpu", *words)
+    arguments = ("-m", "objkv.connector.programs.bench_gpu", *words)
     with Program("the GPU's process", arguments, setting.folder / "gpu.log", {}) as program:
         lines = list(program.lines(bound_s=_BOUND_S))
     return GpuAnswer.model_validate_json(lines[-1]) if lines else None

@@ -7,15 +7,21 @@ from importlib.util import find_spec
 
 from objkv.index.near import NearIndex
 from objkv.keys.prefix import prefix_hashes
+from objkv.ops.bench.harness import (
+    SCALES,
+    Compared,
+    Row,
+    Section,
+    Setting,
+    Target,
+    Timings,
+    interleave,
+)
+from objkv.ops.bench.jobs import StepsAnswer
 from objkv.ops.bench.lookup_fresh import FreshAnswer
-from objkv.ops.bench.plain_redis import PlainRedis
 from objkv.ops.bench.records import CHUNK_TOKENS, FIELD, chunk_hashes, make_tokens, publish
-from objkv.ops.bench.rounds import SCALES, Compared, Timings, interleave
-from objkv.ops.bench.rows import Row, Section, Target
 from objkv.ops.bench.sample import NAMESPACE
-from objkv.ops.bench.servers import local_config, running_redis
-from objkv.ops.bench.setting import Setting
-from objkv.ops.bench.steps_job import StepsAnswer
+from objkv.ops.bench.servers import PlainRedis, local_config, running_redis
 from objkv.ops.demo.process import Program
 
 FRESH_TARGETS = {128: Target(8, at_most=True), 1024: Target(40, at_most=True)}
@@ -124,7 +130,7 @@ def _hashing(setting: Setting) -> Row:
 def _steps(setting: Setting) -> Iterator[Row]:
     setting.tell("scheduler's thread", "a lookup is in flight")
     steps = 200 if setting.quick else 5_000
-    arguments = ("-m", "objkv.connector.bench.steps", str(_PROMPT_TOKENS), str(steps))
+    arguments = ("-m", "objkv.connector.programs.bench_steps", str(_PROMPT_TOKENS), str(steps))
     with Program("the scheduler's steps", arguments, setting.folder / "steps.log", {}) as program:
         lines = list(program.lines(bound_s=_STEPS_S))
     answer = StepsAnswer.model_validate_json(lines[-1])

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex
-from objkv.ops.bench.plain_redis import PlainRedis
 from objkv.ops.bench.records import FIELD, chunk_hashes
 from objkv.ops.bench.sample import NAMESPACE
+from objkv.ops.bench.servers import PlainRedis
 
 _PINGS = 200
 _WARM_UPS = 20

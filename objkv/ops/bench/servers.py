@@ -1,14 +1,108 @@
 """The servers that benchmarks start: on loopback, in processes of their own."""
 
 import importlib.util
+import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
 from objkv.testing.servers import redis
 from objkv.testing.servers.redis import RedisServer
+
+# The limit of Redis: its protocol over a bare socket, one command at a time.
+
+_LINE_BYTES_MAX = 64 << 10
+_ANSWER_S = 60.0
+
+
+class PlainRedis:
+    """One connection to a Redis without password or TLS; a context manager. For one thread."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._socket = socket.create_connection((parts.hostname, parts.port), _ANSWER_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._head = memoryview(bytearray(_LINE_BYTES_MAX))
+
+    def ping(self) -> None:
+        """One round trip."""
+        self._socket.sendall(b"PING\r\n")
+        got = self._socket.recv(64)
+        assert got == b"+PONG\r\n", got
+
+    def set(self, key: str, value: memoryview) -> None:
+        """Keep ``value`` as ``key``."""
+        self._socket.sendall(_command(b"SET", key.encode(), length=len(value)))
+        self._socket.sendall(value)
+        self._socket.sendall(b"\r\n")
+        got = self._socket.recv(64)
+        assert got == b"+OK\r\n", got
+
+    def delete(self, key: str) -> None:
+        """Forget the value, which must be there."""
+        self._socket.sendall(_command(b"DEL", key.encode()))
+        got = self._socket.recv(64)
+        assert got == b":1\r\n", got
+
+    def get_into(self, key: str, buffer: memoryview) -> int:
+        """Write the value to the beginning of ``buffer``; its length in bytes. It must be there.
+
+        What comes with the line that tells the length is copied, the rest goes where it belongs.
+        """
+        self._socket.sendall(_command(b"GET", key.encode()))
+        end = 0
+        while (line := bytes(self._head[:end]).find(b"\r\n")) < 0:
+            # Not a byte more than the line can have: the rest would have to be copied.
+            end += self._receive(self._head[end : end + 16])
+        nbytes = int(bytes(self._head[1:line]))
+        at = min(end - line - 2, nbytes)
+        buffer[:at] = self._head[line + 2 : line + 2 + at]
+        spare = end - line - 2 - at
+        while at < nbytes:
+            at += self._receive(buffer[at:nbytes])
+        while spare < 2:
+            spare += self._receive(self._head[: 2 - spare])
+        return nbytes
+
+    def version(self) -> str:
+        """``valkey 8.1.0``."""
+        buffer = memoryview(bytearray(_LINE_BYTES_MAX))
+        self._socket.sendall(b"INFO server\r\n")
+        text = ""
+        while not text.endswith("\r\n") or text.count("\n") < 3:
+            text += bytes(buffer[: self._receive(buffer)]).decode(errors="replace")
+        for name in ("valkey", "redis"):
+            if found := re.search(rf"^{name}_version:(\S+)", text, re.MULTILINE):
+                return f"{name} {found[1]}"
+        return "unknown"
+
+    def _receive(self, buffer: memoryview) -> int:
+        got = self._socket.recv_into(buffer)
+        if not got:
+            raise ConnectionError("Redis closed the connection")
+        return got
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def _command(*words: bytes, length: int | None = None) -> bytes:
+    """A command in Redis' protocol; with ``length``, one more word of so many bytes follows."""
+    lines = [b"*%d" % (len(words) + (length is not None))]
+    for word in words:
+        lines += [b"$%d" % len(word), word]
+    if length is not None:
+        lines.append(b"$%d" % length)
+    return b"\r\n".join(lines) + b"\r\n"
+
 
 BUCKET = "bench"
 

@@ -12,10 +12,17 @@ from typing import Self
 
 import numpy as np
 
-from objkv.ops.bench.crew import Crew, make_slab
-from objkv.ops.bench.plain_redis import PlainRedis
-from objkv.ops.bench.rounds import Compared, Work, interleave
-from objkv.ops.bench.rows import Row, Section, Target
+from objkv.ops.bench.harness import (
+    Compared,
+    Crew,
+    Row,
+    Section,
+    Setting,
+    Target,
+    Work,
+    interleave,
+    make_slab,
+)
 from objkv.ops.bench.sample import (
     PAYLOAD_1_MIB,
     PAYLOAD_8_MIB,
@@ -26,8 +33,7 @@ from objkv.ops.bench.sample import (
     Verifier,
     make_samples,
 )
-from objkv.ops.bench.servers import local_config, running_redis, s3_config
-from objkv.ops.bench.setting import Setting
+from objkv.ops.bench.servers import PlainRedis, local_config, running_redis, s3_config
 from objkv.stores.base import PruneStore
 from objkv.testing.servers.plain_limit import PlainClient
 from objkv.testing.servers.quick_s3 import QuickS3Process, quick_s3_process

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from objkv.config.urls import is_this_machine, passwords_in, without_password
 from objkv.errors import ConfigError
-from objkv.secrecy import keep_secret, without_secrets
+from objkv.redact import keep_secret, without_secrets
 
 ANSWER_BYTES_MAX: Final = 16 << 20
 """A server with hundreds of histograms tells about one."""

@@ -24,7 +24,7 @@ from objkv.ops.warm.asking import Ask, AskError, Reply
 from objkv.ops.warm.prompts import Prompt
 from objkv.testing.servers.lifetime import die_with_parent
 
-MODULE: Final = "objkv.connector.warm"
+MODULE: Final = "objkv.connector.programs.warm"
 AT_ONCE: Final = 64
 _TAIL_LINES = 200
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): |^\s*Value error, ")

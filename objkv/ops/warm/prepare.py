@@ -10,8 +10,7 @@ from objkv.errors import ConfigError
 from objkv.ops.warm.asking import Asker, AskError
 from objkv.ops.warm.prompts import Prompt
 from objkv.ops.warm.report import Failure
-from objkv.ops.warm.run import Task
-from objkv.ops.warm.spool import Spool
+from objkv.ops.warm.run import Spool, Task
 
 Tokenize = Callable[[Prompt], list[int]]
 _BATCH = 512

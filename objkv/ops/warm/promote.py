@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from objkv.cache.placement import HotLimits
-from objkv.cache.promotion import Promoter
+from objkv.cache.promotion import HotLimits, Promoter
 from objkv.codec.payload import Claim
 from objkv.codec.seal import Seal
 from objkv.index.base import Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.ends import Ends, record_keys
+from objkv.ops.backends_view import Ends, record_keys
 from objkv.telemetry import MemoryRecorder
 
 _BATCH = 48

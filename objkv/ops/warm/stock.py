@@ -8,8 +8,7 @@ from objkv.errors import PayloadError
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.ops.ends import HANDOFF_LAYOUT, stored_namespaces
-from objkv.ops.identities import read_identity
+from objkv.ops.backends_view import HANDOFF_LAYOUT, read_identity, stored_namespaces
 from objkv.stores.base import ReadStore
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from objkv.assembly.backends import open_bulk, open_hot, open_index
-from objkv.ops.bench.setting import Factories, Setting
+from objkv.ops.bench.harness import Factories, Setting
 from objkv.telemetry import NullRecorder
 
 RECORDER = NullRecorder()

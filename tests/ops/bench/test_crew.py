@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from objkv.ops.bench.crew import Crew, make_slab
+from objkv.ops.bench.harness import Crew, make_slab
 
 
 def test_all_threads_work_at_once() -> None:

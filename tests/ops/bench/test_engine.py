@@ -9,7 +9,7 @@ import pytest
 
 from objkv.errors import ObjkvError
 from objkv.ops.bench import engine as module
-from objkv.ops.bench.engine_job import Ask, Batch, Ready, Took, tokens_of
+from objkv.ops.bench.jobs import Ask, Batch, Ready, Took, tokens_of
 from tests.ops.bench.setting import quick
 
 SECONDS = {"none": 1.0, "objkv": 1.25, "objkv-loads": 0.1, "example": 0.3, "example-loads": 0.2}

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.ops.bench.plain_redis import PlainRedis
+from objkv.ops.bench.servers import PlainRedis
 
 LIMIT = 2000
 

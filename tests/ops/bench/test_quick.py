@@ -12,8 +12,8 @@ from objkv.ops.bench.codec import bench_codec, bench_payload_codec
 from objkv.ops.bench.configured import bench_configured
 from objkv.ops.bench.far import bench_far
 from objkv.ops.bench.gpu import bench_gpu, measure_device, rows_of
+from objkv.ops.bench.harness import Section
 from objkv.ops.bench.lookup import bench_lookup
-from objkv.ops.bench.rows import Section
 from objkv.ops.bench.sample import Shape, make_samples
 from objkv.ops.bench.store import bench_store
 from objkv.testing.servers.redis import redis_missing

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.ops.bench.rounds import Compared, Timings, Work, interleave, percentile
-from objkv.ops.bench.rows import Target
+from objkv.ops.bench.harness import Compared, Target, Timings, Work, interleave, percentile
 
 
 def test_every_second_round_runs_in_the_opposite_order() -> None:

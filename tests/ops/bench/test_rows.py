@@ -3,8 +3,7 @@
 import pytest
 
 from objkv.ops.bench.gpu import hidden_share
-from objkv.ops.bench.machine import describe_machine
-from objkv.ops.bench.rows import BenchReport, Row, Section, Target
+from objkv.ops.bench.harness import BenchReport, Row, Section, Target, describe_machine
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from concurrent.futures import Future
 import pytest
 
 from objkv.index.memory import MemoryIndex
-from objkv.ops.ends import Ends
+from objkv.ops.backends_view import Ends
 from objkv.ops.warm.asking import Ask, AskError, Reply
 from objkv.ops.warm.prompts import Prompt
 from objkv.ops.warm.run import Patience
-from objkv.ops.warm.story import Means, warm_by
+from objkv.ops.warm.warm import Means, warm_by
 from objkv.stores.memory import MemoryStore
 
 BOUND_S = 20

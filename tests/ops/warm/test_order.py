@@ -2,7 +2,7 @@
 
 import random
 
-from objkv.ops.warm.order import Order, Turn
+from objkv.ops.warm.run import Order, Turn
 
 
 def names(*letters: str) -> list[bytes]:

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from objkv.cache.placement import HotLimits
-from objkv.cache.promotion import Promoter
+from objkv.cache.promotion import HotLimits, Promoter
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
-from objkv.ops.ends import Ends
+from objkv.ops.backends_view import Ends
 from objkv.ops.warm import promote as promote_module
 from objkv.ops.warm.prompts import Prompt
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.story import Means, promote_stored
+from objkv.ops.warm.warm import Means, promote_stored
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity

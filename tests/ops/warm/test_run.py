@@ -10,12 +10,12 @@ import pytest
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import Identity
-from objkv.ops.ends import Ends
+from objkv.ops.backends_view import Ends
 from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
 from objkv.ops.warm.prompts import Chat, Prompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import Patience
-from objkv.ops.warm.story import Means, Watch, warm_by
+from objkv.ops.warm.warm import Means, Watch, warm_by
 from objkv.stores.memory import MemoryStore
 from tests.ops.warm.fake_vllm import (
     ADAPTER,

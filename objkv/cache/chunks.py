@@ -1,0 +1,457 @@
+"""Reads and writes over bulk, hot and index, in the one right order.
+
+Save: bulk first, then hot, the index record last. Forget: the index record first. So a crash
+leaves orphans, never a record of something unreadable. The bulk store is the truth: a hot copy is
+a shortcut, and an index that does not answer costs sharing, not correctness.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from threading import Lock
+from time import monotonic
+
+from objkv.cache.promotion import HotLimits, Promoter, belongs_in_hot
+from objkv.cache.quota import Room, Unlimited
+from objkv.cache.speed import LinkSpeed
+from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
+from objkv.codec.seal import Seal
+from objkv.errors import PayloadError, StoreError
+from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.stores.base import Arrived, Buffer, ReadStore, WriteStore
+from objkv.telemetry import Recorder
+
+# The hot copies of payloads, as saves and loads see them: shortcuts, which may be gone any time.
+#
+# A hot store that fails is one without copies: counted, never raised.
+
+_PATHS_MAX = 65_536
+
+
+class HotCopies:
+    """Copies by path; without a store there are none. Safe from many threads."""
+
+    def __init__(self, store: WriteStore | None, limits: HotLimits, recorder: Recorder) -> None:
+        self._store = store
+        self._limits = limits
+        self._recorder = recorder
+        self._lock = Lock()
+        self._lost: OrderedDict[str, None] = OrderedDict()
+        self._distrusted: OrderedDict[str, None] = OrderedDict()
+
+    def get(self, path: str, get: Callable[[WriteStore], int | None]) -> int | None:
+        """What ``get`` finds of a promised copy; None where bulk has to be asked."""
+        if self._store is None or self._is_distrusted(path):
+            return None
+        try:
+            nbytes = get(self._store)
+        except StoreError:
+            self._recorder.count("hot_errors")
+            return None
+        self._recorder.count("hot_misses" if nbytes is None else "hot_hits")
+        with self._lock:
+            self._lost.pop(path, None)
+            if nbytes is None:  # evicted, or its time was over before the record's
+                _remember(self._lost, path)
+        return nbytes
+
+    def distrust(self, path: str) -> None:
+        """A payload that was promised to be hot was corrupt: its copy is not asked for any more
+        until this process has made another, whoever promises it. It may not be this one's to make,
+        and bulk may be fine."""
+        with self._lock:
+            _remember(self._distrusted, path)
+
+    def is_lost(self, path: str) -> bool:
+        """Whether a copy that was promised was not there when it was last asked for."""
+        with self._lock:
+            return path in self._lost
+
+    def has(self, path: str, nbytes: int) -> bool:
+        """Whether there is a copy of this size, which costs a round trip."""
+        if self._store is None or nbytes > self._limits.payload_bytes_max:
+            return False
+        if self._is_distrusted(path):
+            return False
+        try:
+            entry = self._store.head(path)
+        except StoreError:
+            self._recorder.count("hot_errors")
+            return False
+        return entry is not None and entry.nbytes == nbytes
+
+    def put(self, path: str, payload: Buffer, *, suspect: bool) -> bool:
+        """Make a copy if ``payload`` is small; whether there is one now. ``suspect``: an older
+        payload was corrupt, which may have been its copy: that is replaced whatever its size."""
+        if self._store is None:
+            return False
+        nbytes = len(payload)
+        mends = suspect and nbytes <= self._limits.payload_bytes_max
+        if not (mends or belongs_in_hot(nbytes, self._limits)):
+            return False
+        try:
+            self._store.put(path, payload)
+        except StoreError:
+            self._recorder.count("hot_errors")
+            return False
+        with self._lock:
+            self._distrusted.pop(path, None)
+        return True
+
+    def _is_distrusted(self, path: str) -> bool:
+        with self._lock:
+            return path in self._distrusted
+
+
+def _remember(paths: "OrderedDict[str, None]", path: str) -> None:
+    paths[path] = None
+    while len(paths) > _PATHS_MAX:
+        paths.popitem(last=False)
+
+
+# What another writer left where a payload was to go: usable, or to be written over.
+
+_LENGTH_BYTES = 8
+
+
+def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header | None:
+    """The header of the payload that is stored for ``claim``, or None if it is not usable: cut
+    short, of another claim, or not sealed as ``seal`` wants it. Its frames are not looked at."""
+    path = claim.key.path()
+    try:
+        start = bulk.get_range(path, 0, _LENGTH_BYTES)
+        if start is None:
+            return None
+        prefix = bulk.get_range(path, 0, header_bytes_needed(start))
+        entry = bulk.head(path)
+        if prefix is None or entry is None:
+            return None
+        header = read_header(prefix, seal=seal)
+    except PayloadError:
+        return None
+    if header.claim != claim or header.nbytes != entry.nbytes:
+        return None
+    return header
+
+
+# Chunks that this process is saving, or has just saved, so that it does not save them again.
+#
+# Prompts that arrive together share prefixes of which nobody can know yet that they are stored:
+# each was looked up before the first of them was saved. Without this every one of them would
+# gather, encode and upload the same chunks.
+
+KEEP_S = 30.0
+"""How long a lookup may have waited in a queue until its request is computed, as a rule. Whatever
+makes the saved payload vanish meanwhile unseen delays its next save by as much."""
+_SAVED_MAX = 65_536
+
+
+class Repeats:
+    """Bounded; safe from many threads."""
+
+    def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        self._under_way: set[str] = set()
+        self._saved: OrderedDict[str, float] = OrderedDict()
+
+    def begin(self, path: str) -> bool:
+        """Whether to save ``path`` now; after True, ``end`` must follow."""
+        with self._lock:
+            until = self._saved.get(path, 0.0)
+            if path in self._under_way or self._clock() < until:
+                return False
+            self._under_way.add(path)
+            return True
+
+    def keep(self, path: str) -> None:
+        """It is stored and announced."""
+        with self._lock:
+            self._saved.pop(path, None)
+            self._saved[path] = self._clock() + KEEP_S
+            while len(self._saved) > _SAVED_MAX:
+                self._saved.popitem(last=False)
+
+    def end(self, path: str) -> None:
+        """The save that ``begin`` allowed is over, however it went."""
+        with self._lock:
+            self._under_way.discard(path)
+
+    def forget(self, path: str) -> None:
+        """It was found missing or corrupt: save it again."""
+        with self._lock:
+            self._saved.pop(path, None)
+
+
+_SUSPECTS_MAX = 65_536
+
+
+class SaveOutcome(Enum):
+    """What became of one save."""
+
+    SAVED = "saved"
+    EXISTED = "existed"
+    """Another writer's payload was there already; its record was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """What the cache needs to know of ``Config``."""
+
+    writer: str
+    """Names this process in leases."""
+    ttl_s: int
+    lease_ms: int
+    hot_payload_bytes_max: int
+    hot_save_bytes_max: int = 256 << 10
+    hot_promote_loads: int = 3
+    hot_promote_bytes_max: int = 0
+    """Bytes within an hour; 0: nothing is promoted."""
+
+    @property
+    def hot_limits(self) -> HotLimits:
+        """The same, as placement wants it."""
+        return HotLimits(
+            self.hot_payload_bytes_max,
+            self.hot_save_bytes_max,
+            self.hot_promote_loads,
+            self.hot_promote_bytes_max,
+        )
+
+
+class ChunkCache:
+    """Payloads by key. Safe from many threads; raises ``StoreError`` from the bulk store only."""
+
+    def __init__(
+        self,
+        bulk: WriteStore,
+        hot: WriteStore | None,
+        index: WriteIndex,
+        settings: CacheSettings,
+        recorder: Recorder,
+        *,
+        room: Room | None = None,
+        seal: Seal | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.seal = seal
+        """What payloads are sealed with, and without which none is usable; None: they are not."""
+        self._bulk = bulk
+        self._room = room or Unlimited()
+        self._hot = HotCopies(hot, settings.hot_limits, recorder)
+        self._index = index
+        self._settings = settings
+        self._recorder = recorder
+        self._lock = Lock()
+        self._suspects: OrderedDict[str, None] = OrderedDict()
+        self._repeats = Repeats()
+        self._clock = clock
+        self._promoter: Promoter | None = None
+        if hot is not None and settings.hot_promote_bytes_max > 0:
+            self._promoter = Promoter(
+                bulk,
+                hot,
+                index,
+                settings.hot_limits,
+                ttl_s=settings.ttl_s,
+                lease_ms=settings.lease_ms,
+                recorder=recorder,
+                seal=seal,
+            )
+        self.link = LinkSpeed()
+        """How fast puts and gets of the bulk store were lately."""
+
+    def get_into(
+        self,
+        key: ChunkKey,
+        buffer: memoryview,
+        *,
+        hot: bool,
+        arrived: Arrived | None = None,
+        on_hot: Callable[[], None] = lambda: None,
+    ) -> int | None:
+        """The payload into ``buffer``; its length, or None. Unverified: the caller opens it.
+
+        ``hot``: whether the record promised a copy in the hot store, which is then asked first. Of
+        that copy ``arrived`` is told when all is there, and before that only that something comes:
+        if that store fails halfway bulk writes over it, and of what ``arrived`` was told of a lane
+        may still be copying. ``on_hot`` is called if that copy is what was read.
+        """
+        path = key.path()
+        told, nbytes = _told_at_the_end(arrived), None
+        if hot:
+            nbytes = self._hot.get(path, lambda store: store.get_into(path, buffer, told))
+        if nbytes is None:
+            return self._bulk.get_into(path, buffer, arrived)
+        on_hot()
+        if arrived is not None:
+            arrived(nbytes)
+        return nbytes
+
+    def get_range_into(
+        self,
+        key: ChunkKey,
+        start: int,
+        buffer: memoryview,
+        *,
+        hot: bool,
+        arrived: Arrived | None = None,
+        on_hot: Callable[[], None] = lambda: None,
+    ) -> int | None:
+        """Bytes ``[start, start + len(buffer))`` of the payload into ``buffer``, fewer where it
+        ends before; how many, or None. Else as ``get_into``."""
+        path = key.path()
+        told, nbytes = _told_at_the_end(arrived), None
+        if hot:
+            nbytes = self._hot.get(
+                path, lambda store: store.get_range_into(path, start, buffer, told)
+            )
+        if nbytes is None:
+            return self._bulk.get_range_into(path, start, buffer, arrived)
+        on_hot()
+        if arrived is not None:
+            arrived(nbytes)
+        return nbytes
+
+    def has_room(self) -> bool:
+        """Whether to save anything at all: not while the place is above its quota."""
+        return self._room.has_room()
+
+    def begin_save(self, key: ChunkKey) -> bool:
+        """Whether to save ``key``: not if this process is about to, or has just done so. After
+        True, ``end_save`` must follow."""
+        return self._repeats.begin(key.path())
+
+    def end_save(self, key: ChunkKey) -> None:
+        """The save is over, or was given up."""
+        self._repeats.end(key.path())
+
+    def take_lease(self, key: ChunkKey) -> bool:
+        """Whether this process may save ``key`` now. An index that fails says yes: a duplicate is
+        harmless, and bulk is the truth."""
+        try:
+            return self._index.lease(
+                key.path(), self._settings.writer, ttl_ms=self._settings.lease_ms
+            )
+        except StoreError:
+            self._recorder.count("lease_errors")
+            return True
+
+    def release_lease(self, key: ChunkKey) -> None:
+        """Give the lease back early; if that fails, it ends by itself."""
+        try:
+            self._index.release(key.path(), self._settings.writer)
+        except StoreError:
+            self._recorder.count("lease_errors")
+
+    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
+        """Store ``payload``, then announce it. Call it while holding the lease. ``payload`` is not
+        kept after returning.
+
+        Raises ``StoreError`` if the bulk store did not take it; nothing is announced then.
+        """
+        path = claim.key.path()
+        suspect = self._is_suspect(path)
+        if suspect:
+            self._bulk.put(path, payload)
+            self._trust(path)
+        elif not self._put_if_absent(path, payload):
+            existing = existing_header(self._bulk, claim, self.seal)
+            if existing is None:
+                self._bulk.put(path, payload)
+            else:
+                self._publish(claim, existing, hot=self._hot.has(path, existing.nbytes))
+                return SaveOutcome.EXISTED
+        self._room.add(header.nbytes)
+        self._publish(claim, header, hot=self._hot.put(path, payload, suspect=suspect))
+        return SaveOutcome.SAVED
+
+    def note_load(
+        self, claim: Claim, header: Header, *, hot: bool, seconds: float | None = None
+    ) -> None:
+        """A payload was loaded, verified and is in its blocks. Never waits, never raises.
+
+        ``hot``: whether its record promised a hot copy; if not, or if that copy is gone, it becomes
+        hot when that happens often. ``seconds``: how long bulk took for its bytes, where that is
+        known.
+        """
+        if hot and not self._hot.is_lost(claim.key.path()):
+            return
+        if seconds is not None and not hot:
+            self.link.gets.observe(header.nbytes, seconds)
+        if self._promoter is not None:
+            self._promoter.loaded(claim, header.nbytes)
+
+    def close(self, deadline_s: float) -> bool:
+        """End what runs in the background; True if it has ended within the bound. Idempotent."""
+        self._room.close()
+        return self._promoter is None or self._promoter.close(deadline_s)
+
+    def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:
+        """A record promised ``key``, and it was missing, or ``corrupt``: forget that record.
+
+        The next save of a corrupt payload by this process replaces it. Never raises.
+        """
+        path = key.path()
+        self._repeats.forget(path)
+        expected = records.get(key.field)
+        if corrupt:
+            with self._lock:
+                self._suspects[path] = None
+                while len(self._suspects) > _SUSPECTS_MAX:
+                    self._suspects.popitem(last=False)
+        if expected is None:
+            return
+        if corrupt and expected.hot:
+            self._hot.distrust(path)
+        try:
+            self._index.forget(key.namespace, key.prefix_hash, key.field, expected)
+        except StoreError:
+            self._recorder.count("forget_errors")
+
+    def _is_suspect(self, path: str) -> bool:
+        with self._lock:
+            return path in self._suspects
+
+    def _trust(self, path: str) -> None:
+        with self._lock:
+            self._suspects.pop(path, None)
+
+    def _put_if_absent(self, path: str, payload: Buffer) -> bool:
+        started = self._clock()
+        written = self._bulk.put_if_absent(path, payload)
+        if written:  # else nothing, or not all of it, was sent
+            self.link.puts.observe(len(payload), self._clock() - started)
+        return written
+
+    def _publish(self, claim: Claim, header: Header, *, hot: bool) -> None:
+        key = claim.key
+        chunk = ChunkEntry(
+            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+        )
+        record = replace(shard_record(header), hot=hot)
+        try:
+            self._index.publish(chunk, {key.field: record}, ttl_s=self._settings.ttl_s)
+        except StoreError:
+            self._recorder.count("publish_errors")
+        else:
+            if not self._is_suspect(key.path()):  # found corrupt meanwhile: the next save mends it
+                self._repeats.keep(key.path())
+
+
+def _told_at_the_end(arrived: Arrived | None) -> Arrived | None:
+    return None if arrived is None else lambda _: arrived(0)
+
+
+def shard_record(header: Header) -> ShardRecord:
+    """What the index keeps of a payload, read from its header alone."""
+    return ShardRecord(
+        nbytes=header.nbytes,
+        raw_bytes=header.raw_bytes,
+        codec=header.codec,
+        hot=False,
+        header_checksum=header.checksum,
+        created_s=header.provenance.created_s,
+    )

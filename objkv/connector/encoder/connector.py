@@ -1,0 +1,289 @@
+"""The façade of the encoder cache that vLLM sees: forwards to one side, lets nothing out.
+
+No method raises into the engine once it runs, and none waits, but for ``shutdown``, with a
+deadline. Where an error would break a promise that vLLM counts on, it is let through: the engine
+ends then in any case, and should say why. Source of the interface: vLLM 0.32-0.33,
+``distributed/ec_transfer/ec_connector/base.py``.
+"""
+
+import logging
+import os
+import socket
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
+from vllm.platforms import current_platform
+
+from objkv.assembly.backends import Backends, check_backends, open_backends
+from objkv.config import Config, load_config
+from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits, OutputReader
+from objkv.connector.encoder.identity import read_encoder_identity, read_form
+from objkv.connector.encoder.items import EncoderPlan
+from objkv.connector.encoder.metrics import ObjKVECPromMetrics, ObjKVECStats
+from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
+from objkv.connector.encoder.worker import (
+    EncoderCache,
+    EncoderSaveLimits,
+    EncoderSaver,
+    EncoderWorkerSide,
+)
+from objkv.connector.guard import guarded, speak_as_vllm
+from objkv.connector.hooks import EngineHooks, wrap
+from objkv.connector.kv.wiring import open_cache, saves
+from objkv.connector.model.identity import tell_of_sudden_end, tensor_rank
+from objkv.telemetry import MemoryRecorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
+    from vllm.v1.request import Request
+
+
+# Makes both sides of the encoder cache from vLLM's configuration, settings and backends.
+
+HELD_BYTES_MAX = 256 << 20
+"""Of outputs held for requests that wait, and again of those waiting to be saved. Of 7 MiB, what a
+model of 3,584 makes of a photo in 1,024 rows of bfloat16, it is 36."""
+ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
+"""An output crosses to the workers in one message; see ``docs/decisions/0013-encoder-cache.md``."""
+
+
+def open_encoder_scheduler(
+    vllm_config: "VllmConfig",
+    config: Config,
+    backends: Backends,
+    writer: str,
+    recorder: MemoryRecorder,
+) -> EncoderSchedulerSide:
+    """Reads the model's files. Raises ``ConfigError`` for what is not supported."""
+    transfer = vllm_config.ec_transfer_config
+    assert transfer is not None
+    form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
+    identity = read_encoder_identity(vllm_config, config)
+    saving = saves(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
+    if saving:
+        tell_of_sudden_end(vllm_config)
+    roles = EncoderRoles(
+        loads=transfer.is_ec_consumer and config.admission != "never",
+        saves=saving,
+        steps_overlap=vllm_config.max_concurrent_batches > 1,
+    )
+    reader = OutputReader(open_cache(config, backends, writer, recorder), recorder)
+    limits = FetchLimits(
+        deadline_s=config.encoder_deadline_ms / 1000,
+        queue_max=config.lookup_queue_max,
+        held_bytes_max=HELD_BYTES_MAX,
+        ttl_s=config.ttl_s,
+    )
+    fetcher = EncoderFetcher(reader, backends.index, limits, recorder)
+    return EncoderSchedulerSide(
+        roles, form, identity, fetcher, bulk=backends.bulk, recorder=recorder
+    )
+
+
+def open_encoder_worker(
+    vllm_config: "VllmConfig",
+    config: Config,
+    backends: Backends,
+    writer: str,
+    recorder: MemoryRecorder,
+) -> EncoderWorkerSide:
+    """On the thread that runs the model. Raises ``ConfigError`` for what is not supported."""
+    transfer = vllm_config.ec_transfer_config
+    assert transfer is not None
+    form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
+    saver = None
+    saving = saves(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
+    if saving and tensor_rank(vllm_config) == 0:
+        limits = EncoderSaveLimits(
+            queue_max=config.save_queue_max,
+            held_bytes_max=HELD_BYTES_MAX,
+            item_bytes_max=form.item_bytes_max,
+            deadline_s=config.save_deadline_ms / 1000,
+            # Outputs are small, and little of them can be compressed away.
+            codec="none" if config.codec == "auto" else config.codec,
+            writer=writer,
+        )
+        saver = EncoderSaver(open_cache(config, backends, writer, recorder), limits, recorder)
+    return EncoderWorkerSide(
+        _device(), form.dtype, saver, recorder, drain_s=config.drain_deadline_ms / 1000
+    )
+
+
+def _device() -> torch.device:
+    """Where vLLM's encoder cache is: this worker's own device, not the first."""
+    kind = current_platform.device_type
+    if current_platform.is_cuda_alike():
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)
+
+
+logger = logging.getLogger(__name__)
+
+
+class ObjKVECConnector(ECConnectorBase):
+    """Shares what encoders make of images, sounds and videos with every replica that uses the same
+    stores and the same model.
+
+    Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``ec_connector_extra_config``. Raises ``ConfigError`` at start, with what to do.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        speak_as_vllm()
+        config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        recorder = MemoryRecorder()
+        writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
+        self._backends = open_backends(config, recorder)
+        self._scheduler: EncoderSchedulerSide | None = None
+        self._worker: EncoderWorkerSide | None = None
+        check_backends(self._backends, config)
+        parts = (vllm_config, config, self._backends, writer, recorder)
+        if role == ECConnectorRole.SCHEDULER:
+            self._scheduler = open_encoder_scheduler(*parts)
+            # vLLM tells no encoder connector of weights that change in place, nor that it dropped
+            # its own outputs, which is what happens after such a change.
+            self._hooks = EngineHooks(self._scheduler, lambda: None)
+            _hear_resets(self._scheduler)
+        else:
+            self._worker = open_encoder_worker(*parts)
+            # An engine that is dropped, or a process that just ends, still drains its saves.
+            weakref.finalize(self, self._worker.close)
+
+    # Worker's side.
+
+    def start_load_caches(self, encoder_cache: EncoderCache, **kwargs: Any) -> None:
+        """Put this step's loaded outputs into vLLM's encoder cache. See the base class."""
+        if self._worker is not None and self._is_consumer:
+            self._worker.load(self._plan(), encoder_cache)
+
+    @guarded(None)
+    def save_caches(self, encoder_cache: EncoderCache, mm_hash: str, **kwargs: Any) -> None:
+        """Save an output that was just encoded, in the background. See the base class."""
+        if self._worker is not None and self._is_producer:
+            self._worker.save(self._plan(), encoder_cache, mm_hash)
+
+    @guarded(None)
+    def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
+        """What this worker counted, for the scheduler's side to tell vLLM."""
+        return self._worker.take_report() if self._worker is not None else None
+
+    # Scheduler's side.
+
+    @guarded(True)
+    def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
+        """False while stored outputs that the request needs are on their way, within a deadline."""
+        return self._side().is_ready(request, num_computed_tokens)
+
+    @guarded(False)
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether the item's output is in memory, verified, and will be with the step's plan."""
+        return self._side().has_item(identifier)
+
+    def has_caches(self, request: "Request") -> list[bool]:
+        """As ``has_cache_item``, for each item of a request: the form of vLLM before 0.32, which
+        cannot defer a request. What is not held yet when it is first asked for is encoded."""
+        return self._has_items(request) or [False] * len(request.mm_features)
+
+    @guarded(list[bool]())
+    def _has_items(self, request: "Request") -> list[bool]:
+        return self._side().has_items(request)
+
+    def update_state_after_alloc(self, request: "Request", index: int) -> None:
+        """Plan the load of an item that was promised, or the save of one that is encoded."""
+        self._side().allocate(request, index)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
+        """The step's plan, with the outputs that it loads."""
+        return self._side().plan_step(scheduler_output)
+
+    @guarded(None)
+    def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
+        """Take in what the workers told."""
+        self._side().update(connector_output)
+
+    def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        """Nothing of the request is kept for saves: they hold their outputs themselves."""
+        self._finished(request)
+        return False, None
+
+    @guarded(None)
+    def _finished(self, request: "Request") -> None:
+        self._side().finish(request)
+
+    @guarded(False)
+    def reset_cache(self) -> bool:
+        """Use nothing that was stored so far."""
+        return self._side().reset()
+
+    # Both.
+
+    def get_ec_connector_stats(self) -> ObjKVECStats | None:
+        """Numbers since the last call, the workers' included; told by the scheduler's side."""
+        if self._scheduler is None:
+            return None
+        numbers = self._scheduler.take_numbers()
+        return ObjKVECStats(data=cast("dict[str, Any]", numbers)) if numbers else None
+
+    def shutdown(self) -> None:
+        """Drain saves within ``drain_deadline_ms``, stop threads, close connections. Idempotent."""
+        self._shutdown()
+
+    @guarded(None)
+    def _shutdown(self) -> None:
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.close()
+        self._worker = None
+        self._backends.close()
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjKVECStats:
+        """Statistics back from what crossed a process boundary."""
+        return ObjKVECStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ObjKVECPromMetrics:
+        """The Prometheus metrics of this connector."""
+        return ObjKVECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _plan(self) -> EncoderPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, EncoderPlan)
+        return plan
+
+    def _side(self) -> EncoderSchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+
+_sides: "weakref.WeakSet[EncoderSchedulerSide]" = weakref.WeakSet()
+
+
+def _hear_resets(side: EncoderSchedulerSide) -> None:
+    """Have the side reset when vLLM drops its own encoder outputs. Source: vLLM 0.32-0.33,
+    ``reset_encoder_cache`` in ``v1/engine/core.py``."""
+    from vllm.v1.engine.core import EngineCore
+
+    _sides.add(side)
+    wrap(EngineCore, "reset_encoder_cache", after=_heard_reset)
+
+
+def _heard_reset() -> None:
+    for side in list(_sides):
+        side.outputs_dropped()

@@ -1,0 +1,477 @@
+"""Brings stored encoder outputs into the scheduler's memory before anybody counts on them.
+
+vLLM does not encode what a connector has promised, and the engine ends where the promise is not
+kept. So an output is either held here, every byte verified, or it does not exist. All that is slow
+runs on background threads; the scheduler's thread asks, and never waits for a store.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from threading import Condition, Thread, get_ident
+from time import monotonic
+
+import numpy as np
+
+from objkv.cache.chunks import ChunkCache
+from objkv.codec.payload import LayerSpec, frame_pages, open_payload, payload_bytes_max, read_header
+from objkv.connector.encoder.items import Output, Pages
+from objkv.errors import PayloadError, StoreError, ValueTooLong
+from objkv.index.base import ShardRecord, Shards, WriteIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.encoder import ENCODER_FIELD
+from objkv.telemetry import Recorder, Trouble
+
+# Reads one stored encoder output: what comes out is verified to the last byte, or nothing does.
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """What is known of one output."""
+
+    WAITING = "waiting"
+    HELD = "held"
+    """In memory, verified."""
+    ABSENT = "absent"
+    """Not stored, or nobody knows: to be encoded and saved."""
+    UNREAD = "unread"
+    """Stored, but not brought in: to be encoded."""
+    CORRUPT = "corrupt"
+    """To be encoded, and saved over what is stored."""
+
+
+class OutputReader:
+    """Safe from many threads. Raises ``StoreError`` and nothing else."""
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._cache = cache
+        self._recorder = recorder
+        self._clock = clock
+
+    def bytes_needed(self, output: Output, shards: Shards) -> int:
+        """Memory that ``read`` takes: the payload, and what it is decoded into if that is known."""
+        record, layer = shards[ENCODER_FIELD], output.layer
+        decoded = 0 if record.codec == "none" else layer.nbytes
+        return max(_room(record, layer), layer.nbytes) + decoded
+
+    def read(self, output: Output, shards: Shards) -> tuple[State, Pages | None]:
+        """Get the payload that ``shards`` promise, and verify length, claim, dtype, shape and
+        checksums. Of what is gone or wrong the record is forgotten."""
+        key = output.claim.key
+        try:
+            return self._read(output, shards)
+        except (PayloadError, ValueTooLong) as exc:
+            logger.warning("encoder output refused, encoding it reason=%s", exc)
+            self._recorder.count("load_corrupt")
+            self._cache.reject(key, shards, corrupt=True)
+            return State.CORRUPT, None
+
+    def _read(self, output: Output, shards: Shards) -> tuple[State, Pages | None]:
+        record, claim, layer = shards[ENCODER_FIELD], output.claim, output.layer
+        payload = np.empty(_room(record, layer), dtype=np.uint8)
+        started = self._clock()
+        got = self._get(claim.key, payload.data, record)
+        if got is None:
+            self._recorder.count("load_ghosts")
+            self._cache.reject(claim.key, shards, corrupt=False)
+            return State.ABSENT, None
+        seconds = self._clock() - started
+        found = read_header(payload.data[:got], seal=self._cache.seal)
+        if found.claim == claim and found.frames.layers != (layer,):
+            # Another width or dtype, whole and of the right name: what is wrong may be what this
+            # replica expects, so it is not held against the payload.
+            self._recorder.count("load_refused")
+            return State.UNREAD, None
+        header = open_payload(payload.data[:got], claim, (layer,), seal=self._cache.seal)
+        scratch = None
+        if header.frames.codecs[0] != "none":
+            scratch = np.empty(layer.nbytes, dtype=np.uint8).data
+        pages = np.frombuffer(frame_pages(header, 0, payload.data[:got], scratch), dtype=np.uint8)
+        self._recorder.count("loads")
+        self._recorder.count("load_bytes", got)
+        self._recorder.observe("load_seconds", seconds)
+        self._cache.note_load(claim, header, hot=record.hot, seconds=seconds)
+        return State.HELD, pages
+
+    def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:
+        """The payload; of one that is longer than this output's can be, its beginning."""
+        if record.nbytes > len(buffer):
+            return self._cache.get_range_into(key, 0, buffer, hot=record.hot)
+        return self._cache.get_into(key, buffer, hot=record.hot)
+
+
+def _room(record: ShardRecord, layer: LayerSpec) -> int:
+    return min(record.nbytes, payload_bytes_max((layer,)))
+
+
+# Memory for stored outputs: who has some, who waits for some, and who would wait in vain.
+#
+# vLLM asks for all of its waiting requests in one step, and gives memory back request by request.
+# So an output for which there is no room yet waits, until its deadline. None of this is safe by
+# itself: one lock is held around every call.
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An output that is wanted."""
+
+    output: Output
+    deadline: float
+    owners: set[str] = field(default_factory=set)
+    """Requests that want it; without any it is dropped."""
+    state: State = State.WAITING
+    pages: Pages | None = None
+    shards: Shards | None = None
+    """What the index knows, once that has said that it is stored."""
+    nbytes: int = 0
+    """Memory that it asked for."""
+    wanted: bool = True
+    busy: bool = False
+    """Whether a thread writes into its memory."""
+
+
+class Room:
+    """At most so many bytes, first come, first served among those that fit."""
+
+    def __init__(self, nbytes_max: int) -> None:
+        self._nbytes_max = nbytes_max
+        self._taken: dict[Entry, None] = {}
+        self._parked: dict[Entry, None] = {}
+        self.held_bytes = 0
+
+    @property
+    def parked(self) -> int:
+        """How many wait for memory."""
+        return len(self._parked)
+
+    def ask(self, entry: Entry, nbytes: int) -> None:
+        """Queue for memory; ``share_out`` says when there is some."""
+        entry.nbytes = nbytes
+        self._parked[entry] = None
+
+    def free(self, entry: Entry) -> None:
+        """It needs no memory, or none any more. Idempotent."""
+        self._parked.pop(entry, None)
+        if entry in self._taken:
+            del self._taken[entry]
+            self.held_bytes -= entry.nbytes
+
+    def share_out(self) -> tuple[list[Entry], list[Entry]]:
+        """Those who have memory from now on, and those who are to give up. To be asked whenever
+        one asks, frees, settles, or loses an owner."""
+        granted: list[Entry] = []
+        refused: list[Entry] = []
+        for entry in self._parked:
+            if entry.nbytes > self._nbytes_max:
+                refused.append(entry)
+            elif self.held_bytes + entry.nbytes <= self._nbytes_max:
+                self.held_bytes += entry.nbytes
+                self._taken[entry] = None
+                granted.append(entry)
+        self._unpark(granted)
+        self._unpark(refused)
+        if self._parked and not granted:
+            refused += self._unpark(self._in_vain())
+        return granted, refused
+
+    def _in_vain(self) -> list[Entry]:
+        """Those of one request, if all memory is of requests that wait for more themselves: it goes
+        on without them, and what it holds comes back."""
+        waiting = set[str]().union(*(entry.owners for entry in self._parked))
+        first = next(iter(self._taken))
+        for entry in self._taken:
+            if entry.state is not State.HELD or not entry.owners <= waiting:
+                return []
+        owner = min(first.owners)
+        return [entry for entry in self._parked if owner in entry.owners]
+
+    def _unpark(self, entries: list[Entry]) -> list[Entry]:
+        for entry in entries:
+            del self._parked[entry]
+        return entries
+
+
+_JOIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """How long, how many, how much."""
+
+    deadline_s: float
+    """After which an output is missing."""
+    queue_max: int
+    """Outputs waited for at once."""
+    held_bytes_max: int
+    """Memory for payloads under way and outputs held."""
+    threads: int = 4
+    ttl_s: int = 86_400
+    """Life of an index record after a hit."""
+
+
+_Key = tuple[str, bytes]
+
+
+class EncoderFetcher:
+    """Outputs by namespace and hash. All public methods belong to the scheduler's thread."""
+
+    def __init__(
+        self,
+        reader: OutputReader,
+        index: WriteIndex,
+        limits: FetchLimits,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._reader = reader
+        self._index = index
+        self._limits = limits
+        self._recorder = recorder
+        self._clock = clock
+        self._trouble = Trouble(logger, "encoder outputs")
+        self._changed = Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._entries: dict[_Key, Entry] = {}
+        self._room = Room(limits.held_bytes_max)
+        self._begun: dict[int, float] = {}
+        """When each thread that works took its job."""
+        self._closed = False
+        self._threads = [
+            Thread(target=self._work, name=f"objkv-encoder-{i}", daemon=True)
+            for i in range(limits.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def want(self, owner: str, outputs: Iterable[Output]) -> None:
+        """Bring these in for ``owner``, unless they are on their way, or known already."""
+        fresh = []
+        with self._changed:
+            for output in outputs:
+                if (entry := self._entries.get(_key(output))) is None:
+                    entry = Entry(output, self.deadline())
+                    self._entries[_key(output)] = entry
+                    fresh.append(entry)
+                entry.owners.add(owner)
+            if not fresh:
+                return
+            waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
+            room = self._limits.queue_max - (waiting - len(fresh))
+            if self._closed or self._is_stuck():
+                room = 0
+            queued, refused = fresh[: max(room, 0)], fresh[max(room, 0) :]
+            for entry in refused:
+                entry.state = State.ABSENT
+                self._recorder.count("load_refused")
+            self._jobs.extend(partial(self._bring, entry) for entry in queued)
+            self._changed.notify(len(queued))
+
+    def state(self, output: Output) -> State:
+        """What is known of an output that was wanted; for one that is late nobody waits on."""
+        entry = self._entries.get(_key(output))
+        if entry is None:
+            return State.ABSENT
+        if entry.state is State.WAITING and self.is_late(entry.deadline):
+            self._settle(entry, State.UNREAD if entry.shards else State.ABSENT)
+            self._recorder.count("load_deadlines")
+        return entry.state
+
+    def take(self, output: Output) -> Pages:
+        """The bytes of an output that is held, which the caller owns now; it is forgotten here."""
+        pages = self._entries[_key(output)].pages
+        assert pages is not None
+        self._forget(output)
+        return pages
+
+    def drop(self, owner: str, output: Output) -> None:
+        """``owner`` does not want it any more. If nobody does, what is under way ends by itself and
+        is thrown away."""
+        if (entry := self._entries.get(_key(output))) is not None:
+            with self._changed:
+                entry.owners.discard(owner)
+                if entry.owners:
+                    self._share_out()  # who is left may wait for memory
+                else:
+                    self._forget(output)
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run ``job`` on a background thread; False if too much waits. Counts a ``StoreError``."""
+
+        def run() -> None:
+            try:
+                job()
+            except StoreError:
+                self._recorder.count("background_errors")
+
+        with self._changed:
+            if self._closed or len(self._jobs) >= self._limits.queue_max:
+                return False
+            self._jobs.append(run)
+            self._changed.notify()
+            return True
+
+    def deadline(self) -> float:
+        """Until when, on this clock, what is asked now is worth waiting for."""
+        return self._clock() + self._limits.deadline_s
+
+    def is_late(self, deadline: float) -> bool:
+        """Whether ``deadline`` has passed."""
+        return self._clock() >= deadline
+
+    def wait(self, seconds: float) -> None:
+        """Block until something changes, at most so long; not at all if nothing is waited for."""
+        with self._changed:
+            if any(entry.state is State.WAITING for entry in self._entries.values()):
+                self._changed.wait(seconds)
+
+    def close(self) -> None:
+        """End the threads; one whose store does not answer is left to end by itself."""
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+        end = monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory for payloads under way and outputs held."""
+        return self._room.held_bytes
+
+    def __repr__(self) -> str:
+        held = sum(entry.state is State.HELD for entry in self._entries.values())
+        limit = self._limits.held_bytes_max >> 20
+        return f"<EncoderFetcher {held} held, {self.held_bytes >> 20}/{limit} MiB>"
+
+    def _forget(self, output: Output) -> None:
+        with self._changed:
+            entry = self._entries.pop(_key(output))
+            entry.wanted = False
+            self._give_back(entry)
+
+    def _is_stuck(self) -> bool:
+        """Whether no thread has come back in time: whoever waits now would wait in vain."""
+        since = self._clock() - self._limits.deadline_s
+        late = sum(begun <= since for begun in self._begun.values())
+        return late >= len(self._threads)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                job = self._jobs.popleft()
+                self._begun[get_ident()] = self._clock()
+            try:
+                job()
+            except Exception:  # a dead thread would make every later output late
+                self._recorder.count("load_errors")
+                logger.exception("job failed unexpectedly")
+            finally:
+                with self._changed:
+                    del self._begun[get_ident()]
+
+    def _bring(self, entry: Entry) -> None:
+        """Find one output and queue for its memory, or find out that it is not there.
+
+        Each is looked up by itself: a folder that is its own index ends an answer at the first of
+        several that it does not have, as prefixes do.
+        """
+        shards, nbytes = None, 0
+        try:
+            if (found := self._find(entry)) is not None:
+                nbytes = self._reader.bytes_needed(entry.output, found)
+                shards = found
+        except StoreError as exc:
+            self._recorder.count("lookup_errors")
+            self._trouble.failed(exc)
+        finally:  # whatever was raised: somebody waits for it
+            if shards is None:
+                self._settle(entry, State.ABSENT)
+        if shards is None:
+            return
+        with self._changed:
+            if entry.wanted and entry.state is State.WAITING:
+                entry.shards = shards
+                self._room.ask(entry, nbytes)
+                self._share_out()
+
+    def _load(self, entry: Entry) -> None:
+        """Get one output for which there is memory."""
+        with self._changed:
+            shards = entry.shards
+            if shards is None or not entry.wanted or entry.state is not State.WAITING:
+                return
+            entry.busy = True
+        state, pages = State.UNREAD, None
+        try:
+            state, pages = self._reader.read(entry.output, shards)
+            self._trouble.worked()
+        except StoreError as exc:
+            self._recorder.count("load_errors")
+            self._trouble.failed(exc)
+        finally:  # as above
+            with self._changed:
+                entry.busy = False
+            self._settle(entry, state, pages)
+        if pages is not None:
+            self._touch(entry.output)
+
+    def _find(self, entry: Entry) -> Shards | None:
+        """What the index knows; None too if nobody waits any more."""
+        if not entry.wanted or entry.state is not State.WAITING:
+            return None
+        output = entry.output
+        (found,) = self._index.find(output.namespace, [output.item_hash], [ENCODER_FIELD])
+        return found or None
+
+    def _touch(self, output: Output) -> None:
+        """A hit renews the record's life. Nobody waits for this any more."""
+        try:
+            self._index.touch(output.namespace, [output.item_hash], ttl_s=self._limits.ttl_s)
+        except StoreError:
+            self._recorder.count("background_errors")
+
+    def _settle(self, entry: Entry, state: State, pages: Pages | None = None) -> None:
+        """The end of the wait for ``entry``; the first end counts."""
+        with self._changed:
+            if entry.state is State.WAITING and entry.wanted:
+                entry.pages = pages
+                entry.state = state  # last: it is read without the lock
+            self._give_back(entry)
+            self._changed.notify_all()
+
+    def _give_back(self, entry: Entry) -> None:
+        """Count its memory as free, unless a thread still writes there or somebody may use it."""
+        if not entry.busy and (entry.state is not State.HELD or not entry.wanted):
+            self._room.free(entry)
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Go on with those for whom there is memory now, before those who came later."""
+        granted, refused = self._room.share_out()
+        for entry in refused:
+            entry.state = State.UNREAD
+            self._recorder.count("load_refused")
+        if not self._closed:
+            self._jobs.extendleft(partial(self._load, entry) for entry in reversed(granted))
+        if granted or refused:
+            self._changed.notify_all()
+
+
+def _key(output: Output) -> _Key:
+    return output.namespace, output.item_hash

@@ -1,0 +1,135 @@
+"""vLLM's configuration as the identity and the form of encoder outputs.
+
+Everything comes from the model's configuration, so it is equal on all replicas that encode alike,
+whether they run the language model or not. Read against vLLM 0.32-0.33.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from objkv.config import Config
+from objkv.connector.encoder.items import OutputForm
+from objkv.connector.model.identity import (
+    further_settings,
+    model_name,
+    names_media,
+    read_weights,
+    refuse_external_launcher,
+)
+from objkv.connector.model.media import scales_follow_media
+from objkv.connector.model.weights import local_folder
+from objkv.errors import ConfigError
+from objkv.keys.encoder import EncoderIdentity
+from objkv.keys.identity import sealed_extra
+from objkv.transfer.paging import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_OF_THE_KV_CACHE = ("kv_cache_dtype_skip_layers", "longrope")
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "*.py",  # a processor that comes with its model
+)
+_OF_THE_PLACE = ("device", "backend")
+"""Where media are decoded and processed. vLLM sets these on instances that only encode. Source:
+vLLM 0.32, ``_resolve_mm_processor_device`` in ``config/vllm.py``."""
+
+
+def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderIdentity:
+    """The identity document of this replica's encoder outputs. Reads the model's files; takes up to
+    seconds. Raises ``ConfigError`` for models whose outputs cannot be shared."""
+    model = vllm_config.model_config
+    if model.multimodal_config is None:
+        raise ConfigError(
+            f"{model.model!r} takes no images, sounds or videos: run it without ec_transfer_config"
+        )
+    if model.is_encoder_decoder:
+        raise ConfigError(
+            "objkv does not support the encoder cache of encoder-decoder models, which vLLM does "
+            f"not ask for: run {model.model!r} without ec_transfer_config"
+        )
+    folder = local_folder(model.model, model.revision)
+    return EncoderIdentity(
+        model=model_name(vllm_config, config),
+        weights=read_weights(vllm_config, config, folder),
+        processor=_processor(folder, model.revision),
+        quantization=model.quantization,
+        dtype=str(model.dtype).removeprefix("torch."),
+        weights_epoch=config.weights_epoch,
+        tenant=config.tenant,
+        extra=sealed_extra(_extra(vllm_config), config.seals),
+    )
+
+
+def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
+    """What outputs look like. Raises ``ConfigError`` for a dtype that payloads cannot have, and for
+    engines whose outputs or ranks cannot agree."""
+    refuse_external_launcher(vllm_config)
+    model, lora = vllm_config.model_config, vllm_config.lora_config
+    if scales_follow_media(model.multimodal_config):
+        raise ConfigError(
+            "objkv cannot share what an fp8 encoder makes of images while its scales follow the "
+            "images that it sees: give it --mm-encoder-fp8-scale-path, or run it without "
+            "ec_transfer_config"
+        )
+    dtype = DTYPE_NAMES.get(model.dtype)
+    if dtype is None:
+        raise ConfigError(f"objkv cannot store encoder outputs of {model.dtype}: use bfloat16")
+    return OutputForm(
+        dtype=dtype,
+        width=lambda modality: _width(vllm_config, modality),
+        item_bytes_max=item_bytes_max,
+        media_named=names_media(vllm_config),
+        tower_lora=lora is not None and getattr(lora, "enable_tower_connector_lora", False),
+    )
+
+
+def _width(vllm_config: "VllmConfig", modality: str) -> int | None:
+    """As vLLM measured it where this replica encodes; else as the configuration says: that of
+    token embeddings, as often as layers of a vision tower are handed on (DeepStack)."""
+    transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
+    assert transfer is not None
+    if transfer.is_ec_producer:
+        measured: int | None = transfer.mm_encoder_output_widths.get(modality)
+        return measured
+    vision = getattr(model.hf_config, "vision_config", None)
+    deep = getattr(vision, "deepstack_visual_indexes", None) or ()
+    return int(model.get_inputs_embeds_size()) * (1 + len(deep))
+
+
+def _processor(folder: Path | None, revision: str | None) -> str:
+    if folder is None:
+        return f"revision:{revision}"
+    digest = hashlib.sha256(b"objkv-processor-1")
+    for path in sorted({path for name in _PROCESSOR_FILES for path in folder.glob(name)}):
+        for value in (path.name.encode(), path.read_bytes()):
+            digest.update(len(value).to_bytes(8, "little") + value)
+    return f"sha256:{digest.hexdigest()[:40]}"
+
+
+def _extra(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
+    extra = dict(further_settings(vllm_config))
+    for name in (*_OF_THE_KV_CACHE, "mm_processor_kwargs", "dtype"):
+        extra.pop(name, None)
+    multimodal = vllm_config.model_config.multimodal_config
+    if kwargs := _elsewhere(multimodal.mm_processor_kwargs or {}):
+        extra["mm_processor_kwargs"] = _text(kwargs)
+    media = {
+        kind: kept for kind, io in multimodal.media_io_kwargs.items() if (kept := _elsewhere(io))
+    }
+    if media:  # where a client names an image, its name does not say how it was read
+        extra["media_io_kwargs"] = _text(media)
+    return tuple(sorted(extra.items()))
+
+
+def _elsewhere(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _OF_THE_PLACE}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,244 @@
+"""The scheduler's side of the encoder cache: which outputs are promised, loaded, saved.
+
+An output is promised only while it is held in this process's memory, verified, and is sent along
+with the plan of the step that counts on it: workers have nothing left to fetch, so that no store
+can break a promise, and all ranks get the same bytes. Never touches the network. Source of the
+call order: vLLM 0.32-0.33, ``_try_schedule_encoder_inputs`` in ``v1/core/sched/scheduler.py``.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from objkv.connector.encoder.fetch import EncoderFetcher, State
+from objkv.connector.encoder.items import (
+    EncoderPlan,
+    EncoderReport,
+    Item,
+    ItemLoad,
+    ItemSave,
+    ItemTracker,
+    OutputForm,
+    Tracked,
+)
+from objkv.connector.guard import guarded
+from objkv.connector.kv.namespace import Home
+from objkv.connector.model.adapters import Adapters
+from objkv.keys.encoder import EncoderIdentity
+from objkv.stores.base import WriteStore
+from objkv.telemetry import MemoryRecorder, added
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_LOCAL_MAX = 16_384
+"""Names of vLLM's own outputs that are remembered; one that is not may be loaded in vain."""
+_EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
+"""How long a step with nothing to compute waits for an output: alone, and where the result of
+another step may be due."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderRoles:
+    """What this replica does."""
+
+    loads: bool
+    saves: bool
+    steps_overlap: bool = False
+    """Whether steps are scheduled before those before them are over."""
+
+
+class EncoderSchedulerSide:
+    """All methods are called by the scheduler's thread."""
+
+    def __init__(
+        self,
+        roles: EncoderRoles,
+        form: OutputForm,
+        identity: EncoderIdentity,
+        fetcher: EncoderFetcher,
+        *,
+        bulk: WriteStore,
+        recorder: MemoryRecorder,
+    ) -> None:
+        self._roles = roles
+        self._fetcher = fetcher
+        self._recorder = recorder
+        self._told: dict[str, float] = {}
+        # Where adapters do not change what is seen, none is read.
+        self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
+        self._items = ItemTracker(form, self.adapters, recorder)
+        self._asking: Tracked | None = None
+        """The request that vLLM is looking at: it names items without saying whose they are."""
+        self._promised: dict[tuple[str, str], Item] = {}
+        self._loads: dict[str, ItemLoad] = {}
+        self._saves: dict[str, ItemSave] = {}
+        self._local: dict[str, None] = {}
+        """Identifiers in vLLM's own encoder cache, as far as is known; the oldest first."""
+        self._home = Home(identity, bulk, fetcher.submit, writes=roles.saves)
+        self._home.announce()
+        logger.info(
+            "objkv encoder cache ready model=%s namespace=%s", identity.model, self._home.namespace
+        )
+
+    @property
+    def namespace(self) -> str:
+        """The current namespace; it changes with ``reset``."""
+        return self._home.namespace
+
+    def is_ready(self, request: "Request", computed: int) -> bool:
+        """Whether all stored outputs that the request still needs are held, or given up.
+
+        Asked in a hot loop, for requests that generate too. False for no longer than the deadline.
+        """
+        self._asking = None
+        tracked = self._asking = self._track(request)
+        if not self._roles.loads or computed >= tracked.end:
+            return True
+        if not tracked.asked:
+            if not self._items.name(tracked):
+                return self._fetcher.is_late(tracked.deadline)
+            tracked.asked = True
+            needed = (
+                item.output
+                for item in tracked.items.values()
+                if item.end > computed and item.output and item.identifier not in self._local
+            )
+            self._fetcher.want(request.request_id, needed)
+        pending = (item for item in tracked.items.values() if item.end > computed)
+        return not any(self._state(item) is State.WAITING for item in pending)
+
+    def has_item(self, identifier: str) -> bool:
+        """Whether the output of an item of the request that was asked about last is held.
+
+        True is a promise for this step: only what is held, and stays so until it is taken.
+        """
+        tracked = self._asking
+        self._local.pop(identifier, None)  # vLLM does not ask for what it has
+        item = None if tracked is None else tracked.items.get(identifier)
+        if tracked is None or item is None or self._state(item) is not State.HELD:
+            return False
+        self._promised[tracked.request.request_id, identifier] = item
+        return True
+
+    def has_items(self, request: "Request") -> list[bool]:
+        """As ``has_item`` for each item of a request, which need not have been asked about."""
+        self.is_ready(request, 0)
+        return [self.has_item(feature.identifier) for feature in request.mm_features]
+
+    def allocate(self, request: "Request", index: int) -> None:
+        """vLLM made room for an output, promised or to be encoded in this step.
+
+        Raises only where what was promised cannot be given: without a save nothing is missing.
+        """
+        identifier = request.mm_features[index].identifier
+        item = self._promised.pop((request.request_id, identifier), None)
+        self._note_local(identifier)
+        if identifier in self._loads:
+            return
+        if item is not None:
+            assert item.output is not None
+            pages = self._fetcher.take(item.output)
+            self._loads[identifier] = ItemLoad(identifier, item.output, pages)
+            self._recorder.count("hits")
+        elif self._roles.saves:
+            self._plan_save(request, identifier)
+
+    def plan_step(self, output: "SchedulerOutput") -> EncoderPlan:
+        """Everything that the workers do in this step."""
+        for identifier in output.free_encoder_mm_hashes:
+            self._local.pop(identifier, None)
+            self._loads.pop(identifier, None)
+        plan = EncoderPlan(self.namespace, tuple(self._loads.values()), self._saves)
+        self._saves = {}
+        if output.total_num_scheduled_tokens:  # else workers may not even look at the plan
+            self._loads = {}
+        self._promised.clear()
+        self._asking = None
+        if not output.total_num_scheduled_tokens:
+            # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
+            self._fetcher.wait(_BESIDE_STEPS_S if self._roles.steps_overlap else _EMPTY_STEP_S)
+        return plan
+
+    def update(self, output: "ECConnectorOutput") -> None:
+        """What the workers told."""
+        if isinstance(report := output.ec_connector_worker_meta, EncoderReport):
+            self._told = added(self._told, report.numbers)
+
+    def finish(self, request: "Request") -> None:
+        """A request ended, maybe while it waited."""
+        if (tracked := self._items.end(request.request_id)) is not None:
+            self._drop(request.request_id, tracked.items.values())
+
+    @property
+    def open(self) -> bool:
+        """Whether it loads and saves."""
+        return self._home.open
+
+    def reset(self, *, clean: bool = True) -> bool:
+        """Use nothing that was stored so far; see ``Home``. Requests under way neither load nor
+        save any more.
+
+        ``clean`` does not matter: outputs are saved when they are encoded, and what vLLM itself
+        holds is not saved again, nor asked for.
+        """
+        for request_id, items in self._items.distrust():
+            self._drop(request_id, items)
+        self._promised.clear()
+        return self._home.renew(clean=True)
+
+    def outputs_dropped(self) -> bool:
+        """vLLM dropped all of its own outputs, as it does when weights changed: ``reset``, and
+        what is asked for next may be stored, but is not in vLLM's cache."""
+        self._local.clear()
+        self._loads.clear()
+        return self.reset()
+
+    def take_numbers(self) -> dict[str, float]:
+        """What was counted since the last call, by this side and by the workers."""
+        told, self._told = self._told, {}
+        return added(told, self._recorder.drain())
+
+    def close(self) -> None:
+        """Stop the background threads."""
+        self._fetcher.close()
+
+    def _track(self, request: "Request") -> Tracked:
+        tracked = self._items.get(request.request_id)
+        if tracked is None:
+            self._home.announce()
+            tracked = self._items.add(request, self.namespace, self._fetcher.deadline())
+        return tracked
+
+    def _state(self, item: Item) -> State:
+        return State.ABSENT if item.output is None else self._fetcher.state(item.output)
+
+    def _drop(self, request_id: str, items: Iterable[Item]) -> None:
+        for item in items:
+            if item.output is not None:
+                self._fetcher.drop(request_id, item.output)
+
+    def _note_local(self, identifier: str) -> None:
+        self._local.pop(identifier, None)
+        self._local[identifier] = None
+        if len(self._local) > _LOCAL_MAX:  # whatever vLLM says of what it frees
+            del self._local[next(iter(self._local))]
+
+    @guarded(None)
+    def _plan_save(self, request: "Request", identifier: str) -> None:
+        tracked = self._track(request)
+        if not self._items.name(tracked) or (item := tracked.items.get(identifier)) is None:
+            return
+        state = self._state(item)
+        if state is not State.UNREAD:
+            replaces = state is State.CORRUPT
+            self._saves[identifier] = ItemSave(item.item_hash, item.embeds, replaces)
+
+
+def _do_nothing(_job: Callable[[], None]) -> bool:
+    return False

@@ -1,0 +1,258 @@
+"""The worker's side of the encoder cache: puts in what the plan brings, saves what was encoded.
+
+Every rank puts the same bytes into vLLM's encoder cache, which has a place for them and counts on
+them: nothing here may fail but for want of memory. Of the ranks, which all encode the same, one
+saves. Source of the call order: vLLM 0.32-0.33, ``v1/worker/ec_connector_model_runner_mixin.py``
+and ``v1/worker/gpu/ec_connector.py``.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from os import getpid
+from threading import Lock
+from time import monotonic, time
+from typing import Any
+
+import numpy as np
+import torch
+
+from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.codec.payload import Provenance, encode, open_payload
+from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemLoad, Output
+from objkv.errors import LeftAlone
+from objkv.telemetry import MemoryRecorder, Recorder
+from objkv.transfer.background import SaveCrew
+from objkv.transfer.paging import DTYPE_NAMES
+
+# Saves encoder outputs in the background: what the forward thread does is to remember a tensor.
+#
+# An output is never written again once it is in vLLM's encoder cache, so it may be read whenever
+# there is time; until then it is kept alive, which is what the bound in bytes is for. A full
+# queue is a drop: counted, never waited for.
+
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSaveLimits:
+    """Bounds of the saver, and what it writes into payloads."""
+
+    queue_max: int
+    held_bytes_max: int
+    """Of tensors kept alive until they are saved."""
+    item_bytes_max: int
+    deadline_s: float
+    """An output that waited longer is dropped."""
+    codec: str
+    """An id of the format."""
+    writer: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    output: Output
+    tensor: torch.Tensor
+    encoded: Any
+    """CUDA event after which the tensor holds the output; None on the host."""
+    deadline: float
+
+    @property
+    def path(self) -> str:
+        return self.output.claim.key.path()
+
+
+class EncoderSaver:
+    """``submit`` belongs to the forward thread."""
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        limits: EncoderSaveLimits,
+        recorder: Recorder,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._recorder = recorder
+        self._clock = clock
+        self._lock = Lock()
+        self._held_bytes = 0
+        self._crew = SaveCrew("encoder saves", _THREADS, self._save, recorder, clock=clock)
+
+    def submit(self, output: Output, tensor: torch.Tensor, *, replaces: bool = False) -> None:
+        """Save ``tensor``, ``[embeds, width]``, which nobody writes any more. Never waits."""
+        nbytes, limits = output.layer.nbytes, self._limits
+        if nbytes > limits.item_bytes_max:
+            self._recorder.count("save_unsupported")
+            return
+        if replaces:  # so that it is put over the payload that was found corrupt
+            self._cache.reject(output.claim.key, {}, corrupt=True)
+        if not replaces and not self._cache.has_room():
+            self._recorder.count("save_over_quota")
+            return
+        if not self._cache.begin_save(output.claim.key):
+            self._recorder.count("save_repeats")
+            return
+        event = None
+        if tensor.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        save = _Save(output, tensor, event, self._clock() + limits.deadline_s)
+        with self._lock:
+            self._held_bytes += nbytes
+            fits = self._held_bytes <= limits.held_bytes_max
+        if not (fits and self._crew.waiting < limits.queue_max and self._crew.put((save,))):
+            self._drop(save)
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until all saves are through, at most so long; True if they are."""
+        return self._crew.drain(deadline_s)
+
+    def close(self, drain_s: float) -> None:
+        """Drain within the bound, then stop; what is left is dropped."""
+        self._crew.close(drain_s, self._drop_all)
+        self._cache.close(0.0)
+
+    def __repr__(self) -> str:
+        return f"<EncoderSaver {self._crew}>"
+
+    def _drop_all(self, saves: Iterable[_Save]) -> None:
+        for save in saves:
+            self._drop(save)
+
+    def _drop(self, save: _Save) -> None:
+        self._recorder.count("save_drops")
+        self._release(save)
+
+    def _release(self, save: _Save) -> None:
+        self._cache.end_save(save.output.claim.key)
+        with self._lock:
+            self._held_bytes -= save.output.layer.nbytes
+
+    def _save(self, save: _Save) -> None:
+        try:
+            self._store(save)
+        finally:
+            self._release(save)
+
+    def _store(self, save: _Save) -> None:
+        claim, key = save.output.claim, save.output.claim.key
+        if self._clock() >= save.deadline:
+            self._recorder.count("save_drops")
+            return
+        if self._crew.is_shedding:
+            raise LeftAlone("saves give way")
+        if not self._cache.take_lease(key):
+            self._recorder.count("save_leased_elsewhere")
+            return
+        started = self._clock()
+        try:
+            layers = (save.output.layer,)
+            payload = encode(
+                claim,
+                layers,
+                [_bytes_of(save)],
+                codec=self._limits.codec,
+                provenance=Provenance(
+                    token_digest=hashlib.sha256(key.prefix_hash).hexdigest(),
+                    writer=self._limits.writer,
+                    created_s=int(time()),
+                ),
+                seal=self._cache.seal,
+            )
+            outcome = self._cache.save(
+                claim, payload, open_payload(payload, claim, layers, seal=self._cache.seal)
+            )
+        finally:
+            self._cache.release_lease(key)
+        self._recorder.observe("save_seconds", self._clock() - started)
+        if outcome is SaveOutcome.SAVED:
+            self._recorder.count("saves")
+            self._recorder.count("save_bytes", len(payload))
+        else:
+            self._recorder.count("save_existed")
+
+
+def _bytes_of(save: _Save) -> memoryview:
+    """The output's bytes in host memory, contiguous."""
+    tensor = save.tensor
+    if save.encoded is not None:
+        # On a stream of its own: computing neither waits for this copy nor is waited for further.
+        stream = torch.cuda.Stream(tensor.device)
+        stream.wait_event(save.encoded)
+        with torch.cuda.stream(stream):
+            tensor = tensor.cpu()
+    flat: memoryview = tensor.contiguous().view(torch.uint8).view(-1).numpy().data
+    return flat
+
+
+logger = logging.getLogger(__name__)
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+EncoderCache = MutableMapping[str, torch.Tensor]
+"""vLLM's own, by identifier: ``[embeds, width]`` on the worker's device, never written again."""
+
+
+class EncoderWorkerSide:
+    """All methods are called by the worker's forward thread."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: str,
+        saver: EncoderSaver | None,
+        recorder: MemoryRecorder,
+        *,
+        drain_s: float,
+    ) -> None:
+        """``dtype``: of outputs that can be loaded again. ``saver``: None where this rank saves
+        nothing."""
+        self._device = device
+        self._dtype = dtype
+        self._saver = saver
+        self._recorder = recorder
+        self._drain_s = drain_s
+        self._closed = False
+        self._pid = getpid()
+
+    def load(self, plan: EncoderPlan, cache: EncoderCache) -> None:
+        """Put the plan's outputs into ``cache``, but for those that are there."""
+        for load in plan.loads:
+            if load.identifier not in cache:
+                cache[load.identifier] = self._tensor(load)
+
+    def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
+        """Save an output that was just encoded, in the background, if the plan says so."""
+        save = plan.saves.get(identifier)
+        if save is None or self._saver is None:
+            return
+        encoded = cache[identifier].detach()
+        dtype = DTYPE_NAMES.get(encoded.dtype)
+        if encoded.dim() != 2 or encoded.shape[0] != save.embeds or dtype != self._dtype:
+            self._recorder.count("save_unsupported")
+            return
+        rows, width = encoded.shape
+        output = Output(plan.namespace, save.item_hash, rows, width, self._dtype)
+        self._saver.submit(output, encoded, replaces=save.replaces)
+
+    def take_report(self) -> EncoderReport | None:
+        """What was counted since the last call."""
+        numbers = self._recorder.drain()
+        return EncoderReport(numbers) if numbers else None
+
+    def close(self) -> None:
+        """Drain saves within the configured bound, then stop. Idempotent."""
+        if self._closed or getpid() != self._pid:
+            return  # a fork that ends has none of its parent's threads to wait for
+        self._closed = True
+        if self._saver is not None:
+            self._saver.close(self._drain_s)
+
+    def _tensor(self, load: ItemLoad) -> torch.Tensor:
+        """A tensor of its own: the plan's bytes may be the scheduler's, or a message's."""
+        output = load.output
+        tensor = torch.empty((output.embeds, output.width), dtype=_DTYPES[output.dtype])
+        np.copyto(tensor.view(torch.uint8).view(-1).numpy(), load.pages)
+        return tensor.to(self._device)

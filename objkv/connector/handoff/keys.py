@@ -1,0 +1,128 @@
+"""What hand-offs are called: a namespace and hashes of their own, so that none is ever taken for a
+chunk, nor a chunk for one.
+
+A hand-off is a whole prompt of any length, and hidden states come with its KV:
+
+    root = SHA-256(field("objkv-handoff-1") field(namespace))[:20]
+    hash = SHA-256(field(root) field(tokens) field(""))[:20]
+
+with ``field`` and the encoding of tokens as in ``keys/prefix.py``. The identity's page layout is
+``handoff-1``, which no chunk's is.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from objkv.codec.payload import Claim
+from objkv.config import Config
+from objkv.connector.handoff.batch import HandoffConfig, ModelConfig
+from objkv.connector.model.weights import local_folder, model_digest
+from objkv.errors import ConfigError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity, Identity, sealed_extra
+from objkv.keys.prefix import PREFIX_HASH_BYTES, encode_tokens, next_hash
+from objkv.keys.topology import Shard
+
+SCHEME = "objkv-handoff-1"
+PAGE_LAYOUT = "handoff-1"
+
+
+def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
+    """The identity document of hand-offs of this model: equal on every rank, and on every engine
+    that may take them over.
+
+    Reads the model's files; takes up to seconds. Raises ``ConfigError`` with what to do.
+    """
+    model = config.model_config
+    if getattr(config.cache_config, "calculate_kv_scales", False):  # not every version has it
+        raise ConfigError(
+            "objkv cannot hand over KV whose scales each engine calculates by itself: turn "
+            "calculate_kv_scales off"
+        )
+    local = Path(model.model).is_dir()
+    name = settings.model_id or (Path(model.model).name if local else model.model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = str(config.cache_config.cache_dtype)
+    size = model.get_head_size()
+    # A token is a block: K and V are fused as in chunks, and prompts need not be whole blocks.
+    group = GroupIdentity(
+        kind="full",
+        window=None,
+        layers=tuple(layer_name(i) for i in range(int(model.hf_text_config.num_hidden_layers))),
+        heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
+        content=size if model.use_mla else 2 * size,
+        block_size=1,
+    )
+    extra = {
+        "dtype": dtype,
+        "hf_config": _config_digest(model),
+        "hidden": str(model.get_hidden_size()),
+        "scheme": SCHEME,
+    }
+    return Identity(
+        model=name,
+        weights=_weights(config, settings),
+        quantization=model.quantization,
+        kv_dtype=dtype if cache_dtype == "auto" else cache_dtype,
+        groups=(group,),
+        page_layout=PAGE_LAYOUT,
+        chunk_tokens=1,
+        weights_epoch=settings.weights_epoch,
+        tenant=settings.tenant,
+        extra=sealed_extra(tuple(sorted(extra.items())), settings.seals),
+    )
+
+
+def layer_name(layer: int) -> str:
+    """What a layer's KV is called in a payload; counted over all pipeline stages."""
+    return f"layers.{layer}"
+
+
+def handoff_claim(namespace: str, tokens: Sequence[int], shard: Shard) -> Claim:
+    """What one rank's hand-off of the prompt ``tokens`` claims to be.
+
+    Raises OverflowError for a token id outside ``[0, 2**32)``.
+    """
+    root = handoff_root(namespace)
+    digest = next_hash(root, encode_tokens(tokens))
+    return Claim(ChunkKey(namespace, digest, 0, shard), root, 0, len(tokens))
+
+
+def handoff_root(namespace: str) -> bytes:
+    """The parent of every hand-off of a namespace, 20 bytes."""
+    digest = hashlib.sha256()
+    for value in (SCHEME.encode(), namespace.encode("ascii")):
+        digest.update(len(value).to_bytes(8, "little") + value)
+    return digest.digest()[:PREFIX_HASH_BYTES]
+
+
+def _weights(config: HandoffConfig, settings: Config) -> str:
+    model = config.model_config
+    if str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) == (
+        "dummy"
+    ):
+        return f"dummy:seed={model.seed}"
+    folder = local_folder(model.model, model.revision)
+    digest = None if folder is None else model_digest(folder, settings)
+    if digest is not None:
+        return digest
+    if model.revision is None:
+        raise ConfigError(
+            f"the weights of {model.model!r} cannot be read from here, so objkv cannot tell them "
+            "from other weights: serve from a local folder or set --revision"
+        )
+    return f"revision:{model.revision}"
+
+
+def _config_digest(model: ModelConfig) -> str:
+    """Of all that the model's configuration says once overrides are in it: rope among others."""
+    values = dict(model.hf_config.to_dict())
+    for name in ("_name_or_path", "transformers_version"):
+        values.pop(name, None)
+    text = json.dumps(values, sort_keys=True, default=str)
+    if '"longrope"' in text or '"su"' in text:
+        # The engine's length decides which factors rotate all keys, those of short prompts too.
+        text += f" max_model_len={model.max_model_len}"
+    return hashlib.sha256(text.encode()).hexdigest()[:40]

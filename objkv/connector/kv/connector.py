@@ -1,0 +1,304 @@
+"""The façade that vLLM sees: forwards to the scheduler's or the worker's side, lets nothing out.
+
+No method raises into the engine once it runs, and none waits, except ``wait_for_layer_load`` for a
+layer that the forward pass needs now, and ``shutdown`` for saves in flight, both with a deadline.
+"""
+
+import logging
+import os
+import socket
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from objkv.assembly.backends import check_backends, open_backends
+from objkv.config import load_config
+from objkv.connector.counters import HISTOGRAMS
+from objkv.connector.guard import guarded, speak_as_vllm
+from objkv.connector.hooks import (
+    EngineHooks,
+    evict_failed,
+    follow_sleep,
+    free_failed,
+    holds_nothing,
+)
+from objkv.connector.kv.events import open_event_log, watch_saves, with_stored
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.metrics import ObjKVPromMetrics, ObjKVStats
+from objkv.connector.kv.scheduler import SchedulerSide
+from objkv.connector.kv.wiring import Worker, open_scheduler_side, open_worker_side
+from objkv.connector.kv.worker import WorkerSide
+from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
+from objkv.telemetry import MemoryRecorder
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_NO_MATCH: tuple[int | None, bool] = (0, False)
+
+
+class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Shares the KV of prompts with every replica that uses the same stores and the same model.
+
+    Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, with what to do.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        speak_as_vllm()
+        self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
+        self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
+        self._writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
+        backends = open_backends(self._config, self._recorder)
+        self._backends, self._published = watch_saves(backends, vllm_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._asleep = False
+        check_backends(self._backends, self._config)
+        warn_of_outer_policy(vllm_config, self._config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = open_scheduler_side(
+                vllm_config, self._config, self._geometry, self._backends, self._recorder
+            )
+            log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
+            self._scheduler.events = log
+            self._hooks = EngineHooks(self._scheduler, lambda: self._kv_cache_manager)
+
+    # Worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the paged cache of this rank. Raises ``ConfigError`` for a layout objkv cannot
+        read."""
+        self._kv_caches = kv_caches
+        self._open_worker()
+        follow_sleep(self)
+
+    def _open_worker(self) -> None:
+        self._worker = open_worker_side(
+            self._vllm_config,
+            self._config,
+            self._geometry,
+            self._backends,
+            Worker(self._writer, self._recorder, self._kv_caches),
+        )
+        # An engine that is dropped, or a process that just ends, still drains its saves.
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    @guarded(None)
+    def unregister_kv_caches(self) -> None:
+        """Drain saves within ``drain_deadline_ms`` and let go of the paged cache, whose memory is
+        about to go: nothing touches it afterwards. vLLM 0.33 calls it before it sleeps; see
+        ``follow_sleep``. No request waits for a load then: vLLM sleeps only when none has a block.
+        """
+        if self._worker is not None:
+            self._asleep = (
+                True  # and closed: it takes no chunk out, and fails all that it is to load
+            )
+            self._finalizer.detach()
+            self._worker.close()
+
+    @guarded(None)
+    def restore_kv_caches(self) -> None:
+        """The paged cache is back, at the same addresses. See ``unregister_kv_caches``."""
+        if self._worker is not None and self._asleep:
+            self._open_worker()
+            self._asleep = False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """True: the paged cache is let go before its memory is. vLLM 0.33 asks."""
+        return True
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Start this step's loads. See the base class."""
+        self._start_loads()
+
+    @guarded(None)
+    def _start_loads(self) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Block until the layer's loaded blocks are there, or have failed. See the base class."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Nothing: whole chunks are taken out after the step."""
+
+    @guarded(None)
+    def wait_for_save(self) -> None:
+        """Settle loads within the step and take finished chunks out. See the base class."""
+        if self._worker is not None:
+            self._worker.end_forward(self._plan())
+
+    @guarded(None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Let saves in flight read their blocks before anything overwrites them."""
+        if self._worker is not None:
+            self._worker.before_reuse()
+
+    @guarded(KVConnectorTransferResults())
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Saves and loads that ended. See the base class."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        done = self._worker.results(self._plan(), finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The older form of ``get_transfer_results``."""
+        done = self.get_transfer_results(finished_req_ids)
+        return done.finished_sending or None, done.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to recompute. See the base class."""
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What did not go as planned on this worker."""
+        report = self._worker.take_report() if self._worker is not None else None
+        return with_stored(report, self._published)
+
+    def get_kv_connector_stats(self) -> ObjKVStats | None:
+        """Numbers since the last call, of whichever side this is."""
+        data = self._recorder.drain() | self._recorder.samples()
+        return ObjKVStats(data=cast("dict[str, Any]", data)) if data else None
+
+    def shutdown(self) -> None:
+        """Drain saves within ``drain_deadline_ms``, stop threads, close connections. Idempotent."""
+        self._shutdown()
+
+    @guarded(None)
+    def _shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+        self._backends.close()
+
+    # Scheduler's side.
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is dropped is a miss later on."""
+        return False
+
+    @guarded(None)
+    def on_new_request(self, request: "Request") -> None:
+        """Start looking the request's prompt up."""
+        self._hooks.reopen()
+        self._side().track(request)
+
+    @guarded(_NO_MATCH)
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens stored beyond those computed; None while not known. See the base class."""
+        return self._side().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plan the load into the allocated blocks, if any. See the base class."""
+        ids = blocks.get_block_ids() if num_external_tokens else ()
+        self._side().plan_load(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """The step's plan. See the base class."""
+        return self._side().plan_step(scheduler_output)
+
+    @guarded(None)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take in what the workers told."""
+        side, manager = self._side(), self._kv_cache_manager
+        failed_requests = side.update(connector_output)
+        if manager is not None:
+            free_failed(manager, failed_requests)
+        if connector_output.invalid_block_ids and manager is not None:
+            failed = connector_output.invalid_block_ids
+            evict_failed(manager, side.requests_under_way, side.tables_ended, failed)
+
+    @guarded(tuple["KVCacheEvent", ...]())
+    def take_events(self) -> "tuple[KVCacheEvent, ...]":
+        """What is stored, where vLLM wants to know; it asks once a step, having its result."""
+        return self._side().end_step()
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks must be kept for saves in flight."""
+        return self._side().finish(request, (block_ids,)), None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished``, for models with several groups."""
+        return self._side().finish(request, block_ids), None
+
+    @guarded(False)
+    def reset_cache(self) -> bool:
+        """Use nothing that was stored so far. False while blocks of it are still in use."""
+        return self._side().reset(clean=holds_nothing(self._kv_cache_manager))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether layers may wait for loads: Python must run between graph pieces then."""
+        return load_config(extra_config).load_mode != "async"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjKVStats:
+        """Statistics back from what crossed a process boundary."""
+        return ObjKVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ObjKVPromMetrics:
+        """The Prometheus metrics of this connector."""
+        return ObjKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _plan(self) -> StepPlan:
+        plan = self._get_connector_metadata()
+        assert isinstance(plan, StepPlan)
+        return plan
+
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler

@@ -1,0 +1,304 @@
+"""Moves from block tables: which physical blocks a load fills and a save reads. Pure."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from objkv.cache.match import stored_blocks
+from objkv.config import Config
+from objkv.connector.kv.requests import RequestTracker, Tracked
+from objkv.connector.model.groups import Geometry
+from objkv.index.base import ShardRecord, Shards
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import PrefixChain
+from objkv.transfer.plan import ChunkMove, LoadMove, SaveMove, SavePlan
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+# Whose blocks may not be saved yet, because a load into them within the step may still fail.
+#
+# Whether it succeeded is known only when that step is over, and those scheduled meanwhile; until
+# then the blocks given out in these steps may hold anything. Of objkv's own loads a worker knows
+# by itself, but not of those of other ranks, and under vLLM's ``MultiConnector`` another
+# connector may load. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``, where blocks loaded
+# within a step are in the prefix cache before they are filled.
+
+
+class Admissions:
+    """Requests by the step in which they were given blocks. The scheduler's thread only."""
+
+    def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
+        self._steps_in_flight = steps_in_flight
+        self._ranks = ranks
+        self._step = 0
+        self._doubtful_until = 0
+        self._admitted: list[Tracked] = []
+
+    def add(self, tracked: Tracked) -> None:
+        """The request was given blocks, for a step that is being scheduled."""
+        # Out of these nothing was saved yet. If it ends while they are being filled, the load alone
+        # keeps them: vLLM does not expect to hear of a save as well.
+        tracked.saved = False
+        self._admitted.append(tracked)
+
+    def next_step(self, output: "SchedulerOutput") -> None:
+        """A step was scheduled, with what was added since the last."""
+        admitted, self._admitted = self._admitted, []
+        self._step += 1
+        doubtful = self._ranks > 1 or any(_filled_by_another(one) for one in admitted)
+        if output.has_sync_kv_loads and doubtful:
+            self._doubtful_until = self._step + self._steps_in_flight
+        if self._step < self._doubtful_until:
+            for tracked in admitted:
+                tracked.doubtful_until = self._doubtful_until
+
+    def trusts(self, tracked: Tracked) -> bool:
+        """Whether what this step leaves in the request's blocks may be saved."""
+        return self._step >= tracked.doubtful_until
+
+
+def _filled_by_another(tracked: Tracked) -> bool:
+    return bool(tracked.request.num_computed_tokens > tracked.accounted)
+
+
+BlockTable = Sequence[Sequence[int]]
+"""Per group the request's physical blocks, in token order; 0, the null block, where a window has
+passed or no state was kept."""
+_NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a request has in its blocks when the step is over."""
+
+    tokens: Sequence[int]
+    blocks: BlockTable
+    states: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """By group and number of tokens, the block that holds the state after them."""
+
+
+def load_moves(
+    geometry: Geometry,
+    chain: PrefixChain,
+    records: Sequence[Shards | None],
+    blocks: BlockTable,
+    span: tuple[int, int],
+) -> Iterator[LoadMove]:
+    """Moves that fill the blocks of tokens ``[start, end)`` and touch no others, in chunk order.
+
+    Blocks before ``start`` were computed or found locally and may be shared with other requests.
+    vLLM gave blocks to what the tokens after ``end`` need, and null blocks to the rest.
+    """
+    start, end = span
+    size = geometry.chunk_tokens
+    held_of = [stored_blocks(identity, size) for identity in geometry.groups]
+    for chunk in range(start // size, -(-end // size)):
+        # A chunk of which nothing is stored is one that a window has left: no blocks either.
+        shards = records[chunk] or {}
+        for group, identity in enumerate(geometry.groups):
+            # Block positions within the prompt: what the payload holds, cut to what is wanted.
+            held_from = (chunk + 1) * size // identity.block_size - held_of[group]
+            first = max(held_from, start // identity.block_size)
+            last = min((chunk + 1) * size, end) // identity.block_size
+            for begin, run in _runs(blocks[group][first:last], first):
+                move = _move(size, chain, (chunk, group), run, begin - held_from)
+                yield LoadMove(move, _of_group(shards, group))
+
+
+def save_moves(
+    geometry: Geometry,
+    chain: PrefixChain,
+    computed: Computed,
+    chunks: Sequence[int],
+    *,
+    keep_tokens: bool,
+    is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
+) -> list[SaveMove]:
+    """Moves that take whole chunks out. A group is left out of a chunk that is not, or no longer,
+    in its blocks, and where ``is_stored`` says so of (chunk, group).
+
+    ``chain``: with ``digests``, extended up to the last of ``chunks``.
+    """
+    size = geometry.chunk_tokens
+    moves = []
+    for chunk in chunks:
+        tokens = computed.tokens
+        ids = tuple(tokens[chunk * size : (chunk + 1) * size]) if keep_tokens else None
+        digest = chain.token_digest(chunk)
+        for group, identity in enumerate(geometry.groups):
+            table = _held(identity, group, computed, size, chunk)
+            if not table or _NULL_BLOCK in table or is_stored(chunk, group):
+                continue
+            moves.append(SaveMove(_move(size, chain, (chunk, group), table, 0), digest, ids))
+    return moves
+
+
+def states_after(
+    geometry: Geometry,
+    blocks: BlockTable,
+    end: int | None,
+    offered: Iterable[tuple[int, int, int]],
+) -> dict[tuple[int, int], int]:
+    """The blocks that hold a state at a block's end when the step is over, as ``Computed`` has
+    them.
+
+    Args:
+        end: tokens computed when the step is over; None where some of them may be rejected.
+        offered: (group, block, tokens) of states that vLLM says are there.
+
+    A table alone does not tell: its blocks are reused, moved and emptied while a request goes on.
+    But what a step computes last, its state is in the block of; other blocks only vLLM knows.
+    Source: vLLM 0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``,
+    ``preprocess_mamba`` in ``v1/worker/mamba_utils.py``.
+    """
+    states = {}
+    for group, identity in enumerate(geometry.groups):
+        if identity.kind != "mamba" or end is None or end % identity.block_size:
+            continue
+        place = end // identity.block_size - 1
+        if 0 <= place < len(blocks[group]):
+            states[group, end] = blocks[group][place]
+    states |= {(group, tokens): block for group, block, tokens in offered}
+    return states
+
+
+def _held(
+    identity: GroupIdentity, group: int, computed: Computed, size: int, chunk: int
+) -> tuple[int, ...]:
+    """The blocks of what a payload of the chunk holds; none if it is known not to be there."""
+    if identity.kind == "mamba":
+        state = computed.states.get((group, (chunk + 1) * size))
+        return () if state is None else (state,)
+    last = (chunk + 1) * size // identity.block_size
+    return tuple(computed.blocks[group][last - stored_blocks(identity, size) : last])
+
+
+def _runs(table: Sequence[int], first: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The pieces of a table without null blocks, each with its place; ``first`` is the table's."""
+    begin = None
+    for place, block in enumerate((*table, _NULL_BLOCK)):
+        if block != _NULL_BLOCK:
+            begin = place if begin is None else begin
+        elif begin is not None:
+            yield first + begin, tuple(table[begin:place])
+            begin = None
+
+
+def _move(
+    size: int,
+    chain: PrefixChain,
+    place: tuple[int, int],
+    blocks: tuple[int, ...],
+    first_block: int,
+) -> ChunkMove:
+    chunk, group = place
+    return ChunkMove(
+        chunk=chunk,
+        group=group,
+        prefix_hash=chain.hash(chunk),
+        parent_hash=chain.parent(chunk),
+        token_start=chunk * size,
+        token_end=(chunk + 1) * size,
+        first_block=first_block,
+        block_ids=blocks,
+    )
+
+
+def _of_group(shards: Shards, group: int) -> tuple[tuple[str, ShardRecord], ...]:
+    prefix = f"{group}."
+    return tuple((name, shards[name]) for name in shards if name.startswith(prefix))
+
+
+# Which chunks a step completes, and what of them is still to be saved.
+#
+# A chunk is looked at once, in the step that completes it: a window's blocks and a state may be
+# gone by the next. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
+# ``v1/core/sched/output.py``.
+
+
+class Saves:
+    """The scheduler's thread only; never waits."""
+
+    def __init__(
+        self,
+        config: Config,
+        geometry: Geometry,
+        requests: RequestTracker,
+        admissions: Admissions,
+        *,
+        loads: bool,
+    ) -> None:
+        """``loads``: whether this replica loads as well, and so looks prompts up in any case."""
+        self._config = config
+        self._geometry = geometry
+        self._requests = requests
+        self._admissions = admissions
+        self._loads = loads
+
+    def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
+        """What this step completes of each request, as far as it is to be saved."""
+        size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None or not tracked.may_save:
+                continue
+            request = tracked.request
+            # Only tokens whose ids are known and that the model accepted: with asynchronous
+            # scheduling and speculation more may be computed than that.
+            known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
+            computed = min(request.num_computed_tokens + scheduled, known) // size
+            # First what holds in nearly every step, of hundreds of requests that generate.
+            if computed <= tracked.planned and not tracked.again:
+                continue
+            if not self._admissions.trusts(tracked):
+                continue
+            if not self._loads and not tracked.records:
+                self._requests.records(tracked)
+            again = frozenset(tracked.again)
+            chunks = self._requests.due(tracked, computed)
+            if chunks and (plan := self._plan(output, tracked, chunks, again)) is not None:
+                tracked.saved = True
+                yield plan
+
+    def _plan(
+        self, output: "SchedulerOutput", tracked: Tracked, chunks: list[int], again: frozenset[int]
+    ) -> SavePlan | None:
+        request = tracked.request
+        assert tracked.hashes is not None
+        moves = save_moves(
+            self._geometry,
+            tracked.hashes.chain,
+            self._computed(output, tracked),
+            chunks,
+            keep_tokens=self._config.store_tokens,
+            is_stored=self._stored(tracked, again),
+        )
+        if not moves:
+            return None
+        return SavePlan(request.request_id, tracked.namespace, tuple(moves))
+
+    def _computed(self, output: "SchedulerOutput", tracked: Tracked) -> Computed:
+        request, state = tracked.request, output.kv_connector_block_state
+        assert state is not None
+        blocks = state.get_block_ids(request.request_id)
+        assert blocks is not None
+        end = None
+        if request.request_id not in output.scheduled_spec_decode_tokens:
+            end = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
+        offered = getattr(state, "boundary_state_offloads", {})  # not every version has it
+        states = states_after(self._geometry, blocks, end, offered.get(request.request_id, ()))
+        return Computed(request.all_token_ids, blocks, states)
+
+    def _stored(self, tracked: Tracked, again: frozenset[int]) -> Callable[[int, int], bool]:
+        """Of chunks that lack a group, the others may be stored. What was found of ``again`` is not
+        believed any more: it was not there, or not right."""
+
+        def is_stored(chunk: int, group: int) -> bool:
+            if chunk in again or chunk >= len(tracked.records):
+                return False
+            shards = tracked.records[chunk]
+            return shards is not None and self._requests.reach.is_readable(shards, group)
+
+        return is_stored

@@ -1,0 +1,144 @@
+"""What loading and computing take on this replica, told to ``Admission`` in its own words.
+
+Steps are timed on the scheduler, from plan to result: several may be under way at once, and each
+counts from the end of the one before. Only what says how long prompts take to compute is told:
+neither steps in which requests mostly generate, one token each, nor those whose forward pass waited
+for loads. Loads are timed by the workers. Source of the call order:
+vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every step's
+events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes results in order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
+from objkv.connector.kv.coverage import Reach
+from objkv.connector.kv.metadata import StepReport
+from objkv.connector.model.groups import Geometry
+from objkv.index.base import Shards
+from objkv.transfer.plan import LoadPlan
+
+_LOADS_MAX = 4096
+_HOT: Tier = "hot"
+_BULK: Tier = "bulk"
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way, and what is known of how long it took."""
+
+    tier: Tier
+    share: float
+    sync: bool
+    slowest: LoadTime | None = None
+
+
+class Pace:
+    """Used by the scheduler's thread only; never waits."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        geometry: Geometry,
+        *,
+        steps_in_flight: int,
+        reach: Reach | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._admission = admission
+        self._geometry = geometry
+        self._clock = clock
+        # One more than can be: a step that vLLM never ended must not shift all later ones.
+        self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
+        self._ended = 0.0
+        self._loads: dict[str, _Load] = {}
+        self._reach = reach or Reach(geometry)
+
+    @property
+    def steps(self) -> int:
+        """How many are under way."""
+        return len(self._steps)
+
+    def step_planned(self, scheduled: Collection[int], loads: Iterable[LoadPlan]) -> None:
+        """A step was handed out, of so many tokens for each request, with these loads."""
+        tokens = _prompt_tokens(scheduled)
+        for plan in loads:
+            if plan.sync:
+                tokens = 0
+            if len(self._loads) < _LOADS_MAX:
+                self._loads[plan.request_id] = _Load(*self._tier_of(plan), plan.sync)
+        self._steps.append((tokens, self._clock()))
+
+    def step_ended(self) -> None:
+        """The oldest step under way has its result."""
+        if not self._steps:
+            return
+        now = self._clock()
+        tokens, planned = self._steps.popleft()
+        self._admission.computed(tokens, now - max(planned, self._ended))
+        self._ended = now
+
+    def reported(self, report: StepReport) -> None:
+        """Workers told how their loads went."""
+        for request_id in report.failed:
+            self._loads.pop(request_id, None)
+        for request_id, time in report.loaded.items():
+            if (load := self._loads.get(request_id)) is not None:
+                load.slowest = max(load.slowest or time, time, key=lambda one: one.seconds)
+                if load.sync:
+                    self.received(request_id)
+
+    def received(self, request_id: str) -> None:
+        """A load is over on all workers; those between steps end in different ones."""
+        load = self._loads.pop(request_id, None)
+        if load is not None and (time := load.slowest) is not None:
+            nbytes = int(time.nbytes * load.share)
+            self._admission.loaded(load.tier, LoadTime(nbytes, time.seconds, time.first_s))
+
+    def request_ended(self, request_id: str) -> None:
+        """Nothing more will be heard of its load."""
+        self._loads.pop(request_id, None)
+
+    def admit(
+        self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0
+    ) -> int:
+        """Where in tokens the load of ``[computed, end)`` should end, ``computed`` for no load.
+
+        ``found``: per chunk of the prompt, complete for this replica up to ``end``; ``waiting``:
+        requests behind this one.
+        """
+        if self._admission.decided is not None:
+            return end if self._admission.decided else computed
+        size = self._geometry.chunk_tokens
+        first = computed // size
+        chunks = [
+            self._chunk(shards, max(chunk * size, computed), min((chunk + 1) * size, end))
+            for chunk, shards in enumerate(found[first : -(-end // size)], start=first)
+            if shards is not None
+        ]
+        admitted = self._admission.admit(chunks, waiting=waiting)
+        return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
+
+    def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
+        nbytes, hot = self._reach.size(shards)
+        return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
+
+    def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
+        """The tier that a plan's load tells of, and the share of its bytes that came from there. Of
+        a mixed load that is bulk: the load ends when its last byte is there, and prompts whose head
+        is hot may be all that there is."""
+        nbytes = {_HOT: 0, _BULK: 0}
+        for load in plan.moves:
+            for record in self._reach.fetched(dict(load.records)):
+                nbytes[_HOT if record.hot else _BULK] += record.nbytes
+        if not nbytes[_BULK]:
+            return _HOT, 1.0
+        return _BULK, nbytes[_BULK] / (nbytes[_BULK] + nbytes[_HOT])
+
+
+def _prompt_tokens(scheduled: Collection[int]) -> int:
+    """Of requests that compute many tokens at once; 0 where others take most of the step."""
+    tokens = sum(count for count in scheduled if count >= STEP_TOKENS_MIN)
+    return tokens if 2 * tokens >= sum(scheduled) else 0

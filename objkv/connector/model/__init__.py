@@ -1,0 +1,1 @@
+"""vLLM's configuration in objkv's words: identity, groups, weights, adapters, media."""

@@ -1,0 +1,348 @@
+"""vLLM's KV cache groups in objkv's words, and which of them are refused and why.
+
+Read against vLLM 0.31-0.33, ``v1/kv_cache_interface.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from objkv.cache.match import keeps_all, stored_blocks
+from objkv.errors import ConfigError
+from objkv.keys.chunk import effective_chunk_tokens
+from objkv.keys.identity import GroupIdentity, GroupKind
+from objkv.keys.topology import RankShard, Topology
+from objkv.transfer.paging import GroupShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+
+# The groups of a model and how objkv cuts them into chunks and shards. Knows nothing of vLLM.
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The groups of a model and how objkv cuts them."""
+
+    groups: tuple[GroupIdentity, ...]
+    """In vLLM's order: a group's place is its id."""
+    chunk_tokens: int
+    block_tokens: int
+    """Least common multiple of all block sizes: where matches may begin and end."""
+    tp_size: int
+    stages: tuple[tuple[int, ...], ...] = ()
+    """Per group, how many of its layers each PP rank has; () without pipeline parallelism."""
+
+    canonical: bool = False
+    """Whether each token's content lies in its pages in one piece, so that tokens may be dealt into
+    blocks of another size."""
+
+    @property
+    def stored_groups(self) -> tuple[GroupIdentity, ...]:
+        """The groups as payloads know them: where tokens may be dealt into blocks of any size, that
+        of this replica is nobody's business, and what cannot be taken apart is one token."""
+        return tuple(
+            replace(group, block_size=1) if self._is_divisible(group) else group
+            for group in self.groups
+        )
+
+    @property
+    def pp_size(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.stages[0]) if self.stages else 1
+
+    @property
+    def ranks(self) -> int:
+        """Workers in all."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def windowed(self) -> bool:
+        """Whether any group forgets tokens, so that a match ends where a chunk does, with a token
+        left to compute, and fails whole: what was kept for its end is of no use at another."""
+        return not all(keeps_all(group) for group in self.groups)
+
+    def topology(self, group: int) -> Topology:
+        """How a group lies on the ranks."""
+        identity = self.groups[group]
+        layers = self.stages[group] if self.stages else (len(identity.layers),)
+        return Topology(self.tp_size, identity.heads, layers, identity.block_size)
+
+    def rank_shard(self, group: int, tp_rank: int, pp_rank: int = 0) -> RankShard | None:
+        """What a rank holds of a group; None if its stage has no layer of it."""
+        topology = self.topology(group)
+        return topology.held(topology.rank(pp_rank, tp_rank))
+
+    def fields(self, group: int) -> frozenset[str]:
+        """The shard fields that all ranks of this replica together read and write."""
+        if not stored_blocks(self.groups[group], self.chunk_tokens):
+            return frozenset()
+        held = map(self.topology(group).held, range(self.ranks))
+        return frozenset(f"{group}.{share.shard}" for share in held if share is not None)
+
+    def all_fields(self) -> frozenset[str]:
+        """The shard fields of all groups: a chunk is complete for this replica with these."""
+        return frozenset().union(*(self.fields(group) for group in range(len(self.groups))))
+
+    def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
+        """What a rank expects of a group's tensors; None if its stage has no layer of it or it has
+        no payloads, and the group is then left out of all that the rank does."""
+        identity = self.groups[group]
+        share = self.rank_shard(group, tp_rank, pp_rank)
+        blocks = stored_blocks(identity, self.chunk_tokens)
+        if share is None or not blocks:
+            return None
+        return GroupShape(
+            layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
+            blocks=blocks,
+            block_size=1 if identity.kind == "mamba" else identity.block_size,
+            rank_shard=share,
+            model_layers=identity.layers,
+            heads=identity.heads,
+            divisible=self._is_divisible(identity),
+        )
+
+    def _is_divisible(self, group: GroupIdentity) -> bool:
+        return self.canonical and keeps_all(group)
+
+
+# Stages of a pipeline: the layers of all ranks, derived on each from its own, and checked there.
+#
+# With pipeline parallelism vLLM tells a rank its own layers only, and the scheduler those of rank
+# 0; but the groups that name what is stored must be the same everywhere. Whatever is assumed here
+# of other ranks' layers these check of their own, so a wrong guess stops the engine and shares
+# nothing. Source: vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
+
+Stages = tuple[tuple[int, ...], ...]
+"""Per group, how many of its layers each PP rank has; none without pipeline parallelism."""
+_ONE_STAGE = "run it without the objkv connector, or set pipeline_parallel_size to 1"
+
+
+def whole_groups(
+    vllm_config: "VllmConfig", groups: "Sequence[KVCacheGroupSpec]"
+) -> "tuple[list[KVCacheGroupSpec], Stages]":
+    """The groups with the layers of all ranks, in forward order, and how many each rank has.
+
+    Args:
+        groups: those of one rank, as vLLM gives them to it, or to the scheduler.
+
+    Raises ``ConfigError`` where the layers of other ranks cannot be told.
+    """
+    pp_size = vllm_config.parallel_config.pipeline_parallel_size
+    if pp_size == 1:
+        return list(groups), ()
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    ranges = _stages(total, pp_size)
+    kinds = _kinds(vllm_config, total) if len(groups) > 1 else None
+    parted = [list(range(total))] if kinds is None else _parted(kinds)
+    naming, own = _own_layers(groups)
+    if not any(_within(parted, stage) == own for stage in ranges):
+        raise ConfigError(
+            f"the layers that vLLM gave a stage of the pipeline, {own} of {total}, are not those "
+            f"that objkv expects there, so it cannot tell those of other stages: {_ONE_STAGE}"
+        )
+    whole = [
+        replace(group, layer_names=[naming.format(layer) for layer in layers])
+        for group, layers in zip(groups, parted, strict=True)
+    ]
+    return whole, tuple(
+        tuple(len([layer for layer in layers if layer in stage]) for stage in ranges)
+        for layers in parted
+    )
+
+
+def _stages(total: int, pp_size: int) -> list[range]:
+    from vllm.distributed.utils import get_pp_indices
+
+    ranges = [range(*get_pp_indices(total, rank, pp_size)) for rank in range(pp_size)]
+    if not all(ranges):
+        raise ConfigError(
+            f"a stage of the pipeline has none of the model's {total} layers: set "
+            "pipeline_parallel_size, or VLLM_PP_LAYER_PARTITION, so that each has some"
+        )
+    return ranges
+
+
+def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
+    """What each layer of a hybrid model is."""
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
+    if kinds is None or len(kinds) != total:
+        raise ConfigError(
+            "the model has several KV cache groups and its configuration no layer_types, so that "
+            f"objkv cannot tell which layers the other stages of the pipeline have: {_ONE_STAGE}"
+        )
+    return list(kinds)
+
+
+def _parted(kinds: Sequence[str]) -> list[list[int]]:
+    """The layers of each group. Source: vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size``:
+    groups of one size, the least common kind's or nearly so; each kind is dealt out to its own."""
+    alike: dict[str, list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(layer)
+    counts = [len(layers) for layers in alike.values()]
+    size = max(counts) if max(counts) < min(counts) * 1.5 else min(counts)
+    return [
+        layers[first :: -(-len(layers) // size)]
+        for layers in alike.values()
+        for first in range(-(-len(layers) // size))
+    ]
+
+
+def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[str, list[list[int]]]:
+    """How layers are named, ``{}`` for the number, and the numbers of those in each group."""
+    namings = set()
+    numbers: list[list[int]] = []
+    for group in groups:
+        numbers.append([])
+        for name in group.layer_names:
+            parts = name.split(".")
+            places = [place for place, part in enumerate(parts) if part.isdecimal()]
+            if len(places) == 1:
+                numbers[-1].append(int(parts[places[0]]))
+                parts[places[0]] = "{}"
+            namings.add(".".join(parts))
+    naming = namings.pop() if len(namings) == 1 else ""
+    if "{}" not in naming:
+        raise ConfigError(
+            f"the layers of this model are not named alike but for one number, {sorted(namings)}: "
+            f"objkv cannot name those of other stages of the pipeline; {_ONE_STAGE}"
+        )
+    return naming, numbers
+
+
+def _within(parted: list[list[int]], stage: range) -> list[list[int]]:
+    return [[layer for layer in layers if layer in stage] for layers in parted]
+
+
+_INSTEAD = "run it without the objkv connector, or"
+_KINDS: dict[type[KVCacheSpec], GroupKind] = {
+    FullAttentionSpec: "full",
+    MLAAttentionSpec: "mla",
+    SlidingWindowSpec: "sliding_window",
+    ChunkedLocalAttentionSpec: "chunked_local",
+    MambaSpec: "mamba",
+}
+"""Exact types: their subclasses keep other things in the same blocks."""
+
+
+def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIdentity:
+    """Raises ``ConfigError`` with what to do for a group that objkv does not know."""
+    layers, spec = list(group.layer_names), group.kv_cache_spec
+    kind = _KINDS.get(type(spec))
+    if kind is None or getattr(group, "host_resident", False):
+        raise ConfigError(
+            f"objkv does not support the KV cache of {layers[0]} ({type(spec).__name__}): "
+            f"{_INSTEAD} use a model of full, sliding-window, chunked local, MLA and "
+            "linear attention or Mamba layers only"
+        )
+    if isinstance(spec, MambaSpec):
+        return _state(vllm_config, layers, spec)
+    assert isinstance(spec, AttentionSpec)
+    if getattr(spec, "non_causal", False) or spec.tokens_per_state != 1:
+        raise ConfigError(
+            f"objkv cannot share the KV of {layers[0]}: it depends on later tokens, or holds one "
+            f"state for several of them; {_INSTEAD} use another model"
+        )
+    # Two planes of two heads look just like two heads: what is said at all is refused.
+    if getattr(spec, "num_head_slots", None) is not None:
+        raise ConfigError(
+            f"objkv cannot share the KV of {layers[0]}: its attention backend keeps K and V of all "
+            f"heads in planes of their own, which no other backend could read; {_INSTEAD} choose "
+            "another attention backend or KV cache dtype"
+        )
+    window = None
+    if isinstance(spec, SlidingWindowSpec):
+        window = spec.sliding_window
+    elif isinstance(spec, ChunkedLocalAttentionSpec):
+        window = spec.attention_chunk_size
+        if window % spec.block_size:
+            # vLLM 0.32 takes a block that lies across such a boundary for one that nobody reads.
+            raise ConfigError(
+                f"the local attention of {layers[0]} begins anew every {window} tokens, within "
+                f"blocks of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"
+            )
+    item = torch.empty((), dtype=spec.dtype).element_size()
+    return GroupIdentity(
+        kind=kind,
+        window=window,
+        layers=tuple(layers),
+        heads=_total_heads(vllm_config, layers[0], spec),
+        content=spec.state_content_size_bytes // item,
+        block_size=spec.block_size,
+    )
+
+
+def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
+    """The effective chunk of these groups, see ``docs/keyspace.md``. Raises ``ConfigError`` if none
+    of them would have any payload.
+
+    A state is there to be saved only where a step of vLLM ends, which is the end of some block:
+    with chunks of several blocks most of these ends would be within a chunk.
+    """
+    if any(group.kind == "mamba" for group in groups):
+        wish = 1
+    size = effective_chunk_tokens(wish, tuple(group.block_size for group in groups))
+    if not any(stored_blocks(group, size) for group in groups):
+        raise ConfigError(
+            f"nothing of this model can be shared in chunks of {size} tokens, at whose ends its "
+            f"local attention begins anew: {_INSTEAD} lower chunk_tokens"
+        )
+    return size
+
+
+def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> GroupIdentity:
+    if spec.mamba_cache_mode != "align":
+        raise ConfigError(
+            f"objkv can share the states of {layers[0]} only where vLLM keeps them at the ends of "
+            f"blocks (mamba_cache_mode is {spec.mamba_cache_mode!r}, not 'align'): {_INSTEAD} "
+            "start vLLM with --enable-prefix-caching"
+        )
+    cache = vllm_config.cache_config
+    for name in ("use_replayssm", "use_kda_recoverssm"):
+        if getattr(cache, name, False):
+            raise ConfigError(
+                f"objkv cannot share states that vLLM does not write at every step: {_INSTEAD} "
+                f"turn {name} off"
+            )
+    tensors = " ".join(
+        f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
+        for dtype, shape in zip(spec.dtypes, spec.shapes, strict=True)
+    )
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return GroupIdentity(
+        kind="mamba",
+        window=None,
+        layers=tuple(layers),
+        heads=1 if getattr(spec, "tp_replicated", False) else ranks,
+        content=spec.state_content_size_bytes,
+        block_size=spec.block_size,
+        state=f"{spec.mamba_type.name.lower()} {tensors}",
+    )
+
+
+def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any) -> int:
+    if isinstance(spec, MLAAttentionSpec):
+        return 1
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    heads = int(spec.num_kv_heads)
+    if heads * tp_size == total or (heads == 1 and tp_size > total):
+        return total
+    raise ConfigError(
+        f"{layer} keeps {heads} KV heads on each of {tp_size} ranks, of {total} in all: "
+        f"objkv does not know that layout; {_INSTEAD} set tensor_parallel_size to 1"
+    )

@@ -1,0 +1,321 @@
+"""vLLM's configuration in objkv's words: the identity, the groups, and what is refused and why.
+
+Everything comes from the model's configuration, so it is equal on the scheduler and on every rank.
+Read against vLLM 0.31-0.33.
+"""
+
+import hashlib
+import json
+import logging
+import platform
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+
+from objkv.config import Config
+from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group, whole_groups
+from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
+from objkv.connector.model.weights import local_folder, model_digest
+from objkv.errors import ConfigError
+from objkv.keys.identity import Identity, sealed_extra
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+# Refuses engines of which every rank schedules by itself.
+#
+# Where a launcher like torchrun starts the ranks, each has a whole engine, scheduler and
+# connector of its own, and nothing but equal decisions keeps them in step. What a connector
+# answers depends on when a store answers, so one rank would load what another computes, and their
+# collective operations would not meet. Source: vLLM 0.31-0.33, ``ExecutorWithExternalLauncher``
+# in ``v1/executor/uniproc_executor.py``; ``world_size`` counts its data-parallel ranks too, see
+# ``ParallelConfig.__post_init__``.
+
+_SCHEDULES_FOR_ALL = ("mp", "ray", "uni", None)
+"""By name, so that looking does not import an executor that is not installed."""
+
+
+def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
+    """Raises ``ConfigError``, with what to do, for several ranks with a scheduler each."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
+        return
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    if issubclass(Executor.get_class(vllm_config), ExecutorWithExternalLauncher):
+        raise ConfigError(
+            f"objkv does not support external_launcher with {parallel.world_size} ranks, which "
+            "schedule each by itself and would not agree on what was loaded: run it without the "
+            "objkv connector, or let vLLM start the ranks: --distributed-executor-backend mp or ray"
+        )
+
+
+logger = logging.getLogger(__name__)
+_INSTEAD = "run it without the objkv connector, or"
+
+
+def read_geometry(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config
+) -> Geometry:
+    """Raises ``ConfigError`` with what to do for everything that is not supported yet."""
+    _refuse_unsupported(vllm_config)
+    whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
+    groups = tuple(read_group(vllm_config, group) for group in whole)
+    return Geometry(
+        groups=groups,
+        chunk_tokens=read_chunk_tokens(config.chunk_tokens, groups),
+        block_tokens=lcm(*(group.block_size for group in groups)),
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        stages=stages,
+        canonical=not current_platform.is_cpu(),
+    )
+
+
+def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Identity:
+    """The identity document of this replica. Reads the model's files; takes up to seconds."""
+    model = vllm_config.model_config
+    folder = local_folder(model.model, model.revision)
+    return Identity(
+        model=model_name(vllm_config, config),
+        weights=read_weights(vllm_config, config, folder),
+        quantization=model.quantization,
+        kv_dtype=_kv_dtype(vllm_config),
+        groups=geometry.stored_groups,
+        page_layout=_page_layout(vllm_config, geometry),
+        chunk_tokens=geometry.chunk_tokens,
+        weights_epoch=config.weights_epoch,
+        tenant=config.tenant,
+        extra=sealed_extra(further_settings(vllm_config), config.seals),
+    )
+
+
+def model_name(vllm_config: "VllmConfig", config: Config) -> str:
+    """What the model is called in identities: nothing of where it is mounted."""
+    model = str(vllm_config.model_config.model)
+    return config.model_id or (Path(model).name if Path(model).is_dir() else model)
+
+
+def tensor_rank(vllm_config: "VllmConfig") -> int:
+    """This worker's TP rank; 0 where no group of ranks was made."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return 0
+    return int(get_tensor_model_parallel_rank())
+
+
+def pipeline_rank(vllm_config: "VllmConfig") -> int:
+    """This worker's stage of the pipeline; 0 where there is one."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        return 0
+    return int(get_pp_group().rank_in_group)
+
+
+def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
+    """Say so if another connector wraps this one and lets a failed load fail its request.
+
+    The outermost ``kv_transfer_config`` decides, and only workers can see it.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    outer = get_current_vllm_config_or_none()
+    transfer = None if outer is None else outer.kv_transfer_config
+    if transfer is None or transfer is vllm_config.kv_transfer_config:
+        return
+    if config.load_failure == "recompute" and transfer.kv_load_failure_policy != "recompute":
+        logger.warning(
+            "a failed load will fail its request: set kv_load_failure_policy to recompute beside "
+            "kv_connector=%s, where vLLM reads it",
+            transfer.kv_connector,
+        )
+
+
+def tell_of_sudden_end(vllm_config: "VllmConfig") -> None:
+    """Say so where a server that is told to end would kill its workers with chunks still being
+    saved. Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
+    ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds."""
+    if getattr(vllm_config, "shutdown_timeout", 0) == 0:
+        logger.info(
+            "a server ends at once when it is told to, without what it was saving: "
+            "start it with --shutdown-timeout 15"
+        )
+
+
+def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Config:
+    """The settings, with loads between steps where vLLM would not recover from one that fails
+    within a step: it believes the tokens of steps scheduled before that was known, and stops where
+    block ids could be of several groups. Source: vLLM 0.31-0.33, ``update_from_output`` and
+    ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``.
+    """
+    several = len(geometry.groups) > 1
+    if config.load_mode == "async" or (vllm_config.max_concurrent_batches == 1 and not several):
+        return config
+    logger.warning(
+        "load mode not safe here, loading between steps load_mode=%s reason=%s",
+        config.load_mode,
+        _why_between_steps(vllm_config, several=several),
+    )
+    return config.model_copy(update={"load_mode": "async"})
+
+
+def _why_between_steps(vllm_config: "VllmConfig", *, several: bool) -> str:
+    if several:
+        return "the model has several KV cache groups"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "a pipeline has several steps under way"
+    return "run vLLM with --no-async-scheduling to load within them"
+
+
+def names_media(vllm_config: "VllmConfig") -> bool:
+    """Whether the name of an image, sound or video says what the model makes of it. With both of
+    its caches off vLLM numbers them as they come, so that a name is another image's in another
+    process. Source: vLLM 0.32, ``_process_mm_uuids`` in ``renderers/base.py``.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if scales_follow_media(multimodal):
+        logger.warning(
+            "prompts with images are neither loaded nor saved: the fp8 scales of the encoder "
+            "follow the images that it sees, give it --mm-encoder-fp8-scale-path"
+        )
+        return False
+    if (
+        multimodal is None
+        or vllm_config.cache_config.enable_prefix_caching
+        or getattr(multimodal, "mm_processor_cache_gb", 0)
+    ):
+        return True
+    logger.warning(
+        "prompts with images are neither loaded nor saved: vLLM only numbers them, run it with "
+        "prefix caching or --mm-processor-cache-gb above 0"
+    )
+    return False
+
+
+def copies_are_synchronous() -> bool:
+    """Whether saves have left the blocks when the step that issued them ends (host lanes)."""
+    return bool(current_platform.is_cpu())
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    refuse_external_launcher(vllm_config)
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ConfigError(f"objkv does not support {name}={size} yet: {_INSTEAD} set it to 1")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.31
+        raise ConfigError(
+            "objkv cannot share KV whose scales each replica calculates by itself: "
+            f"{_INSTEAD} turn calculate_kv_scales off"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        raise ConfigError(
+            f"objkv does not support speculative decoding with {speculative.method!r} yet: "
+            f"{_INSTEAD} use 'ngram', which has no KV of its own"
+        )
+
+
+def read_weights(vllm_config: "VllmConfig", config: Config, folder: Path | None) -> str:
+    """Which weights these are; ``folder``: where they are, if anywhere here. Raises ``ConfigError``
+    if that cannot be told."""
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy:seed={vllm_config.model_config.seed}"
+    digest = None if folder is None else model_digest(folder, config)
+    if digest is not None:
+        return digest
+    revision = vllm_config.model_config.revision
+    if revision is None:
+        raise ConfigError(
+            f"the weights of {vllm_config.model_config.model!r} cannot be read from here, so objkv "
+            "cannot tell them from other weights: serve from a local folder or set --revision"
+        )
+    return f"revision:{revision}"
+
+
+def _kv_dtype(vllm_config: "VllmConfig") -> str:
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    if dtype == "auto":
+        return str(vllm_config.model_config.dtype).removeprefix("torch.")
+    return kv_dtype_name(dtype)
+
+
+def _page_layout(vllm_config: "VllmConfig", geometry: Geometry) -> str:
+    """On the CPU the attention kernel packs a block as its instruction set likes it."""
+    if not current_platform.is_cpu():
+        return "canonical"
+    isa = _cpu_isa(vllm_config, geometry)
+    return f"opaque:{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-{isa}".lower()
+
+
+def _cpu_isa(vllm_config: "VllmConfig", geometry: Geometry) -> str:
+    from vllm.v1.attention.backends import cpu_attn
+
+    return str(
+        cpu_attn._get_attn_isa(
+            vllm_config.model_config.dtype,
+            geometry.groups[0].block_size,
+            vllm_config.model_config.get_head_size(),
+            vllm_config.cache_config.cache_dtype,
+        )
+    )
+
+
+def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
+    """Settings that change KV and that neither weights nor groups show, as sorted text."""
+    model = vllm_config.model_config
+    extra = {"dtype": str(model.dtype).removeprefix("torch.")}
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # The engine's length decides which factors rotate all keys, those of short prompts too.
+        long = model.max_model_len > rope["original_max_position_embeddings"]
+        extra["longrope"] = "long" if long else "short"
+    if isinstance(model.hf_overrides, dict) and model.hf_overrides:
+        extra["hf_overrides"] = _text(model.hf_overrides)
+    # The digest of the weights covers the configuration beside them, as it is written there.
+    if model.hf_config_path or callable(model.hf_overrides):
+        extra["hf_config"] = _config_digest(model.hf_config.to_dict())
+    if online := getattr(model, "quantization_config", None):  # not every version has it
+        extra["quantization_config"] = _text(online)
+    if skipped := getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None):
+        extra["kv_cache_dtype_skip_layers"] = ",".join(sorted(skipped))
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None and multimodal.mm_processor_kwargs:
+        extra["mm_processor_kwargs"] = _text(multimodal.mm_processor_kwargs)
+    extra |= encoder_settings(multimodal)
+    if rate := getattr(multimodal, "video_pruning_rate", None):
+        extra["video_pruning"] = f"{getattr(multimodal, 'video_pruning_method', 'evs')} {rate}"
+    extra |= _adapter_settings(getattr(vllm_config, "lora_config", None), model.dtype)
+    return tuple(sorted(extra.items()))
+
+
+def _adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
+    """What changes the KV of requests with an adapter beyond what the adapter's files hold. Rank
+    and number of adapters do not, so whoever sets nothing shares with replicas without LoRA."""
+    if lora is None:
+        return {}
+    found = {}
+    if lora.lora_dtype not in ("auto", dtype, str(dtype).removeprefix("torch.")):
+        found["lora_dtype"] = str(lora.lora_dtype).removeprefix("torch.")
+    if getattr(lora, "target_modules", None) is not None:
+        found["lora_target_modules"] = ",".join(sorted(lora.target_modules))
+    if getattr(lora, "enable_tower_connector_lora", False):
+        found["lora_tower"] = "true"
+    return found
+
+
+def _config_digest(config: dict[str, Any]) -> str:
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    return hashlib.sha256(_text(config).encode()).hexdigest()[:40]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

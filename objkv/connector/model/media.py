@@ -1,0 +1,104 @@
+"""What a model makes of images, sounds and videos, where its encoder computes in fp8.
+
+The scales then come from a file, or, without one, from the largest values of the last 16 calls:
+what comes of an image depends on the images before it, in that process alone. Source: vLLM 0.32,
+``MMEncoderAttention`` in ``model_executor/layers/attention/mm_encoder_attention.py``.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+
+from objkv.codec.values import scales_text
+from objkv.errors import ConfigError
+from objkv.transfer.paging import Quantised
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+# What the elements of a quantised KV cache mean: their format, and the scales of K and V.
+#
+# vLLM registers such caches as plain bytes and keeps the scales beside each layer: the
+# checkpoint's, or 1.0. Only a worker knows them. Source: vLLM 0.31-0.33,
+# ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``.
+
+_E4M3 = ("fp8", "fp8_e4m3")
+
+
+def read_quantised(
+    vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, Quantised]:
+    """By layer, those whose cache is quantised. To be called when the weights are loaded.
+
+    Raises ``ConfigError`` for scales that are not one number for K and one for V.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found = {}
+    for name, cache in kv_caches.items():
+        layer = layers.get(name)
+        # Not of states, whose elements are bytes of several things.
+        if cache.element_size() == 1 and hasattr(layer, "_k_scale_float"):
+            found[name] = Quantised(_dtype(layer, cache), _layer_scales(name, layer))
+    return found
+
+
+def kv_dtype_name(cache_dtype: str) -> str:
+    """vLLM's name of a KV dtype, made to tell the two kinds of fp8 apart: what AMD MI300 and MI325
+    write under the same name are other numbers. Source: vLLM 0.32, ``is_fp8_fnuz``."""
+    fnuz = cache_dtype.startswith("fp8") and current_platform.is_fp8_fnuz()
+    return f"{cache_dtype}_fnuz" if fnuz else cache_dtype
+
+
+def _dtype(layer: Any, cache: torch.Tensor) -> str | None:
+    if cache.dtype != torch.uint8:
+        return None
+    suffix = "FNUZ" if current_platform.is_fp8_fnuz() else ""
+    name = getattr(layer, "kv_cache_dtype", "")
+    if name in _E4M3:
+        return f"F8_E4M3{suffix}"
+    return f"F8_E5M2{suffix}" if name == "fp8_e5m2" else None
+
+
+def _layer_scales(name: str, layer: Any) -> str:
+    for tensor in (getattr(layer, "_k_scale", None), getattr(layer, "_v_scale", None)):
+        if isinstance(tensor, torch.Tensor) and tensor.numel() != 1:
+            raise ConfigError(
+                f"the KV cache of {name} has a scale for each head, which objkv does not support: "
+                "run the model without the objkv connector, or with --kv-cache-dtype auto"
+            )
+    try:
+        return scales_text(layer._k_scale_float, layer._v_scale_float)
+    except ValueError as exc:
+        raise ConfigError(f"the KV cache of {name} cannot be shared: {exc}") from exc
+
+
+def encoder_settings(multimodal: Any) -> dict[str, str]:
+    """Of vLLM's ``MultiModalConfig``, or None: what changes what encoders compute. The file of the
+    scales counts by what it says. Raises ``ConfigError`` if it cannot be read."""
+    dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)  # not every version has it
+    if dtype is None:
+        return {}
+    found = {"mm_encoder_attn_dtype": str(dtype)}
+    if path := _scale_file(multimodal):
+        try:
+            content = Path(path).read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"the encoder's fp8 scales cannot be read: {exc}") from exc
+        found["mm_encoder_fp8_scales"] = f"sha256:{hashlib.sha256(content).hexdigest()[:40]}"
+    return found
+
+
+def scales_follow_media(multimodal: Any) -> bool:
+    """Whether what an encoder makes of an image depends on those it saw before."""
+    dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)
+    return dtype is not None and not _scale_file(multimodal)
+
+
+def _scale_file(multimodal: Any) -> str | None:
+    path: str | None = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    return path

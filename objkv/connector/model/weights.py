@@ -1,0 +1,339 @@
+"""Which weights these are: a digest of what the model is loaded from, the same on every replica.
+
+Sampled by default, because hashing 140 GB at every start is slow: every tensor of a safetensors
+file contributes its name, dtype, shape and up to eight of its pages, so a fine-tune, a merge or
+another checkpoint differs. Weights that were changed in a few bytes by hand do not;
+``weights_digest=full`` reads all. Files that do not say where their tensors are (``.bin``, ``.pt``,
+``.pth``, ``.gguf``) are always read whole: samples of such a file would be of a few of its layers.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from threading import Lock
+
+from objkv.config import Config, cache_folder
+
+# Digests of files, remembered on disk for as long as the files stay what they are.
+#
+# What is remembered is a saving of time only: an entry that is missing, damaged, somebody else's or
+# about other files is as good as none, and nothing here raises because of it.
+
+logger = logging.getLogger(__name__)
+_ENTRIES_MAX = 1024
+"""Beyond it the oldest go: a thousand adapters, at 1 KiB each."""
+_ENTRY_BYTES_MAX = 4 << 20
+_SETTLED_NS = 2_000_000_000
+"""A file that changed so recently may change again without a new time stamp, as ``git`` knows of
+its index: file systems stamp in steps of up to two seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What says, without reading it, that a file is the one that was read before."""
+
+    path: str
+    """Absolute, links followed."""
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    """Changes even where a copy keeps ``mtime_ns``."""
+    inode: int
+    device: int
+
+
+def identify(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
+    """The identities of files, in order. Raises ``OSError``; one ``stat`` each, nothing is read."""
+    found = []
+    for path in paths:
+        real = path.resolve()
+        stat = real.stat()
+        found.append(
+            FileIdentity(
+                str(real),
+                stat.st_size,
+                stat.st_mtime_ns,
+                stat.st_ctime_ns,
+                stat.st_ino,
+                stat.st_dev,
+            )
+        )
+    return tuple(found)
+
+
+class DigestCache:
+    """Entries in ``folder``, which is made when first needed. Safe from many processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def remembered(self, kind: str, paths: Sequence[Path], compute: Callable[[], str]) -> str:
+        """``compute()``, unless an entry says what that was for the same files.
+
+        ``kind``: what is computed of them, and by which recipe. Raises what ``compute`` and
+        ``stat`` raise. Files that change meanwhile, or just before, are not remembered.
+        """
+        files = identify(paths)
+        entry = self._entry(kind, files)
+        if (known := _read(entry, kind, files)) is not None:
+            return known
+        digest = compute()
+        if identify(paths) == files and _are_settled(files):
+            self._write(entry, _content(kind, files, digest))
+        return digest
+
+    def _entry(self, kind: str, files: Sequence[FileIdentity]) -> Path:
+        return self._folder / f"{_name(kind, files)}.json"
+
+    def _write(self, entry: Path, content: dict[str, object]) -> None:
+        """Whole or not at all."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+                os.replace(partial, entry)
+            except BaseException:
+                Path(partial).unlink(missing_ok=True)
+                raise
+            self._prune()
+        except OSError as exc:  # a full or read-only disk: it is computed again next time
+            logger.info("digest not remembered path=%s reason=%s", entry, exc)
+
+    def _prune(self) -> None:
+        entries = list(self._folder.glob("*.json"))
+        if len(entries) <= _ENTRIES_MAX:
+            return
+        entries.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in entries[: len(entries) - _ENTRIES_MAX]:
+            path.unlink(missing_ok=True)
+
+
+def open_digests() -> DigestCache:
+    """The digests that this user's replicas on this machine remember together."""
+    return DigestCache(cache_folder() / "digests")
+
+
+def _read(entry: Path, kind: str, files: Sequence[FileIdentity]) -> str | None:
+    """What the entry says, if it is whole, this user's own and about these files."""
+    try:
+        stat = entry.stat()
+        if stat.st_uid != os.geteuid() or stat.st_size > _ENTRY_BYTES_MAX:
+            return None
+        content = json.loads(entry.read_bytes())
+        digest = content["digest"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if not isinstance(digest, str) or content != _content(kind, files, digest):
+        return None
+    return digest
+
+
+def _content(kind: str, files: Sequence[FileIdentity], digest: str) -> dict[str, object]:
+    name = _name(kind, files)
+    check = hashlib.sha256(f"{name} {digest}".encode()).hexdigest()
+    paths = [file.path for file in files]
+    return {"kind": kind, "files": paths, "identity": name, "digest": digest, "check": check}
+
+
+def _name(kind: str, files: Sequence[FileIdentity]) -> str:
+    values = [kind, [list(astuple(file)) for file in files]]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _are_settled(files: Sequence[FileIdentity]) -> bool:
+    newest = max((max(file.mtime_ns, file.ctime_ns) for file in files), default=0)
+    return time.time_ns() - newest > _SETTLED_NS
+
+
+_SCHEMES = {False: "objkv-weights-sampled-2", True: "objkv-weights-full-1"}
+"""How digests are made, by whether all bytes count. Another recipe is another name."""
+_PAGE = 4096
+_PAGES_PER_TENSOR = 8
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_CONFIG_FILES = (
+    "config.json",
+    "params.json",  # Mistral's own format
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_SAFETENSORS_HEADER_MAX = 100 << 20
+_PIECE = 8 << 20
+_THREADS_MAX = 4
+"""SHA-256 runs at 1 to 2 GB/s a core; more of them only fight with the engine's start."""
+_TELL_EVERY_S = 10.0
+
+
+def weights_digest(
+    folder: Path, *, full: bool = False, cache: DigestCache | None = None
+) -> str | None:
+    """``sampled:…`` or ``full:…`` over configuration and weights in ``folder``; None if there are
+    no weights. Raises ``OSError``."""
+    weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
+    if not weights:
+        return None
+    configs = [path for name in _CONFIG_FILES if (path := folder / name).is_file()]
+    kind = "full" if full else "sampled"
+
+    def compute() -> str:
+        digest = hashlib.sha256(_SCHEMES[full].encode())
+        for path in configs:
+            _add(digest, path.name.encode(), path.read_bytes())
+        contents = _whole(weights) if full else _sampled(weights)
+        for path, content in zip(weights, contents, strict=True):
+            _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
+        return f"{kind}:{digest.hexdigest()[:40]}"
+
+    if cache is None:
+        return compute()
+    return cache.remembered(_SCHEMES[full], [*configs, *weights], compute)
+
+
+def model_digest(folder: Path, config: Config) -> str | None:
+    """``weights_digest`` as the settings want it, read once on this machine and then remembered."""
+    return weights_digest(folder, full=config.weights_digest == "full", cache=open_digests())
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """The files that make a LoRA adapter, in order. Raises ``OSError``."""
+    files = sorted(p for p in folder.iterdir() if p.suffix in (*_WEIGHT_SUFFIXES, ".json"))
+    return [path for path in files if path.is_file()]
+
+
+def adapter_digest(files: Sequence[Path]) -> bytes | None:
+    """SHA-256 over a LoRA adapter's configuration and whole weights; None if it has none."""
+    if not any(p.suffix in _WEIGHT_SUFFIXES for p in files):
+        return None
+    digest = hashlib.sha256(b"objkv-adapter-1")
+    for path in files:
+        _add(digest, path.name.encode(), path.read_bytes())
+    return digest.digest()
+
+
+def local_folder(model: str, revision: str | None, file_name: str = "config.json") -> Path | None:
+    """Where the model's files are: the path itself, or the hub's cache; never downloads.
+
+    ``file_name``: what every model of that kind has.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, file_name, revision=revision)
+    except ValueError:  # not a hub id at all, e.g. an object store's URL
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
+    for value in fields:
+        digest.update(len(value).to_bytes(8, "little"))
+        digest.update(value)
+
+
+def _sampled(paths: Sequence[Path]) -> list[bytes]:
+    """A SHA-256 for every file: over samples of its tensors, or all bytes if it does not tell where
+    they are."""
+    spans = {path: found for path in paths if (found := _tensor_spans(path)) is not None}
+    untold = [path for path in paths if path not in spans]
+    whole = dict(zip(untold, _whole(untold), strict=True))
+    return [whole[path] if path in whole else _sample(path, spans[path]) for path in paths]
+
+
+def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for start, end in _pages(spans):
+            digest.update(os.pread(file.fileno(), end - start, start))
+    return digest.digest()
+
+
+def _whole(paths: Sequence[Path]) -> list[bytes]:
+    """The SHA-256 of every file; several at once, and told how far it is."""
+    tell = _Progress(sum(path.stat().st_size for path in paths)).add
+
+    def read(path: Path) -> bytes:
+        return _read_whole(path, tell)
+
+    with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
+        return list(pool.map(read, paths))
+
+
+def _read_whole(path: Path, tell: Callable[[int], None]) -> bytes:
+    digest = hashlib.sha256()
+    piece = bytearray(_PIECE)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(memoryview(piece)[:count])
+            tell(count)
+    return digest.digest()
+
+
+class _Progress:
+    """Says every few seconds how many bytes were read: somebody waits for the engine to start."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._told = time.monotonic()
+        self._lock = Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now - self._told < _TELL_EVERY_S and self._done < self._total:
+                return
+            self._told = now
+            done, total = self._done / 2**30, self._total / 2**30
+        logger.info("hashing all weights read_gib=%.1f of_gib=%.1f", done, total)
+
+
+def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Byte ranges to hash, of each span up to eight."""
+    for start, end in spans:
+        step = max(_PAGE, (end - start) // _PAGES_PER_TENSOR)
+        for offset in range(start, end, step):
+            yield offset, min(offset + _PAGE, end)
+
+
+def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
+    """Where in a safetensors file its header and each of its tensors are; None if that is not
+    told, or not for all of the file."""
+    if path.suffix != ".safetensors":
+        return None
+    size = path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+        if not 0 < length <= min(size - 8, _SAFETENSORS_HEADER_MAX):
+            return None
+        header = os.pread(file.fileno(), length, 8)
+    try:
+        values = json.loads(header).items()
+        tensors = [v["data_offsets"] for k, v in values if k != "__metadata__"]
+        data = sorted((8 + length + int(a), 8 + length + int(b)) for a, b in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not _cover(data, 8 + length, size):
+        return None
+    # The header names every tensor, its dtype and shape: take all of it, page by page.
+    return [(o, min(o + _PAGE, 8 + length)) for o in range(0, 8 + length, _PAGE)] + data
+
+
+def _cover(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    """Whether sorted spans are side by side from ``start`` to ``end``, as the format wants it."""
+    for a, b in spans:
+        if a != start or b < a:
+            return False
+        start = b
+    return start == end

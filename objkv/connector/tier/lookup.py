@@ -1,0 +1,165 @@
+"""Whether chunks are stored, asked key by key and answered in batches, in the background.
+
+vLLM asks for one key after another in each step until it hears yes or no. What was new in a step
+goes out as one question when the step is planned; a late, failed or refused answer is no.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from time import monotonic
+
+from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.connector.tier.rows import chunk_key
+from objkv.errors import StoreError
+from objkv.index.base import ReadIndex, ShardRecord
+from objkv.keys.chunk import ChunkKey
+from objkv.telemetry import Recorder
+
+_KEYS_MAX = 1 << 20
+"""Remembered at once, about 300 bytes each; more are answered no."""
+_BATCH_MAX = 4096
+"""Keys in one question, so that a few long prompts are asked for side by side."""
+
+
+class Answer(Enum):
+    """What ``ask`` says."""
+
+    YES = auto()
+    NO = auto()
+    LATER = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Verdict:
+    key: ChunkKey
+    deadline: float
+    askers: set[str]
+    answered: bool = False
+    """Set last, by a background thread or this service's own."""
+    record: ShardRecord | None = None
+    told: float = 0.0
+
+
+class TierLookups:
+    """Used by the scheduler's thread only; never waits."""
+
+    def __init__(
+        self,
+        index: ReadIndex,
+        recorder: Recorder,
+        limits: LookupLimits,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``limits.age_max_s``: an answer so old is not given to a request that is new."""
+        self._index = index
+        self._recorder = recorder
+        self._limits = limits
+        self._clock = clock
+        self._pool = LookupService(index, (), recorder, limits, clock=clock)
+        self._known: dict[bytes, _Verdict] = {}
+        self._asked: dict[str, set[bytes]] = {}
+        self._new: list[_Verdict] = []
+
+    def ask(self, request_id: str, namespace: str, key: bytes) -> Answer:
+        """Whether the chunk is stored."""
+        verdict = self._known.get(key)
+        if verdict is None or self._is_stale(verdict, request_id):
+            if verdict is None and len(self._known) >= _KEYS_MAX:
+                self._recorder.count("tier_lookup_refused")
+                return Answer.NO
+            verdict = self._begin(namespace, key, set() if verdict is None else verdict.askers)
+        if request_id not in verdict.askers:
+            verdict.askers.add(request_id)
+            self._asked.setdefault(request_id, set()).add(key)
+        if not verdict.answered:
+            if self._clock() < verdict.deadline:
+                return Answer.LATER
+            self._recorder.count("tier_lookup_deadlines")
+            self._tell(verdict, None)
+        return Answer.NO if verdict.record is None else Answer.YES
+
+    def flush(self) -> None:
+        """The step is planned: ask for what was new in it."""
+        new, self._new = self._new, []
+        for start in range(0, len(new), _BATCH_MAX):
+            batch = new[start : start + _BATCH_MAX]
+            if not self._pool.submit(partial(self._find, batch)):
+                self._recorder.count("tier_lookup_refused", len(batch))
+                for verdict in batch:
+                    self._tell(verdict, None)
+
+    def record(self, key: bytes) -> ShardRecord | None:
+        """What was found of a chunk that was asked for."""
+        verdict = self._known.get(key)
+        return None if verdict is None else verdict.record
+
+    def deny(self, keys: Iterable[bytes]) -> None:
+        """These were not there after all: say no to whoever is still asking."""
+        for key in keys:
+            if verdict := self._known.get(key):
+                self._tell(verdict, None)
+
+    def forget(self, request_id: str) -> None:
+        """The request ended; what nobody else asked for is not remembered."""
+        for key in self._asked.pop(request_id, ()):
+            verdict = self._known.get(key)
+            if verdict is None:
+                continue
+            verdict.askers.discard(request_id)
+            if not verdict.askers:
+                del self._known[key]
+
+    def clear(self) -> None:
+        """Believe nothing of what was found so far."""
+        self._known.clear()
+        self._asked.clear()
+        self._new.clear()
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        """Run ``job`` in the background; False if there is no room."""
+        return self._pool.submit(job)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.close()
+
+    def __repr__(self) -> str:
+        return f"<TierLookups {len(self._known)} keys of {len(self._asked)} requests>"
+
+    def _begin(self, namespace: str, key: bytes, askers: set[str]) -> _Verdict:
+        deadline = self._clock() + self._limits.deadline_s
+        verdict = _Verdict(chunk_key(namespace, key), deadline, askers)
+        self._known[key] = verdict
+        self._new.append(verdict)
+        return verdict
+
+    def _is_stale(self, verdict: _Verdict, request_id: str) -> bool:
+        """Requests that overlap could otherwise live on one old answer for ever."""
+        return (
+            verdict.answered
+            and request_id not in verdict.askers
+            and self._clock() - verdict.told > self._limits.age_max_s
+        )
+
+    def _tell(self, verdict: _Verdict, record: ShardRecord | None) -> None:
+        verdict.record, verdict.told = record, self._clock()
+        verdict.answered = True
+
+    def _find(self, batch: list[_Verdict]) -> None:
+        """On a background thread. One round trip: all keys of a batch are of one namespace."""
+        namespace = batch[0].key.namespace
+        hashes = list(dict.fromkeys(verdict.key.prefix_hash for verdict in batch))
+        fields = sorted({verdict.key.field for verdict in batch})
+        try:
+            found = self._index.find(namespace, hashes, fields)
+        except StoreError:
+            self._recorder.count("tier_lookup_errors")
+            found = [None] * len(hashes)
+        shards = dict(zip(hashes, found, strict=True))
+        for verdict in batch:
+            if not verdict.answered:  # else it was late
+                of_chunk = shards[verdict.key.prefix_hash] or {}
+                self._tell(verdict, of_chunk.get(verdict.key.field))

@@ -1,0 +1,201 @@
+"""What a secondary tier has below vLLM's interface: stores, lookups, jobs, and vLLM's memory."""
+
+import os
+import socket
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from objkv.assembly.backends import check_backends, open_backends, open_room
+from objkv.assembly.seal import open_seal
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.lookup import LookupLimits
+from objkv.config import Config
+from objkv.connector.tier.jobs import JobLimits, Part, TierJobs
+from objkv.connector.tier.lookup import TierLookups
+from objkv.connector.tier.rows import RowForm, RowOutcome, Rows, chunk_key
+from objkv.errors import StoreError
+from objkv.keys.identity import identity_path
+from objkv.telemetry import Recorder
+
+_SAVES_AT_ONCE = 4
+"""Chunks that one thread saves one after the other, having asked once which are stored."""
+_NEAR_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class TierStore:
+    """All methods belong to the scheduler's thread, and only ``close`` waits. The constructor
+    raises ``ConfigError``."""
+
+    def __init__(
+        self,
+        config: Config,
+        form: RowForm,
+        memory: memoryview,
+        recorder: Recorder,
+        *,
+        queue_max: int,
+    ) -> None:
+        """
+        Args:
+            memory: ``[rows * row_bytes]`` uint8, vLLM's own: touched for jobs only, and released
+                by ``close``.
+            queue_max: chunks that wait, in either direction.
+        """
+        self._config = config
+        self._form = form
+        self._memory = memory
+        self._recorder = recorder
+        self._backends = open_backends(config, recorder)
+        check_backends(self._backends, config)
+        writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
+        settings = CacheSettings(
+            writer,
+            config.ttl_s,
+            config.lease_ms,
+            config.hot_payload_bytes_max,
+            config.hot_save_bytes_max,
+            config.hot_promote_loads,
+            config.hot_promote_bytes_max,
+        )
+        self._index = self._backends.index
+        self._cache = ChunkCache(
+            self._backends.bulk,
+            self._backends.hot,
+            self._index,
+            settings,
+            recorder,
+            room=open_room(config, self._backends, recorder),
+            seal=open_seal(config),
+        )
+        codec = config.codec if config.codec != "auto" or _is_far(config) else "none"
+        self._rows = Rows(self._cache, form, recorder, codec=codec, writer=writer)
+        self.lookups = TierLookups(
+            self._index,
+            recorder,
+            LookupLimits(
+                config.lookup_deadline_ms / 1000,
+                config.lookup_queue_max,
+                age_max_s=config.near_ttl_ms / 1000,
+            ),
+        )
+        load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000
+        self.loads = TierJobs(
+            "load", self._load, JobLimits(config.load_threads, queue_max, load_s), recorder
+        )
+        self.saves = TierJobs(
+            "save",
+            self._save,
+            JobLimits(config.save_threads, queue_max, save_s, _SAVES_AT_ONCE),
+            recorder,
+        )
+
+    def announce(self, namespace: str, document: bytes) -> bool:
+        """Store an identity document in the background; False if there is no room to try."""
+        if self._config.role == "reader":
+            return True
+        bulk = self._backends.bulk
+
+        def put() -> None:
+            bulk.put_if_absent(identity_path(namespace), document)
+
+        return self.lookups.submit(put)
+
+    def touch(self, namespace: str, keys: tuple[bytes, ...]) -> None:
+        """Chunks were used: they are to live on."""
+        hashes = [chunk_key(namespace, key).prefix_hash for key in keys]
+        ttl_s = self._config.ttl_s
+        self.lookups.submit(lambda: self._index.touch(namespace, hashes, ttl_s=ttl_s))
+
+    def give_up(self) -> None:
+        """End all jobs; nobody touches vLLM's memory for them any more."""
+        self.loads.give_up()
+        self.saves.give_up()
+
+    def close(self) -> None:
+        """Save what is queued within ``drain_deadline_ms``, then stop. Idempotent."""
+        self.loads.give_up()
+        self.saves.close(self._config.drain_deadline_ms / 1000)
+        self.loads.close(0.0)
+        self._memory.release()
+        self.lookups.close()
+        self._cache.close(0.0)
+        self._backends.close()
+
+    def __repr__(self) -> str:
+        return f"<TierStore {self.loads!r}, {self.saves!r}, {self.lookups!r}>"
+
+    def _load(self, part: Part) -> None:
+        """Notes what was found gone."""
+        for key, row, record in part.entries:
+
+            def copy(pages: np.ndarray, row: int = row) -> bool:
+                with part.touch() as allowed:
+                    if allowed:
+                        self._write(row, pages)
+                    return allowed
+
+            if record is None:  # not found, or not asked for
+                continue
+            outcome = self._rows.load(part.namespace, key, record, copy)
+            if outcome is RowOutcome.LOADED:
+                part.finish(key)
+            elif outcome is RowOutcome.GONE:
+                part.note(key)
+
+    def _save(self, part: Part) -> None:
+        """Notes what is stored for certain. A reader stores nothing."""
+        if self._config.role == "reader":
+            for entry in part.entries:
+                part.finish(entry.key)
+            return
+        stored = self._stored(part)
+        for key, row, _ in part.entries:
+
+            def copy(pages: np.ndarray, row: int = row) -> bool:
+                with part.touch() as allowed:
+                    if allowed:
+                        self._read(row, pages)
+                    return allowed
+
+            outcome = RowOutcome.STORED
+            if key not in stored:
+                outcome = self._rows.save(part.namespace, key, copy)
+            if outcome is RowOutcome.STORED:
+                part.note(key)
+            if outcome is not RowOutcome.UNWANTED:
+                part.finish(key)
+
+    def _stored(self, part: Part) -> set[bytes]:
+        """What needs no saving; none where the index does not say."""
+        keys = {entry.key: chunk_key(part.namespace, entry.key) for entry in part.entries}
+        hashes = [key.prefix_hash for key in keys.values()]
+        fields = sorted({key.field for key in keys.values()})
+        try:
+            found = self._index.find(part.namespace, hashes, fields)
+        except StoreError:
+            self._recorder.count("tier_lookup_errors")
+            return set()
+        stored = {
+            key
+            for (key, named), shards in zip(keys.items(), found, strict=True)
+            if shards is not None and named.field in shards
+        }
+        self._recorder.count("tier_save_existed", len(stored))
+        return stored
+
+    # No view of vLLM's memory may outlive these two: it could not be unmapped.
+
+    def _read(self, row: int, pages: np.ndarray) -> None:
+        size = self._form.row_bytes
+        np.copyto(pages, np.frombuffer(self._memory, np.uint8, size, row * size))
+
+    def _write(self, row: int, pages: np.ndarray) -> None:
+        size = self._form.row_bytes
+        np.copyto(np.frombuffer(self._memory, np.uint8, size, row * size), pages)
+
+
+def _is_far(config: Config) -> bool:
+    """Whether payloads cross a network, where compressing them may pay."""
+    host = urlsplit(config.s3_endpoint_url or "").hostname
+    return config.bulk_url.startswith("s3:") and host not in _NEAR_HOSTS

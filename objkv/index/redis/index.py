@@ -1,0 +1,459 @@
+"""An index in Redis or Valkey (6.2 or newer, also clustered), shared by a fleet.
+
+Layout, commands and access rights are specified in ``docs/indexes.md``. No module commands are
+used, and every key but the one of the totals has a time to live.
+"""
+
+import os
+import re
+import ssl
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import Any
+
+import redis
+from redis import exceptions
+
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage
+from objkv.index.fields import decode_shard, encode_shard, is_shard_field, shards_of
+from objkv.index.redis.find import Finder
+from objkv.index.redis.scripts import DROP, FORGET, LEASE, PIN, PUBLISH, RELEASE, TOUCH, Script
+from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+
+# How much is stored, in Redis: running totals in one hash that all processes of a fleet add to.
+#
+# A process adds up what its own saves change, and tells the server every few seconds, together
+# with a command that it sends anyway: no save waits for it, and a thousand replicas write the one
+# key some hundred times a second. What a killed process had not told is lost until the totals are
+# counted again.
+
+Command = tuple[str | bytes | int, ...]
+_TELL_S = 5.0
+"""Kept back for so long at most, as long as something is saved at all."""
+_TOTAL = re.compile(rb"([^:]+):(nbytes|payloads|counted)")
+_NUMBER = re.compile(rb"-?[0-9]{1,18}")
+
+
+class Totals:
+    """What this process changed and has not told yet. Thread-safe."""
+
+    def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
+        self._clock = clock
+        self._lock = Lock()
+        self._pending: defaultdict[str, int] = defaultdict(int)
+        self._due_s = clock() + _TELL_S
+        self._process = os.getpid()
+
+    def add(self, namespace: str, prefix_hash: bytes, nbytes: int, payloads: int) -> None:
+        """Count what was published (or, below zero, removed)."""
+        if prefix_hash == SHAPES_HASH:
+            return
+        with self._lock:
+            self._pending[f"{namespace}:nbytes"] += nbytes
+            self._pending[f"{namespace}:payloads"] += payloads
+
+    def take(self, *, early: bool = False) -> dict[str, int]:
+        """What is to be told now, by field; empty unless it is time, or ``early``."""
+        now = self._clock()
+        with self._lock:
+            self._leave_to_parent()
+            if not early and now < self._due_s:
+                return {}
+            taken = {field: change for field, change in self._pending.items() if change}
+            self._pending.clear()
+            self._due_s = now + _TELL_S
+        return taken
+
+    def take_of(self, namespace: str) -> dict[str, int]:
+        """What there is to be told of ``namespace``, by field: for who tells it otherwise."""
+        fields = f"{namespace}:nbytes", f"{namespace}:payloads"
+        with self._lock:
+            self._leave_to_parent()
+            return {field: self._pending.pop(field, 0) for field in fields}
+
+    def commands(self, taken: Mapping[str, int]) -> list[Command]:
+        """What tells it."""
+        return [("HINCRBY", self.key, field, change) for field, change in taken.items()]
+
+    def put_back(self, taken: Mapping[str, int]) -> None:
+        """What could not be told, for the next time. Some of it may have arrived after all: the
+        totals then say more than there is, never less."""
+        with self._lock:
+            for field, change in taken.items():
+                self._pending[field] += change
+
+    def _leave_to_parent(self) -> None:
+        if self._process != os.getpid():  # a fork's: the parent tells these
+            self._process = os.getpid()
+            self._pending.clear()
+
+
+def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:
+    """What ``HGETALL`` of the totals answered; what no objkv wrote is left out."""
+    numbers: dict[str, dict[bytes, int]] = defaultdict(dict)
+    for field, value in reply.items():
+        match = _TOTAL.fullmatch(field)
+        if match and _NUMBER.fullmatch(value):
+            numbers[match[1].decode("utf-8", "replace")][match[2]] = int(value)
+    found = []
+    for namespace, of in sorted(numbers.items()):
+        nbytes, payloads = max(0, of.get(b"nbytes", 0)), max(0, of.get(b"payloads", 0))
+        if nbytes or payloads:
+            found.append(Usage(namespace, nbytes, payloads, of.get(b"counted", 0)))
+    return found
+
+
+def replaced(key: str, usage: Usage) -> Command:
+    """The command that replaces a namespace's totals; it forgets one that holds nothing."""
+    name = usage.namespace
+    if not usage.payloads:
+        return ("HDEL", key, f"{name}:nbytes", f"{name}:payloads", f"{name}:counted")
+    numbers = (f"{name}:nbytes", usage.nbytes, f"{name}:payloads", usage.payloads)
+    return ("HSET", key, *numbers, f"{name}:counted", usage.counted_s)
+
+
+# What Redis's errors are to whoever uses the index, and what to do about them.
+
+# By word where the class does not tell: inside a script, servers wrap the error's own first word.
+_LATER_WORDS = re.compile(
+    r"\b(LOADING|MASTERDOWN|NOREPLICAS|BUSY|MISCONF|READONLY|CLUSTERDOWN|TRYAGAIN|MOVED|ASK)\b"
+)
+_LATER = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ClusterError,
+    exceptions.AskError,
+    exceptions.TryAgainError,
+    exceptions.ReadOnlyError,
+    # Raised while no node of a cluster can be reached; not a RedisError.
+    exceptions.RedisClusterException,
+)
+_LOGIN_WORDS = re.compile(r"\b(NOAUTH|WRONGPASS|DENIED)\b")
+_LOGIN = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+)
+_RIGHTS_WORDS = re.compile(
+    r"\bNOPERM\b|ACL failure in script|can't run this command|can't access at least one"
+)
+
+
+@contextmanager
+def translated(verb: str) -> Iterator[None]:
+    """Raise redis-py's exceptions as a ``StoreError`` that says who can act."""
+    try:
+        yield
+    except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
+        kind, words = _meaning(exc)
+        raise kind(f"redis index, {verb}: {words}") from exc
+
+
+def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
+    """What ``exc`` is to objkv, and its words with what to fix."""
+    words = str(exc) or type(exc).__name__
+    chain = list(_chain(exc))
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
+        fix = "set redis_ca_file to the PEM file that signs the server's certificate"
+        return StoreDenied, f"{words}: {fix}"
+    if any(isinstance(c, exceptions.NoPermissionError) for c in chain) or _RIGHTS_WORDS.search(
+        words
+    ):
+        fix = "give the user the rights that objkv access prints, or set role to those it has"
+        return StoreDenied, f"{words}: {fix}"
+    if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
+        return StoreDenied, f"{words}: check redis_username and redis_password"
+    if "Cluster mode is not enabled" in words:
+        return StoreDenied, f"{words}: index_url should begin with redis:// or rediss://"
+    if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
+        fix = "raise the server's maxmemory, or let it evict: maxmemory-policy volatile-lru"
+        return StoreUnavailable, f"{words}: {fix}"
+    if isinstance(exc, exceptions.MovedError):
+        fix = "a cluster's index_url begins with redis+cluster:// or rediss+cluster://"
+        return StoreUnavailable, f"{words}: {fix}"
+    if isinstance(exc, _LATER) or _LATER_WORDS.search(words):
+        return StoreUnavailable, words
+    return StoreError, words
+
+
+def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+    while exc is not None:
+        yield exc
+        exc = exc.__cause__ or exc.__context__
+
+
+Client = redis.Redis | redis.RedisCluster
+_SCAN_KEYS = 1_000
+_FIELDS_READ_MAX = 8 * FIELDS_MAX
+"""Of the record of shapes; no fleet has so many, forgotten ones included."""
+_TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
+
+
+class RedisIndex:
+    """Implements ``PruneIndex``. Owns ``client``, which must answer bytes (no decoding).
+
+    Every key begins with ``<prefix>:``. Deadlines are the client's own; ``clock`` (seconds since
+    the epoch) only dates touches, what expires is decided by the server.
+    """
+
+    def __init__(
+        self, client: Client, *, prefix: str = "objkv", clock: Callable[[], float] = time.time
+    ) -> None:
+        assert re.fullmatch(r"[A-Za-z0-9._-]+", prefix)
+        self._client = client
+        self._prefix = prefix
+        self._clock = clock
+        self._finder = Finder(client)
+        self._totals = Totals(f"{prefix}:u:totals")
+        self._key = re.compile(
+            rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
+        )
+
+    def __repr__(self) -> str:
+        return f"<RedisIndex {self._prefix}:*>"
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        """See ``ReadIndex``; replicas ask for the shapes themselves, so they look at its size
+        first."""
+        if SHAPES_HASH in prefix_hashes and not self._has_few_fields(namespace, SHAPES_HASH):
+            others = [one for one in prefix_hashes if one != SHAPES_HASH]
+            found = dict(zip(others, self.lookup(namespace, others), strict=True))
+            return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
+        replies = self._pipelined(
+            [("HGETALL", self._chunk(namespace, prefix_hash)) for prefix_hash in prefix_hashes]
+        )
+        now = self._clock()
+        return [
+            _record(prefix_hash, reply, now)
+            for prefix_hash, reply in zip(prefix_hashes, replies, strict=True)
+        ]
+
+    def _has_few_fields(self, namespace: str, prefix_hash: bytes) -> bool:
+        (reply,) = self._pipelined([("HLEN", self._chunk(namespace, prefix_hash))])
+        if not isinstance(reply, Exception):
+            return int(reply) <= _FIELDS_READ_MAX
+        if str(reply).startswith("WRONGTYPE"):
+            return False
+        with translated("lookup"):
+            raise reply
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        """See ``ReadIndex``; reads these fields only, the rest of a record it neither asks for nor
+        judges."""
+        found = None
+        if prefix_hashes and fields:
+            with translated("find"):
+                found = self._finder.find(f"{self._prefix}:i:{namespace}:", prefix_hashes, fields)
+        if found is None:
+            return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
+        return found
+
+    def scan(self, namespace: str) -> Iterator[Record]:
+        """See ``ReadIndex``; walks all keys of the server, in batches."""
+        batch: list[bytes] = []
+        for found, prefix_hash in self._keys(f"{self._prefix}:i:{namespace}:*"):
+            if found != namespace:
+                continue
+            batch.append(prefix_hash)
+            if len(batch) == _SCAN_KEYS:
+                yield from filter(None, self.lookup(namespace, batch))
+                batch = []
+        yield from filter(None, self.lookup(namespace, batch))
+
+    def namespaces(self) -> list[str]:
+        """See ``ReadIndex``; walks all keys of the server.
+
+        There is no list of namespaces to read instead: it would be one key that every save of
+        the fleet writes, and it would go on naming what has expired.
+        """
+        return sorted({namespace for namespace, _ in self._keys(f"{self._prefix}:i:*")})
+
+    def usage(self) -> list[Usage]:
+        """See ``ReadIndex``; running totals. Other processes may keep back what they changed in
+        the last seconds."""
+        told = self._totals.take(early=True)
+        [reply] = self._telling(told, ("HGETALL", self._totals.key))
+        if isinstance(reply, Exception):
+            with translated("usage"):
+                raise reply
+        return read_totals(reply)
+
+    def check(self) -> None:
+        """See ``ReadIndex``; runs a script, which needs most of the rights that objkv needs."""
+        self._run("check", RELEASE, f"{self._prefix}:l:check", "nobody")
+
+    def close(self) -> None:
+        """See ``ReadIndex``."""
+        with translated("close"):
+            if told := self._totals.take(early=True):
+                with suppress(StoreError):
+                    self._telling(told)
+            self._finder.close()
+            self._client.close()
+
+    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+        """See ``WriteIndex``."""
+        assert shards
+        assert all(is_shard_field(field) for field in shards)
+        args: list[str | bytes | int] = [ttl_s * 1000]
+        args += ["parent", chunk.parent_hash.hex()]
+        args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
+        for field, shard in shards.items():
+            args += [field, encode_shard(shard)]
+        key = self._chunk(chunk.namespace, chunk.prefix_hash)
+        nbytes, payloads = self._run("publish", PUBLISH, key, *args)
+        self._totals.add(chunk.namespace, chunk.prefix_hash, nbytes, payloads)
+
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+        """See ``WriteIndex``; one pipelined round trip."""
+        keys = [self._chunk(namespace, prefix_hash) for prefix_hash in dict.fromkeys(prefix_hashes)]
+        args = (ttl_s * 1000, int(self._clock()))
+        replies = self._pipelined([TOUCH.known(key, *args) for key in keys])
+        unknown = [
+            TOUCH.told(key, *args)
+            for key, reply in zip(keys, replies, strict=True)
+            if isinstance(reply, exceptions.NoScriptError)
+        ]
+        for reply in [*replies, *self._pipelined(unknown)]:
+            if isinstance(reply, Exception) and not isinstance(reply, exceptions.NoScriptError):
+                with translated("touch"):
+                    raise reply
+
+    def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
+        """See ``WriteIndex``."""
+        key = self._chunk(namespace, prefix_hash)
+        gone = bool(self._run("forget", FORGET, key, field, encode_shard(expected)))
+        if gone:
+            self._totals.add(namespace, prefix_hash, -expected.nbytes, -1)
+        return gone
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        """See ``WriteIndex``; the holder's end is renewed."""
+        return bool(self._run("lease", LEASE, f"{self._prefix}:l:{name}", owner, ttl_ms))
+
+    def release(self, name: str, owner: str) -> None:
+        """See ``WriteIndex``."""
+        self._run("release", RELEASE, f"{self._prefix}:l:{name}", owner)
+
+    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
+        """See ``PruneIndex``."""
+        ttl_ms = max(ttl_s * 1000, int((until_s - self._clock()) * 1000))
+        return bool(self._run("pin", PIN, self._chunk(namespace, prefix_hash), until_s, ttl_ms))
+
+    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
+        """See ``PruneIndex``; also removes what is malformed."""
+        found, nbytes, payloads = self._run("drop", DROP, self._chunk(namespace, prefix_hash))
+        self._totals.add(namespace, prefix_hash, -nbytes, -payloads)
+        return bool(found)
+
+    def set_usage(self, usage: Usage) -> None:
+        """See ``PruneIndex``."""
+        counted = self._totals.take_of(usage.namespace)
+        run: Callable[..., object] = self._client.execute_command
+        try:
+            with translated("set usage"):
+                run(*replaced(self._totals.key, usage))
+        except StoreError:
+            self._totals.put_back(counted)
+            raise
+
+    def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
+        return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
+
+    def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> Any:
+        """What the script answers; in the same round trip, totals that are due are told."""
+        known, told = script.known(key, *args), self._totals.take()
+        with translated(verb):
+            run: Callable[..., object] = self._client.execute_command
+            try:
+                if not told:
+                    return run(*known)
+                [reply] = self._telling(told, known)
+                if isinstance(reply, Exception):
+                    raise reply
+                return reply
+            except exceptions.NoScriptError:
+                return run(*script.told(key, *args))
+
+    def _telling(self, told: Mapping[str, int], *commands: Command) -> list[Any]:
+        """What ``commands`` answered; totals go before them, and are put back if they fail."""
+        try:
+            replies = self._pipelined([*self._totals.commands(told), *commands])
+        except StoreError:
+            self._totals.put_back(told)
+            raise
+        pairs = zip(told.items(), replies, strict=False)
+        self._totals.put_back(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
+        return replies[len(told) :]
+
+    def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
+        """All replies, errors among them as values; one round trip, or one per cluster node."""
+        if not commands:
+            return []
+        with translated("pipeline"), self._client.pipeline(transaction=False) as pipeline:
+            queue: Callable[..., object] = pipeline.execute_command
+            for command in commands:
+                # By name, because the cluster's pipeline refuses the method ``evalsha``, although
+                # scripts of one key run anywhere.
+                queue(*command, **self._where(command))
+            return pipeline.execute(raise_on_error=False)
+
+    def _where(self, command: Command) -> dict[str, Any]:
+        """Names the cluster node of a script's key, for which redis-py 8.1 would otherwise ask a
+        server (``COMMAND GETKEYS``), one round trip for each command of a pipeline."""
+        if command[0] in ("EVAL", "EVALSHA") and isinstance(self._client, redis.RedisCluster):
+            find: Callable[[str], object] = self._client.get_node_from_key
+            node = find(str(command[3]))
+            return {"target_nodes": node} if node else {}
+        return {}
+
+    def _keys(self, pattern: str) -> Iterator[tuple[str, bytes]]:
+        with translated("scan"):
+            keys = self._client.scan_iter(match=pattern, count=_SCAN_KEYS)
+        while True:
+            with translated("scan"):
+                key = next(keys, None)
+            if key is None:
+                return
+            if match := self._key.fullmatch(key):
+                yield match[1].decode("utf-8", "replace"), bytes.fromhex(match[2].decode("ascii"))
+
+
+def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
+    """The record that ``HGETALL`` answered; None for none and for what no objkv wrote."""
+    if isinstance(reply, Exception):
+        if str(reply).startswith("WRONGTYPE"):
+            return None
+        with translated("lookup"):
+            raise reply
+    shards = {}
+    for name, value in reply.items():
+        if b"." in name and (shard := decode_shard(value)):
+            shards[name.decode("utf-8", "replace")] = shard
+    try:
+        tokens = _TOKENS.fullmatch(reply[b"tokens"])
+        parent_hash = bytes.fromhex(reply[b"parent"].decode("ascii"))
+        hits, touched_s = int(reply.get(b"hits", 0)), int(reply.get(b"touched", 0))
+        pinned_until_s = int(reply.get(b"pin", 0))
+    except (KeyError, ValueError):
+        return None
+    if not shards or tokens is None or len(parent_hash) != PREFIX_HASH_BYTES:
+        return None
+    return Record(
+        prefix_hash=prefix_hash,
+        parent_hash=parent_hash,
+        token_start=int(tokens[1]),
+        token_end=int(tokens[2]),
+        shards=shards,
+        hits=hits,
+        touched_s=touched_s,
+        pinned_until_s=pinned_until_s if pinned_until_s > now else 0,
+    )

@@ -1,0 +1,1 @@
+"""``objkv audit``: figures, findings and costs of everything that is stored."""

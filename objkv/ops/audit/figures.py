@@ -1,0 +1,386 @@
+"""Figures of an audit by namespace, tenant and depth, and all together, from the chunks' tables."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar
+
+from objkv.ops.audit.identities import Facts
+from objkv.ops.audit.report import (
+    AgeBucket,
+    AgesAudit,
+    CostAudit,
+    DepthAudit,
+    GrowthAudit,
+    GrowthDay,
+    NamespaceAudit,
+    Prices,
+    TenantAudit,
+    TenantCost,
+    Totals,
+)
+from objkv.ops.audit.spool import Spool
+
+T = TypeVar("T", int, float)
+DEPTHS_ALONE = 64
+"""Depths that are told one by one."""
+_BY_NAMESPACE = """
+SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(payloads),
+  sum(CASE WHEN start IS NOT NULL THEN ends - start END),
+  sum(start IS NULL), sum(nbytes), sum(hits), sum(hits > 0),
+  sum(CASE WHEN hits = 0 THEN nbytes END), sum(CASE WHEN pinned THEN 1 ELSE 0 END),
+  min(oldest_s), max(newest_s), max(touched_s), sum(has_record), sum(raw_bytes),
+  sum(recorded_bytes), sum(hot_payloads), sum(hot_bytes),
+  total(hits * cold_payloads * 2592000.0 / max(? - oldest_s, 86400))
+FROM temp.chunks GROUP BY ns
+"""
+_BY_DEPTH = """
+SELECT start / (ends - start) AS depth, count(*), sum(ends - start), sum(nbytes), sum(hits),
+  sum(hits > 0), sum(kids > 1), sum(kids = 0)
+FROM temp.chunks WHERE ns = ? AND start IS NOT NULL GROUP BY depth ORDER BY depth
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFigures:
+    """What the tables tell of one namespace."""
+
+    name: str
+    roots: int = 0
+    chunks: int = 0
+    payloads: int = 0
+    known_tokens: int | None = None
+    unknown_chunks: int = 0
+    """Chunks whose length is not known."""
+    nbytes: int = 0
+    hits: int | None = None
+    used_chunks: int | None = None
+    unused_bytes: int | None = None
+    pinned: int = 0
+    oldest_s: int | None = None
+    newest_s: int | None = None
+    last_used_s: int | None = None
+    records: int = 0
+    raw_bytes: int | None = None
+    recorded_bytes: int | None = None
+    hot_payloads: int = 0
+    hot_bytes: int = 0
+    gets_month: float = 0.0
+
+    def tokens(self, chunk_tokens: int | None) -> int | None:
+        """Of all chunks: those of unknown length are ``chunk_tokens`` long."""
+        if self.unknown_chunks and chunk_tokens is None:
+            return self.known_tokens
+        return (self.known_tokens or 0) + self.unknown_chunks * (chunk_tokens or 0)
+
+
+def figures(spool: Spool, now_s: float) -> dict[str, NamespaceFigures]:
+    """By namespace. Memory: some hundred bytes each."""
+    names = namespace_names(spool)
+    found = {}
+    for ns, *values in spool.rows(_BY_NAMESPACE, (int(now_s),)):
+        has_hits = values[6] is not None
+        values[8] = (values[8] or 0) if has_hits else None
+        values[12] = values[12] or None
+        found[names[ns]] = NamespaceFigures(names[ns], *values)
+    return found
+
+
+def namespace_names(spool: Spool) -> dict[int, str]:
+    """The namespaces by the numbers that stand for them."""
+    return {int(ns): str(name) for ns, name in spool.rows("SELECT id, name FROM namespaces")}
+
+
+def namespace_audits(
+    found: Mapping[str, NamespaceFigures],
+    facts: Mapping[str, Facts | None],
+    wrong: Mapping[tuple[str, str], int],
+    *,
+    has_index: bool,
+) -> tuple[NamespaceAudit, ...]:
+    """Largest first. ``facts``: None of namespaces that only the index knows; ``wrong``: how many
+    findings there are of a kind in a namespace."""
+    audits = []
+    for name in sorted({*found, *facts}):
+        one, fact = found.get(name, NamespaceFigures(name)), facts.get(name)
+        known = fact is not None and fact.namespace.is_known
+        audits.append(
+            NamespaceAudit(
+                namespace=name,
+                model=fact.model if fact else None,
+                tenant=fact.tenant if fact else None,
+                kv_dtype=fact.kv_dtype if fact else None,
+                chunk_tokens=fact.chunk_tokens if fact else None,
+                weights_epoch=fact.namespace.weights_epoch if fact and known else None,
+                is_known=known,
+                problem=fact.problem if fact else "the bulk store has no folder of it",
+                roots=one.roots,
+                chunks=one.chunks,
+                payloads=one.payloads,
+                tokens=one.tokens(fact.chunk_tokens if fact else None),
+                nbytes=one.nbytes,
+                hits=one.hits if has_index else None,
+                used_chunks=one.used_chunks if has_index else None,
+                unused_bytes=one.unused_bytes if has_index else None,
+                pinned=one.pinned,
+                oldest_s=one.oldest_s,
+                newest_s=one.newest_s,
+                last_used_s=one.last_used_s if has_index else None,
+                ghosts=wrong.get(("ghost", name), 0),
+                orphans=wrong.get(("orphan", name), 0) + wrong.get(("expired", name), 0),
+                corrupt=wrong.get(("corrupt", name), 0),
+                strangers=wrong.get(("stranger", name), 0),
+                expired=wrong.get(("expired", name), 0),
+            )
+        )
+    return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.namespace)))
+
+
+def tenant_audits(
+    namespaces: Sequence[NamespaceAudit], quota_bytes: int
+) -> tuple[TenantAudit, ...]:
+    """Largest first."""
+    groups: defaultdict[str | None, list[NamespaceAudit]] = defaultdict(list)
+    for one in namespaces:
+        groups[one.tenant].append(one)
+    audits = [
+        TenantAudit(
+            tenant=tenant,
+            namespaces=len(group),
+            roots=sum(one.roots for one in group),
+            chunks=sum(one.chunks for one in group),
+            payloads=sum(one.payloads for one in group),
+            tokens=added(one.tokens for one in group),
+            nbytes=sum(one.nbytes for one in group),
+            quota_bytes=quota_bytes if quota_bytes and tenant is not None else None,
+            hits=added(one.hits for one in group),
+            used_chunks=added(one.used_chunks for one in group),
+            unused_bytes=added(one.unused_bytes for one in group),
+            oldest_s=least(one.oldest_s for one in group),
+            newest_s=most(one.newest_s for one in group),
+            last_used_s=most(one.last_used_s for one in group),
+        )
+        for tenant, group in groups.items()
+    ]
+    return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.tenant or "")))
+
+
+def totals(
+    namespaces: Sequence[NamespaceAudit],
+    found: Mapping[str, NamespaceFigures],
+    *,
+    has_index: bool,
+) -> Totals:
+    """Of all namespaces."""
+    every = list(found.values())
+    return Totals(
+        namespaces=len(namespaces),
+        tenants=len({one.tenant for one in namespaces if one.tenant is not None}),
+        roots=sum(one.roots for one in namespaces),
+        chunks=sum(one.chunks for one in namespaces),
+        payloads=sum(one.payloads for one in namespaces),
+        tokens=added(one.tokens for one in namespaces),
+        nbytes=sum(one.nbytes for one in namespaces),
+        raw_bytes=added(one.raw_bytes for one in every),
+        recorded_bytes=added(one.recorded_bytes for one in every),
+        hot_payloads=sum(one.hot_payloads for one in every) if has_index else None,
+        hot_bytes=sum(one.hot_bytes for one in every) if has_index else None,
+        records=sum(one.records for one in every) if has_index else None,
+        pinned=sum(one.pinned for one in every),
+        hits=added(one.hits for one in namespaces),
+        used_chunks=added(one.used_chunks for one in namespaces),
+        unused_bytes=added(one.unused_bytes for one in namespaces),
+        oldest_s=least(one.oldest_s for one in namespaces),
+        newest_s=most(one.newest_s for one in namespaces),
+        last_used_s=most(one.last_used_s for one in namespaces),
+    )
+
+
+def depth_audits(
+    spool: Spool, namespaces: Sequence[NamespaceAudit], *, has_index: bool
+) -> tuple[DepthAudit, ...]:
+    """By namespace, in the order of these, and depth."""
+    numbers = {name: ns for ns, name in namespace_names(spool).items()}
+    audits: list[DepthAudit] = []
+    for name in (one.namespace for one in namespaces if one.namespace in numbers):
+        buckets: dict[int, list[int]] = {}
+        for depth, *values in spool.rows(_BY_DEPTH, (numbers[name],)):
+            bucket = buckets.setdefault(_bucket(depth), [0] * len(values))
+            for place, value in enumerate(values):
+                bucket[place] += value or 0
+        for depth, (chunks, tokens, nbytes, hits, used, branches, leaves) in buckets.items():
+            audits.append(
+                DepthAudit(
+                    namespace=name,
+                    depth=depth,
+                    depth_end=depth + 1 if depth < DEPTHS_ALONE else 2 * depth,
+                    chunks=chunks,
+                    tokens=tokens,
+                    nbytes=nbytes,
+                    hits=hits if has_index else None,
+                    used_chunks=used if has_index else None,
+                    branches=branches,
+                    leaves=leaves,
+                )
+            )
+    return tuple(audits)
+
+
+def _bucket(depth: int) -> int:
+    return depth if depth < DEPTHS_ALONE else 1 << (depth.bit_length() - 1)
+
+
+def added(values: Iterable[T | None]) -> T | None:
+    """Their sum, of those that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known else None
+
+
+def least(values: Iterable[int | None]) -> int | None:
+    """The least that is known."""
+    return min((value for value in values if value is not None), default=None)
+
+
+def most(values: Iterable[int | None]) -> int | None:
+    """The most that is known."""
+    return max((value for value in values if value is not None), default=None)
+
+
+# Ages, growth and cost of what an audit has seen.
+
+LIST_PRICES = Prices(gb_month=0.023, per_1000_puts=0.005, per_1000_gets=0.0004)
+"""S3 Standard, us-east-1, as of November 2026."""
+_DAY_S = 86_400
+_DAYS_MAX = 400
+_WEEK = 7
+_MONTH_DAYS = 30
+_GB = 1e9
+_AGE_STARTS_S = (0, 3_600, 6 * 3_600, _DAY_S, 3 * _DAY_S, 7 * _DAY_S, 30 * _DAY_S, 90 * _DAY_S)
+_PAYLOAD_DAYS = """
+SELECT modified_s / 86400 AS day, count(*), sum(nbytes) FROM main.payloads GROUP BY day
+"""
+_CHUNK_DAYS = "SELECT oldest_s / 86400 AS day, count(*) FROM temp.chunks GROUP BY day"
+_DAY_PAYLOADS = """
+SELECT ns, count(*) FROM main.payloads WHERE modified_s / 86400 = ? GROUP BY ns
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What costs are computed from, besides what is stored."""
+
+    prices: Prices
+    now_s: float
+    has_index: bool
+    """Whether hits are counted."""
+
+
+def read_ages(spool: Spool, now_s: float, *, has_index: bool) -> AgesAudit:
+    """How old chunks are, and how long ago they were used."""
+    never = None, None
+    if has_index:
+        counted = "SELECT count(*), ifnull(sum(nbytes), 0) FROM temp.chunks WHERE hits = 0"
+        never = spool.some(counted)[0]
+    return AgesAudit(
+        age=_buckets(spool, "newest_s", now_s),
+        last_use=_buckets(spool, "touched_s", now_s) if has_index else (),
+        never_used_chunks=never[0],
+        never_used_bytes=never[1],
+    )
+
+
+def _buckets(spool: Spool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
+    bounds = [*zip(_AGE_STARTS_S, (*_AGE_STARTS_S[1:], None), strict=True)]
+    # A chunk that seems to come from the future is as young as any.
+    cases = " ".join(
+        f"WHEN {column} > {int(now_s) - end} THEN {number}"
+        for number, (_, end) in enumerate(bounds)
+        if end is not None
+    )
+    statement = (
+        f"SELECT CASE {cases} ELSE {len(bounds) - 1} END AS bucket, count(*), sum(nbytes) "  # noqa: S608  # numbers of ours
+        f"FROM temp.chunks WHERE {column} > 0 GROUP BY bucket"
+    )
+    found = {bucket: (chunks, nbytes) for bucket, chunks, nbytes in spool.rows(statement)}
+    return tuple(
+        AgeBucket(start, end, *found.get(number, (0, 0)))
+        for number, (start, end) in enumerate(bounds)
+    )
+
+
+def read_growth(spool: Spool, now_s: float) -> GrowthAudit:
+    """By day, UTC."""
+    today = int(now_s) // _DAY_S
+    found: dict[int, list[int]] = {}
+    for day, payloads, nbytes in spool.rows(_PAYLOAD_DAYS):
+        row = found.setdefault(min(max(day, 0), today), [0, 0, 0])
+        row[1] += payloads
+        row[2] += nbytes
+    for day, chunks in spool.rows(_CHUNK_DAYS):
+        found.setdefault(min(max(day, 0), today), [0, 0, 0])[0] += chunks
+    if not found:
+        return GrowthAudit((), None, None, None)
+    first = max(min(found), today - _DAYS_MAX + 1)
+    days = tuple(
+        GrowthDay(_day(number), *found.get(number, (0, 0, 0))) for number in range(first, today + 1)
+    )
+    before = [found[number] for number in found if number < first]
+    whole = days[:-1][-_WEEK:]
+    return GrowthAudit(
+        days=days,
+        before=GrowthDay(_day(min(found)), *map(sum, zip(*before, strict=True)))
+        if before
+        else None,
+        bytes_per_day=sum(day.nbytes for day in whole) / len(whole) if whole else None,
+        payloads_per_day=float(whole[-1].payloads) if whole else None,
+    )
+
+
+def _day(number: int) -> str:
+    return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=number)).date().isoformat()
+
+
+def read_cost(
+    spool: Spool,
+    namespaces: Sequence[NamespaceAudit],
+    found: Mapping[str, NamespaceFigures],
+    growth: GrowthAudit,
+    basis: Basis,
+) -> CostAudit:
+    """What all this costs in a month, and each tenant's part of it."""
+    prices, now_s, has_index = basis.prices, basis.now_s, basis.has_index
+    names = namespace_names(spool)
+    yesterday = int(now_s) // _DAY_S - 1
+    puts = Counter({names[ns]: count for ns, count in spool.rows(_DAY_PAYLOADS, (yesterday,))})
+    by_tenant: dict[str | None, list[float]] = {}
+    gets = 0.0
+    for one in namespaces:
+        figures = found.get(one.namespace)
+        loads = figures.gets_month if figures and has_index else 0.0
+        gets += loads
+        cost = by_tenant.setdefault(one.tenant, [0.0, 0.0])
+        cost[0] += one.nbytes / _GB * prices.gb_month
+        cost[1] += loads / 1000 * prices.per_1000_gets
+        cost[1] += _MONTH_DAYS * puts[one.namespace] / 1000 * prices.per_1000_puts
+    tenants = [
+        TenantCost(name, storage=kept, requests=asked, month=kept + asked)
+        for name, (kept, asked) in by_tenant.items()
+    ]
+    storage = sum(one.storage for one in tenants)
+    requests = sum(one.requests for one in tenants)
+    more = growth.bytes_per_day
+    unused = added(one.unused_bytes for one in namespaces) if has_index else None
+    return CostAudit(
+        prices=prices,
+        storage=storage,
+        puts=float(_MONTH_DAYS * puts.total()),
+        gets=gets if has_index else None,
+        requests=requests,
+        month=storage + requests,
+        next_month=None
+        if more is None
+        else storage + requests + _MONTH_DAYS * more / _GB * prices.gb_month,
+        unused=None if unused is None else unused / _GB * prices.gb_month,
+        tenants=tuple(sorted(tenants, key=lambda one: (-one.month, one.tenant or ""))),
+    )

@@ -1,0 +1,370 @@
+"""What an audit's walk has seen, in an SQLite file beside the cache: memory stays small however
+much is stored, and a walk that was interrupted goes on where it ended.
+
+The file is removed once a report has told all of it. An unfinished one holds prefix hashes and
+sizes, no tokens; after a day it is begun anew.
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+from typing import Any, Literal
+
+from objkv.errors import ConfigError
+from objkv.index.base import Record
+from objkv.keys.chunk import ChunkKey
+from objkv.ops.audit.report import FindingKind
+from objkv.ops.backends_view import record_keys
+from objkv.stores.base import Entry
+
+AGE_MAX_S = 24 * 3600.0
+"""What was seen longer ago is looked at again."""
+_FORMAT = 1
+_CACHE_KIB = 8 << 10
+"""Of pages that SQLite keeps in memory, for what was seen and for what is computed from it."""
+_TOKEN_END_MAX = 1 << 40
+_HITS_MAX = 1 << 32
+_BYTES_MAX = 1 << 40
+"""What records say beyond these is a lie, and its sum might not fit."""
+_TABLES = """
+CREATE TABLE about (format INTEGER, begun_s REAL);
+CREATE TABLE done (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE payloads (ns INTEGER, hash BLOB, field TEXT, nbytes INTEGER, modified_s INTEGER,
+  PRIMARY KEY (ns, hash, field)) WITHOUT ROWID;
+CREATE TABLE records (ns INTEGER, hash BLOB, parent BLOB, token_start INTEGER, token_end INTEGER,
+  hits INTEGER, touched_s INTEGER, pinned INTEGER, PRIMARY KEY (ns, hash)) WITHOUT ROWID;
+CREATE TABLE shards (ns INTEGER, hash BLOB, field TEXT, nbytes INTEGER, raw_bytes INTEGER,
+  hot INTEGER, created_s INTEGER, PRIMARY KEY (ns, hash, field)) WITHOUT ROWID;
+CREATE TABLE found (kind TEXT, ns INTEGER, key TEXT, nbytes INTEGER, modified_s INTEGER,
+  detail TEXT, PRIMARY KEY (kind, key)) WITHOUT ROWID;
+"""
+_REMOVE = {
+    "payloads": "DELETE FROM payloads WHERE ns = ? AND hash = ? AND field = ?",
+    "shards": "DELETE FROM shards WHERE ns = ? AND hash = ? AND field = ?",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the index, or a payload's own header, tells of a chunk."""
+
+    namespace: str
+    record: Record
+    has_hits: bool
+    """Whether hits are counted at all where this comes from."""
+
+
+class Spool:
+    """Safe from many threads; ``rows`` for one. Raises ``ConfigError`` where the disk is full."""
+
+    def __init__(
+        self,
+        file: Path | None,
+        *,
+        restart: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``file``: made if there is none, and emptied to ``restart``. None, or a file that another
+        audit has open: one that nobody can go on from."""
+        self.is_told = False
+        """Whether a report has told all of it: then nothing is kept."""
+        self._restart = restart
+        self._lock = RLock()
+        self._clock = clock
+        self._names: dict[str, int] = {}
+        self._file = file
+        self._db = self._open()
+        with self._translated():
+            self.done = {str(name) for (name,) in self._db.execute("SELECT name FROM done")}
+            self.begun_s = float(self._db.execute("SELECT begun_s FROM about").fetchone()[0])
+            """When its walk began, be it in an earlier run."""
+        self.resumed = bool(self.done)
+        """Whether an earlier walk is continued."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a later run can go on from here."""
+        return self._file is not None
+
+    def namespace(self, name: str) -> int:
+        """The number that stands for ``name``."""
+        with self._lock, self._translated():
+            if name not in self._names:
+                self._db.execute("INSERT OR IGNORE INTO namespaces (name) VALUES (?)", (name,))
+                found = self._db.execute("SELECT id FROM namespaces WHERE name = ?", (name,))
+                self._names[name] = int(found.fetchone()[0])
+            return self._names[name]
+
+    def add_payloads(self, payloads: Iterable[tuple[ChunkKey, Entry]]) -> None:
+        """These are in the bulk store. To add one twice is to add it once."""
+        rows = [
+            (self.namespace(k.namespace), k.prefix_hash, k.field, e.nbytes, int(e.modified_s))
+            for k, e in payloads
+        ]
+        self._write("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?)", rows)
+
+    def add_records(self, told: Iterable[Told]) -> None:
+        """This is told of chunks; what cannot be true is left out."""
+        records, shards = [], []
+        for one in told:
+            ns, record = self.namespace(one.namespace), one.record
+            start, end = record.token_start, record.token_end
+            is_sane = 0 <= start < end <= _TOKEN_END_MAX
+            hits = min(max(0, record.hits), _HITS_MAX) if one.has_hits else None
+            used_s = min(max(0, record.touched_s), _TOKEN_END_MAX)
+            tokens = (start, end) if is_sane else (None, None)
+            key = (ns, record.prefix_hash)
+            records.append((*key, record.parent_hash, *tokens, hits, used_s, int(record.pinned)))
+            for chunk in record_keys(one.namespace, record):
+                shard = record.shards[chunk.field]
+                sizes = (min(shard.nbytes, _BYTES_MAX), min(shard.raw_bytes, _BYTES_MAX))
+                made_s = min(shard.created_s, _TOKEN_END_MAX)
+                shards.append((*key, chunk.field, *sizes, int(shard.hot), made_s))
+        self._write("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", records)
+        self._write("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", shards)
+
+    def find(self, kind: FindingKind, entry: Entry, detail: str, namespace: str = "") -> None:
+        """This is not as it should be."""
+        ns = self.namespace(namespace) if namespace else None
+        row = (kind, ns, entry.key, entry.nbytes, int(entry.modified_s), detail)
+        self._write("INSERT OR REPLACE INTO found VALUES (?, ?, ?, ?, ?, ?)", [row])
+
+    def remove(self, table: Literal["payloads", "shards"], keys: Sequence[ChunkKey]) -> None:
+        """These are not there any more."""
+        rows = [(self.namespace(key.namespace), key.prefix_hash, key.field) for key in keys]
+        self._write(_REMOVE[table], rows)
+
+    def finish(self, unit: str) -> None:
+        """``unit`` has told all it saw."""
+        with self._lock:
+            self.done.add(unit)
+            self._write("INSERT OR IGNORE INTO done VALUES (?)", [(unit,)])
+
+    def rows(self, statement: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
+        """What ``statement`` answers, as it is read."""
+        with self._translated():
+            yield from self._db.execute(statement, values)
+
+    def run(self, statement: str, values: Sequence[object] = ()) -> int:
+        """Runs ``statement``; how many rows it changed."""
+        with self._lock, self._translated():
+            return self._db.execute(statement, values).rowcount
+
+    def some(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """What ``statement`` answers, at once: for threads, and for few rows."""
+        with self._lock, self._translated():
+            return self._db.execute(statement, values).fetchall()
+
+    def close(self) -> None:
+        """Keep it for the next run, or, if all was told, nothing. Idempotent."""
+        with self._lock, suppress(sqlite3.Error):
+            self._db.close()
+        if self.is_told and self._file is not None:
+            _unlink(self._file)
+
+    def _write(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
+        if not rows:
+            return
+        with self._lock, self._translated():
+            self._db.execute("BEGIN")
+            try:
+                self._db.executemany(statement, rows)
+            except BaseException:
+                with suppress(sqlite3.Error):  # some errors have ended it
+                    self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _open(self) -> sqlite3.Connection:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._file.touch(mode=0o600)
+            for _ in range(2):
+                try:
+                    return self._opened(str(self._file))
+                except sqlite3.OperationalError:  # another audit's, or no place for a file
+                    break
+                except (sqlite3.DatabaseError, _Old):
+                    _unlink(self._file)
+        self._file = None
+        with self._translated():
+            self._restart = False
+            return self._opened("")  # a file of SQLite's own, which nobody else sees
+
+    def _opened(self, name: str) -> sqlite3.Connection:
+        db = sqlite3.connect(name, timeout=0, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            db.execute("PRAGMA synchronous = OFF")
+            db.execute("PRAGMA temp_store = FILE")
+            db.execute(f"PRAGMA main.cache_size = -{_CACHE_KIB}")
+            db.execute(f"PRAGMA temp.cache_size = -{_CACHE_KIB}")
+            db.execute("BEGIN EXCLUSIVE")
+            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                for statement in _TABLES.split(";"):
+                    db.execute(statement)
+                db.execute("INSERT INTO about VALUES (?, ?)", (_FORMAT, self._clock()))
+            db.execute("COMMIT")
+            about = db.execute("SELECT format, begun_s FROM about").fetchone()
+            if about is None or about[0] != _FORMAT or not self._is_young(about[1]):
+                raise _Old
+            if self._restart:
+                self._restart = False
+                raise _Old
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _is_young(self, begun_s: float) -> bool:
+        return 0 <= self._clock() - begun_s < AGE_MAX_S
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as exc:
+            place = self._file or "the folder for temporary files"
+            raise ConfigError(
+                f"{place}: {exc}; an audit keeps some 400 bytes a chunk there: make room, or set "
+                "XDG_CACHE_HOME and TMPDIR to folders that have it"
+            ) from exc
+
+
+class _Old(Exception):
+    """Of another version, or too long ago, or not wanted any more."""
+
+
+def _unlink(file: Path) -> None:
+    for suffix in ("", "-journal"):
+        with suppress(OSError):
+            file.with_name(file.name + suffix).unlink(missing_ok=True)
+
+
+# Makes chunks of what a walk has seen, finds each one's parent, and joins chains without a branch
+# to nodes. In temporary tables of SQLite, on disk: level by level, never a tree in memory.
+#
+# What records say of parents is not to be trusted: a parent ends where its child begins, or it is
+# none, so that no loop is possible.
+
+Check = Callable[[], None]
+_CHUNKS = """
+CREATE TEMP TABLE chunks (
+  id INTEGER PRIMARY KEY, ns INTEGER, hash BLOB, parent BLOB, start INTEGER, ends INTEGER,
+  payloads INTEGER, nbytes INTEGER, oldest_s INTEGER, newest_s INTEGER,
+  raw_bytes INTEGER, recorded_bytes INTEGER, hot_payloads INTEGER, hot_bytes INTEGER,
+  cold_payloads INTEGER, hits INTEGER, touched_s INTEGER, pinned INTEGER, has_record INTEGER,
+  up INTEGER, kids INTEGER DEFAULT 0, root INTEGER, run INTEGER)
+"""
+_FILL = """
+INSERT INTO temp.chunks (ns, hash, parent, start, ends, payloads, nbytes, oldest_s, newest_s,
+  raw_bytes, recorded_bytes, hot_payloads, hot_bytes, cold_payloads, hits, touched_s, pinned,
+  has_record)
+SELECT p.ns, p.hash, max(r.parent), max(r.token_start), max(r.token_end), count(*), sum(p.nbytes),
+  min(p.modified_s), max(p.modified_s), sum(s.raw_bytes),
+  sum(CASE WHEN s.raw_bytes IS NOT NULL THEN p.nbytes END), ifnull(sum(s.hot), 0),
+  ifnull(sum(s.hot * p.nbytes), 0), count(*) - ifnull(sum(s.hot), 0),
+  max(r.hits), max(r.touched_s), max(r.pinned), max(r.hash IS NOT NULL)
+FROM main.payloads p
+LEFT JOIN main.shards s USING (ns, hash, field)
+LEFT JOIN main.records r ON r.ns = p.ns AND r.hash = p.hash
+GROUP BY p.ns, p.hash
+"""
+_PARENTS = """
+UPDATE temp.chunks SET up = (
+  SELECT p.id FROM temp.chunks p
+  WHERE p.ns = chunks.ns AND p.hash = chunks.parent AND p.ends = chunks.start)
+WHERE start > 0
+"""
+_KIDS = """
+UPDATE temp.chunks SET kids = k.n
+FROM (SELECT up AS parent_id, count(*) AS n FROM temp.chunks WHERE up IS NOT NULL GROUP BY up) k
+WHERE k.parent_id = id
+"""
+_DOWN = """
+UPDATE temp.chunks SET
+  root = ifnull((SELECT p.root FROM temp.chunks p WHERE p.id = chunks.up), id),
+  run = ifnull((SELECT p.run FROM temp.chunks p WHERE p.id = chunks.up AND p.kids = 1), id)
+WHERE start = ?
+"""
+_NODES = """
+CREATE TEMP TABLE nodes (
+  id INTEGER PRIMARY KEY, ns INTEGER, up INTEGER, start INTEGER, ends INTEGER, first INTEGER,
+  chunks INTEGER, nbytes INTEGER, hits INTEGER, hits_max INTEGER, touched_s INTEGER,
+  newest_s INTEGER, kids INTEGER DEFAULT 0, leaves INTEGER DEFAULT 1, all_ends INTEGER,
+  all_chunks INTEGER, all_nbytes INTEGER, all_hits INTEGER, all_hits_max INTEGER,
+  all_touched_s INTEGER, all_newest_s INTEGER)
+"""
+_FILL_NODES = """
+INSERT INTO temp.nodes (id, ns, up, start, ends, first, chunks, nbytes, hits, hits_max, touched_s,
+  newest_s, all_ends, all_chunks, all_nbytes, all_hits, all_hits_max, all_touched_s, all_newest_s)
+SELECT run, ns, (SELECT p.run FROM temp.chunks h JOIN temp.chunks p ON p.id = h.up
+    WHERE h.id = g.run),
+  start, ends, first, chunks, nbytes, hits, hits_max, touched_s, newest_s,
+  ends, chunks, nbytes, hits, hits_max, touched_s, newest_s
+FROM (SELECT run, ns, min(start) AS start, max(ends) AS ends, min(ends - start) AS first,
+    count(*) AS chunks, sum(nbytes) AS nbytes, sum(hits) AS hits, max(hits) AS hits_max,
+    max(touched_s) AS touched_s, max(newest_s) AS newest_s
+  FROM temp.chunks WHERE run IS NOT NULL GROUP BY run) g
+"""
+_UP = """
+UPDATE temp.nodes SET
+  (kids, leaves, all_ends, all_chunks, all_nbytes, all_hits, all_hits_max, all_touched_s,
+    all_newest_s) = (
+    SELECT count(*), max(1, ifnull(sum(c.leaves), 0)), max(nodes.ends, ifnull(max(c.all_ends), 0)),
+      nodes.chunks + ifnull(sum(c.all_chunks), 0), nodes.nbytes + ifnull(sum(c.all_nbytes), 0),
+      nodes.hits + ifnull(sum(c.all_hits), 0),
+      max(nodes.hits_max, ifnull(max(c.all_hits_max), 0)),
+      max(nodes.touched_s, ifnull(max(c.all_touched_s), 0)),
+      max(nodes.newest_s, ifnull(max(c.all_newest_s), 0))
+    FROM temp.nodes c WHERE c.up = nodes.id)
+WHERE start = ?
+"""
+_NEXT_START = "SELECT min(start) FROM temp.chunks WHERE start > ?"
+_BEFORE = "SELECT max(start) FROM temp.nodes WHERE start < ?"
+
+
+def make_chunks(spool: Spool, check: Check = lambda: None) -> None:
+    """Fill ``chunks`` and ``nodes``; ``check`` is called between steps, and may raise."""
+    spool.run("DROP TABLE IF EXISTS temp.chunks")
+    spool.run("DROP TABLE IF EXISTS temp.nodes")
+    steps = (
+        _CHUNKS,
+        _FILL,
+        "CREATE INDEX temp.by_hash ON chunks (ns, hash)",
+        _PARENTS,
+        "CREATE INDEX temp.by_up ON chunks (up) WHERE up IS NOT NULL",
+        _KIDS,
+        "CREATE INDEX temp.by_start ON chunks (start) WHERE start IS NOT NULL",
+    )
+    for step in steps:
+        check()
+        spool.run(step)
+    _level_by_level(spool, _DOWN, _NEXT_START, -1, check)
+    for step in (
+        "CREATE INDEX temp.by_run ON chunks (run, ends) WHERE run IS NOT NULL",
+        _NODES,
+        _FILL_NODES,
+        "CREATE INDEX temp.nodes_by_up ON nodes (up)",
+        "CREATE INDEX temp.nodes_by_start ON nodes (start)",
+    ):
+        check()
+        spool.run(step)
+    _level_by_level(spool, _UP, _BEFORE, 1 << 60, check)
+    spool.run("CREATE INDEX temp.nodes_by_size ON nodes (all_nbytes DESC, start)")
+
+
+def _level_by_level(spool: Spool, step: str, following: str, start: int, check: Check) -> None:
+    while True:
+        check()
+        found = spool.some(following, (start,))[0][0]
+        if found is None:
+            return
+        start = int(found)
+        spool.run(step, (start,))

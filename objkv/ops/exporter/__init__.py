@@ -1,0 +1,1 @@
+"""``objkv exporter``: store and index metrics for Prometheus."""

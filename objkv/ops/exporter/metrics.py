@@ -1,0 +1,244 @@
+"""What ``Watch`` and ``Scans`` found, as Prometheus reads it. Collecting asks nobody anything."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from objkv.ops.exporter.scan import Scan, Scans
+from objkv.ops.exporter.watch import Origin, Watch
+
+# What ``objkv exporter`` tells of the whole store: every name, and what it means.
+#
+# A replica tells what it does itself; what is stored, and whether the ends answer, is told once for
+# the fleet, here.
+
+OF_NAMESPACE = ("namespace", "tenant", "model")
+OTHER = "other"
+"""Stands for the namespaces beyond the number that is told one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One name of the page."""
+
+    kind: Literal["gauge", "counter"]
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS = {
+    "objkv_info": MetricSpec("gauge", "Always 1; what is watched.", ("version", "bulk", "index")),
+    "objkv_up": MetricSpec("gauge", "1 if the end answered when it was last asked.", ("end",)),
+    "objkv_answer_seconds": MetricSpec(
+        "gauge", "How long it took to answer, or to fail.", ("end",)
+    ),
+    "objkv_asked_timestamp_seconds": MetricSpec("gauge", "When the end was last asked.", ("end",)),
+    "objkv_usage_timestamp_seconds": MetricSpec(
+        "gauge", "When what is stored was last read from the index."
+    ),
+    "objkv_usage_failures_total": MetricSpec("counter", "Readings of it that failed."),
+    "objkv_namespaces": MetricSpec("gauge", "Namespaces in which something is stored."),
+    "objkv_stored_bytes": MetricSpec("gauge", "Payload bytes that are indexed.", OF_NAMESPACE),
+    "objkv_stored_payloads": MetricSpec("gauge", "Payloads that are indexed.", OF_NAMESPACE),
+    "objkv_counted_timestamp_seconds": MetricSpec(
+        "gauge",
+        "When these were last counted, not added up: by rebuild or sweep; 0 if never.",
+        OF_NAMESPACE,
+    ),
+    "objkv_tenant_stored_bytes": MetricSpec(
+        "gauge", "Payload bytes that are indexed, over all namespaces of a tenant.", ("tenant",)
+    ),
+    "objkv_tenant_quota_bytes": MetricSpec(
+        "gauge", "What the settings allow each tenant; absent without a quota.", ("tenant",)
+    ),
+    "objkv_ttl_seconds": MetricSpec("gauge", "How long the settings keep what nobody uses."),
+    "objkv_index_memory_bytes": MetricSpec("gauge", "Memory in use by the index's server."),
+    "objkv_index_memory_max_bytes": MetricSpec("gauge", "Its maxmemory; absent where it has none."),
+    "objkv_index_clock_skew_seconds": MetricSpec("gauge", "Its clock minus this machine's."),
+    "objkv_scan_timestamp_seconds": MetricSpec("gauge", "When the last whole scan of bulk ended."),
+    "objkv_scan_seconds": MetricSpec("gauge", "How long it took."),
+    "objkv_scan_failures_total": MetricSpec("counter", "Scans that did not come to their end."),
+    "objkv_scan_payloads": MetricSpec("gauge", "Payloads in the bulk store.", OF_NAMESPACE),
+    "objkv_scan_bytes": MetricSpec("gauge", "Their bytes.", OF_NAMESPACE),
+    "objkv_scan_oldest_timestamp_seconds": MetricSpec(
+        "gauge", "When the oldest of them was written.", OF_NAMESPACE
+    ),
+    "objkv_scan_orphans": MetricSpec("gauge", "Payloads without a record.", OF_NAMESPACE),
+    "objkv_scan_orphan_bytes": MetricSpec("gauge", "Their bytes.", OF_NAMESPACE),
+    "objkv_scan_pinned_payloads": MetricSpec("gauge", "Payloads of pinned chunks.", OF_NAMESPACE),
+    "objkv_scan_quarantined_payloads": MetricSpec("gauge", "Payloads in quarantine."),
+}
+"""By full name. What begins with ``objkv_scan_`` is there with ``--scan-every`` only."""
+_LABEL_CHARS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What the settings say of what is watched."""
+
+    version: str
+    bulk_url: str
+    """Without passwords."""
+    index_url: str
+    ttl_s: int
+    quota_bytes: int
+    """Of each tenant; 0: none."""
+    namespaces_max: int
+    """Told one by one, the largest first; the others are added up."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is told of one namespace, or of those that are added up."""
+
+    origin: Origin
+    values: dict[str, float]
+
+
+class StoreCollector(Collector):
+    """The metrics of ``exporter_metrics``, each with whatever is known now."""
+
+    def __init__(self, watched: Watched, watch: Watch, scans: Scans | None = None) -> None:
+        self._watched = watched
+        self._watch = watch
+        self._scans = scans
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: what is not known is not told."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The families that have values."""
+        page = _Page()
+        self._settings(page)
+        self._ends(page)
+        self._usage(page)
+        if self._scans is not None:
+            self._scanned(page, self._scans)
+        return page.families()
+
+    def _settings(self, page: "_Page") -> None:
+        watched = self._watched
+        page.add("objkv_info", 1, watched.version, watched.bulk_url, watched.index_url)
+        page.add("objkv_ttl_seconds", watched.ttl_s)
+
+    def _ends(self, page: "_Page") -> None:
+        for end, answer in self._watch.answers().items():
+            page.add("objkv_up", answer.is_up, end)
+            page.add("objkv_answer_seconds", answer.seconds, end)
+            page.add("objkv_asked_timestamp_seconds", answer.asked_s, end)
+        facts = self._watch.facts
+        if facts is not None:
+            page.add("objkv_index_memory_bytes", facts.used_bytes)
+            page.add("objkv_index_memory_max_bytes", facts.maxmemory_bytes or None)
+            page.add("objkv_index_clock_skew_seconds", facts.clock_skew_s)
+
+    def _usage(self, page: "_Page") -> None:
+        page.add("objkv_usage_failures_total", self._watch.usage_failures)
+        stored = self._watch.stored
+        if stored is None:
+            return
+        page.add("objkv_usage_timestamp_seconds", stored.read_s)
+        rows = {
+            one.namespace: {
+                "objkv_stored_bytes": float(one.nbytes),
+                "objkv_stored_payloads": float(one.payloads),
+                "objkv_counted_timestamp_seconds": float(one.counted_s),
+            }
+            for one in stored.usage
+        }
+        page.add("objkv_namespaces", len(rows))
+        self._tell(page, rows, by="objkv_stored_bytes")
+        tenants: defaultdict[str, float] = defaultdict(float)
+        for name, values in rows.items():
+            tenants[self._watch.origin(name).tenant] += values["objkv_stored_bytes"]
+        most = sorted(tenants, key=lambda tenant: -tenants[tenant])
+        for tenant in most[: self._watched.namespaces_max]:
+            page.add("objkv_tenant_stored_bytes", tenants[tenant], tenant)
+            if self._watched.quota_bytes:
+                page.add("objkv_tenant_quota_bytes", self._watched.quota_bytes, tenant)
+
+    def _scanned(self, page: "_Page", scans: Scans) -> None:
+        page.add("objkv_scan_failures_total", scans.failures)
+        scan: Scan | None = scans.last
+        if scan is None:
+            return
+        page.add("objkv_scan_timestamp_seconds", scan.ended_s)
+        page.add("objkv_scan_seconds", scan.seconds)
+        page.add("objkv_scan_quarantined_payloads", scan.quarantined)
+        rows = {
+            name: {
+                "objkv_scan_payloads": float(counted.payloads),
+                "objkv_scan_bytes": float(counted.nbytes),
+                "objkv_scan_oldest_timestamp_seconds": counted.oldest_s,
+                "objkv_scan_orphans": float(counted.orphans),
+                "objkv_scan_orphan_bytes": float(counted.orphan_bytes),
+                "objkv_scan_pinned_payloads": float(counted.pinned),
+            }
+            for name, counted in scan.namespaces.items()
+        }
+        self._tell(page, rows, by="objkv_scan_bytes")
+
+    def _tell(self, page: "_Page", rows: Mapping[str, dict[str, float]], *, by: str) -> None:
+        """Each of the largest namespaces by itself, and the others as one."""
+        largest = sorted(rows, key=lambda name: (-rows[name][by], name))
+        shown = largest[: self._watched.namespaces_max]
+        for name in shown:
+            origin = self._watch.origin(name)
+            for metric, value in rows[name].items():
+                page.add(metric, value, name, origin.tenant, origin.model)
+        if rest := largest[self._watched.namespaces_max :]:
+            for metric in rows[rest[0]]:
+                value = _together(metric)(rows[name][metric] for name in rest)
+                page.add(metric, value, OTHER, "", "")
+
+
+def _together(metric: str) -> Callable[[Iterable[float]], float]:
+    """How values of several namespaces become one: of times the first counts."""
+    return min if metric.endswith("_timestamp_seconds") else sum
+
+
+class _Page:
+    """Families in the order of the page; of one set of labels only one value."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[tuple[str, ...], float]] = {}
+
+    def add(self, name: str, value: float | bool | None, *labels: str) -> None:
+        """One value; None is not told."""
+        if value is None:
+            return
+        clean = tuple(_label(label) for label in labels)
+        self._samples.setdefault(name, {}).setdefault(clean, float(value))
+
+    def families(self) -> Iterator[Metric]:
+        """What was added."""
+        for name, metric in METRICS.items():
+            samples = self._samples.get(name)
+            if samples is None:
+                continue
+            yield _family(name, metric.kind, metric.text, metric.labels, samples)
+
+
+def _family(
+    name: str,
+    kind: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Mapping[tuple[str, ...], float],
+) -> Metric:
+    cls = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+    family = cls(name, text, labels=list(labels))
+    for values, value in samples.items():
+        family.add_metric(list(values), value)
+    return family
+
+
+def _label(text: str) -> str:
+    """What others wrote, as a label: nothing that moves a terminal's cursor, and not endless."""
+    shown = "".join(c if c.isprintable() else "?" for c in text[:_LABEL_CHARS_MAX])
+    return shown.encode("utf-8", "replace").decode()

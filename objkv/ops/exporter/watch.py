@@ -1,0 +1,244 @@
+"""Watches both ends for ``objkv exporter``: who answers, how much is stored, and how fresh that is.
+
+Threads ask, scrapes read what they found last: a scrape never waits for an end, and one that hangs
+keeps its own thread and nothing else. Nothing is walked here; see ``exporter_scan``.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from objkv.errors import ObjkvError
+from objkv.index.base import Usage
+from objkv.ops.backends_view import read_namespace
+from objkv.ops.doctor.server import ServerFacts
+from objkv.stores.base import ReadStore
+
+logger = logging.getLogger(__name__)
+
+End = Literal["bulk", "hot", "index"]
+DOCUMENTS_AT_ONCE = 200
+"""Identity documents that are read in one round: of more namespaces the rest waits."""
+DOCUMENTS_MAX = 20_000
+"""Remembered."""
+_STOP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How an end was when it was last asked."""
+
+    is_up: bool
+    seconds: float
+    asked_s: float
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a namespace's document says; empty where there is none, or it was not read yet."""
+
+    tenant: str = ""
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the index said of all namespaces."""
+
+    usage: tuple[Usage, ...]
+    read_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """How the ends are asked; each raises ``ObjkvError``."""
+
+    checks: Mapping[End, Callable[[], None]]
+    usage: Callable[[], Sequence[Usage]] | None = None
+    """None where telling that means walking the store."""
+    facts: Callable[[], ServerFacts | None] = lambda: None
+    documents: ReadStore | None = None
+    """Where identity documents are."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    answer: Answer | None = None
+    since: float | None = None
+    """Monotonic, while an answer is awaited."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    wake: threading.Event = field(default_factory=threading.Event)
+    """There is something to ask it now."""
+
+
+class Watch:
+    """Asks in the background from ``start`` to ``stop``; reading never waits."""
+
+    def __init__(
+        self,
+        asks: Asks,
+        *,
+        every_s: float,
+        late_s: float,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``late_s``: an end that has not answered for so long is down."""
+        self._asks = asks
+        self._every_s = every_s
+        self._late_s = late_s
+        self._clock = clock
+        self._monotonic = monotonic
+        self._asked: dict[End, _Asked] = {end: _Asked() for end in asks.checks}
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._origins: dict[str, Origin] = {}
+        self._wanted: tuple[str, ...] = ()
+        self.stored: Stored | None = None
+        self.facts: ServerFacts | None = None
+        self.usage_failures = 0
+
+    def start(self) -> None:
+        """Ask each end from a thread of its own, at once and then every ``every_s``."""
+        for end in self._asks.checks:
+            thread = threading.Thread(
+                target=self._go_on, args=(end,), name=f"objkv-watch-{end}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def stop(self) -> None:
+        """Ask no more; a thread that still waits for an answer is left to end by itself."""
+        self._stopping.set()
+        for asked in self._asked.values():
+            asked.wake.set()
+        until = self._monotonic() + _STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - self._monotonic()))
+
+    def is_alive(self) -> bool:
+        """Whether every end is still being asked."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    @property
+    def ends(self) -> tuple[End, ...]:
+        """Those that are asked."""
+        return tuple(self._asked)
+
+    def answers(self) -> dict[End, Answer]:
+        """The last answer of each end that was asked. One that is late is none."""
+        found: dict[End, Answer] = {}
+        for end, asked in self._asked.items():
+            with asked.lock:
+                answer, since = asked.answer, asked.since
+            waited = 0.0 if since is None else self._monotonic() - since
+            if waited > self._late_s:
+                answer = Answer(False, waited, self._clock() - waited)
+            if answer is not None:
+                found[end] = answer
+        return found
+
+    def origin(self, namespace: str) -> Origin:
+        """Whose a namespace is, as far as that was read."""
+        return self._origins.get(namespace, Origin())
+
+    def ask(self, end: End) -> None:
+        """Ask one end once. For its thread, and for tests instead of it."""
+        asked = self._asked[end]
+        begun, begun_s = self._monotonic(), self._clock()
+        with asked.lock:
+            was_up = asked.answer is None or asked.answer.is_up
+            asked.since = begun
+        error: ObjkvError | None = None
+        try:
+            self._asks.checks[end]()
+        except ObjkvError as exc:
+            error = exc
+        with asked.lock:
+            asked.answer = Answer(error is None, self._monotonic() - begun, begun_s)
+            asked.since = None
+        if was_up and error is not None:
+            logger.warning("end down end=%s reason=%s", end, error)
+        elif error is None and not was_up:
+            logger.warning("end up again end=%s", end)
+        if error is None:
+            self._look_closer(end)
+
+    def _look_closer(self, end: End) -> None:
+        if end == "index":
+            self._read_usage()
+            self._read_facts()
+        elif end == "bulk":
+            self._read_documents()
+
+    def _read_usage(self) -> None:
+        if self._asks.usage is None:
+            return
+        try:
+            usage = tuple(self._asks.usage())
+        except ObjkvError as exc:
+            self.usage_failures += 1
+            logger.debug("usage not read reason=%s", exc)
+            return
+        self.stored = Stored(usage, self._clock())
+        self.want(one.namespace for one in usage)
+
+    def want(self, namespaces: Iterable[str]) -> None:
+        """Read the documents of these, as soon as the bulk store answers."""
+        with self._lock:
+            wanted = dict.fromkeys((*self._wanted, *namespaces))
+            unknown = tuple(n for n in wanted if n not in self._origins)[:DOCUMENTS_MAX]
+            news, self._wanted = unknown != self._wanted, unknown
+        if news and (bulk := self._asked.get("bulk")) is not None:
+            bulk.wake.set()
+
+    def _read_facts(self) -> None:
+        try:
+            self.facts = self._asks.facts()
+        except ObjkvError:  # what it says of itself is a courtesy, and it did answer
+            self.facts = None
+
+    def _read_documents(self) -> None:
+        bulk = self._asks.documents
+        if bulk is None:
+            return
+        with self._lock:
+            wanted = self._wanted[:DOCUMENTS_AT_ONCE]
+        for namespace in wanted:
+            try:
+                origin = _origin(bulk, namespace)
+            except ObjkvError:
+                return  # the next check tells
+            if origin is not None and len(self._origins) < DOCUMENTS_MAX:
+                self._origins[namespace] = origin
+        with self._lock:
+            # One without a document goes to the end: its writer may be about to put it.
+            left = [n for n in self._wanted if n not in self._origins]
+            self._wanted = tuple(sorted(left, key=lambda n: n in wanted))
+
+    def _go_on(self, end: End) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.ask(end)
+            except Exception:  # a bug; without this thread the end would look as it did last
+                logger.exception("asking failed unexpectedly end=%s", end)
+            wake = self._asked[end].wake
+            wake.wait(self._every_s)
+            wake.clear()
+
+
+def _origin(bulk: ReadStore, namespace: str) -> Origin | None:
+    try:
+        found = read_namespace(bulk, namespace)
+    except ValueError:  # the index names something that can be no key
+        return Origin()
+    if not found.is_known:
+        return None
+    model = json.loads(found.rest).get("model")
+    return Origin(found.tenant or "", model if isinstance(model, str) else "")

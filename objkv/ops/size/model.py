@@ -1,0 +1,269 @@
+"""The KV cache of a model as numbers: from its ``config.json``, or from flags.
+
+Nothing here imports vllm. What a configuration does not tell is refused, never guessed: a size that
+is wrong by half is worse than none.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final
+
+from objkv.errors import ConfigError
+from objkv.keys.identity import GroupIdentity, GroupKind
+
+DTYPES: Final = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "fp8": "F8_E4M3",
+    "fp8_e4m3": "F8_E4M3",
+    "fp8_e5m2": "F8_E5M2",
+}
+"""What a KV cache is kept as, by vLLM's names, and how payloads call it."""
+_CONFIG_BYTES_MAX = 16 << 20
+_INSTEAD = "say what it is with --layers, --kv-heads and --head-size"
+_NAME = "model.layers.{}.self_attn.attn"
+_KINDS: Final[dict[str, GroupKind]] = {
+    "full_attention": "full",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "chunked_local",
+}
+_EVEN = 1.5
+"""Kinds whose numbers of layers differ by less than this factor make one group each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of each token."""
+
+    kind: GroupKind
+    heads: int
+    content: int
+    """Elements per head and token, K and V fused."""
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model as far as its KV cache goes."""
+
+    name: str
+    layers: tuple[LayerShape, ...]
+    """In forward order."""
+    kv_dtype: str
+    """One of ``DTYPES``."""
+    source: str
+    """Where the numbers are from."""
+
+    def groups(self, block_size: int) -> tuple[GroupIdentity, ...]:
+        """The KV cache groups that vLLM makes of the layers.
+
+        All layers alike are one group. Else kinds are cut into groups of as many layers as the
+        rarest kind has; where no kind has half as many again as another, each is one group. Source:
+        vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size`` in ``v1/core/kv_cache_utils.py``,
+        since 0.33 ``kv_cache_planning.py``.
+        """
+        alike: dict[LayerShape, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            alike.setdefault(layer, []).append(number)
+        least, most = min(map(len, alike.values())), max(map(len, alike.values()))
+        each = most if most < least * _EVEN else least
+        groups = []
+        for layer, numbers in alike.items():
+            parts = -(-len(numbers) // each)
+            for part in range(parts):
+                names = tuple(_NAME.format(number) for number in numbers[part::parts])
+                groups.append(_group(layer, names, block_size))
+        return tuple(groups)
+
+
+def attention(
+    name: str, layers: int, kv_heads: int, head_size: int, *, kv_dtype: str, source: str
+) -> ModelShape:
+    """A model of full attention layers that are all alike."""
+    layer = LayerShape("full", kv_heads, 2 * head_size)
+    return ModelShape(name, (layer,) * layers, kv_dtype, source)
+
+
+def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
+    """The model in ``folder`` (or whose ``config.json`` that is), with KV as ``kv_dtype`` or as the
+    model's own dtype. Raises ``ConfigError`` for what the file does not tell."""
+    file = folder if folder.is_file() else folder / "config.json"
+    try:
+        if file.stat().st_size > _CONFIG_BYTES_MAX:
+            raise ConfigError(f"{file}: too large for a model's configuration")
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{file}: no model's configuration ({exc})") from exc
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file}: no model's configuration")
+    text = document.get("text_config") or document
+    if not isinstance(text, dict):
+        raise ConfigError(f"{file}: text_config is no object")
+    own = text.get("dtype") or text.get("torch_dtype") or document.get("torch_dtype")
+    dtype = kv_dtype or str(own or document.get("dtype") or "").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{file}: names no dtype that a KV cache is kept as: say it (--kv-dtype)")
+    return ModelShape(file.parent.name or str(file), _layers(text, file), dtype, str(file))
+
+
+def _layers(config: Mapping[str, Any], file: Path) -> tuple[LayerShape, ...]:
+    number = _count(config, "num_hidden_layers", file)
+    for other in ("index_topk", "index_head_dim", "compress_ratios", "cross_attention_layers"):
+        if config.get(other):
+            raise ConfigError(f"{file}: {other}: a kind of cache that objkv does not know")
+    if config.get("kv_lora_rank"):
+        latent = _count(config, "kv_lora_rank", file) + _count(config, "qk_rope_head_dim", file)
+        return (LayerShape("mla", 1, latent),) * number
+    heads = _count(config, "num_attention_heads", file)
+    kv_heads = _count(config, "num_key_value_heads", file, default=heads)
+    head = _count(
+        config, "head_dim", file, default=_count(config, "hidden_size", file, default=0) // heads
+    )
+    if head <= 0:
+        raise ConfigError(f"{file}: tells neither head_dim nor hidden_size: {_INSTEAD}")
+    if config.get("v_head_dim", head) != head:
+        raise ConfigError(f"{file}: heads of K and V differ in size: {_INSTEAD}")
+    return tuple(
+        LayerShape(kind, kv_heads, 2 * head, window)
+        for kind, window in _kinds(config, number, file)
+    )
+
+
+def _kinds(
+    config: Mapping[str, Any], number: int, file: Path
+) -> list[tuple[GroupKind, int | None]]:
+    """Kind and window of each layer."""
+    types, window = config.get("layer_types"), config.get("sliding_window")
+    slides = bool(window) and config.get("use_sliding_window", True) is not False
+    if types is None:
+        states = ("linear_num_key_heads", "mamba_d_state", "state_size", "ssm_cfg")
+        if any(config.get(name) for name in states) or config.get("attention_chunk_size"):
+            raise ConfigError(f"{file}: does not say which layers are attention (layer_types)")
+        if not slides:
+            return [("full", None)] * number
+        if config.get("model_type") == "mistral":
+            return [("sliding_window", _count(config, "sliding_window", file))] * number
+        raise ConfigError(
+            f"{file}: has a sliding window and does not say in which layers (layer_types)"
+        )
+    if not isinstance(types, list) or len(types) != number:
+        raise ConfigError(f"{file}: layer_types does not name {number} layers")
+    found: list[tuple[GroupKind, int | None]] = []
+    for name in types:
+        kind = _KINDS.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ConfigError(
+                f"{file}: layers of type {name!r}: how large their states are is known once a "
+                "replica has saved some (objkv ls)"
+            )
+        span = {"sliding_window": "sliding_window", "chunked_local": "attention_chunk_size"}
+        tokens = _count(config, span[kind], file) if kind in span else None
+        found.append((kind, tokens))
+    return found
+
+
+def _count(config: Mapping[str, Any], name: str, file: Path, *, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 24:
+        raise ConfigError(f"{file}: {name} is {value!r}, not a number: {_INSTEAD}")
+    return value
+
+
+def _group(layer: LayerShape, names: tuple[str, ...], block_size: int) -> GroupIdentity:
+    return GroupIdentity(
+        kind=layer.kind,
+        window=layer.window,
+        layers=names,
+        heads=layer.heads,
+        content=layer.content,
+        block_size=block_size,
+    )
+
+
+# Well-known models as plain numbers, so that sizes can be told before anything is downloaded.
+#
+# Each is typed from the ``config.json`` that its authors publish; ``objkv size --model FOLDER``
+# reads the file itself, which wins where the two differ.
+
+_DTYPE = "bfloat16"
+_NEAREST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One published model."""
+
+    layers: int
+    kv_heads: int
+    """1 for MLA."""
+    size: int
+    """Of a head; of MLA's latent, its rotary part included."""
+    source: str
+    """The repository whose ``config.json`` says so."""
+    window: int | None = None
+    """Of the layers that have one."""
+    pattern: str = "f"
+    """Kinds of layers, again and again: (f)ull, (s)liding window, (m)la."""
+
+    def shape(self, name: str, kv_dtype: str) -> ModelShape:
+        """As if its file had been read."""
+        source = f"config.json of {self.source}"
+        if self.pattern == "f":
+            return attention(
+                name, self.layers, self.kv_heads, self.size, kv_dtype=kv_dtype, source=source
+            )
+        kinds = {
+            "f": LayerShape("full", self.kv_heads, 2 * self.size),
+            "s": LayerShape("sliding_window", self.kv_heads, 2 * self.size, self.window),
+            "m": LayerShape("mla", 1, self.size),
+        }
+        whole = (self.pattern * self.layers)[: self.layers]
+        return ModelShape(name, tuple(kinds[kind] for kind in whole), kv_dtype, source)
+
+
+PRESETS: Final = {
+    "deepseek-v2-lite": Preset(27, 1, 576, "deepseek-ai/DeepSeek-V2-Lite", pattern="m"),
+    "deepseek-v3": Preset(61, 1, 576, "deepseek-ai/DeepSeek-V3", pattern="m"),
+    "gemma-3-12b": Preset(48, 8, 256, "google/gemma-3-12b-it", 1024, "sssssf"),
+    "gemma-3-27b": Preset(62, 16, 128, "google/gemma-3-27b-it", 1024, "sssssf"),
+    "gpt-oss-120b": Preset(36, 8, 64, "openai/gpt-oss-120b", 128, "sf"),
+    "gpt-oss-20b": Preset(24, 8, 64, "openai/gpt-oss-20b", 128, "sf"),
+    "kimi-k2": Preset(61, 1, 576, "moonshotai/Kimi-K2-Instruct", pattern="m"),
+    "llama-3.1-405b": Preset(126, 8, 128, "meta-llama/Llama-3.1-405B"),
+    "llama-3.1-70b": Preset(80, 8, 128, "meta-llama/Llama-3.1-70B"),
+    "llama-3.1-8b": Preset(32, 8, 128, "meta-llama/Llama-3.1-8B"),
+    "llama-3.2-1b": Preset(16, 8, 64, "meta-llama/Llama-3.2-1B"),
+    "mistral-7b-v0.3": Preset(32, 8, 128, "mistralai/Mistral-7B-v0.3"),
+    "mixtral-8x7b": Preset(32, 8, 128, "mistralai/Mixtral-8x7B-v0.1"),
+    "qwen2.5-7b": Preset(28, 4, 128, "Qwen/Qwen2.5-7B"),
+    "qwen2.5-72b": Preset(80, 8, 128, "Qwen/Qwen2.5-72B"),
+    "qwen3-0.6b": Preset(28, 8, 128, "Qwen/Qwen3-0.6B"),
+    "qwen3-8b": Preset(36, 8, 128, "Qwen/Qwen3-8B"),
+    "qwen3-32b": Preset(64, 8, 128, "Qwen/Qwen3-32B"),
+    "qwen3-30b-a3b": Preset(48, 4, 128, "Qwen/Qwen3-30B-A3B"),
+    "qwen3-235b-a22b": Preset(94, 4, 128, "Qwen/Qwen3-235B-A22B"),
+}
+
+
+def preset(name: str, kv_dtype: str | None) -> ModelShape:
+    """The model of that name, whatever its case. Raises ``ConfigError`` for one not listed."""
+    found = PRESETS.get(name.lower())
+    if found is None:
+        near = _nearest(name.lower())
+        hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list tells all"
+        raise ConfigError(f"no folder and no model known here: {name}; {hint}")
+    return found.shape(name.lower(), kv_dtype or _DTYPE)
+
+
+def _nearest(name: str) -> list[str]:
+    """Known names that begin so, else those that are written most alike; the first few."""
+    beginning = [known for known in PRESETS if known.startswith(name)]
+    return beginning[:_NEAREST] or get_close_matches(name, PRESETS, _NEAREST, cutoff=0.4)

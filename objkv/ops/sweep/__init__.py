@@ -1,0 +1,1 @@
+"""``objkv sweep``: find and delete unreachable, expired and evicted data."""

@@ -1,0 +1,321 @@
+"""The parts of ``warm`` in their order: who is there, tokens, the namespace, and then the work."""
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+
+from objkv.cache.promotion import HotLimits
+from objkv.codec.seal import Seal
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.index.base import ReadIndex, Record
+from objkv.keys.identity import Identity
+from objkv.ops.backends_view import Ends
+from objkv.ops.warm.asking import Ask, Asker, AskError
+from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.warm.endpoint import Endpoint
+from objkv.ops.warm.fleet import Fleet
+from objkv.ops.warm.prepare import AskingTokenizer, Names, Prepared, Tokenize, prepare
+from objkv.ops.warm.promote import Promotion, by_use, wanted_of
+from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.report import WarmReport
+from objkv.ops.warm.run import Patience, Spool, Warming
+from objkv.ops.warm.stock import Stock, known_identities
+from objkv.stores.base import ReadStore
+
+# Finds out where endpoints save: into which namespace, and whether it is this store at all.
+#
+# Each computes a chunk that nobody can have stored, because its salt is made up on the spot; the
+# namespace in which that appears is the endpoint's. Nothing else tells it for certain: there may
+# be namespaces of the same model with other weights, another tenant or another layout, and a
+# prompt that is stored there helps nobody here.
+
+SALT = "objkv-warm-"
+"""How the salts of such chunks begin."""
+_CHUNK_TOKENS = 256
+"""Where nothing is stored yet: the usual chunk."""
+_PAUSE_S, _BUSY_S = 0.1, 0.5
+"""Between looks, and before it asks again who was busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Where to look, and how long."""
+
+    bulk: ReadStore
+    index: ReadIndex
+    wait_s: float
+    clock: Callable[[], float] = monotonic
+    sleep: Callable[[float], None] = sleep
+
+    def find(self, askers: Sequence[Asker], tokens: Sequence[int]) -> Identity:
+        """The namespace of all of them.
+
+        ``tokens``: of any prompt of theirs. Raises ``ConfigError`` if one saves elsewhere, or they
+        do not share, and ``AskError``.
+        """
+        found = {asker.name: self._of(asker, tokens) for asker in askers}
+        names = {identity.namespace() for identity in found.values()}
+        if len(names) > 1:
+            told = ", ".join(f"{name} {one.namespace()}" for name, one in found.items())
+            raise ConfigError(
+                f"the endpoints do not share: {told}; objkv diff says why, and each group of them "
+                "is to be warmed by itself"
+            )
+        return next(iter(found.values()))
+
+    def _of(self, asker: Asker, tokens: Sequence[int]) -> Identity:
+        salt = SALT + secrets.token_hex(8)
+        asked: list[int] = []
+        longest = 0
+        """Chunks that are longer than this were refused, or need not be asked for."""
+        ends_s = self.clock() + self.wait_s
+        while True:
+            known = known_identities(self.bulk)
+            wanted = max((one.chunk_tokens for one in known.values()), default=_CHUNK_TOKENS)
+            if wanted > longest:
+                sizes = {_CHUNK_TOKENS, *(one.chunk_tokens for one in known.values())}
+                asked = self._ask(asker, tokens, salt, sorted(sizes, reverse=True))
+                longest, ends_s = wanted, self.clock() + self.wait_s
+                known = known_identities(self.bulk)  # it may have announced its own by now
+            for identity in known.values():
+                stock = Stock(self.index, identity)
+                first = stock.hashes(asked[: identity.chunk_tokens], salt)
+                if first and any(stock.find(first).nbytes):
+                    return identity
+            if self.clock() >= ends_s:
+                raise ConfigError(
+                    f"{asker.name} saved nothing here within {self.wait_s:.0f} s: does it run with "
+                    "the objkv connector, does it save (kv_role, role, quota), and are bulk_url "
+                    "and index_url the same here as there? objkv doctor shows what they are here; "
+                    "its log has a line 'objkv ready'"
+                )
+            self.sleep(_PAUSE_S)
+
+    def _ask(
+        self, asker: Asker, tokens: Sequence[int], salt: str, sizes: Sequence[int]
+    ) -> list[int]:
+        """Have a chunk computed that is as long as the longest of ``sizes`` that it takes."""
+        left, ends_s = list(sizes), self.clock() + self.wait_s
+        while True:
+            size = left[0]
+            made = (list(tokens) * (size // len(tokens) + 1))[: size + 1]
+            try:
+                asker.ask(Ask(made, salt, None))
+                return made
+            except AskError as exc:
+                if exc.trouble == "refused" and len(left) > 1:
+                    left.pop(0)
+                    continue
+                pause_s = exc.after_s or _BUSY_S
+                if exc.trouble == "refused" or self.clock() + pause_s >= ends_s:
+                    raise
+                self.sleep(pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who is told how far it is."""
+
+    stage: Callable[[str], None] = lambda text: None
+    prepared: Callable[[int], None] = lambda count: None
+    warmed: Callable[[WarmReport], None] = lambda report: None
+    note: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What it works with."""
+
+    ends: Ends
+    adapters: Mapping[str, bytes]
+    tokenizer: LocalTokenizer | None
+    identity: Callable[[], Identity] | None
+    """None: it is found out where they save."""
+    watch: Watch = field(default_factory=Watch)
+    base: frozenset[str] = frozenset()
+    """Names that requests may have for the base model, beside what endpoints tell."""
+
+
+def warm_by(
+    means: Means, askers: Sequence[Asker], prompts: Iterable[Prompt], patience: Patience
+) -> WarmReport:
+    """Have ``askers`` compute the prompts. Raises ``ConfigError`` and ``StoreError``."""
+    watch = means.watch
+    watch.stage("asking who is there")
+    fleet = Fleet(askers)
+    ready = _ready(fleet, watch)
+    own = means.tokenizer
+    asking = AskingTokenizer(ready)
+    tokenize: Tokenize = asking if own is None else own.tokenize
+    served = {asker.served.model for asker in ready if isinstance(asker, Endpoint)}
+    names = Names(served | means.base, means.adapters.keys())
+    with closing(Spool()) as spool:
+        watch.stage("reading prompts")
+        prepared = prepare(
+            prompts, spool, tokenize, names, tell=watch.prepared, give_up=asking.give_up
+        )
+        if not prepared.tasks:
+            return _without_work(prepared)
+        if means.identity is not None:
+            identity = means.identity()
+        else:
+            watch.stage("finding out where they save")
+            probe = Probe(means.ends.bulk, means.ends.index, patience.save_s)
+            try:
+                identity = probe.find(ready, spool.read(0))
+            except AskError as exc:
+                raise StoreUnavailable(f"no answer to a first request: {exc}") from exc
+        watch.stage("warming")
+        stock = Stock(means.ends.index, identity, means.adapters)
+        warming = Warming(prepared.tasks, spool, fleet, stock, patience, tell=watch.warmed)
+        report = warming.report
+        report.mode = "endpoints" if served else "engine"
+        _add_failures(report, prepared)
+        warming.run()
+        return report
+
+
+def promote_stored(
+    means: Means,
+    prompts: Iterable[Prompt] | None,
+    identity: Identity,
+    limits: HotLimits,
+    *,
+    seal: Seal | None = None,
+    bytes_max: int | None = None,
+) -> WarmReport:
+    """Copy what is stored of the prompts to the hot store; without prompts, of the namespace, what
+    is hit most first. Raises ``ConfigError`` and ``StoreError``."""
+    ends, watch = means.ends, means.watch
+    if ends.hot is None:
+        raise ConfigError(
+            "there is no hot store to promote to: index_url is no Redis, or hot_payload_bytes_max "
+            "is 0"
+        )
+    stock = Stock(ends.index, identity, means.adapters)
+    report = WarmReport("promote", stock.namespace, identity.model)
+    records: Iterable[Record]
+    if prompts is None:
+        watch.stage("reading the index")
+        records = by_use(ends.index.scan(stock.namespace))
+    else:
+        watch.stage("reading prompts")
+        records = _records(means, stock, prompts, report)
+    promotion = Promotion(ends, limits, seal=seal)
+    report.promotion = promotion.report
+    watch.stage("promoting")
+    report.ending = "interrupted"
+    try:
+        wanted = wanted_of(stock.namespace, records)
+        promotion.run(wanted, bytes_max=bytes_max, tell=lambda _: watch.warmed(report))
+        report.ending = "complete"
+    except KeyboardInterrupt:
+        pass
+    finally:
+        promotion.close()
+    for path, why in promotion.failures:
+        report.name(path, why)
+    return report
+
+
+def check_stored(means: Means, prompts: Iterable[Prompt], identity: Identity) -> WarmReport:
+    """Say which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
+    stock = Stock(means.ends.index, identity, means.adapters)
+    report = WarmReport("check", stock.namespace, identity.model)
+    means.watch.stage("reading prompts")
+    if means.tokenizer is None:
+        prompts = _with_tokens(prompts)
+    _records(means, stock, prompts, report)
+    return report
+
+
+def _with_tokens(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """Raises ``ConfigError`` at a prompt of which nobody can know whether it is stored."""
+    for prompt in prompts:
+        if prompt.tokens is None:
+            raise ConfigError(
+                f"{prompt.name}: is text, and no engine is asked: give --tokenizer, the model's "
+                "folder"
+            )
+        yield prompt
+
+
+def _records(
+    means: Means, stock: Stock, prompts: Iterable[Prompt], report: WarmReport
+) -> list[Record]:
+    """The records of all that would be served of the prompts, each once."""
+    own = means.tokenizer
+
+    def tokenize(prompt: Prompt) -> list[int]:
+        if prompt.tokens is not None:
+            return list(prompt.tokens)
+        if own is None:
+            raise ConfigError("text needs --tokenizer here: no engine is asked")
+        return own.tokenize(prompt)
+
+    found: dict[bytes, Record] = {}
+    with closing(Spool()) as spool:
+        base = {stock.identity.model, stock.identity.model.rpartition("/")[2], *means.base}
+        names = Names(base, means.adapters.keys())
+        prepared = prepare(prompts, spool, tokenize, names, tell=means.watch.prepared)
+        _add_failures(report, prepared)
+        report.prompts += len(prepared.tasks)
+        for number, task in enumerate(prepared.tasks):
+            hashes = stock.hashes(spool.read(number), task.salt, task.adapter)
+            report.prompt_tokens += spool.length(number)
+            told = stock.find(hashes)
+            if not hashes:
+                report.short += 1
+            elif not told.is_all:
+                report.fail(task.name, f"{told.usable} of {told.chunks} chunks are stored")
+            else:
+                report.stored_before += 1
+            for record in stock.records(hashes[: told.usable]):
+                found[record.prefix_hash] = record
+    return list(found.values())
+
+
+def _ready(fleet: Fleet, watch: Watch) -> list[Asker]:
+    """Those that answer. Raises ``StoreUnavailable`` if none does."""
+
+    def checked(asker: Asker) -> AskError | None:
+        try:
+            asker.check()
+        except AskError as exc:
+            return exc
+        return None
+
+    pool = ThreadPoolExecutor(len(fleet.seats), thread_name_prefix="objkv-warm-check")
+    try:
+        errors = list(pool.map(checked, [seat.asker for seat in fleet.seats]))
+    except BaseException:  # an interruption, say: closed ones answer at once
+        for seat in fleet.seats:
+            seat.asker.close()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    for seat, error in zip(fleet.seats, errors, strict=True):
+        if error is not None:
+            seat.asked += 1
+            fleet.failed(seat, AskError("down", str(error)))
+    ready = [s.asker for s, error in zip(fleet.seats, errors, strict=True) if error is None]
+    if not ready:  # which tells all of them
+        raise StoreUnavailable("; ".join(str(error) for error in errors))
+    for error in filter(None, errors):
+        watch.note(f"left alone for now: {error}")
+    return ready
+
+
+def _without_work(prepared: Prepared) -> WarmReport:
+    report = WarmReport("engine")
+    _add_failures(report, prepared)
+    return report
+
+
+def _add_failures(report: WarmReport, prepared: Prepared) -> None:
+    report.prompts += len(prepared.failures)
+    for failure in prepared.failures:
+        report.fail(failure.name, failure.why)

@@ -1,0 +1,1 @@
+"""The bulk store in an S3-compatible bucket."""

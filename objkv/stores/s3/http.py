@@ -1,0 +1,378 @@
+"""One connection of the client's pool, borrowed for one request and its answer."""
+
+import os
+import re
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, TypeVar
+
+from objkv.errors import StoreUnavailable
+from objkv.net.deadline import bound_waits, can_wait, receive_all
+
+# Connections that stay here between two requests, ready as they are.
+#
+# To take one from the client's pool, make it ours, and bring it back costs as much as to sign a
+# request. What nobody needed for a while goes back to the pool, for the client to use.
+
+KEEP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    pool: Any
+    connection: Any
+    timeout_s: float
+    """What the client expects to find set."""
+    poll: select.poll
+    pid: int
+    since_s: float
+
+    def is_quiet(self) -> bool:
+        """Whether it is open, and nothing came that nobody asked for, the end included."""
+        return self.connection.sock is not None and not self.poll.poll(0)
+
+    def give_back(self) -> None:
+        """To the pool, as the client left it."""
+        if self.pid != os.getpid():
+            return  # a parent process's
+        places = self.pool.pool
+        # Full, if the client opened others meanwhile: the pool would say so in the log.
+        has_room = places is not None and not places.full()
+        if self.is_quiet() and has_room:
+            self.connection.sock.settimeout(self.timeout_s)
+            self.pool._put_conn(self.connection)
+            return
+        self.connection.close()
+        if has_room:
+            self.pool._put_conn(None)
+
+
+class Kept:
+    """Of all pools of one client. Safe from many threads."""
+
+    def __init__(self) -> None:
+        self._idle: deque[_Idle] = deque()
+        self._closed = Event()
+
+    def take(self, pool: Any) -> Any | None:
+        """The connection of ``pool`` that was used last, or None; for ``keep``, or the pool."""
+        while pool.pool is not None and (idle := self._popped()) is not None:
+            if idle.pool is pool and idle.pid == os.getpid() and idle.is_quiet():
+                return idle.connection
+            idle.give_back()
+        return None
+
+    def keep(self, pool: Any, connection: Any, timeout_s: float) -> None:
+        """Keep a connection that carries nothing any more."""
+        poll, now_s = select.poll(), time.monotonic()
+        poll.register(connection.sock, select.POLLIN)
+        self._idle.append(_Idle(pool, connection, timeout_s, poll, os.getpid(), now_s))
+        with suppress(IndexError):  # taken by another thread
+            if self._idle[0].since_s < now_s - KEEP_S:
+                self._idle.popleft().give_back()
+        if self._closed.is_set():
+            self.close()
+
+    def close(self) -> None:
+        """Bring all back; what is kept from now on goes back at once. Idempotent."""
+        self._closed.set()
+        while (idle := self._popped()) is not None:
+            idle.give_back()
+
+    def _popped(self) -> _Idle | None:
+        try:
+            return self._idle.pop()
+        except IndexError:  # empty, or another thread was faster
+            return None
+
+
+STEP_BYTES = 512 << 10
+"""Read at once: what a core's own cache holds, so that a checksum finds it there."""
+SEND_BYTES = 4 << 20
+_LOOK_S = 0.02
+"""So long a call waits in the kernel for all of what it asks for: then what came is told of, and a
+server that takes nothing may have answered instead."""
+HEAD_BYTES_MAX = 64 << 10
+_HEAD_READ_BYTES = 16 << 10
+T = TypeVar("T")
+_HEADER = re.compile(
+    r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r]*)",
+    re.IGNORECASE,
+)
+
+
+class NoAnswer(Exception):
+    """The short way has no answer that can be used: the client is asked instead, which tries again,
+    follows and explains."""
+
+
+def strong_tag(etag: str) -> str:
+    """Which version of a value an answer has; empty where the server does not say, or names what
+    several versions may share (``W/``)."""
+    return "" if etag.startswith("W/") else etag.strip('"')
+
+
+def check_time(deadline_s: float, what: str) -> None:
+    """Raise ``StoreUnavailable`` if the deadline has passed: then nobody waits for the client."""
+    if time.monotonic() >= deadline_s:
+        raise StoreUnavailable(f"{what}: the deadline passed")
+
+
+class Line:
+    """A connection, in use. ``release`` keeps it for the next one, unless something of an answer
+    may still arrive over it."""
+
+    def __init__(self, pool: Any, connection: Any, *, timeout_s: float, kept: Kept) -> None:
+        self._pool = pool
+        self._kept = kept
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self.is_used = connection.sock is not None
+        """Whether it carried a request before, so that the server may have closed it meanwhile."""
+        self.is_clean = False
+        self._waits_in_kernel = False
+        self._waits_s = -1.0
+        """What is set where it does not."""
+        self._is_released = False
+        self.early = False
+        """Whether the answer came before the whole request was sent."""
+        self.on_release: Callable[[], None] | None = None
+        """Called once, before the connection is anybody else's."""
+
+    def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
+        """Connect, unless it is; one that ``is_kept`` is ready. Raises ``NoAnswer``."""
+        try:
+            if not self.is_used:
+                self._connection.timeout = timeout_s  # as the client sets it before each request
+                self._pool._validate_conn(self._connection)  # connects where TLS is spoken
+                if self._connection.sock is None:
+                    self._connection.connect()
+            self._waits_in_kernel = can_wait(self.socket)
+            if self._waits_in_kernel and not is_kept:
+                bound_waits(self.socket, _LOOK_S)
+        except Exception as exc:  # the client tries again and says what is wrong
+            self._connection.close()
+            raise NoAnswer(f"no connection: {exc}") from exc
+
+    @property
+    def socket(self) -> socket.socket:
+        """The connection's, plain or TLS."""
+        found: socket.socket = self._connection.sock
+        return found
+
+    def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
+        """Send a request, the body in pieces of the caller's buffer. Raises ``NoAnswer``.
+
+        A server that refuses answers without waiting for the body, then closes: where calls wait in
+        the kernel, such an answer is looked for before each piece, since a reset discards it.
+        """
+        try:
+            if self._bounded(deadline_s, self.socket.send, head) != len(head):
+                raise TimeoutError("not even the head was taken")
+            if body is None:
+                return
+            if self._waits_in_kernel:
+                self._send_watching(body, deadline_s)
+                return
+            for at in range(0, len(body), SEND_BYTES):
+                self._bounded(deadline_s, self.socket.sendall, body[at : at + SEND_BYTES])
+        except (OSError, ValueError) as exc:
+            raise NoAnswer(f"sending: {exc}") from exc
+
+    def _send_watching(self, body: memoryview, deadline_s: float) -> None:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        at, until_s = 0, 0.0
+        while at < len(body):
+            if poll.poll(0):
+                self.early = True
+                return
+            if not until_s:
+                until_s = self._until(deadline_s)
+            elif time.monotonic() >= until_s:
+                raise TimeoutError(f"nothing taken after {at} of {len(body)} bytes")
+            with suppress(BlockingIOError):
+                at += self.socket.send(body[at : at + SEND_BYTES])
+                until_s = 0.0
+
+    def read_head(self, deadline_s: float) -> "Answer":
+        """The answer's status and headers. Raises ``NoAnswer``, of the kind ``Unanswered`` if not
+        one byte came."""
+        raw = b""
+        try:
+            while b"\r\n\r\n" not in raw:
+                more = self._bounded(deadline_s, self.socket.recv, _HEAD_READ_BYTES)
+                if not more or len(raw) > HEAD_BYTES_MAX:
+                    raise ConnectionError("the head of the answer is cut short")
+                raw += more
+                while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
+                    raw = raw.partition(b"\r\n\r\n")[2]  # not yet the answer
+            return Answer(self, raw)
+        except (OSError, ValueError) as exc:
+            if not raw and not isinstance(exc, TimeoutError):
+                raise Unanswered(str(exc)) from exc
+            raise NoAnswer(f"reading: {exc}") from exc
+
+    def receive_into(self, into: memoryview, deadline_s: float) -> int:
+        """Fill ``into``, or its beginning with what comes in a moment; 0 at the end of all."""
+        if self._waits_in_kernel:
+            return self._bounded(deadline_s, receive_all, self.socket, into)
+        return self._bounded(deadline_s, self.socket.recv_into, into)
+
+    def _bounded(self, deadline_s: float, call: Callable[..., T], *args: Any) -> T:
+        """What one call on the socket returns, which waits neither beyond the deadline nor longer
+        than the client would. Raises TimeoutError."""
+        if not self._waits_in_kernel:
+            wait_s = min(self._timeout_s, deadline_s - time.monotonic())
+            if wait_s <= 0:
+                raise TimeoutError("the deadline passed")
+            if wait_s != self._waits_s:  # a system call, for each record of TLS
+                self.socket.settimeout(wait_s)
+                self._waits_s = wait_s
+            return call(*args)
+        until_s = self._until(deadline_s)
+        while True:
+            with suppress(BlockingIOError):
+                return call(*args)
+            if time.monotonic() >= until_s:
+                raise TimeoutError("the deadline passed")
+
+    def _until(self, deadline_s: float) -> float:
+        now_s = time.monotonic()
+        if now_s >= deadline_s:
+            raise TimeoutError("the deadline passed")
+        return min(now_s + self._timeout_s, deadline_s)
+
+    def shut(self) -> None:
+        """End what another thread waits for on this connection, at once; that thread releases.
+
+        Not ``SSLSocket.shutdown``: it forgets that there was TLS while the other still reads.
+        """
+        self.is_clean = False
+        sock = self._connection.sock
+        if sock is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Keep it if ``is_clean``, else close it. Once: then it may be somebody else's."""
+        if self._is_released:
+            return
+        self._is_released = True
+        told, self.on_release = self.on_release, None
+        if told is not None:
+            told()
+        if self.is_clean and not self.early and not self._has_more():
+            self._kept.keep(self._pool, self._connection, self._timeout_s)
+        else:
+            self._connection.close()
+            self._pool._put_conn(None)
+
+    def _has_more(self) -> bool:
+        """Whether TLS holds bytes that nobody asked for; the pool looks for those of the socket."""
+        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
+
+
+class Unanswered(NoAnswer):
+    """The server closed the connection before it sent a byte of the answer."""
+
+
+class Answer:
+    """Status and headers of an answer; a context manager that releases the line.
+
+    Raises ValueError for what is no answer of a known length: those are left to the client.
+    """
+
+    def __init__(self, line: Line, raw: bytes) -> None:
+        head, _, rest = raw.partition(b"\r\n\r\n")
+        text = head.decode("latin-1")
+        version, code = text.partition("\r\n")[0].split(" ", 2)[:2]
+        self.status = int(code)
+        found: list[tuple[str, str]] = _HEADER.findall(text)
+        self.headers = {name.lower(): value.strip() for name, value in found}
+        """Those that matter, by name in lower case."""
+        if "transfer-encoding" in self.headers:
+            raise ValueError("an answer in chunks")
+        length = "0" if self.status == 204 else self.headers.get("content-length", "")
+        if not length.isdecimal():
+            raise ValueError("an answer of unknown length")
+        self.left = int(length)
+        """Bytes of the body that were not read yet."""
+        self._line = line
+        self._rest = memoryview(rest)
+        self._keeps = (
+            version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
+        )
+        if self.left < len(rest):
+            raise ValueError("more than was announced")
+
+    @property
+    def etag(self) -> str:
+        """See ``strong_tag``."""
+        return strong_tag(self.headers.get("etag", ""))
+
+    @property
+    def total(self) -> int:
+        """Length of the whole value in bytes. Raises ``NoAnswer`` if it is not said."""
+        if self.status != 206:
+            return int(self.headers["content-length"])
+        try:
+            return int(self.headers["content-range"].rpartition("/")[2])
+        except (KeyError, ValueError) as exc:
+            raise NoAnswer("a range of nobody knows what") from exc
+
+    def starts_at(self, start: int) -> bool:
+        """Whether a range begins at this byte of the value."""
+        return self.headers.get("content-range", "").startswith(f"bytes {start}-")
+
+    def fill(
+        self, into: memoryview, deadline_s: float, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Read as many bytes of the body as ``into`` has, telling ``progress`` how many there are.
+
+        From the socket straight into ``into``. Raises ``NoAnswer``, also when the deadline passes.
+        """
+        at = min(len(self._rest), len(into))
+        into[:at] = self._rest[:at]
+        self._rest = self._rest[at:]
+        self.left -= at
+        if at and progress is not None:
+            progress(at)
+        while at < len(into):
+            # Released at once: an exception that is under way would keep it alive.
+            with into[at : at + STEP_BYTES] as step:
+                got = self._receive(step, deadline_s)
+            if not got:
+                raise NoAnswer(f"the body ended after {at} of {len(into)} bytes")
+            at += got
+            self.left -= got
+            if progress is not None:
+                progress(at)
+
+    def _receive(self, into: memoryview, deadline_s: float) -> int:
+        try:
+            return self._line.receive_into(into, deadline_s)
+        except (OSError, ValueError) as exc:
+            raise NoAnswer(f"reading: {exc}") from exc
+
+    def text(self, deadline_s: float) -> bytes:
+        """The body, if it is as short as those of errors are. Raises ``NoAnswer``."""
+        if self.left > HEAD_BYTES_MAX:
+            raise NoAnswer("a long body where a short one was due")
+        body = bytearray(self.left)
+        self.fill(memoryview(body), deadline_s)
+        return bytes(body)
+
+    def __enter__(self) -> "Answer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.is_clean = self._keeps and self.left == 0
+        self._line.release()
