@@ -7,8 +7,8 @@ import pytest
 
 from objkv.assembly.backends import open_backends
 from objkv.config import Config
+from objkv.ops.doctor import doctor as privacy
 from objkv.ops.doctor.doctor import check_privacy
-from objkv.ops.doctor.doctor import doctor as privacy
 from objkv.telemetry import NullRecorder
 
 
