@@ -17,7 +17,7 @@ from redis import exceptions
 from redis import exceptions as failures
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.net.resp import CLIENT_ERRORS, Line, Lines, packed
+from objkv.net.resp import CLIENT_ERRORS, RespConnection, RespConnections, packed
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -53,12 +53,12 @@ class RedisValues:
     """
 
     def __init__(self, client: Any) -> None:
-        self._lines = Lines(client)
+        self._connections = RespConnections(client)
 
     def get_into(self, name: str, buffer: memoryview, arrived: Arrived | None) -> int | None:
         """The value's length, None if there is none, or ``UNDONE``. A length greater than the
         buffer's is only told: nothing of such a value is received."""
-        line = self._lines.take(name)
+        line = self._connections.take(name)
         if line is None:
             return UNDONE
         try:
@@ -70,13 +70,13 @@ class RedisValues:
             line.clean = head == _NOTHING
             return None if line.clean else _received(line, head, buffer, arrived)
         finally:
-            self._lines.give(line)
+            self._connections.give(line)
 
     def get_range_into(
         self, name: str, start: int, buffer: memoryview, arrived: Arrived | None
     ) -> int | None:
         """How many of the bytes from ``start`` there were, None if no value, or ``UNDONE``."""
-        line = self._lines.take(name) if len(buffer) else None  # GETRANGE has no word for none
+        line = self._connections.take(name) if len(buffer) else None  # GETRANGE has no word for none
         if line is None:
             return UNDONE
         try:
@@ -92,11 +92,11 @@ class RedisValues:
                 return None
             return _received(line, head, buffer, arrived)
         finally:
-            self._lines.give(line)
+            self._connections.give(line)
 
     def put(self, name: str, value: Buffer, *options: bytes | int) -> bool | None:
         """SET with ``options``: whether it wrote; None is ``UNDONE``."""
-        line = self._lines.take(name)
+        line = self._connections.take(name)
         if line is None:
             return None
         try:
@@ -110,13 +110,13 @@ class RedisValues:
             line.clean = (answer is not None and answer[:1] in (b"+", b"-")) or answer == _NOTHING
             return answer == _WRITTEN if answer in (_WRITTEN, _NOTHING) else None
         finally:
-            self._lines.give(line)
+            self._connections.give(line)
 
     def close(self) -> None:
         """Bring the connections back. Idempotent."""
-        self._lines.close()
+        self._connections.close()
 
-    def _asked(self, line: Line, expected: int, *parts: bytes | memoryview) -> bytes | None:
+    def _asked(self, line: RespConnection, expected: int, *parts: bytes | memoryview) -> bytes | None:
         """The first line of the answer; None if it was lost before it: the client asks again."""
         try:
             if parts:
@@ -125,12 +125,12 @@ class RedisValues:
         except (exceptions.ConnectionError, exceptions.InvalidResponse):
             return None
         except exceptions.TimeoutError:
-            if self._lines.is_cluster:
+            if self._connections.is_cluster:
                 return None
             raise
 
 
-def _received(line: Line, head: bytes, buffer: memoryview, arrived: Arrived | None) -> int:
+def _received(line: RespConnection, head: bytes, buffer: memoryview, arrived: Arrived | None) -> int:
     """Receive what ``head`` announces, unless it is too long. What is lost from here on is an
     error: of another value the beginning may differ, and ``arrived`` has been told of this one."""
     if not head[1:].isdigit():

@@ -11,7 +11,7 @@ from redis import exceptions
 
 from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question, _RefusedError
-from objkv.net.resp import CLIENT_ERRORS, Line
+from objkv.net.resp import CLIENT_ERRORS, RespConnection
 from objkv.stores.redis import _received
 from objkv.stores.s3.http import Answer, NoAnswer
 from objkv.testing.index_contract import shard
@@ -24,7 +24,7 @@ _ROUNDS_MAX = 10_000
 
 
 class Wire:
-    """What a ``Line`` is to a question: takes what is sent, and hands out prepared pieces."""
+    """What a ``RespConnection`` is to a question: takes what is sent, and hands out prepared pieces."""
 
     def __init__(self, pieces: list[bytes], answer_to: Any = None) -> None:
         self.tls = self.clean = False
@@ -134,7 +134,7 @@ def check_find(example: tuple[int, tuple[str, ...], list[bytes], bool]) -> str:
     return "read"
 
 
-class _NoSocketLine(Line):
+class _NoSocketLine(RespConnection):
     """A line on a wire that is no socket."""
 
     def __init__(self, wire: Wire) -> None:

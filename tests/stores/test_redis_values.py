@@ -184,7 +184,7 @@ def test_a_connection_that_the_server_closes_meanwhile_costs_no_value(
         lambda: store.put_if_absent("l", b"value"),
     ]
     # It looks open until it is used, as one does that a firewall has forgotten.
-    monkeypatch.setattr("objkv.net.resp.Line._is_quiet", lambda _: True)
+    monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
     store.put("k", b"value")
     for call in calls:
         client.client_kill_filter(_type="normal", skipme=True)

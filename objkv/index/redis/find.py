@@ -19,7 +19,7 @@ from redis import exceptions
 from objkv.index.base import Shards
 from objkv.index.fields import SHARD_PATTERN, WrittenShards, decode_shard
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.net.resp import CLIENT_ERRORS, Line, Lines, Pool, packed
+from objkv.net.resp import CLIENT_ERRORS, Pool, RespConnection, RespConnections, packed
 
 _SEND_HASHES = 256
 """Packed and sent at once, 32 KiB for one field: the server begins with these while the next are
@@ -43,7 +43,7 @@ class Finder:
     """Asks for fields of many chunks through connections of ``client``, which stays its owner's."""
 
     def __init__(self, client: Any) -> None:
-        self._lines = Lines(client)
+        self._connections = RespConnections(client)
 
     def find(
         self, key: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
@@ -54,8 +54,8 @@ class Finder:
         connection, a cluster that has changed. Raises redis-py's exceptions.
         """
         wanted = tuple(dict.fromkeys(fields))
-        if not self._lines.is_cluster:
-            return self._ask({self._lines.pool_of(key): prefix_hashes}, key, wanted)
+        if not self._connections.is_cluster:
+            return self._ask({self._connections.pool_of(key): prefix_hashes}, key, wanted)
         try:
             found = self._find_in_cluster(key, list(dict.fromkeys(prefix_hashes)), wanted)
         except CLIENT_ERRORS:
@@ -64,14 +64,14 @@ class Finder:
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._lines.close()
+        self._connections.close()
 
     def _find_in_cluster(
         self, key: str, prefix_hashes: list[bytes], fields: tuple[str, ...]
     ) -> dict[bytes, Shards | None] | None:
         by_pool: dict[Pool | None, list[bytes]] = defaultdict(list)
         for prefix_hash in prefix_hashes:
-            by_pool[self._lines.pool_of(key + prefix_hash.hex())].append(prefix_hash)
+            by_pool[self._connections.pool_of(key + prefix_hash.hex())].append(prefix_hash)
         # In one order for all threads: each holds connections while it waits for the next pool's.
         by_pool = dict(sorted(by_pool.items(), key=lambda item: id(item[0])))
         found = self._ask(by_pool, key, fields)
@@ -83,10 +83,10 @@ class Finder:
         self, by_pool: Mapping[Pool | None, Sequence[bytes]], key: str, fields: tuple[str, ...]
     ) -> list[Shards | None] | None:
         """The shards of all hashes, pool by pool; all servers work at once."""
-        lines: list[Line] = []
+        lines: list[RespConnection] = []
         try:
             for pool in by_pool:
-                line = self._lines.take_from(pool)
+                line = self._connections.take_from(pool)
                 if line is None:
                     return None
                 lines.append(line)
@@ -94,7 +94,7 @@ class Finder:
             return _answered([_Question(line, key, hashes, fields) for line, hashes in pairs])
         finally:
             for line in lines:
-                self._lines.give(line)
+                self._connections.give(line)
 
 
 def _answered(questions: list["_Question"]) -> list[Shards | None] | None:
@@ -117,7 +117,7 @@ class _Question:
     """What one server is asked, and what it has answered so far."""
 
     def __init__(
-        self, line: Line, key: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...]
+        self, line: RespConnection, key: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...]
     ) -> None:
         self._line = line
         self._fields = fields
