@@ -75,7 +75,9 @@ class RedisValues:
         self, name: str, start: int, buffer: memoryview, arrived: Arrived | None
     ) -> int | None:
         """How many of the bytes from ``start`` there were, None if no value, or ``UNDONE``."""
-        line = self._connections.take(name) if len(buffer) else None  # GETRANGE has no word for none
+        line = (
+            self._connections.take(name) if len(buffer) else None
+        )  # GETRANGE has no word for none
         if line is None:
             return UNDONE
         try:
@@ -115,7 +117,9 @@ class RedisValues:
         """Bring the connections back. Idempotent."""
         self._connections.close()
 
-    def _asked(self, line: RespConnection, expected: int, *parts: bytes | memoryview) -> bytes | None:
+    def _asked(
+        self, line: RespConnection, expected: int, *parts: bytes | memoryview
+    ) -> bytes | None:
         """The first line of the answer; None if it was lost before it: the client asks again."""
         try:
             if parts:
@@ -129,7 +133,9 @@ class RedisValues:
             raise
 
 
-def _received(line: RespConnection, head: bytes, buffer: memoryview, arrived: Arrived | None) -> int:
+def _received(
+    line: RespConnection, head: bytes, buffer: memoryview, arrived: Arrived | None
+) -> int:
     """Receive what ``head`` announces, unless it is too long. What is lost from here on is an
     error: of another value the beginning may differ, and ``arrived`` has been told of this one."""
     if not head[1:].isdigit():

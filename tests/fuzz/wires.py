@@ -13,7 +13,7 @@ from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question, _RefusedError
 from objkv.net.resp import CLIENT_ERRORS, RespConnection
 from objkv.stores.redis import _received
-from objkv.stores.s3.http import Answer, NoAnswer
+from objkv.stores.s3.http import HttpResponse, NoAnswer
 from objkv.testing.index_contract import shard
 from tests.fuzz.mutation import NUMBERS, changed_bytes, spoiled
 from tests.fuzz.target import Finding, Target, outcome, require
@@ -193,7 +193,7 @@ def _answer(raw: bytes) -> str:
     if b"\r\n\r\n" not in raw:
         return "refused"
     line: Any = _S3Line()
-    answer = Answer(line, raw)
+    answer = HttpResponse(line, raw)
     body = raw.partition(b"\r\n\r\n")[2]
     require(answer.left >= len(body), "more than was announced")
     require(isinstance(answer.etag, str), "no tag")

@@ -1,7 +1,8 @@
 """Reads values into the caller's buffer: the first request, then further ranges in parallel."""
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,8 @@ from botocore.exceptions import ClientError
 
 from objkv.errors import StoreUnavailable
 from objkv.stores.base import Arrived, check_fits, copy_into
-from objkv.stores.s3.body import read_all, read_exactly
-from objkv.stores.s3.client import CallDeadline, is_absent
+from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all, read_exactly
+from objkv.stores.s3.client import CallDeadline, error_code, is_absent
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
 from objkv.stores.s3.http import HttpResponse, NoAnswer, strong_tag
 from objkv.stores.s3.wire import Wire
@@ -30,12 +31,10 @@ class Get:
     place: dict[str, Any]
     """Bucket and key as the client wants them."""
     key: str
-    start: int
-    """In the value."""
+    start: int | None
+    """In the value. None: all of it is wanted, and a value longer than the buffer is an error."""
     buffer: memoryview
     arrived: Arrived | None
-    is_whole: bool
-    """Whether a value longer than the buffer is an error."""
     deadline: CallDeadline
 
 
@@ -52,14 +51,38 @@ class Reader:
         self.pool = pool
         self.range_bytes = range_bytes
 
+    def get(
+        self,
+        place: dict[str, Any],
+        deadline: CallDeadline,
+        start: int | None = None,
+        end: int = 0,
+    ) -> bytes | None:
+        """The whole value, or bytes ``[start, end)``, which are not none, by the client. Raises
+        what the client raises, as ``read_by_client`` does."""
+        asked = {} if start is None else {"Range": _range(start, end)["range"]}
+        with deadline.client():
+            try:
+                answer = self.client.get_object(**place, **asked)
+            except ClientError as exc:
+                if start is not None and error_code(exc)[0] == 416:
+                    return b""  # beyond the end, so there is a value
+                if is_absent(self.client, place, exc):
+                    return None
+                raise
+            is_part = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+            nbytes_max = end - start if is_part and start is not None else VALUE_BYTES_MAX
+            value = read_all(answer, deadline.end_s, nbytes_max)
+        return value if start is None or is_part else value[start:end]
+
     def read(self, get: Get) -> int | None:
         """How many bytes were read, or None if there is no value. Raises ``NoAnswer``, and
         ``StoreUnavailable`` for what broke off and could not be completed."""
-        size, start, end_s = len(get.buffer), get.start, get.deadline.end_s
+        size, start, end_s = len(get.buffer), get.start or 0, get.deadline.end_s
         is_split = self.pool.threads_max > 0 and size > self.range_bytes
         if is_split:
             size = self.range_bytes
-        extra = {} if get.is_whole and not is_split else _range(start, start + size)
+        extra = {} if get.start is None and not is_split else _range(start, start + size)
         with self.wire.ask("GET", get.key, extra, end_s) as response:
             if response.status == 404 and b"<Code>NoSuchKey</Code>" in response.text(end_s):
                 return None
@@ -72,8 +95,14 @@ class Reader:
             return reading.finish()
 
     def read_by_client(self, get: Get) -> int | None:
-        """Read a whole value by the client, which retries, follows redirects and says what is
-        wrong; raises what the client raises. ``arrived`` is called at the end."""
+        """Read by the client, which retries, follows redirects and says what is wrong. ``arrived``
+        is called at the end."""
+        if get.start is not None:
+            end = get.start + len(get.buffer)
+            value = self.get(get.place, get.deadline, get.start, end)
+            if value is None:
+                return None
+            return copy_into(get.key, value, get.buffer, get.arrived, None)
         with get.deadline.client():
             try:
                 answer = self.client.get_object(**get.place)
@@ -83,23 +112,30 @@ class Reader:
                 raise
             if answer.get("ContentLength") is None:  # sent in chunks
                 value = read_all(answer, get.deadline.end_s)
-                return copy_into(get.key, value, get.buffer, get.arrived)
-            body, nbytes = answer["Body"], int(answer["ContentLength"])
-            try:
+                return copy_into(get.key, value, get.buffer, get.arrived, None)
+            with _closed_on_error(answer["Body"]) as body:
+                nbytes = int(answer["ContentLength"])
                 check_fits(get.key, nbytes, get.buffer)
                 read_exactly(body, get.buffer[:nbytes], get.deadline.end_s)
-            except BaseException:
-                body.close()  # the connection still carries the rest: it cannot be used again
-                raise
-            if get.arrived is not None:
-                get.arrived(nbytes)
-            return nbytes
+        if get.arrived is not None:
+            get.arrived(nbytes)
+        return nbytes
+
+
+@contextmanager
+def _closed_on_error(body: Any) -> Iterator[Any]:
+    """The connection of a body that was not read to its end cannot be used again."""
+    try:
+        yield body
+    except BaseException:
+        body.close()
+        raise
 
 
 def _length(get: Get, response: HttpResponse, size: int) -> int:
     """How many bytes of the value are for ``get``, whose first request was for ``size`` of them.
     Raises ``NoAnswer`` for a response that cannot be trusted with the buffer."""
-    start, room = get.start, len(get.buffer)
+    start, room = get.start or 0, len(get.buffer)
     if response.status not in (200, 206) or (response.status == 200 and start):
         raise NoAnswer(f"HTTP {response.status}")
     if response.status == 206 and not (response.left <= size and response.starts_at(start)):
@@ -109,7 +145,7 @@ def _length(get: Get, response: HttpResponse, size: int) -> int:
         raise NoAnswer("a range that goes beyond the end")
     if response.left < min(nbytes, room) and not response.etag:
         raise NoAnswer("ranges of an unknown version")
-    if get.is_whole:
+    if get.start is None:
         check_fits(get.key, nbytes, get.buffer)
     elif response.status == 200 and response.left > room:
         raise NoAnswer("a server without ranges")
@@ -123,6 +159,7 @@ class _Reading:
         self._reader = reader
         self._get = get
         self._nbytes = nbytes
+        self._start = get.start or 0
         self._etag = response.etag
         self._reported = -1
         cuts = [*range(response.left, nbytes, reader.range_bytes), nbytes]
@@ -178,8 +215,8 @@ class _Reading:
 
     def _read(self, piece: Piece, helper: Helper | None) -> None:
         get = self._get
-        first, end_s = get.start + piece.at, get.deadline.end_s
-        extra = _range(first, get.start + piece.end)
+        first, end_s = self._start + piece.at, get.deadline.end_s
+        extra = _range(first, self._start + piece.end)
         begun = reported = piece.at
 
         def grown(at: int) -> None:
@@ -209,20 +246,16 @@ class _Reading:
                 f"get_into {get.key}: broke off after {piece.at} of {self._nbytes} bytes, "
                 "too late to be completed before the deadline passed"
             )
-        asked = _range(get.start + piece.at, get.start + piece.end)["range"]
+        asked = _range(self._start + piece.at, self._start + piece.end)["range"]
         with get.deadline.client():
             answer = self._reader.client.get_object(**get.place, Range=asked)
-            try:
+            with _closed_on_error(answer["Body"]) as body:
                 self._check_version(strong_tag(answer.get("ETag", "")))
                 if answer.get("ContentLength") != piece.end - piece.at:
                     raise StoreUnavailable(
                         f"get_into {get.key}: broke off, and no range was served"
                     )
-                into = get.buffer[piece.at : piece.end]
-                read_exactly(answer["Body"], into, get.deadline.end_s)
-            except BaseException:
-                answer["Body"].close()
-                raise
+                read_exactly(body, get.buffer[piece.at : piece.end], get.deadline.end_s)
         piece.at = piece.end
 
     def _check_version(self, etag: str) -> None:
