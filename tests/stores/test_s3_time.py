@@ -79,10 +79,15 @@ def test_the_client_begins_nothing_when_it_is_too_late(silent: Silent) -> None:
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def sleepless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's waits take no time."""
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
+
+
+@pytest.fixture
+def stopped(sleepless: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the client it is always 0, and its waits take no time."""
     monkeypatch.setattr(s3_client_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
 
 
 @pytest.mark.usefixtures("stopped")
@@ -206,7 +211,7 @@ def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
         assert "Uploads" not in store._client.list_multipart_uploads(Bucket=BUCKET)
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("sleepless")
 @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (503, ""), (429, "")])
 def test_a_server_that_is_asked_too_much_is_busy(status: int, code: str) -> None:
     with (
