@@ -506,9 +506,9 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
 def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     view = memoryview(pattern(32 * MIB))
+    put = Put({}, "k", view, CallDeadline.of(60, 60))
     with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(NoAnswer):
-        deadline = CallDeadline.of(60, 60)
-        store._writer.put_directly(Put({}, "k", view, deadline), if_absent=False)
+        store._writer.put_directly(put, if_absent=False)
 
 
 def test_connections_that_the_client_closed_are_looked_for_again(
@@ -580,7 +580,7 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
     pool = SimpleNamespace(_put_conn=lambda _: None)
     buffer = bytearray(3)
     deadline_s = time.monotonic() + 5
-    line = Line(pool, connection, timeout_s=5, kept=KeptConnections())
+    line = HttpConnection(pool, connection, timeout_s=5, kept=KeptConnections())
     with contextlib.suppress(NoAnswer), line.read_head(deadline_s) as answer:
         answer.fill(memoryview(buffer)[: answer.left], deadline_s)
         assert answer.total >= 0
