@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from objkv.stores.base import Buffer
-from objkv.testing.servers.redis import wait_until
 from tests.engine.job import Call
+from tests.support.servers.redis import wait_until
 
 END_S = 300.0
 AGAIN_S = 5.0

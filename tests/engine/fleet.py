@@ -18,8 +18,8 @@ from typing import Any
 
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.testing.servers.redis import wait_until
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
+from tests.support.servers.redis import wait_until
 
 BLOCK = 32
 CHUNK = 128

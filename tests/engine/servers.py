@@ -19,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from objkv.testing.servers.redis import free_port, wait_until
 from tests.engine import model
 from tests.engine.endings import (
     EngineTold,
@@ -30,6 +29,7 @@ from tests.engine.endings import (
 )
 from tests.engine.harness import ROOT
 from tests.engine.job import Prompt
+from tests.support.servers.redis import free_port, wait_until
 
 READY_S = 240.0
 """On a busy machine with one core a server."""

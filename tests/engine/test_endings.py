@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from objkv.testing.servers.redis import wait_until
 from tests.engine import endings
+from tests.support.servers.redis import wait_until
 
 DEAF_AT_FIRST = """
 import os, signal

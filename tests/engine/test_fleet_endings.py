@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from objkv.testing.servers.redis import wait_until
 from tests.engine.cache import Values, scenario
 from tests.engine.endings import (
     END_S,
@@ -25,6 +24,7 @@ from tests.engine.fleet import SharedStore
 from tests.engine.harness import Replica, run_replica
 from tests.engine.job import Call, Generate, Job, Touch, WaitFor
 from tests.engine.prompts import prompt_of
+from tests.support.servers.redis import wait_until
 
 pytestmark = pytest.mark.wide
 WAYS = {

@@ -12,8 +12,6 @@ from objkv.config import Config
 from objkv.index.redis.index import RedisIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.stores.s3.client import open_s3_client
-from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
-from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
 from tests.engine.cache import Values, scenario
 from tests.engine.collector import Collector, collecting
 from tests.engine.harness import run_replica
@@ -22,6 +20,8 @@ from tests.engine.prompts import prompt_of
 from tests.engine.servers import Answer, Server
 from tests.monitoring.prometheus import need_prometheus, prometheus, serving
 from tests.monitoring.queries import dashboard_queries, selectors
+from tests.support.servers.ceph import ceph_missing, ceph_radosgw
+from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 
 BUCKET = "kv-cache"
 SHARED, DURING, AFTER, LAST = (prompt_of(600, seed=seed) for seed in range(4))

@@ -22,10 +22,10 @@ from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.stock import known_identities
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.redis import wait_until
 from tests.engine import model
 from tests.engine.cache import Values, scenario
 from tests.engine.servers import Server
+from tests.support.servers.redis import wait_until
 
 OBJKV = Path(sys.executable).with_name("objkv")
 GROUPS, PROMPTS, CHUNK = 3, 6, 256

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from objkv.testing.servers.quick_s3 import QuickS3
-from objkv.testing.servers.redis import valkey_server
-from objkv.testing.servers.spoil import Spoil
-from objkv.testing.servers.spoil_redis import SpoilRedis
-from objkv.testing.servers.spoil_s3 import SpoilS3
+from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.redis import valkey_server
+from tests.support.servers.spoil import Spoil
+from tests.support.servers.spoil_redis import SpoilRedis
+from tests.support.servers.spoil_s3 import SpoilS3
 
 GETS = frozenset({"GET"})
 A, B = bytes(range(200)) * 9, bytes(range(1, 201)) * 9
