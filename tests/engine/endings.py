@@ -1,6 +1,7 @@
 """What is left of a replica: threads when its engine has stopped, processes when it has ended."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -36,6 +37,8 @@ AGAIN_S = 20.0
 """How long an engine that was told to end may take to hear it before it is told again."""
 STOPPED = "tests.engine.endings:objkv_threads_after_shutdown"
 SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"seconds": 0.5})
+_BEGINS_THREAD = re.compile(r'threading\.py", line \d+ in _bootstrap$')
+_JOINS_THREADS = re.compile(r" in (_shutdown|_python_exit)$", re.MULTILINE)
 EXIT = "tests.engine.endings:end_of_script"
 
 
@@ -154,13 +157,14 @@ def exit_status(process: "subprocess.Popen[bytes] | Fork", log_file: Path) -> in
 def waits_for_objkv(stacks: str) -> bool:
     """Whether a process can end only when objkv has done something: its main thread is in objkv's
     code, or waits for all other threads and one of them is there. ``stacks`` are faulthandler's."""
-    threads = re.split(r"(?:Current thread|Thread) 0x.*\n", stacks)[1:]
-    frame = f'File "{PACKAGE}'
-    for main in (thread for thread in threads if " in _bootstrap\n" not in thread):
-        joins = any(f" in {name}\n" in main for name in ("_shutdown", "_python_exit"))
-        if frame in main or (joins and any(frame in thread for thread in threads)):
-            return True
-    return False
+    threads = [
+        list(itertools.takewhile(lambda line: line.startswith("  "), said.splitlines()))
+        for said in re.split(r"(?:Current thread|Thread) 0x.*\n", stacks)[1:]
+    ]
+    ours = [thread for thread in threads if any(f'File "{PACKAGE}' in line for line in thread)]
+    main = [thread for thread in threads if not _BEGINS_THREAD.search("\n".join(thread))]
+    joins = [thread for thread in main if _JOINS_THREADS.search("\n".join(thread))]
+    return any(thread in main for thread in ours) or bool(joins and ours)
 
 
 def session_processes(leader: int) -> list[int]:

@@ -38,7 +38,7 @@ def test_an_engine_that_did_not_hear_is_told_again_once_vllm_has_told_it(tmp_pat
         with log_file.open("a") as log:
             log.write("send sigterm to process EngineCore\n")
         wait_until(told, "the engine to be told")
-        assert engine.wait(60) == 0
+        assert engine.wait(120) == 0
     finally:
         engine.kill()
         engine.wait()
@@ -99,6 +99,29 @@ def test_what_hangs_is_killed_and_is_a_failure_only_if_it_is_objkv(
             assert endings.exit_status(hanging, log_file) is None
     assert hanging.wait(60) == -signal.SIGABRT
     assert main in log_file.read_text() or how == "joined"
+
+
+STACKS = f"""(Worker pid=7) INFO 11-22 19:36:56 [worker.py:9] objkv: 2 saves left
+Fatal Python error: Aborted
+
+Thread 0x00007f5e (most recent call first):
+  File "{PACKAGE}transfer/saver.py", line 99 in _work
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f5f (most recent call first):
+  File "%s", line 193 in cancel
+  File "/usr/lib/python3.11/multiprocessing/process.py", line 314 in _bootstrap
+  File "<string>", line 1 in <module>
+
+Extension modules: numpy
+"""
+
+
+@pytest.mark.parametrize(("file", "is_ours"), [(IN_VLLM, False), (IN_OBJKV, True)])
+def test_a_worker_is_known_by_its_main_thread(file: str, is_ours: bool) -> None:
+    assert endings.waits_for_objkv(STACKS % file) is is_ours
+    assert not endings.waits_for_objkv(STACKS.partition("Fatal")[0])
 
 
 def test_each_waits_clearly_longer_than_what_it_waits_for() -> None:
