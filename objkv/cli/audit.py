@@ -19,7 +19,6 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
 from objkv.ops.audit.figures import LIST_PRICES
-from objkv.ops.audit.html.figures import dollars, share
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -32,6 +31,7 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.audit.spool import Spool
 from objkv.ops.audit.walk import AuditEnds, AuditWalk
+from objkv.ops.formats import dollars, share
 from objkv.ops.match import load_tokenizer
 from objkv.ops.runs import checkpoint_file
 

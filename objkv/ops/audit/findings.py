@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from objkv.ops.audit.figures import namespace_names
-from objkv.ops.audit.html.figures import noun, span
 from objkv.ops.audit.report import (
     AuditFinding,
     AuditReport,
@@ -16,6 +15,7 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.audit.spool import Spool
 from objkv.ops.backends_view import QUARANTINE
+from objkv.ops.formats import noun, span
 
 FIRST_MAX = 100
 """Named, of each kind."""
