@@ -30,7 +30,7 @@ def test_an_old_epoch_is_one_also_where_it_alone_is_audited() -> None:
     save_prompts(bulk, None, [(1,)])
     save_identity(bulk, replace(IDENTITY, weights_epoch=1))
     auditor = Auditor(bulk, index)
-    auditor.places = find_places(auditor.ends, NAMESPACE)
+    auditor.places = find_places(auditor.view, NAMESPACE)
     report = auditor.all()
     assert counts(Auditor(bulk, index).all()) == counts(report) == {"old_epoch": 1}
     assert [one.namespace for one in report.namespaces] == [NAMESPACE]
@@ -90,12 +90,12 @@ def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left() -> None:
         bulk.put(f"quarantine/{key}", b"taken out")
     killed = [Unfinished(key, "1", 7, 0.0) for key in (own, other, f"quarantine/{other}")]
     auditor = Auditor(bulk, index)
-    auditor.walk.ends = replace(auditor.ends, unfinished=lambda: killed)
-    auditor.places = find_places(auditor.ends, NAMESPACE)
+    auditor.walk.view = replace(auditor.view, unfinished=lambda: killed)
+    auditor.places = find_places(auditor.view, NAMESPACE)
     named = [one.key for one in auditor.all().findings.first]
     assert sorted(named) == [f"{own} (1)", f"quarantine/{own}"]
     everything = Auditor(bulk, index)
-    everything.walk.ends = replace(everything.ends, unfinished=lambda: killed)
+    everything.walk.view = replace(everything.view, unfinished=lambda: killed)
     assert counts(everything.all()) == {"leftover": 5}
 
 
