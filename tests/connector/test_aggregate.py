@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objkv.connector.kv.metrics import ObjKVStats
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
@@ -23,7 +24,6 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.metrics import ObjKVStats
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.memory import MemoryIndex

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
-
 from objkv.connector.encoder.metrics import ObjKVECPromMetrics
 from objkv.connector.kv.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.tier.metrics import tier_metric_definitions, tier_stats
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 NAME = "breaker_open_bulk_write"
 

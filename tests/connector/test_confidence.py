@@ -8,7 +8,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.config import Config
 from objkv.connector.kv.metadata import StepReport
-from objkv.connector.kv.scheduler import Confidence, Roles, SchedulerSide
+from objkv.connector.kv.scheduler import Roles, SchedulerSide, SyncGate
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
@@ -30,9 +30,9 @@ WITHIN = LoadPlan("w", "0" * 32, (), sync=True)
 BETWEEN = LoadPlan("b", "0" * 32, (), sync=False)
 
 
-def lost(clock: ManualClock) -> Confidence:
+def lost(clock: ManualClock) -> SyncGate:
     """Of a replica whose forward pass waited in vain."""
-    confidence = Confidence(BOUND_S, clock=clock)
+    confidence = SyncGate(BOUND_S, clock=clock)
     confidence.planned([WITHIN, BETWEEN])
     confidence.reported(StepReport(failed={"w", "b"}))
     confidence.received("b")
@@ -60,7 +60,7 @@ def test_a_load_between_steps_that_fails_does_not_regain_it() -> None:
 
 
 def test_a_payload_that_was_refused_does_not() -> None:
-    confidence = Confidence(BOUND_S)
+    confidence = SyncGate(BOUND_S)
     confidence.planned([WITHIN])
     confidence.reported(StepReport(failed={"w"}, rejected={("0" * 32, b"h" * 20)}))
     assert confidence.holds
@@ -68,7 +68,7 @@ def test_a_payload_that_was_refused_does_not() -> None:
 
 def test_a_load_between_steps_that_failed_does_not() -> None:
     """It may have been aborted, and nobody but its own request waited."""
-    confidence = Confidence(BOUND_S)
+    confidence = SyncGate(BOUND_S)
     confidence.planned([WITHIN, BETWEEN])
     confidence.reported(StepReport(failed={"b"}))
     confidence.planned([])

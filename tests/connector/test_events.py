@@ -98,7 +98,7 @@ class World:
         self.events: list[Any] = []
 
     def _find(self, request_id: str) -> Any:
-        tracked = type("Tracked", (), {"request": self.request})
+        tracked = type("TrackedRequest", (), {"request": self.request})
         return tracked if request_id == self.request.request_id else None
 
     def save(self, *chunks: int, groups: tuple[int, ...] | None = None) -> None:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from objkv.connector.kv.scheduler import Hits
+from objkv.connector.kv.scheduler import HitCounters
 from objkv.index.base import ShardRecord
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
@@ -32,7 +32,7 @@ def plan(*moves: LoadMove) -> LoadPlan:
 
 def test_a_query_is_counted_once_however_often_vllm_asks() -> None:
     recorder = MemoryRecorder()
-    hits, one = Hits(recorder), request(300)
+    hits, one = HitCounters(recorder), request(300)
     for _ in range(5):
         hits.asked("r", 64)
     hits.given(one)
@@ -41,7 +41,7 @@ def test_a_query_is_counted_once_however_often_vllm_asks() -> None:
 
 def test_blocks_given_again_after_a_load_are_no_new_query() -> None:
     recorder = MemoryRecorder()
-    hits, one = Hits(recorder), request(300)
+    hits, one = HitCounters(recorder), request(300)
     hits.asked("r", 0)
     hits.given(one)
     hits.given(one)
@@ -50,7 +50,7 @@ def test_blocks_given_again_after_a_load_are_no_new_query() -> None:
 
 def test_a_request_that_was_preempted_is_a_query_again() -> None:
     recorder = MemoryRecorder()
-    hits, one = Hits(recorder), request(300)
+    hits, one = HitCounters(recorder), request(300)
     for computed in (0, 128):
         hits.asked("r", computed)
         hits.given(one)
@@ -59,7 +59,7 @@ def test_a_request_that_was_preempted_is_a_query_again() -> None:
 
 def test_a_request_that_ends_before_it_is_admitted_is_forgotten() -> None:
     recorder = MemoryRecorder()
-    hits = Hits(recorder)
+    hits = HitCounters(recorder)
     hits.asked("r", 0)
     hits.ended("r")
     hits.given(request(300))
@@ -70,7 +70,7 @@ def test_a_request_that_ends_before_it_is_admitted_is_forgotten() -> None:
 def test_tokens_to_load_are_hot_or_in_bulk_and_nothing_else() -> None:
     recorder = MemoryRecorder()
     moves = load(0, hot=True), load(1, hot=False), load(2, hot=True)
-    Hits(recorder).planned(plan(*moves), 32, 3 * SIZE)
+    HitCounters(recorder).planned(plan(*moves), 32, 3 * SIZE)
     assert recorder.drain() == {
         "hits": 1,
         "hit_tokens": 160,
@@ -82,6 +82,6 @@ def test_tokens_to_load_are_hot_or_in_bulk_and_nothing_else() -> None:
 def test_a_chunk_is_hot_when_all_its_groups_are() -> None:
     recorder = MemoryRecorder()
     moves = load(0, hot=True), load(0, hot=False, group=1), load(1, hot=True)
-    Hits(recorder).planned(plan(*moves), 0, 2 * SIZE)
+    HitCounters(recorder).planned(plan(*moves), 0, 2 * SIZE)
     assert recorder.value("hit_hot_tokens") == SIZE
     assert recorder.value("hit_bulk_tokens") == SIZE

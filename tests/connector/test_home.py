@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from objkv.connector.kv.namespace import Home
+from objkv.connector.kv.namespace import Namespace
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.ops.diff import namespace_of, parse_document
@@ -39,7 +39,7 @@ class Later:
 
 def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
     store, later = MemoryStore(), Later()
-    home = Home(IDENTITY, store, later, writes=True)
+    home = Namespace(IDENTITY, store, later, writes=True)
     for _ in range(3):
         home.announce()
     assert len(later.jobs) == 1
@@ -51,7 +51,7 @@ def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
 
 def test_a_document_that_was_not_taken_is_tried_again() -> None:
     store, later = FlakyStore(MemoryStore()), Later()
-    home = Home(IDENTITY, store, later, writes=True)
+    home = Namespace(IDENTITY, store, later, writes=True)
     later.full = True
     home.announce()
     later.full = False
@@ -71,7 +71,7 @@ def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -
         later.run()
         return True
 
-    home = Home(IDENTITY, store, at_once, writes=True)
+    home = Namespace(IDENTITY, store, at_once, writes=True)
     store.fail_next(StoreUnavailable("gone"))
     home.announce()
     home.announce()
@@ -80,12 +80,12 @@ def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -
 
 def test_a_reader_writes_no_document() -> None:
     later = Later()
-    Home(IDENTITY, MemoryStore(), later, writes=False).announce()
+    Namespace(IDENTITY, MemoryStore(), later, writes=False).announce()
     assert not later.jobs
 
 
 def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
-    homes = [Home(IDENTITY, MemoryStore(), Later(), writes=True) for _ in range(2)]
+    homes = [Namespace(IDENTITY, MemoryStore(), Later(), writes=True) for _ in range(2)]
     assert homes[0].namespace == homes[1].namespace
     for home in homes:
         assert home.renew(clean=True)
@@ -94,7 +94,7 @@ def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
 
 
 def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did_not() -> None:
-    home = Home(IDENTITY, MemoryStore(), Later(), writes=True)
+    home = Namespace(IDENTITY, MemoryStore(), Later(), writes=True)
     assert not home.renew(clean=False)
     assert not home.open
     assert home.namespace == IDENTITY.namespace()
@@ -108,7 +108,7 @@ def test_a_reader_logs_the_document_that_it_does_not_store(
     caplog: pytest.LogCaptureFixture, *, writes: bool
 ) -> None:
     with caplog.at_level(logging.INFO, logger="objkv.connector.kv.namespace"):
-        home = Home(IDENTITY, MemoryStore(), Later(), writes=writes)
+        home = Namespace(IDENTITY, MemoryStore(), Later(), writes=writes)
         assert ("document=" in caplog.text) is not writes
         home.renew(clean=True)
     if not writes:

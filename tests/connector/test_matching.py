@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from objkv.connector.kv.coverage import Reach
-from objkv.connector.kv.requests import Tracked
-from objkv.connector.kv.scheduler import Confidence, Matching
+from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.requests import TrackedRequest
+from objkv.connector.kv.scheduler import Matching, SyncGate
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
@@ -21,9 +21,9 @@ class World:
         self.counted = 0
         self.behind: list[int] = []
         geometry = Geometry((GROUP,), 32, 32, tp_size=1)
-        self.reach = Reach(geometry)
+        self.coverage = Coverage(geometry)
         self.matching = Matching(
-            "async", geometry, Confidence(5.0), cast("Any", self), cast("Any", self)
+            "async", geometry, SyncGate(5.0), cast("Any", self), cast("Any", self)
         )
 
     def waiting(self) -> int:
@@ -36,7 +36,7 @@ class World:
 
     def match(self, computed: int = 0) -> int:
         request: Any = SimpleNamespace(num_tokens=70)
-        return self.matching.usable(Tracked(request, "n" * 32), RECORDS, computed).end
+        return self.matching.usable(TrackedRequest(request, "n" * 32), RECORDS, computed).end
 
 
 def test_who_waits_is_counted_once_a_step_and_without_the_request_itself() -> None:

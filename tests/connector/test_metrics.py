@@ -4,10 +4,10 @@ import pickle
 from types import SimpleNamespace
 from typing import Any, cast
 
+from objkv.connector.kv.metrics import ObjKVPromMetrics, ObjKVStats
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from objkv.connector.counters import BUCKETS_S, COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.kv.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.telemetry import MemoryRecorder, is_level
 
 LABELS = {"engine": "0"}

@@ -7,7 +7,7 @@ import pytest
 
 from objkv.cache.admission import Admission, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.metadata import StepReport
-from objkv.connector.kv.timing import Pace
+from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
@@ -41,9 +41,9 @@ class Notes:
         return min(self.limit, len(chunks))
 
 
-def pace_of(notes: Notes, clock: ManualClock, *, tp_size: int = 1, in_flight: int = 2) -> Pace:
+def pace_of(notes: Notes, clock: ManualClock, *, tp_size: int = 1, in_flight: int = 2) -> Timing:
     geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-    return Pace(cast("Admission", notes), geometry, steps_in_flight=in_flight, clock=clock)
+    return Timing(cast("Admission", notes), geometry, steps_in_flight=in_flight, clock=clock)
 
 
 def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
@@ -51,7 +51,7 @@ def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan
     return cast("Any", SimpleNamespace(request_id=request_id, moves=moves, sync=sync))
 
 
-def told(pace: Pace, loaded: dict[str, LoadTime]) -> None:
+def told(pace: Timing, loaded: dict[str, LoadTime]) -> None:
     pace.reported(StepReport(loaded=loaded))
     for request_id in loaded:
         pace.received(request_id)
@@ -223,7 +223,7 @@ def test_what_several_ranks_hold_alike_each_of_them_loads(
     group = GroupIdentity("full", None, ("a",), heads=heads, content=16, block_size=16)
     geometry = Geometry((group,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
     notes, fields = Notes(), sorted(geometry.all_fields())
-    pace = Pace(cast("Admission", notes), geometry, steps_in_flight=1)
+    pace = Timing(cast("Admission", notes), geometry, steps_in_flight=1)
     shard = ShardRecord(800 // len(fields), 1, "none", False, "0" * 32, 1)
     pace.admit([dict.fromkeys(fields, shard)], 0, 64)
     assert notes.asked == [ChunkSize(expected, 64, "bulk")]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.kv.coverage import Reach
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
@@ -19,8 +19,8 @@ def geometry(tp: int, pp: int = 1, groups: int = 1) -> Geometry:
     return Geometry((GROUP,) * groups, 64, 32, tp_size=tp, stages=stages)
 
 
-def reach(tp: int, pp: int = 1, groups: int = 1) -> Reach:
-    return Reach(geometry(tp, pp, groups), is_mixed=lambda: True)
+def reach(tp: int, pp: int = 1, groups: int = 1) -> Coverage:
+    return Coverage(geometry(tp, pp, groups), is_mixed=lambda: True)
 
 
 def stored(tp: int, pp: int = 1, groups: int = 1, nbytes: int = 100) -> dict[str, ShardRecord]:
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_rank_that_fetches_most() -> None:
 
 
 def test_without_other_shapes_shards_are_counted() -> None:
-    own = Reach(geometry(2))
+    own = Coverage(geometry(2))
     assert own.is_complete(stored(2))
     assert own.is_readable(stored(2), 0)
     assert own.size(stored(2)) == (100, False)

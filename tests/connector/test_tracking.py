@@ -1,11 +1,11 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-from objkv.connector.kv.requests import Tracked
+from objkv.connector.kv.requests import TrackedRequest
 
 
-def tracked(*, stored: set[int]) -> Tracked:
-    return Tracked(cast("Any", SimpleNamespace(request_id="r")), "n" * 32, stored=stored)
+def tracked(*, stored: set[int]) -> TrackedRequest:
+    return TrackedRequest(cast("Any", SimpleNamespace(request_id="r")), "n" * 32, stored=stored)
 
 
 def test_each_computed_chunk_that_is_not_stored_is_due_once() -> None:

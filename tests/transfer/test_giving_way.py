@@ -99,7 +99,7 @@ def test_saves_give_way_while_loads_go_on() -> None:
     store.is_busy = True
     replica.save(range(1, 2))
     wait_until(lambda: replica.recorder.value("saves_shed") == 1)
-    crew = replica.saver._crew
+    crew = replica.saver._pool
     crew._shed_until = math.inf
     store.is_busy = False
     assert replica.save(range(2, 4)) == set()  # no drop: nobody plans them again
