@@ -14,6 +14,7 @@ from vllm.v1.engine.core import EngineCore
 import objkv.connector
 from objkv.connector import ObjKVECConnector
 from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS
+from objkv.connector.encoder.connector import ObjKVECStats
 from objkv.errors import ConfigError
 from tests.connector.encoder_engine import engine, make_model
 from tests.connector.encoder_world import request
