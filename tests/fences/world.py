@@ -21,6 +21,7 @@ import torch
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
+from objkv.connector.kv import wiring
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide

@@ -18,7 +18,7 @@ from objkv.connector.model.identity import (
     read_weights,
     refuse_external_launcher,
     safe_load_mode,
-    tell_of_sudden_end,
+    warn_of_sudden_end,
 )
 from objkv.errors import ConfigError
 from tests.connector.encoder_engine import engine, make_model
@@ -250,7 +250,7 @@ def test_says_what_to_set_where_saves_would_be_lost(
     seconds: int, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        tell_of_sudden_end(cast("Any", SimpleNamespace(shutdown_timeout=seconds)))
+        warn_of_sudden_end(cast("Any", SimpleNamespace(shutdown_timeout=seconds)))
     assert ("--shutdown-timeout" in caplog.text) is told
 
 
