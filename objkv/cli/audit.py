@@ -19,7 +19,6 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
 from objkv.ops.audit.figures import LIST_PRICES
-from objkv.ops.audit.html.figures import dollars, share
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -31,7 +30,8 @@ from objkv.ops.audit.report import (
     RootAudit,
 )
 from objkv.ops.audit.spool import Spool
-from objkv.ops.audit.walk import AuditEnds, AuditWalk
+from objkv.ops.audit.walk import AuditView, AuditWalk
+from objkv.ops.formats import dollars, share
 from objkv.ops.match import load_tokenizer
 from objkv.ops.runs import checkpoint_file
 
@@ -406,25 +406,25 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
 
 
 def _report(run: Upkeep, spool: Spool, namespace: str | None, options: AuditOptions) -> AuditReport:
-    ends = AuditEnds(
-        bulk=run.ends.bulk,
-        index=run.ends.index,
-        is_own_index=run.ends.is_own_index,
-        seal_of=run.ends.seal_of,
-        unfinished=run.ends.bulk.unfinished,
+    view = AuditView(
+        bulk=run.view.bulk,
+        index=run.view.index,
+        is_own_index=run.view.is_own_index,
+        seal_of=run.view.seal_of,
+        unfinished=run.view.bulk.unfinished,
     )
-    walk = AuditWalk(ends, spool, options.workers)
+    walk = AuditWalk(view, spool, options.workers)
     places: Places | None = None
     with run.interruptible():
         with run.session.out.waiting("reading namespaces"):
-            places = find_places(ends, run.pick(namespace))
+            places = find_places(view, run.pick(namespace))
         _walk(run, walk, places)
     if places is None:
         raise KeyboardInterrupt
     ending = run.crew.ending
     assert ending != "limit"
     with run.session.out.waiting("making figures"):
-        return Audit(ends, spool, places, options).report(ending, walk.problems)
+        return Audit(view, spool, places, options).report(ending, walk.problems)
 
 
 def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
@@ -433,5 +433,5 @@ def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
     run.run("reading records", walk.records(places.indexed))
     run.run("listing payloads", walk.payloads(places.parts, namespaces))
     run.run("looking for leftovers", walk.leftovers(places.only))
-    if not walk.ends.is_own_index:
+    if not walk.view.is_own_index:
         run.run("looking again", walk.second_looks(sorted({*namespaces, *places.indexed})))

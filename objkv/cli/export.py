@@ -132,7 +132,7 @@ def _run(
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         with closing(ManifestWriter(out)) as manifest, _Folder(run.session, out) as target:
             _warn_of_others(run.session, out)
-            work = Export(run.ends, target, manifest.add, budget=budget, with_tokens=with_tokens)
+            work = Export(run.view, target, manifest.add, budget=budget, with_tokens=with_tokens)
             _export(run, work, identity.namespace(), keys)
             if run.crew.ending == "complete":
                 return manifest.finish(__version__, int(time.time()))
@@ -141,7 +141,7 @@ def _run(
 
 def _keys(run: Upkeep, identity: Identity, wanted: _Wanted) -> list[ChunkKey] | None:
     """The payloads that were asked for; None for all. Raises ``PayloadError`` if there are none."""
-    index, name = run.ends.index, identity.namespace()
+    index, name = run.view.index, identity.namespace()
     with run.session.out.waiting("reading the index"):
         if wanted.prefix is not None:
             return chain_keys(index, name, wanted.prefix, below=wanted.below)
@@ -200,11 +200,11 @@ class _Folder:
 
 
 def _export(run: Upkeep, work: Export, name: str, keys: list[ChunkKey] | None) -> None:
-    namespace = read_namespace(run.ends.bulk, name)
-    seal = run.ends.seal_of(namespace)
+    namespace = read_namespace(run.view.bulk, name)
+    seal = run.view.seal_of(namespace)
     work.documents([name])
     if keys is None:
-        parts = stored_parts(run.ends.bulk, [name])
+        parts = stored_parts(run.view.bulk, [name])
         run.run("exporting", work.parts(parts, {name: namespace}))
     else:
         run.run("exporting", work.keys(keys, seal))

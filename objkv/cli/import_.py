@@ -54,15 +54,15 @@ def bring_in(
         closing(open_bulk(_source(session, folder), NullRecorder())) as source,
     ):
         names = sorted({line.key.partition("/")[0] for line in lines})
-        found = arrivals(run.ends, source, names)
+        found = arrivals(run.view, source, names)
         for arrival in found:
-            run.ends.seal_of(arrival.namespace)  # raises where the keys are not here
+            run.view.seal_of(arrival.namespace)  # raises where the keys are not here
         _tell_arrivals(session, found)
         if dry_run:
             return _show_plan(session, head, found)
         _refuse_overflow(run, lines, found)
         with run.interruptible():
-            work = BringIn(run.ends, source, found, budget=Budget(memory_bytes), codec=codec)
+            work = BringIn(run.view, source, found, budget=Budget(memory_bytes), codec=codec)
             new = work.documents()
             run.run("importing", work.lines(lines))
             run.run("announcing", work.shapes())
@@ -104,8 +104,8 @@ def _refuse_overflow(run: Upkeep, lines: list[Line], found: list[Arrival]) -> No
     if not quota:
         return
     with run.session.out.waiting("reading the index"):
-        stored = {one.tenant: one.nbytes for one in list_tenants(run.ends.bulk, run.ends.index)}
-        more = new_bytes(run.ends.index, lines, found)
+        stored = {one.tenant: one.nbytes for one in list_tenants(run.view.bulk, run.view.index)}
+        more = new_bytes(run.view.index, lines, found)
     for tenant, nbytes in more.items():
         used = stored.get(tenant, 0)
         if nbytes and used + nbytes > quota:

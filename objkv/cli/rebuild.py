@@ -41,7 +41,7 @@ def rebuild(
     with upkeep(
         session, "rebuild", namespace, dry_run, writes=not dry_run, workers=workers, restart=restart
     ) as run:
-        bulk, found, is_empty = run.ends.bulk, dict[str, Namespace](), False
+        bulk, found, is_empty = run.view.bulk, dict[str, Namespace](), False
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
                 only = run.pick(namespace)
@@ -49,7 +49,7 @@ def rebuild(
                 is_empty = not names
                 found = run.with_keys({name: read_namespace(bulk, name) for name in names})
                 parts = stored_parts(bulk, list(found))
-            work = Rebuild(run.ends, apply=not dry_run)
+            work = Rebuild(run.view, apply=not dry_run)
             run.run("restoring records", work.parts(parts, found))
             run.run("looking for what was lost again", work.lost(parts, found))
             run.run("restoring what stands on them", work.namespaces(found))

@@ -11,7 +11,7 @@ from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
 from objkv.errors import ConfigError
 from objkv.ops.runs import Tally
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
-from objkv.ops.sweep.survey import refuse_wrong_ends, survey
+from objkv.ops.sweep.survey import refuse_mismatch, survey
 from objkv.ops.sweep.sweep import RecordSweep, Sweep
 
 _SHOWN = 3
@@ -78,12 +78,12 @@ def sweep(
         found = None
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
-                found = survey(run.ends, run.pick(namespace))
+                found = survey(run.view, run.pick(namespace))
                 if not force:
-                    refuse_wrong_ends(run.ends, found)
-            remover = Remover(run.ends, limits, lambda: run.crew.halt("limit"))
-            work = Sweep(run.ends, found, limits, remover)
-            records = RecordSweep(run.ends, found, limits, remover, workers=workers)
+                    refuse_mismatch(run.view, found)
+            remover = Remover(run.view, limits, lambda: run.crew.halt("limit"))
+            work = Sweep(run.view, found, limits, remover)
+            records = RecordSweep(run.view, found, limits, remover, workers=workers)
             run.run("sweeping leftovers", work.leftovers())
             run.run("sweeping payloads", work.parts())
             run.run("sweeping records", records.ghosts())

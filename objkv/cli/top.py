@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
-from objkv.cli.output import Output, age, plain, printable, size
+from objkv.cli.output import Output, age, plain, size
 from objkv.errors import ConfigError
+from objkv.ops.formats import printable
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, Row
 from objkv.ops.top.scrape import Source

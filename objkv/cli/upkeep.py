@@ -1,9 +1,6 @@
 """What the long commands share (``rebuild``, ``sweep``, ``verify``): both ends, threads, a place to
 go on from, and how a report ends."""
 
-import os
-import secrets
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +12,7 @@ from objkv.cli.command import FOUND, INTERRUPTED, Session
 from objkv.codec.seal import Seal
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.backends_view import Ends, Namespace, pick_namespace, stored_namespaces
-from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.ops.backends_view import BackendsView, Namespace, pick_namespace, stored_namespaces
 from objkv.ops.runs import Checkpoint, Crew, Tally, Unit, checkpoint_file
 
 WORKERS = 16
@@ -28,7 +24,7 @@ class Upkeep:
     """One run of a long command."""
 
     session: Session
-    ends: Ends
+    view: BackendsView
     crew: Crew
     checkpoint: Checkpoint
 
@@ -49,7 +45,7 @@ class Upkeep:
         """The one namespace that begins so, of both ends; None for None. Raises ``ConfigError``."""
         if beginning is None:
             return None
-        known = sorted({*stored_namespaces(self.ends.bulk), *self.ends.index.namespaces()})
+        known = sorted({*stored_namespaces(self.view.bulk), *self.view.index.namespaces()})
         name = pick_namespace(known, beginning) if known else ""
         if name not in known:
             there = f"there are: {', '.join(known)}" if known else "nothing is stored"
@@ -62,7 +58,7 @@ class Upkeep:
         left, skipped = {}, dict[str, str]()
         for name, namespace in found.items():
             try:
-                self.ends.seal_of(namespace)
+                self.view.seal_of(namespace)
             except ConfigError as exc:
                 skipped[name] = str(exc)
             else:
@@ -144,14 +140,11 @@ def upkeep(
                 backends.bulk.check()
             if has_bulk or not config.index_url.startswith("bulk:"):
                 backends.index.check()
-        ends = Ends(
-            bulk=PatientStore(backends.bulk),
-            hot=None if backends.hot is None else PatientStore(backends.hot),
-            index=PatientIndex(backends.index),
-            is_own_index=config.index_url.startswith("bulk:"),
-            ttl_s=config.ttl_s,
-            lease_ms=config.lease_ms,
-            owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+        view = BackendsView.of(
+            config,
+            (backends.bulk, backends.hot),
+            backends.index,
+            command=command,
             seal_of=open_seals(session),
         )
         place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
@@ -162,7 +155,7 @@ def upkeep(
         crew = Crew(checkpoint, workers=workers, deadline_s=deadline_s)
         is_done = False
         try:
-            yield Upkeep(session, ends, crew, checkpoint)
+            yield Upkeep(session, view, crew, checkpoint)
             is_done = crew.ending in ("complete", "limit")
         except StoreUnavailable as exc:
             if not checkpoint.is_kept:

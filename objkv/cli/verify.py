@@ -66,9 +66,9 @@ def verify(
             with session.out.waiting("reading namespaces"):
                 found, parts, indexed = _places(run, run.pick(namespace))
             if quarantine and not force:
-                refuse_wrong_bulk(run.ends, indexed)
+                refuse_wrong_bulk(run.view, indexed)
             work = Verify(
-                run.ends,
+                run.view,
                 found,
                 quarantine=quarantine,
                 force=force,
@@ -106,10 +106,10 @@ def _check(
             run.run("looking for missing payloads", work.missing(indexed))
         else:
             with run.session.out.waiting("choosing a sample"):
-                sample = choose_sample(run.ends, indexed, parts, size=most, seed=seed)
+                sample = choose_sample(run.view, indexed, parts, size=most, seed=seed)
             chosen_of = sample.chosen_of
             run.run("checking payloads", work.sample(sample.keys))
-            run.run("looking for records", unindexed(run.ends, parts))
+            run.run("looking for records", unindexed(run.view, parts))
         if quarantine and run.crew.ending == "complete":
             run.run("taking out of use", work.settle(run.tally))
     except ConfigError:  # what was found by wrong settings is not to be gone on from
@@ -129,14 +129,14 @@ def _is_index_lost(tally: Tally) -> bool:
 def _places(
     run: Upkeep, namespace: str | None
 ) -> tuple[dict[str, Namespace], list[Part], list[str]]:
-    ends = run.ends
-    names = [name for name in stored_namespaces(ends.bulk) if namespace in (None, name)]
-    known = [] if ends.is_own_index else ends.index.namespaces()
-    every = {name: read_namespace(ends.bulk, name) for name in names}
+    view = run.view
+    names = [name for name in stored_namespaces(view.bulk) if namespace in (None, name)]
+    known = [] if view.is_own_index else view.index.namespaces()
+    every = {name: read_namespace(view.bulk, name) for name in names}
     found = run.with_keys(every)
     skipped = every.keys() - found.keys()
     indexed = [name for name in known if namespace in (None, name) and name not in skipped]
-    return found, stored_parts(ends.bulk, list(found)), indexed
+    return found, stored_parts(view.bulk, list(found)), indexed
 
 
 def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) -> None:

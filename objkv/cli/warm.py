@@ -29,10 +29,11 @@ from objkv.cli.command import (
     command,
     ending_in_order,
 )
-from objkv.cli.output import Output, printable, size
+from objkv.cli.output import Output, size
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError
+from objkv.ops.formats import printable
 from objkv.ops.runs import Checkpoint, Tally, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport

@@ -6,7 +6,7 @@ import pytest
 
 from objkv.cli.app import app
 from objkv.cli.command import exit_code, guarded
-from objkv.cli.output import Output, age, printable, size
+from objkv.cli.output import Output, age, size
 from objkv.errors import (
     ConfigError,
     ObjkvError,
@@ -16,6 +16,7 @@ from objkv.errors import (
     StoreUnavailable,
     TransferError,
 )
+from objkv.ops.formats import printable
 from tests.cli.conftest import Machine, Run
 from tests.ops.world import NAMESPACE
 

@@ -14,16 +14,15 @@ from urllib.parse import urlsplit
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
-from objkv.ops.backends_view import Ends
-from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.ops.backends_view import BackendsView
+from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.ceph import ceph_radosgw
-from objkv.testing.servers.far import Distance, Far
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.ports import free_port
-from objkv.testing.servers.quick_s3 import quick_s3_process
-from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
+from tests.support.servers.ceph import ceph_radosgw
+from tests.support.servers.far import Distance, Far
+from tests.support.servers.ports import free_port
+from tests.support.servers.quick_s3 import quick_s3_process
+from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 
 BUCKET = "kv-cache"
 PART_BYTES = 5 << 20
@@ -43,20 +42,14 @@ class Place:
         self.used = open_backends(config, NullRecorder())
 
     @property
-    def ends(self) -> Ends:
+    def view(self) -> BackendsView:
         """For this process's own look."""
-        return self.ends_of(self.used)
+        return self.view_of(self.used)
 
-    def ends_of(self, backends: Backends) -> Ends:
+    def view_of(self, backends: Backends) -> BackendsView:
         """As operators' commands see them."""
-        return Ends(
-            bulk=PatientStore(backends.bulk),
-            hot=None if backends.hot is None else PatientStore(backends.hot),
-            index=PatientIndex(backends.index),
-            is_own_index=self.config.index_url == "bulk:",
-            ttl_s=self.config.ttl_s,
-            lease_ms=self.config.lease_ms,
-            owner=f"crash-{os.getpid()}",
+        return BackendsView.of(
+            self.config, (backends.bulk, backends.hot), backends.index, command="crash"
         )
 
     def wipe(self) -> None:

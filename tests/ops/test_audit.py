@@ -16,7 +16,7 @@ from objkv.keys.identity import identity_path
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import AuditReport, Prices
 from objkv.ops.audit.spool import Spool, Told
-from objkv.ops.audit.walk import AuditEnds
+from objkv.ops.audit.walk import AuditView
 from objkv.stores.base import Entry, Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
@@ -171,11 +171,11 @@ def test_writers_leftovers_are_found_and_who_may_not_list_them_is_told() -> None
         raise StoreDenied("unfinished: HTTP 403")
 
     auditor = Auditor(bulk, index)
-    auditor.walk.ends = AuditEnds(bulk, index, False, unfinished=left)
+    auditor.walk.view = AuditView(bulk, index, False, unfinished=left)
     [found] = [one for one in auditor.all().findings.counts if one.count]
     assert (found.kind, found.nbytes) == ("leftover", 77)
     auditor = Auditor(bulk, index)
-    auditor.walk.ends = AuditEnds(bulk, index, False, unfinished=denied)
+    auditor.walk.view = AuditView(bulk, index, False, unfinished=denied)
     assert any("HTTP 403" in problem for problem in auditor.all().problems)
 
 

@@ -39,7 +39,7 @@ def walked(monkeypatch: pytest.MonkeyPatch, *, early: int, late: int) -> AuditRe
     for number in range(late):
         save(bulk, index, [1_000 + number] * 16)
     clock.advance(HOUR_S)
-    auditor.places = find_places(auditor.ends)
+    auditor.places = find_places(auditor.view)
     auditor.payloads()
     auditor.again()
     return auditor.report()

@@ -40,7 +40,7 @@ def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> N
     first.spool.close()
     second = Auditor(bulk, index, spool=Spool(file))
     assert second.spool.resumed
-    second.ends.index.scan = lambda namespace: pytest.fail("read again")  # type: ignore[method-assign]
+    second.view.index.scan = lambda namespace: pytest.fail("read again")  # type: ignore[method-assign]
     second.records()
     second.payloads()
     second.again()

@@ -18,7 +18,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import Identity, identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.backends_view import HANDOFF_LAYOUT, Ends, Part, read_namespace, stored_parts
+from objkv.ops.backends_view import HANDOFF_LAYOUT, BackendsView, Part, read_namespace, stored_parts
 from objkv.ops.export.export import Export
 from objkv.ops.export.import_ import BringIn, arrivals, new_bytes
 from objkv.ops.export.manifest import Line
@@ -29,8 +29,8 @@ from objkv.stores.memory import MemoryStore
 from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, WHOLE, save, save_identity
 
 
-def ends_of(bulk: MemoryStore, index: MemoryIndex) -> Ends:
-    return Ends(bulk, None, index, False, ttl_s=3_600, lease_ms=60_000, owner="import-test")
+def view_of(bulk: MemoryStore, index: MemoryIndex) -> BackendsView:
+    return BackendsView(bulk, None, index, False, ttl_s=3_600, lease_ms=60_000, owner="import-test")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def source() -> tuple[MemoryStore, list[Line]]:
     save_identity(bulk)
     save(bulk, index, codec="zstd")
     lines: list[Line] = []
-    work = Export(ends_of(bulk, index), out, lines.append, budget=Budget(1 << 20), with_tokens=True)
+    work = Export(view_of(bulk, index), out, lines.append, budget=Budget(1 << 20), with_tokens=True)
     work.documents([NAMESPACE])
     parts: list[Part] = stored_parts(bulk, [NAMESPACE])
     tally = Tally()
@@ -52,9 +52,9 @@ def source() -> tuple[MemoryStore, list[Line]]:
 
 def bring(source: tuple[MemoryStore, list[Line]], bulk: MemoryStore, index: MemoryIndex) -> Tally:
     out, lines = source
-    ends, tally = ends_of(bulk, index), Tally()
-    found = arrivals(ends, out, [NAMESPACE])
-    work = BringIn(ends, out, found, budget=Budget(1 << 20), codec="none")
+    view, tally = view_of(bulk, index), Tally()
+    found = arrivals(view, out, [NAMESPACE])
+    work = BringIn(view, out, found, budget=Budget(1 << 20), codec="none")
     work.documents()
     for unit in (*work.lines(lines), *work.shapes()):
         unit.work(tally, lambda: None)
@@ -131,10 +131,10 @@ def test_the_identity_is_written_before_any_payload(
 ) -> None:
     bulk = MemoryStore()
     out, _ = source
-    found = arrivals(ends_of(bulk, MemoryIndex()), out, [NAMESPACE])
+    found = arrivals(view_of(bulk, MemoryIndex()), out, [NAMESPACE])
     assert [one.document for one in found] == [IDENTITY.canonical()]
     assert list(bulk.scan("")) == []
-    work = BringIn(ends_of(bulk, MemoryIndex()), out, found, budget=Budget(1 << 20), codec="none")
+    work = BringIn(view_of(bulk, MemoryIndex()), out, found, budget=Budget(1 << 20), codec="none")
     assert work.documents() == 1
     assert [entry.key for entry in bulk.scan("")] == [identity_path(NAMESPACE)]
 
@@ -144,7 +144,7 @@ def test_a_document_of_another_namespace_is_none(
 ) -> None:
     out, _ = source
     with pytest.raises(ConfigError, match="a foreign namespace"):
-        arrivals(ends_of(MemoryStore(), MemoryIndex()), out, ["0" * 32])
+        arrivals(view_of(MemoryStore(), MemoryIndex()), out, ["0" * 32])
 
 
 def document_of(identity: Identity | EncoderIdentity) -> MemoryStore:
@@ -165,9 +165,9 @@ def document_of(identity: Identity | EncoderIdentity) -> MemoryStore:
 def test_what_is_no_kv_of_chunks_is_refused_with_a_sentence(
     identity: Identity | EncoderIdentity, why: str
 ) -> None:
-    ends = ends_of(MemoryStore(), MemoryIndex())
+    view = view_of(MemoryStore(), MemoryIndex())
     with pytest.raises(ConfigError, match=why):
-        arrivals(ends, document_of(identity), [identity.namespace()])
+        arrivals(view, document_of(identity), [identity.namespace()])
 
 
 def test_bytes_that_have_a_record_already_take_no_room(
@@ -175,8 +175,8 @@ def test_bytes_that_have_a_record_already_take_no_room(
 ) -> None:
     out, lines = source
     bulk, index = MemoryStore(), MemoryIndex()
-    ends = ends_of(bulk, index)
-    found = arrivals(ends, out, [NAMESPACE])
+    view = view_of(bulk, index)
+    found = arrivals(view, out, [NAMESPACE])
     every = sum(line.nbytes for line in lines)
     assert new_bytes(index, lines, found) == {"default": every}
     assert bring(source, bulk, index).counts["added"] == 3
@@ -217,9 +217,9 @@ def test_the_memory_that_is_taken_is_the_memory_that_is_needed() -> None:
     digest = sha256(made).hexdigest()
     line = Line(key.path(), 0, CHUNK, root_hash(name).hex(), len(made), digest)
     del made
-    ends, budget = ends_of(Forgetful(), MemoryIndex()), Measured()
-    found = arrivals(ends, out, [name])
-    work = BringIn(ends, out, found, budget=budget, codec="zstd")
+    view, budget = view_of(Forgetful(), MemoryIndex()), Measured()
+    found = arrivals(view, out, [name])
+    work = BringIn(view, out, found, budget=budget, codec="zstd")
     [unit] = work.lines([line])
     tally = Tally()
     tracemalloc.start()

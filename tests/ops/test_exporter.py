@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import Usage
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.exporter.metrics import METRICS, StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
@@ -206,8 +206,8 @@ def test_every_name_told_is_on_the_page(world: World) -> None:
 
 
 def scans(bulk: MemoryStore, index: MemoryIndex, *, now_s: float, grace_s: float = 100) -> Scans:
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
-    return Scans(ends, every_s=60, grace_s=grace_s, clock=lambda: now_s)
+    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
+    return Scans(view, every_s=60, grace_s=grace_s, clock=lambda: now_s)
 
 
 def stored_at(bulk: MemoryStore) -> float:
@@ -244,8 +244,8 @@ def test_what_was_just_saved_is_no_orphan_yet() -> None:
 def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> None:
     bulk, index = FlakyStore(MemoryStore()), MemoryIndex()
     save(bulk, index)
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
-    found = Scans(ends, every_s=60, grace_s=0)
+    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
+    found = Scans(view, every_s=60, grace_s=0)
     found.scan()
     whole = found.last
     bulk.fail_next(StoreUnavailable("gone"))
@@ -273,7 +273,7 @@ def server(world: World, healthy: list[bool]) -> Iterator[ExporterServer]:
 def get(url: str, method: str = "GET") -> tuple[int, str]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, method=method), timeout=30) as response:
+        with opener.open(urllib.request.Request(url, method=method), timeout=120) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -306,11 +306,11 @@ def test_nothing_else_is_served(server: ExporterServer) -> None:
 def test_it_says_its_own_name_and_no_versions(server: ExporterServer, path: str) -> None:
     asked = urlsplit(server.url)
     assert asked.port is not None
-    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=10)
+    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=120)
     connection.request("GET", path)
     assert connection.getresponse().headers.get_all("Server") == ["objkv"]
     connection.close()
-    with create_connection((asked.hostname or "", asked.port), timeout=10) as plain:
+    with create_connection((asked.hostname or "", asked.port), timeout=120) as plain:
         plain.sendall(b"no http at all\r\n\r\n")
         assert b"Python" not in plain.makefile("rb").read()
 

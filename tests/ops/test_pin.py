@@ -13,7 +13,7 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
 from objkv.ops.runs import Tally
 from objkv.ops.sweep.remove import Remover, SweepLimits
@@ -195,8 +195,10 @@ def test_what_is_pinned_while_a_sweep_is_under_way_stays(
 ) -> None:
     """The sweep chose it before; it looks once more before it removes."""
     keys = save(bulk, index)
-    ends = Ends(bulk, None, index, is_own_index=False, ttl_s=3_600, lease_ms=1_000, owner="sweep")
-    remover = Remover(ends, SweepLimits(apply=True, grace_s=0), lambda: None)
+    view = BackendsView(
+        bulk, None, index, is_own_index=False, ttl_s=3_600, lease_ms=1_000, owner="sweep"
+    )
+    remover = Remover(view, SweepLimits(apply=True, grace_s=0), lambda: None)
     [record] = index.lookup(NAMESPACE, [keys[2].prefix_hash])
     entry = bulk.head(keys[2].path())
     assert record is not None

@@ -7,16 +7,6 @@ from html import unescape
 
 import pytest
 
-from objkv.ops.audit.html.figures import (
-    brief,
-    dollars,
-    noun,
-    sentence,
-    share,
-    size,
-    span,
-    with_commands,
-)
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.html.plots import _ticks
 from objkv.ops.audit.html.remarks import remarks
@@ -28,6 +18,16 @@ from objkv.ops.audit.report import (
     GrowthAudit,
     Prices,
     Totals,
+)
+from objkv.ops.formats import (
+    brief,
+    dollars,
+    noun,
+    sentence,
+    share,
+    size,
+    span,
+    with_commands,
 )
 from tests.ops.audit_sample import MADE_S, sample_report
 

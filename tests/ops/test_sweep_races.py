@@ -12,8 +12,8 @@ from objkv.errors import StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.guarded import WrappedIndex
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import Ends
-from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.ops.backends_view import BackendsView
+from objkv.ops.retrying import retrying
 from objkv.ops.runs import Tally
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry
@@ -54,12 +54,12 @@ class World:
         self.slept.append(pause_s)
         self.clock.advance(pause_s)
 
-    def ends(self) -> Ends:
+    def view(self) -> BackendsView:
         """As patient as those of a sweep."""
-        return Ends(
-            PatientStore(self.bulk, sleep=self.sleep),
+        return BackendsView(
+            retrying(self.bulk, sleep=self.sleep),
             None,
-            PatientIndex(self.index, sleep=self.sleep),
+            retrying(self.index, sleep=self.sleep),
             is_own_index=False,
             ttl_s=3_600,
             lease_ms=LEASE_S * 1_000,
@@ -69,7 +69,7 @@ class World:
     def remover(self, sleep: Callable[[float], None] | None = None) -> Remover:
         limits = SweepLimits(apply=True, grace_s=0)
         return Remover(
-            self.ends(), limits, lambda: None, clock=self.clock, sleep=sleep or self.sleep
+            self.view(), limits, lambda: None, clock=self.clock, sleep=sleep or self.sleep
         )
 
     def remove(self, sleep: Callable[[float], None] | None = None) -> tuple[int, int]:

@@ -17,9 +17,9 @@ from objkv.stores.s3.client import begun_by
 from objkv.stores.s3.helpers import Crew
 from objkv.stores.s3.http import NoAnswer
 from objkv.stores.s3.store import S3Store
-from objkv.testing.servers.listener import Listener
-from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
+from tests.support.servers.listener import Listener
+from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 
 FAR_S = 3600.0
 
@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
     "get": lambda store: store.get("k"),
     "get_range": lambda store: store.get_range("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(9))),
-    "get_range_into": lambda store: store.get_range_into("k", 1, memoryview(bytearray(9))),
+    "get_range_into": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
     "in ranges": lambda store: store.get_into("k", memoryview(bytearray(4 * MIB))),
     "head": lambda store: store.head("k"),
     "scan": lambda store: list(store.scan("")),

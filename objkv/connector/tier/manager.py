@@ -33,7 +33,7 @@ from objkv.connector.tier.identity import (
     read_options,
     read_tier_identity,
 )
-from objkv.connector.tier.jobs import Entry, JobOutcome, TierJobs
+from objkv.connector.tier.jobs import JobOutcome, TierChunk, TierJobs
 from objkv.connector.tier.store import TierStore
 from objkv.errors import ConfigError
 from objkv.stores.base import WriteStore
@@ -282,17 +282,17 @@ class ObjKVTier(SecondaryTierManager):
     # Within.
 
     def _submit(self, jobs: TierJobs, job: "TransferJob") -> None:
-        entries: list[Entry] = []
+        entries: list[TierChunk] = []
         namespace = None
         try:
             record = self._store.lookups.record
             for key, row in zip(job.keys, job.chunk_ids, strict=True):
                 assert 0 <= row < self._row_count
-                entries.append(Entry(key, int(row), record(key) if job.is_promotion else None))
+                entries.append(TierChunk(key, int(row), record(key) if job.is_promotion else None))
             namespace = self.namespace.of(job.req_context.req_id)
         except Exception:  # vLLM counts on an outcome of every job
             logger.exception("tier job not understood job=%s", job.job_id)
-            entries = [Entry(key, 0) for key in job.keys]
+            entries = [TierChunk(key, 0) for key in job.keys]
         jobs.submit(job.job_id, namespace, entries)
 
     def _loaded(self, outcome: JobOutcome) -> JobResult:

@@ -4,7 +4,7 @@ import numpy as np
 
 from objkv.cache.lookup import LookupLimits
 from objkv.config import Config
-from objkv.connector.tier.jobs import JobLimits, Part, TierJobs
+from objkv.connector.tier.jobs import JobLimits, JobPart, TierJobs
 from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import RowForm, RowOutcome, Rows, chunk_key
 from objkv.connector.wiring import is_far, open_cache, open_checked_backends, writer_name
@@ -75,7 +75,7 @@ class TierStore:
     def __repr__(self) -> str:
         return f"<TierStore {self.loads!r}, {self.saves!r}, {self.lookups!r}>"
 
-    def _load(self, part: Part) -> None:
+    def _load(self, part: JobPart) -> None:
         """Notes what was found gone."""
         for key, row, record in part.entries:
 
@@ -93,7 +93,7 @@ class TierStore:
             elif outcome is RowOutcome.GONE:
                 part.note(key)
 
-    def _save(self, part: Part) -> None:
+    def _save(self, part: JobPart) -> None:
         """Notes what is stored for certain. A reader stores nothing."""
         if self._config.role == "reader":
             for entry in part.entries:
@@ -116,7 +116,7 @@ class TierStore:
             if outcome is not RowOutcome.UNWANTED:
                 part.finish(key)
 
-    def _stored(self, part: Part) -> set[bytes]:
+    def _stored(self, part: JobPart) -> set[bytes]:
         """What needs no saving; none where the index does not say."""
         keys = {entry.key: chunk_key(part.namespace, entry.key) for entry in part.entries}
         hashes = [key.prefix_hash for key in keys.values()]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from objkv.ops.audit.figures import namespace_names
-from objkv.ops.audit.html.figures import noun, span
 from objkv.ops.audit.report import (
     AuditFinding,
     AuditReport,
@@ -16,6 +15,7 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.audit.spool import Spool
 from objkv.ops.backends_view import QUARANTINE
+from objkv.ops.formats import noun, span
 
 FIRST_MAX = 100
 """Named, of each kind."""
@@ -185,7 +185,7 @@ def problems(
     """Of ``report``, which has none yet. ``others``: folders that are not objkv's; ``met``: what
     could not be looked at; ``namespaces_omitted``: by the tree."""
     has_index = report.totals.records is not None
-    found = [*_early(report), *_resumed(report), *(_ends(report) if has_index else ())]
+    found = [*_early(report), *_resumed(report), *(_mismatched(report) if has_index else ())]
     found += [*_namespaces(report, walked), *met]
     if namespaces_omitted:
         found.append(
@@ -226,7 +226,7 @@ def _resumed(report: AuditReport) -> Iterator[str]:
         )
 
 
-def _ends(report: AuditReport) -> Iterator[str]:
+def _mismatched(report: AuditReport) -> Iterator[str]:
     """Where both ends do not seem to belong together."""
     totals = report.totals
     counts = {one.kind: one.count for one in report.findings.counts}

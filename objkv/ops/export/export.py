@@ -22,7 +22,7 @@ from objkv.index.shapes import is_shapes, shape_path
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
-    Ends,
+    BackendsView,
     Namespace,
     Part,
     identity_document,
@@ -46,7 +46,7 @@ class Export:
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         target: WriteStore,
         add: Callable[[Line], None],
         *,
@@ -54,18 +54,18 @@ class Export:
         with_tokens: bool,
     ) -> None:
         """``add`` hears of every payload that is in ``target`` then; from any thread."""
-        self._ends = ends
+        self._view = view
         self._target = target
         self._add = add
         self._budget = budget
         self._with_tokens = with_tokens
-        self._checker = Checker(ends, budget)
+        self._checker = Checker(view, budget)
 
     def documents(self, names: Sequence[str]) -> None:
         """Take the identity documents along. Raises ``PayloadError`` where one is missing: nobody
         could tell what the payloads are."""
         for name in names:
-            document = identity_document(self._ends.bulk, name)
+            document = identity_document(self._view.bulk, name)
             if document is None:
                 raise PayloadError(f"{identity_path(name)}: not there; nothing can be told of it")
             self._target.put(identity_path(name), document)
@@ -85,8 +85,8 @@ class Export:
         self, part: Part, namespaces: Mapping[str, Namespace]
     ) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:
-            seal = self._ends.seal_of(namespaces[part.namespace])
-            for key, entry in stored_entries(self._ends.bulk, part):
+            seal = self._view.seal_of(namespaces[part.namespace])
+            for key, entry in stored_entries(self._view.bulk, part):
                 check()
                 if key is not None:
                     self._export(key, entry, seal, tally)
@@ -99,7 +99,7 @@ class Export:
         def work(tally: Tally, check: Check) -> None:
             for key in keys:
                 check()
-                entry = self._ends.bulk.head(key.path())
+                entry = self._view.bulk.head(key.path())
                 if entry is None:
                     tally.find("missing", key.path(), 0, "recorded, and not in the bulk store")
                 else:
@@ -112,7 +112,7 @@ class Export:
             with self._budget.taking(_COPIES * entry.nbytes):
                 if self._keep(key, entry, seal, tally):
                     return
-                payload = self._ends.bulk.get(key.path())
+                payload = self._view.bulk.get(key.path())
                 if payload is None:
                     tally.count("gone")
                     return
@@ -131,7 +131,7 @@ class Export:
         there = self._target.get(key.path())
         if there is None:
             return False
-        source = stored_header(self._ends.bulk, entry, seal)
+        source = stored_header(self._view.bulk, entry, seal)
         try:
             header = self._checker.read(there, None)
         except PayloadError:

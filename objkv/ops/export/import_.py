@@ -26,7 +26,7 @@ from objkv.keys.prefix import root_hash
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     HANDOFF_LAYOUT,
-    Ends,
+    BackendsView,
     Namespace,
     identity_document,
     parse_identity,
@@ -158,14 +158,14 @@ class Arrival:
     """What is to be written first; None where the cache has it."""
 
 
-def arrivals(ends: Ends, source: ReadStore, names: Sequence[str]) -> list[Arrival]:
+def arrivals(view: BackendsView, source: ReadStore, names: Sequence[str]) -> list[Arrival]:
     """The namespaces ``names`` of an export. Raises ``ConfigError`` for one that neither the cache
     nor the export has the right document of, and for one that is not of KV: nobody could tell what
     its payloads must be."""
     found = []
     for name in names:
-        document, known = None, read_namespace(ends.bulk, name)
-        text = identity_document(ends.bulk, name) if known.is_known else None
+        document, known = None, read_namespace(view.bulk, name)
+        text = identity_document(view.bulk, name) if known.is_known else None
         if text is None:  # also where the cache's was deleted just now
             known = read_namespace(source, name)
             text = document = identity_document(source, name)
@@ -195,7 +195,7 @@ class BringIn:
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         source: ReadStore,
         arrivals: Sequence[Arrival],
         *,
@@ -203,13 +203,13 @@ class BringIn:
         codec: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._ends = ends
+        self._view = view
         self._source = source
         self._arrivals: Mapping[str, Arrival] = {one.namespace.name: one for one in arrivals}
         self._budget = budget
         self._codec = codec
         self._clock = clock
-        self._checker = Checker(ends, budget)
+        self._checker = Checker(view, budget)
         self._fields: Mapping[str, set[str]] = {name: set() for name in self._arrivals}
         """Of the payloads that are there now, by namespace."""
 
@@ -218,7 +218,7 @@ class BringIn:
         new = [one for one in self._arrivals.values() if one.document is not None]
         for one in new:
             assert one.document is not None
-            self._ends.bulk.put_if_absent(identity_path(one.namespace.name), one.document)
+            self._view.bulk.put_if_absent(identity_path(one.namespace.name), one.document)
         return len(new)
 
     def lines(self, lines: Sequence[Line]) -> Iterator[Unit]:
@@ -243,7 +243,7 @@ class BringIn:
             empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
             entry = ChunkEntry(name, SHAPES_HASH, SHAPES_HASH, 0, 1)
             told = dict.fromkeys(sorted(fields)[:FIELDS_MAX], empty)
-            self._ends.index.publish(entry, told, ttl_s=self._ends.ttl_s)
+            self._view.index.publish(entry, told, ttl_s=self._view.ttl_s)
 
         return work
 
@@ -270,7 +270,7 @@ class BringIn:
                     )
                 header, payload = self._read(line)
                 check_fits(header, arrival.identity)
-                seal = self._ends.seal_of(arrival.namespace)
+                seal = self._view.seal_of(arrival.namespace)
                 if seal is not None or self._codec != "none":
                     header, payload = _encoded(header, payload, self._codec, seal)
                 became = self._save(header, payload, seal)
@@ -294,34 +294,34 @@ class BringIn:
 
     def _save(self, header: Header, payload: bytes, seal: Seal | None) -> str:
         """As a replica saves: what became of it."""
-        ends, claim = self._ends, header.claim
+        view, claim = self._view, header.claim
         path = claim.key.path()
-        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+        if not view.index.lease(path, view.owner, ttl_ms=view.lease_ms):
             return "busy"
         try:
-            if ends.bulk.put_if_absent(path, payload):
+            if view.bulk.put_if_absent(path, payload):
                 self._publish(claim, header)
                 return "added"
-            there = existing_header(ends.bulk, claim, seal)
+            there = existing_header(view.bulk, claim, seal)
             if there is None:  # cut short, or not what it claims to be: nobody can use it
-                ends.bulk.put(path, payload)
+                view.bulk.put(path, payload)
                 self._publish(claim, header)
                 return "added"
-            [record] = ends.index.lookup(claim.key.namespace, [claim.key.prefix_hash])
+            [record] = view.index.lookup(claim.key.namespace, [claim.key.prefix_hash])
             shard = record.shards.get(claim.key.field) if record else None
-            if ends.is_own_index or (shard is not None and is_same(shard, there)):
+            if view.is_own_index or (shard is not None and is_same(shard, there)):
                 return "present"
             self._publish(claim, there)
             return "indexed"
         finally:
-            ends.index.release(path, ends.owner)
+            view.index.release(path, view.owner)
 
     def _publish(self, claim: Claim, header: Header) -> None:
         key = claim.key
         chunk = ChunkEntry(
             key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
         )
-        self._ends.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=self._ends.ttl_s)
+        self._view.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=self._view.ttl_s)
 
 
 def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> tuple[Header, bytes]:

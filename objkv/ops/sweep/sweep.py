@@ -13,7 +13,7 @@ from objkv.index.shapes import is_shapes, shape_path
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
     QUARANTINE,
-    Ends,
+    BackendsView,
     Part,
     Stored,
     looks,
@@ -37,7 +37,7 @@ class RecordSweep:
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         found: Survey,
         limits: SweepLimits,
         remover: Remover,
@@ -46,7 +46,7 @@ class RecordSweep:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``workers``: looks at payloads at once, of each unit."""
-        self._ends = ends
+        self._view = view
         self._found = found
         self._limits = limits
         self._remover = remover
@@ -71,13 +71,13 @@ class RecordSweep:
     def _ghost_work(self, name: str) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:
             nbytes = payloads = 0
-            records = (one for one in self._ends.index.scan(name) if not is_shapes(one))
+            records = (one for one in self._view.index.scan(name) if not is_shapes(one))
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
                     check()
                     keys = [(key, one) for one in batch for key in record_keys(name, one)]
                     entries = looks(
-                        self._ends.bulk, pool, [key for key, _ in keys], at_once=self._workers
+                        self._view.bulk, pool, [key for key, _ in keys], at_once=self._workers
                     )
                     for (key, record), entry in zip(keys, entries, strict=True):
                         shard = record.shards[key.field]
@@ -86,7 +86,7 @@ class RecordSweep:
                         else:
                             nbytes, payloads = nbytes + shard.nbytes, payloads + 1
             if self._limits.apply:
-                self._ends.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
+                self._view.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
 
         return work
 
@@ -95,7 +95,7 @@ class RecordSweep:
             records: dict[bytes, tuple[str, Record]] = {}
             for name in self._found.namespaces:
                 if self._tenant(name) == tenant:
-                    for record in self._ends.index.scan(name):
+                    for record in self._view.index.scan(name):
                         check()
                         if not is_shapes(record):
                             records[record.prefix_hash] = name, record
@@ -114,7 +114,7 @@ class RecordSweep:
 
     def _give_up(self, name: str, record: Record, tally: Tally) -> None:
         for key in record_keys(name, record):
-            entry = self._ends.bulk.head(key.path())
+            entry = self._view.bulk.head(key.path())
             if entry is not None:
                 shard = record.shards[key.field]
                 self._remover.payload("over_quota", key, entry, shard, tally)
@@ -144,14 +144,14 @@ class Sweep:
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         found: Survey,
         limits: SweepLimits,
         remover: Remover,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._ends = ends
+        self._view = view
         self._found = found
         self._limits = limits
         self._remover = remover
@@ -181,7 +181,7 @@ class Sweep:
 
     def _temporary(self, tally: Tally, check: Check) -> None:
         try:
-            for found in self._ends.bulk.unfinished():
+            for found in self._view.bulk.unfinished():
                 check()
                 if self._is_looked_at(found.key) and self._is_old(
                     found.modified_s, self._limits.put_s
@@ -192,7 +192,7 @@ class Sweep:
 
     def _quarantined(self, tally: Tally, check: Check) -> None:
         only = self._found.only
-        for entry in self._ends.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
+        for entry in self._view.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
             if self._is_old(entry.modified_s):
                 self._remover.entry("quarantined", entry, tally)
@@ -207,7 +207,7 @@ class Sweep:
             def other(entry: Entry) -> None:
                 tally.count("other", entry.nbytes)
 
-            for batch in stored_payloads(self._ends, part, other=other):
+            for batch in stored_payloads(self._view, part, other=other):
                 for stored in batch:
                     check()
                     self._judge(part.namespace, stored, tally)
@@ -233,14 +233,14 @@ class Sweep:
             return "stranger"
         if namespace in self._found.old:
             return "old_epoch"
-        if stored.shard is not None or self._ends.is_own_index:
+        if stored.shard is not None or self._view.is_own_index:
             return None
         age_s = self._clock() - stored.entry.modified_s
-        return "expired" if age_s >= self._ends.ttl_s else "orphan"
+        return "expired" if age_s >= self._view.ttl_s else "orphan"
 
     def _document_work(self, name: str) -> Callable[[Tally, Check], None]:
         def work(tally: Tally, check: Check) -> None:
-            bulk = self._ends.bulk
+            bulk = self._view.bulk
             grace_s = max(0, self._limits.grace_s)
             tally.counts["documents"] += remove_ended_pins(
                 bulk, name, now_s=self._clock(), grace_s=grace_s

@@ -12,7 +12,7 @@ from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.asking import Ask, Asker, AskError
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import Endpoint
@@ -129,7 +129,7 @@ class Watch:
 class Means:
     """What it works with."""
 
-    ends: Ends
+    view: BackendsView
     adapters: Mapping[str, bytes]
     tokenizer: LocalTokenizer | None
     identity: Callable[[], Identity] | None
@@ -163,13 +163,13 @@ def warm_by(
             identity = means.identity()
         else:
             watch.stage("finding out where they save")
-            probe = Probe(means.ends.bulk, means.ends.index, patience.save_s)
+            probe = Probe(means.view.bulk, means.view.index, patience.save_s)
             try:
                 identity = probe.find(ready, spool.read(0))
             except AskError as exc:
                 raise StoreUnavailable(f"no answer to a first request: {exc}") from exc
         watch.stage("warming")
-        stock = Stock(means.ends.index, identity, means.adapters)
+        stock = Stock(means.view.index, identity, means.adapters)
         warming = Warming(prepared.tasks, spool, fleet, stock, patience, tell=watch.warmed)
         report = warming.report
         report.mode = "endpoints" if served else "engine"
@@ -189,22 +189,22 @@ def promote_stored(
 ) -> WarmReport:
     """Copy what is stored of the prompts to the hot store; without prompts, of the namespace, what
     is hit most first. Raises ``ConfigError`` and ``StoreError``."""
-    ends, watch = means.ends, means.watch
-    if ends.hot is None:
+    view, watch = means.view, means.watch
+    if view.hot is None:
         raise ConfigError(
             "there is no hot store to promote to: index_url is no Redis, or hot_payload_bytes_max "
             "is 0"
         )
-    stock = Stock(ends.index, identity, means.adapters)
+    stock = Stock(view.index, identity, means.adapters)
     report = WarmReport("promote", stock.namespace, identity.model)
     records: Iterable[Record]
     if prompts is None:
         watch.stage("reading the index")
-        records = by_use(ends.index.scan(stock.namespace))
+        records = by_use(view.index.scan(stock.namespace))
     else:
         watch.stage("reading prompts")
         records = _records(means, stock, prompts, report)
-    promotion = Promotion(ends, limits, seal=seal)
+    promotion = Promotion(view, limits, seal=seal)
     report.promotion = promotion.report
     watch.stage("promoting")
     report.ending = "interrupted"
@@ -223,7 +223,7 @@ def promote_stored(
 
 def check_stored(means: Means, prompts: Iterable[Prompt], identity: Identity) -> WarmReport:
     """Say which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
-    stock = Stock(means.ends.index, identity, means.adapters)
+    stock = Stock(means.view.index, identity, means.adapters)
     report = WarmReport("check", stock.namespace, identity.model)
     means.watch.stage("reading prompts")
     if means.tokenizer is None:

@@ -95,7 +95,7 @@ class Ranges:
             raise
         if answer.get("ContentLength") is None:  # sent in chunks
             value = read_all(answer, wanted.term.end_s)
-            return copy_into(wanted.key, value, wanted.buffer, wanted.arrived)
+            return copy_into(wanted.key, value, wanted.buffer, wanted.arrived, None)
         body, nbytes = answer["Body"], int(answer["ContentLength"])
         try:
             check_fits(wanted.key, nbytes, wanted.buffer)

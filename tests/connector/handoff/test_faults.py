@@ -27,7 +27,7 @@ from objkv.testing.flaky import FlakyStore
 from tests.connector.handoff.model import Shape, model_folder, prompts
 from tests.connector.handoff.world import PROMPTS, TABLES, Engine, bits, step
 
-WAITS_S = 30.0
+WAITS_S = 120.0
 """For another thread that has nothing else to do."""
 
 
@@ -39,10 +39,12 @@ class StuckStore(MemoryStore):
         self.stuck = False
         self.let_go = threading.Event()
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
         if self.stuck:
             assert self.let_go.wait(WAITS_S)
-        return super().get_into(key, buffer, arrived)
+        return super().get_into(key, buffer, arrived, start)
 
     def put_if_absent(self, key: str, value: Any) -> bool:
         if self.stuck:

@@ -20,8 +20,8 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
-from objkv.testing.servers.redis import wait_until
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.servers.redis import wait_until
 from tests.support.sides import worker_side
 from tests.transfer.world import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 

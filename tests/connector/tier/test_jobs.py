@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.cache.lookup import LookupLimits
-from objkv.connector.tier.jobs import Entry, JobLimits, JobOutcome, Part, TierJobs
+from objkv.connector.tier.jobs import JobLimits, JobOutcome, JobPart, TierChunk, TierJobs
 from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import chunk_key
 from objkv.errors import StoreUnavailable
@@ -18,14 +18,14 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
-from objkv.testing.servers.redis import wait_until
+from tests.support.servers.redis import wait_until
 
 NAMESPACE = "0" * 32
 RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
 
 
-def entries(*numbers: int) -> list[Entry]:
-    return [Entry(key(number), number) for number in numbers]
+def entries(*numbers: int) -> list[TierChunk]:
+    return [TierChunk(key(number), number) for number in numbers]
 
 
 def key(number: int) -> bytes:
@@ -56,7 +56,7 @@ def all_outcomes(jobs: TierJobs, count: int) -> dict[int, JobOutcome]:
 def test_every_job_has_one_outcome_which_tells_of_every_key(
     sizes: list[int], bad: set[int], broken: set[int], part_max: int, queue_max: int
 ) -> None:
-    def work(part: Part) -> None:
+    def work(part: JobPart) -> None:
         for _, row, _ in part.entries:
             if row in broken:
                 raise StoreUnavailable("broken")
@@ -85,7 +85,7 @@ def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
     inside, leave, tried = threading.Event(), threading.Event(), threading.Event()
     allowed: list[bool] = []
 
-    def work(part: Part) -> None:
+    def work(part: JobPart) -> None:
         with part.touch() as first:
             allowed.append(first)
             inside.set()
@@ -115,7 +115,7 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
     gate, clock = threading.Event(), ManualClock()
     recorder = MemoryRecorder()
 
-    def work(part: Part) -> None:
+    def work(part: JobPart) -> None:
         gate.wait(60)
         part.finish(part.entries[0].key)
 
@@ -135,7 +135,7 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
 
 
 def test_an_unexpected_error_fails_its_keys_and_the_thread_lives() -> None:
-    def work(part: Part) -> None:
+    def work(part: JobPart) -> None:
         if part.entries[0].row == 1:
             raise RuntimeError("a bug")
         part.finish(part.entries[0].key)

@@ -6,14 +6,14 @@ from concurrent.futures import Future
 import pytest
 
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.asking import Ask, AskError, Reply
 from objkv.ops.warm.prompts import Prompt
 from objkv.ops.warm.run import Patience
 from objkv.ops.warm.warm import Means, warm_by
 from objkv.stores.memory import MemoryStore
 
-BOUND_S = 20
+BOUND_S = 120
 """Against a hang; nothing takes this long."""
 
 
@@ -69,10 +69,10 @@ class Interrupting(Silent):
 
 
 def warm(bulk: MemoryStore, index: MemoryIndex, *askers: Silent) -> None:
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
+    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
     prompts = [Prompt(name, text="hello") for name in ("first", "second")]
     with pytest.raises(KeyboardInterrupt):
-        warm_by(Means(ends, {}, None, None), askers, prompts, Patience())
+        warm_by(Means(view, {}, None, None), askers, prompts, Patience())
 
 
 def test_who_is_being_checked_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:

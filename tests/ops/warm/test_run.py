@@ -10,7 +10,7 @@ import pytest
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import Identity
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
 from objkv.ops.warm.prompts import Chat, Prompt
 from objkv.ops.warm.report import WarmReport
@@ -54,10 +54,10 @@ class Run:
     def __init__(
         self, place: Place, *servers: FakeVllm, at_once: int = 4, answer_s: float = 60.0
     ) -> None:
-        ends = Ends(place.bulk, None, place.index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+        view = BackendsView(place.bulk, None, place.index, False, 3600, 1000, "test")  # type: ignore[arg-type]
         self.notes: list[str] = []
         self.means = Means(
-            ends, {ADAPTER: ADAPTER_DIGEST}, None, None, Watch(note=self.notes.append)
+            view, {ADAPTER: ADAPTER_DIGEST}, None, None, Watch(note=self.notes.append)
         )
         self.endpoints = [
             Endpoint(server.url, EndpointLimits(at_once, answer_s=answer_s)) for server in servers

@@ -1,4 +1,4 @@
-"""Numbers and texts as the page shows them; what cannot be told is a dash, and never a zero."""
+"""Numbers and texts for people: an unknown value is a dash, never a zero."""
 
 import re
 from datetime import UTC, datetime
@@ -118,8 +118,3 @@ def with_commands(text: str) -> Markup:
     return Markup("").join(
         marked.format(piece) if number % 2 else escape(piece) for number, piece in enumerate(pieces)
     )
-
-
-def tokens(start: int, end: int) -> str:
-    """``[0, 1,024)`` as people say it."""
-    return f"{start:,}–{end:,}"
