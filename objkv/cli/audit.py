@@ -29,7 +29,7 @@ from objkv.ops.audit.report import (
     Prices,
     RootAudit,
 )
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
 from objkv.ops.formats import dollars, share
 from objkv.ops.match import load_tokenizer
@@ -385,12 +385,12 @@ def _is_wrong(report: AuditReport) -> bool:
 
 
 @contextmanager
-def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[Spool]:
+def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[AuditSpool]:
     """Where the walk keeps what it sees; removed once all of it has been told."""
     config = session.config
     place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
     file = checkpoint_file(cache_folder(), "audit", place, namespace).with_suffix(".sqlite")
-    spool = Spool(file, restart=restart)
+    spool = AuditSpool(file, restart=restart)
     try:
         yield spool
     except StoreUnavailable as exc:
@@ -405,7 +405,9 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
         spool.close()
 
 
-def _report(run: Upkeep, spool: Spool, namespace: str | None, options: AuditOptions) -> AuditReport:
+def _report(
+    run: Upkeep, spool: AuditSpool, namespace: str | None, options: AuditOptions
+) -> AuditReport:
     view = AuditView(
         bulk=run.view.bulk,
         index=run.view.index,
@@ -421,7 +423,7 @@ def _report(run: Upkeep, spool: Spool, namespace: str | None, options: AuditOpti
         _walk(run, walk, places)
     if places is None:
         raise KeyboardInterrupt
-    ending = run.crew.ending
+    ending = run.pool.ending
     assert ending != "limit"
     with run.session.out.waiting("making figures"):
         return Audit(view, spool, places, options).report(ending, walk.problems)

@@ -87,7 +87,7 @@ def export(
     with upkeep(session, "export", writes=False, workers=workers, resumable=False) as run:
         head = _run(run, wanted, out, Budget(memory_bytes), with_tokens=not without_tokens)
         _show(run, out, head)
-        wrong = run.tally.counts["corrupt"] + run.tally.counts["missing"]
+        wrong = run.counters.counts["corrupt"] + run.counters.counts["missing"]
         return run.code(FOUND if wrong else FINE)
 
 
@@ -134,7 +134,7 @@ def _run(
             _warn_of_others(run.session, out)
             work = Export(run.view, target, manifest.add, budget=budget, with_tokens=with_tokens)
             _export(run, work, identity.namespace(), keys)
-            if run.crew.ending == "complete":
+            if run.pool.ending == "complete":
                 return manifest.finish(__version__, int(time.time()))
     return None
 
@@ -211,7 +211,7 @@ def _export(run: Upkeep, work: Export, name: str, keys: list[ChunkKey] | None) -
 
 
 def _show(run: Upkeep, out: Path, head: Head | None) -> None:
-    counts, tell = run.tally.counts, run.session.out
+    counts, tell = run.counters.counts, run.session.out
     if tell.machine:
         kinds = ("exported", "kept", "gone", "corrupt", "missing")
         tell.document(
@@ -222,7 +222,7 @@ def _show(run: Upkeep, out: Path, head: Head | None) -> None:
         tell.line(f"{head.payloads:,} payloads, {size(head.nbytes)}, in {out}")
     if counts["kept"]:
         tell.line(f"{counts['kept']:,} of them were there already")
-    tell.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.tally.findings])
+    tell.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.counters.findings])
     run.tell_end()
-    if run.crew.ending != "complete":
+    if run.pool.ending != "complete":
         tell.line("run it again to go on: what is there is kept")

@@ -10,6 +10,7 @@ from objkv.ops.audit.identities import Facts
 from objkv.ops.audit.report import (
     AgeBucket,
     AgesAudit,
+    AuditTotals,
     CostAudit,
     DepthAudit,
     GrowthAudit,
@@ -18,9 +19,8 @@ from objkv.ops.audit.report import (
     Prices,
     TenantAudit,
     TenantCost,
-    Totals,
 )
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 
 T = TypeVar("T", int, float)
 DEPTHS_ALONE = 64
@@ -75,7 +75,7 @@ class NamespaceFigures:
         return (self.known_tokens or 0) + self.unknown_chunks * (chunk_tokens or 0)
 
 
-def figures(spool: Spool, now_s: float) -> dict[str, NamespaceFigures]:
+def figures(spool: AuditSpool, now_s: float) -> dict[str, NamespaceFigures]:
     """By namespace. Memory: some hundred bytes each."""
     names = namespace_names(spool)
     found = {}
@@ -87,7 +87,7 @@ def figures(spool: Spool, now_s: float) -> dict[str, NamespaceFigures]:
     return found
 
 
-def namespace_names(spool: Spool) -> dict[int, str]:
+def namespace_names(spool: AuditSpool) -> dict[int, str]:
     """The namespaces by the numbers that stand for them."""
     return {int(ns): str(name) for ns, name in spool.rows("SELECT id, name FROM namespaces")}
 
@@ -171,10 +171,10 @@ def totals(
     found: Mapping[str, NamespaceFigures],
     *,
     has_index: bool,
-) -> Totals:
+) -> AuditTotals:
     """Of all namespaces."""
     every = list(found.values())
-    return Totals(
+    return AuditTotals(
         namespaces=len(namespaces),
         tenants=len({one.tenant for one in namespaces if one.tenant is not None}),
         roots=sum(one.roots for one in namespaces),
@@ -198,7 +198,7 @@ def totals(
 
 
 def depth_audits(
-    spool: Spool, namespaces: Sequence[NamespaceAudit], *, has_index: bool
+    spool: AuditSpool, namespaces: Sequence[NamespaceAudit], *, has_index: bool
 ) -> tuple[DepthAudit, ...]:
     """By namespace, in the order of these, and depth."""
     numbers = {name: ns for ns, name in namespace_names(spool).items()}
@@ -276,7 +276,7 @@ class Basis:
     """Whether hits are counted."""
 
 
-def read_ages(spool: Spool, now_s: float, *, has_index: bool) -> AgesAudit:
+def read_ages(spool: AuditSpool, now_s: float, *, has_index: bool) -> AgesAudit:
     """How old chunks are, and how long ago they were used."""
     never = None, None
     if has_index:
@@ -290,7 +290,7 @@ def read_ages(spool: Spool, now_s: float, *, has_index: bool) -> AgesAudit:
     )
 
 
-def _buckets(spool: Spool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
+def _buckets(spool: AuditSpool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
     bounds = [*zip(_AGE_STARTS_S, (*_AGE_STARTS_S[1:], None), strict=True)]
     # A chunk that seems to come from the future is as young as any.
     cases = " ".join(
@@ -309,7 +309,7 @@ def _buckets(spool: Spool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
     )
 
 
-def read_growth(spool: Spool, now_s: float) -> GrowthAudit:
+def read_growth(spool: AuditSpool, now_s: float) -> GrowthAudit:
     """By day, UTC."""
     today = int(now_s) // _DAY_S
     found: dict[int, list[int]] = {}
@@ -342,7 +342,7 @@ def _day(number: int) -> str:
 
 
 def read_cost(
-    spool: Spool,
+    spool: AuditSpool,
     namespaces: Sequence[NamespaceAudit],
     found: Mapping[str, NamespaceFigures],
     growth: GrowthAudit,

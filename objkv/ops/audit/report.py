@@ -17,7 +17,7 @@ NodeKind = Literal["chunks", "other"]
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class AuditTotals:
     """All that was seen."""
 
     namespaces: int
@@ -218,6 +218,7 @@ __all__ = [
     "AgesAudit",
     "AuditFinding",
     "AuditReport",
+    "AuditTotals",
     "CostAudit",
     "DepthAudit",
     "Ending",
@@ -234,7 +235,6 @@ __all__ = [
     "RootAudit",
     "TenantAudit",
     "TenantCost",
-    "Totals",
     "TreeNode",
 ]
 JSON_FORMAT: Final = 1
@@ -412,7 +412,7 @@ class AuditReport:
     parts: int
     """Of the walk: folders of the bulk store, and namespaces of the index."""
     resumed: bool
-    totals: Totals
+    totals: AuditTotals
     namespaces: tuple[NamespaceAudit, ...]
     """Largest first."""
     tenants: tuple[TenantAudit, ...]

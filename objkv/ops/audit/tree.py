@@ -7,7 +7,7 @@ from typing import Any
 
 from objkv.ops.audit.figures import namespace_names
 from objkv.ops.audit.report import RootAudit, TreeNode
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 
 NODES_MAX = 2_000
 NAMESPACES_MAX = 500
@@ -53,7 +53,7 @@ class Tree:
 
 
 def read_roots(
-    spool: Spool, tenants: Mapping[str, str | None], *, most: int, has_index: bool
+    spool: AuditSpool, tenants: Mapping[str, str | None], *, most: int, has_index: bool
 ) -> tuple[RootAudit, ...]:
     """The largest, largest first. ``tenants``: by namespace."""
     names = namespace_names(spool)
@@ -90,7 +90,7 @@ def read_roots(
     return tuple(roots)
 
 
-def read_tree(spool: Spool) -> Tree:
+def read_tree(spool: AuditSpool) -> Tree:
     """At most ``NODES_MAX`` nodes: those with most below them, so that a node's parent is always
     among them, and the rest folded."""
     for table in ("shown", "shown_ns"):
@@ -130,7 +130,7 @@ def _how_many_fit(largest: list[tuple[Any, ...]], roots: Counter[int]) -> int:
     return best
 
 
-def _shown_nodes(spool: Spool) -> tuple[tuple[TreeNode, ...], dict[int, tuple[str, bytes]]]:
+def _shown_nodes(spool: AuditSpool) -> tuple[tuple[TreeNode, ...], dict[int, tuple[str, bytes]]]:
     names = namespace_names(spool)
     nodes: list[TreeNode] = []
     heads: dict[int, tuple[str, bytes]] = {}

@@ -32,7 +32,7 @@ class Scrape:
     """Why there are no values."""
 
 
-class Source:
+class MetricsSource:
     """An endpoint with metrics: a replica, or the exporter."""
 
     def __init__(
