@@ -14,7 +14,7 @@ import typer
 from objkv import __version__
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import Output, age, counted, plain, size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import WORKERS, Deadline, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
@@ -282,9 +282,7 @@ class _Wish:
 @command
 def audit(
     session: Session,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the report as one page, too.", metavar="FILE")
     ] = None,
@@ -319,13 +317,9 @@ def audit(
     price_gets: Annotated[
         float, typer.Option(min=0, help="Dollars for 1,000 GET requests.", metavar="USD")
     ] = LIST_PRICES.per_1000_gets,
-    deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    deadline_s: Deadline = None,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Join bucket and index: what is stored, for whom, of what use, and what is wrong."""
     if show_text and tokenizer is None:

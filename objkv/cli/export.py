@@ -13,10 +13,10 @@ import typer
 
 from objkv import __version__
 from objkv.assembly.backends import open_bulk
+from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
-from objkv.cli.prompts import find_identity, read_digest, read_prompt
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import MEMORY_BYTES, WORKERS, MemoryBytes, Upkeep, Workers, upkeep
 from objkv.config import local_path
 from objkv.errors import ConfigError, PayloadError
 from objkv.keys.chunk import ChunkKey
@@ -30,8 +30,6 @@ from objkv.ops.show import BEGINNING_CHARS_MIN, is_beginning
 from objkv.ops.verify_payload import Budget
 from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
-
-MEMORY_BYTES = 1 << 30
 
 
 @command
@@ -48,31 +46,17 @@ def export(
     below: Annotated[
         bool, typer.Option("--below", help="With --prefix: all that continues it, too.")
     ] = False,
-    tokens: Annotated[
-        Path | None, typer.Option(help="Of a prompt: its token ids; - is stdin.", metavar="FILE")
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="Of a prompt, with --tokenizer.", metavar="TEXT")
-    ] = None,
-    text_file: Annotated[
-        Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
-    ] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="The prompt's cache_salt.", metavar="TEXT")
-    ] = None,
-    lora_digest: Annotated[
-        str | None, typer.Option(help="Content digest of its adapter.", metavar="HEX")
-    ] = None,
+    tokens: prompts.Tokens = None,
+    text: prompts.Text = None,
+    text_file: prompts.TextFile = None,
+    tokenizer: prompts.TokenizerPath = None,
+    cache_salt: prompts.CacheSalt = None,
+    lora_digest: prompts.LoraDigest = None,
     without_tokens: Annotated[
         bool, typer.Option("--without-tokens", help="Leave out stored token ids.")
     ] = False,
-    memory_bytes: Annotated[
-        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
-    ] = MEMORY_BYTES,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+    memory_bytes: MemoryBytes = MEMORY_BYTES,
+    workers: Workers = WORKERS,
 ) -> int:
     """Write a namespace, a prefix or a prompt's chunks as plain safetensors files.
 
@@ -80,8 +64,8 @@ def export(
     """
     prompt = None
     if any(one is not None for one in (tokens, text, text_file)):
-        prompt = read_prompt(tokens, text, text_file, tokenizer)
-    extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
+        prompt = prompts.read_prompt(tokens, text, text_file, tokenizer)
+    extras = prompts.read_extras(lora_digest, cache_salt)
     wanted = _Wanted(namespace, prefix, below, prompt, extras)
     wanted.check()
     with upkeep(session, "export", writes=False, workers=workers, resumable=False) as run:
@@ -119,7 +103,7 @@ def _run(
 ) -> Head | None:
     """Export it; None if that was interrupted."""
     with run.session.backends() as backends:
-        identity = find_identity(backends, run.pick(wanted.namespace))
+        identity = prompts.find_identity(backends, run.pick(wanted.namespace))
     if identity.page_layout == HANDOFF_LAYOUT:
         raise ConfigError(
             f"{identity.namespace()} holds hand-offs from engine to engine, and no chunks: there "

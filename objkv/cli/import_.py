@@ -9,7 +9,7 @@ import typer
 from objkv.assembly.backends import open_bulk
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import MEMORY_BYTES, WORKERS, MemoryBytes, Upkeep, Workers, upkeep
 from objkv.codec.payload import CODECS
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
@@ -18,8 +18,6 @@ from objkv.ops.export.manifest import NAME, Head, ManifestLine, read_head, read_
 from objkv.ops.listing import list_tenants
 from objkv.ops.verify_payload import Budget
 from objkv.telemetry import NullRecorder
-
-MEMORY_BYTES = 1 << 30
 
 
 @command
@@ -32,10 +30,8 @@ def import_(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be brought in.")
     ] = False,
-    memory_bytes: Annotated[
-        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
-    ] = MEMORY_BYTES,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+    memory_bytes: MemoryBytes = MEMORY_BYTES,
+    workers: Workers = WORKERS,
 ) -> int:
     """Bring an export into this cache: every byte is checked, and nothing is replaced.
 

@@ -6,7 +6,7 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, Upkeep, refuse_memory, upkeep
+from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, refuse_memory, upkeep
 from objkv.ops.backends_view import Namespace, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
 
@@ -25,14 +25,10 @@ _MEANS = {
 @command
 def rebuild(
     session: Session,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and write nothing.")] = False,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Restore the index from the bulk store: records, pins, totals."""
     refuse_memory(session, "rebuild")

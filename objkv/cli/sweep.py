@@ -7,7 +7,7 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.errors import ConfigError
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
@@ -39,9 +39,7 @@ def sweep(
             help=f"One of {', '.join(CATEGORIES)}; give it again for more.", metavar="CATEGORY"
         ),
     ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     grace_s: Annotated[
         float | None,
         typer.Option(min=0, help="Leave younger ones alone; sweep_grace_s.", metavar="SECONDS"),
@@ -53,10 +51,8 @@ def sweep(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Remove at most so many.", metavar="N")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Find what nobody can use, and with --apply remove it."""
     config = session.config

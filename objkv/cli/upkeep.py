@@ -5,17 +5,38 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FOUND, INTERRUPTED, Session
 from objkv.codec.seal import Seal
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.backends_view import BackendsView, Namespace, pick_namespace, stored_namespaces
+from objkv.ops.backends_view import (
+    BackendsView,
+    Namespace,
+    pick_namespace,
+    read_namespace,
+    stored_namespaces,
+)
 from objkv.ops.runs import Checkpoint, Counters, Unit, WorkPool, checkpoint_file
 
 WORKERS = 16
+MEMORY_BYTES = 1 << 30
+OneNamespace = Annotated[
+    str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
+]
+Workers = Annotated[int, typer.Option(min=1, max=256, metavar="N")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
+]
+Deadline = Annotated[
+    float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
+]
+MemoryBytes = Annotated[int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")]
 _GO_ON = "run the same command again to go on"
 
 
@@ -193,3 +214,13 @@ def open_seals(session: Session) -> Callable[[Namespace], Seal | None]:
         return seal(namespace.tenant, namespace.seals)
 
     return seal_of
+
+
+def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:
+    """What the namespace's payloads are sealed with; None also where the keys are not here: then
+    only damage is found."""
+    try:
+        return open_seals(session)(read_namespace(backends.bulk, namespace))
+    except ConfigError as exc:
+        session.out.note(f"seals are not verified: {exc}")
+        return None

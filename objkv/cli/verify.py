@@ -6,7 +6,17 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import (
+    MEMORY_BYTES,
+    WORKERS,
+    Deadline,
+    MemoryBytes,
+    OneNamespace,
+    Restart,
+    Upkeep,
+    Workers,
+    upkeep,
+)
 from objkv.errors import ConfigError
 from objkv.ops.backends_view import (
     Namespace,
@@ -21,7 +31,6 @@ from objkv.ops.verify import Verify, choose_sample, unindexed
 from objkv.ops.verify_payload import Budget
 
 SAMPLE = 200
-MEMORY_BYTES = 1 << 30
 _WRONG = ("missing", "corrupt", "foreign", "mismatch", "hot")
 _DONE = ("quarantined", "forgotten", "mended")
 
@@ -29,9 +38,7 @@ _DONE = ("quarantined", "forgotten", "mended")
 @command
 def verify(
     session: Session,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     sample: Annotated[
         int, typer.Option(min=1, help="Check so many, chosen by chance.", metavar="N")
     ] = SAMPLE,
@@ -44,16 +51,10 @@ def verify(
         bool, typer.Option("--force", help="Quarantine, although most of all is wrong.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Of the sample.", metavar="N")] = None,
-    deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
-    ] = None,
-    memory_bytes: Annotated[
-        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
-    ] = MEMORY_BYTES,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    deadline_s: Deadline = None,
+    memory_bytes: MemoryBytes = MEMORY_BYTES,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Check stored payloads: every byte, claim and record."""
     with upkeep(
