@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from objkv.ops.audit.identities import Facts
 from objkv.ops.audit.report import (
@@ -25,6 +25,10 @@ from objkv.ops.audit.spool import AuditSpool
 T = TypeVar("T", int, float)
 DEPTHS_ALONE = 64
 """Depths that are told one by one."""
+_COUNTED = ("roots", "chunks", "payloads", "nbytes", "oldest_s", "newest_s")
+_USE = ("hits", "used_chunks", "unused_bytes", "last_used_s")
+"""Known to an index only."""
+_SUMS = ("tokens", "hits", "used_chunks", "unused_bytes")
 _BY_NAMESPACE = """
 SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(payloads),
   sum(CASE WHEN start IS NOT NULL THEN ends - start END),
@@ -105,6 +109,8 @@ def namespace_audits(
     for name in sorted({*found, *facts}):
         one, fact = found.get(name, NamespaceFigures(name)), facts.get(name)
         known = fact is not None and fact.namespace.is_known
+        counted: dict[str, Any] = {field: getattr(one, field) for field in _COUNTED}
+        counted |= {field: getattr(one, field) if has_index else None for field in _USE}
         audits.append(
             NamespaceAudit(
                 namespace=name,
@@ -115,18 +121,9 @@ def namespace_audits(
                 weights_epoch=fact.namespace.weights_epoch if fact and known else None,
                 is_known=known,
                 problem=fact.problem if fact else "the bulk store has no folder of it",
-                roots=one.roots,
-                chunks=one.chunks,
-                payloads=one.payloads,
+                **counted,
                 tokens=one.tokens(fact.chunk_tokens if fact else None),
-                nbytes=one.nbytes,
-                hits=one.hits if has_index else None,
-                used_chunks=one.used_chunks if has_index else None,
-                unused_bytes=one.unused_bytes if has_index else None,
                 pinned=one.pinned,
-                oldest_s=one.oldest_s,
-                newest_s=one.newest_s,
-                last_used_s=one.last_used_s if has_index else None,
                 ghosts=wrong.get(("ghost", name), 0),
                 orphans=wrong.get(("orphan", name), 0) + wrong.get(("expired", name), 0),
                 corrupt=wrong.get(("corrupt", name), 0),
@@ -148,18 +145,8 @@ def tenant_audits(
         TenantAudit(
             tenant=tenant,
             namespaces=len(group),
-            roots=sum(one.roots for one in group),
-            chunks=sum(one.chunks for one in group),
-            payloads=sum(one.payloads for one in group),
-            tokens=added(one.tokens for one in group),
-            nbytes=sum(one.nbytes for one in group),
             quota_bytes=quota_bytes if quota_bytes and tenant is not None else None,
-            hits=added(one.hits for one in group),
-            used_chunks=added(one.used_chunks for one in group),
-            unused_bytes=added(one.unused_bytes for one in group),
-            oldest_s=least(one.oldest_s for one in group),
-            newest_s=most(one.newest_s for one in group),
-            last_used_s=most(one.last_used_s for one in group),
+            **_together(group),
         )
         for tenant, group in groups.items()
     ]
@@ -177,24 +164,30 @@ def totals(
     return AuditTotals(
         namespaces=len(namespaces),
         tenants=len({one.tenant for one in namespaces if one.tenant is not None}),
-        roots=sum(one.roots for one in namespaces),
-        chunks=sum(one.chunks for one in namespaces),
-        payloads=sum(one.payloads for one in namespaces),
-        tokens=added(one.tokens for one in namespaces),
-        nbytes=sum(one.nbytes for one in namespaces),
+        **_together(namespaces),
         raw_bytes=added(one.raw_bytes for one in every),
         recorded_bytes=added(one.recorded_bytes for one in every),
         hot_payloads=sum(one.hot_payloads for one in every) if has_index else None,
         hot_bytes=sum(one.hot_bytes for one in every) if has_index else None,
         records=sum(one.records for one in every) if has_index else None,
         pinned=sum(one.pinned for one in every),
-        hits=added(one.hits for one in namespaces),
-        used_chunks=added(one.used_chunks for one in namespaces),
-        unused_bytes=added(one.unused_bytes for one in namespaces),
-        oldest_s=least(one.oldest_s for one in namespaces),
-        newest_s=most(one.newest_s for one in namespaces),
-        last_used_s=most(one.last_used_s for one in namespaces),
     )
+
+
+def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
+    """The fields of ``StoredAudit``, over ``namespaces``."""
+
+    def known(field: str) -> list[int]:
+        values = [getattr(one, field) for one in namespaces]
+        return [value for value in values if value is not None]
+
+    return {
+        **{field: sum(known(field)) for field in ("roots", "chunks", "payloads", "nbytes")},
+        **{field: sum(known(field)) if known(field) else None for field in _SUMS},
+        "oldest_s": min(known("oldest_s"), default=None),
+        "newest_s": max(known("newest_s"), default=None),
+        "last_used_s": max(known("last_used_s"), default=None),
+    }
 
 
 def depth_audits(
@@ -235,16 +228,6 @@ def added(values: Iterable[T | None]) -> T | None:
     """Their sum, of those that are known; None if none is."""
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known else None
-
-
-def least(values: Iterable[int | None]) -> int | None:
-    """The least that is known."""
-    return min((value for value in values if value is not None), default=None)
-
-
-def most(values: Iterable[int | None]) -> int | None:
-    """The most that is known."""
-    return max((value for value in values if value is not None), default=None)
 
 
 # Ages, growth and cost of what an audit has seen.

@@ -150,6 +150,13 @@ class AuditSpool:
         with self._translated():
             yield from self._db.execute(statement, values)
 
+    def named(self, statement: str, values: Sequence[object] = ()) -> Iterator[dict[str, Any]]:
+        """The same, each row by the names of its columns."""
+        with self._translated():
+            cursor = self._db.execute(statement, values)
+            names = [column[0] for column in cursor.description]
+            yield from (dict(zip(names, row, strict=True)) for row in cursor)
+
     def run(self, statement: str, values: Sequence[object] = ()) -> int:
         """Runs ``statement``; how many rows it changed."""
         with self._lock, self._translated():
