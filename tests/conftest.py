@@ -7,7 +7,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from objkv.secrecy import forget_secrets
 
 from objkv.redact import forget_secrets
 from tests import progress
