@@ -174,10 +174,10 @@ def test_no_role_of_a_tenant_reaches_anothers(tenants: Tenants, role: Role) -> N
             lambda store: store.check(),
         )
     above = tenants.place(role, "..")
-    above._listing._prefix = ""
+    above._prefix = ""
     for prefix in ("tenants/a", "tenants/", "tenants", ""):  # without its slash, and above
         with pytest.raises(StoreDenied, match="lack a permission"):
-            list(above._listing.pages("list_objects_v2", prefix))
+            list(above._pages("list_objects_v2", prefix))
 
 
 def test_a_policy_that_is_taken_away_is_misses_and_drops_until_it_is_back(
