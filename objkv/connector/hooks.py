@@ -254,10 +254,13 @@ def follow_encoder_resets(listener: EncoderListener, *, patches: bool = True) ->
 def may_change_weights(method: Any, args: Any = ()) -> bool:
     """Whether a call on all workers may change the model's weights.
 
-    ``method``: a name, a function, or a pickled function. Functions may do anything, so each counts
-    as a change, unless its ``objkv_keeps_weights`` is True. ``args``: those of the call; the
-    only one of ``apply_model`` is such a function. Source: vLLM 0.31-0.33, ``run_method`` in
-    ``v1/serial_utils.py`` and ``apply_model`` in ``v1/engine/llm_engine.py``.
+    Args:
+        method: a name, a function, or a pickled function. Functions may do anything: each counts
+            as a change, unless its ``objkv_keeps_weights`` is True.
+        args: those of the call; the only one of ``apply_model`` is such a function.
+
+    Source: vLLM 0.31-0.33, ``run_method`` in ``v1/serial_utils.py`` and ``apply_model`` in
+    ``v1/engine/llm_engine.py``.
     """
     if method == "apply_model" and isinstance(args, tuple | list) and len(args) == 1:
         (method,) = args
