@@ -190,7 +190,7 @@ class Verify:
                 seal = self._seal_of(name)
                 raise ConfigError(
                     f"{name}: {other} of {seen} payloads are sealed with other keys than those "
-                    f"here ({seal.told if seal else 'none'}): are these the right ones? Nothing "
+                    f"here ({seal.key_ids if seal else 'none'}): are these the right ones? Nothing "
                     "was taken out of use; with --force they are"
                 )
 

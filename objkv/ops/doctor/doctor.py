@@ -264,7 +264,7 @@ def _examine_seal(patient: Patient) -> list[Check]:
         seal = patient.open_seal()
     except ObjkvError as exc:
         return [failure("seal", "keys", exc)]
-    return [] if seal is None else [Check("seal", "keys", "ok", seal.told)]
+    return [] if seal is None else [Check("seal", "keys", "ok", seal.key_ids)]
 
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
