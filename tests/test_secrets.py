@@ -223,7 +223,7 @@ def errors_of(backends: Backends) -> Iterator[BaseException]:
             store.check,
             functools.partial(store.get, key),
             functools.partial(store.get_into, key, buffer),
-            functools.partial(store.get_range_into, key, 0, buffer),
+            functools.partial(store.get_into, key, buffer, start=0),
             functools.partial(store.head, key),
             functools.partial(store.put, key, b"x"),
             functools.partial(store.put_if_absent, key, b"x"),

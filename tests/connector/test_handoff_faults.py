@@ -39,10 +39,12 @@ class StuckStore(MemoryStore):
         self.stuck = False
         self.let_go = threading.Event()
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
         if self.stuck:
             assert self.let_go.wait(WAITS_S)
-        return super().get_into(key, buffer, arrived)
+        return super().get_into(key, buffer, arrived, start)
 
     def put_if_absent(self, key: str, value: Any) -> bool:
         if self.stuck:

@@ -10,7 +10,7 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +158,7 @@ def hold_gets(_llm: Any, gate: str) -> None:
 
         return wait_and_get
 
-    _replace_gets(LocalStore, held)
+    LocalStore.get_into = held(LocalStore.get_into)  # type: ignore[method-assign]
 
 
 def slow_gets(_llm: Any, seconds: float) -> None:
@@ -172,12 +172,7 @@ def slow_gets(_llm: Any, seconds: float) -> None:
 
         return wait_and_get
 
-    _replace_gets(LocalStore, slowed)
-
-
-def _replace_gets(store: Any, wrapped: Callable[[Any], Any]) -> None:
-    for verb in ("get_into", "get_range_into"):
-        setattr(store, verb, wrapped(getattr(store, verb)))
+    LocalStore.get_into = slowed(LocalStore.get_into)  # type: ignore[method-assign]
 
 
 def asked(gate: Path) -> Path:

@@ -99,13 +99,10 @@ class GateStore(WrappedStore):
         super().__init__(inner)
         self._faults_of_100, self._dice = faults_of_100, dice
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        return self._got(key, 0, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        return self._got(key, start, buffer, arrived)
+        return self._got(key, start or 0, buffer, arrived)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         fault = self._begin("put")

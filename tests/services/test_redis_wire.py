@@ -86,7 +86,7 @@ def move_payloads(store: RedisStore) -> None:
         assert buffer[: len(VALUE) - number] == VALUE[number:]
         assert told == sorted(told)
         assert not store.put_if_absent(f"k{number}", b"other")
-        assert store.get_range_into(f"k{number}", 100, buffer[:50]) == 50
+        assert store.get_into(f"k{number}", buffer[:50], start=100) == 50
         assert buffer[:50] == VALUE[number:][100:150]
     assert store.get_into("absent", buffer) is None
     store.close()

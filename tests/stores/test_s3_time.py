@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
     "get": lambda store: store.get("k"),
     "get_range": lambda store: store.get_range("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(9))),
-    "get_range_into": lambda store: store.get_range_into("k", 1, memoryview(bytearray(9))),
+    "get_range_into": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
     "in ranges": lambda store: store.get_into("k", memoryview(bytearray(4 * MIB))),
     "head": lambda store: store.head("k"),
     "scan": lambda store: list(store.scan("")),

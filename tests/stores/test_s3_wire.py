@@ -97,12 +97,12 @@ def test_large_bodies_go_past_the_client(store: S3Store) -> None:
     store.put("k", value)
     assert store.get_into("k", buffer) == len(value)
     assert buffer == value
-    assert store.get_range_into("k", 5, buffer[:9]) == 9
+    assert store.get_into("k", buffer[:9], start=5) == 9
     assert buffer[:9] == value[5:14]
     assert store.put_if_absent("new", value) is True
     assert store.put_if_absent("k", b"other") is False
     assert store.get_into("absent", buffer) is None
-    assert store.get_range_into("absent", 0, buffer) is None
+    assert store.get_into("absent", buffer, start=0) is None
     assert by_client == []
 
 
@@ -219,7 +219,7 @@ def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
             try:
                 store.put(key, part)
                 assert store.get_into(key, buffer) == len(part)
-                assert store.get_range_into(key, 5, buffer[:-5]) == len(part) - 5
+                assert store.get_into(key, buffer[:-5], start=5) == len(part) - 5
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -278,7 +278,7 @@ def test_connections_are_used_again(server: QuickS3, store: S3Store) -> None:
         store.put(f"k{turn}", pattern(MIB))
         assert store.get_into(f"k{turn}", buffer) == MIB
         assert store.get_into("absent", buffer) is None
-        assert store.get_range_into(f"k{turn}", 7, buffer[:7]) == 7
+        assert store.get_into(f"k{turn}", buffer[:7], start=7) == 7
     assert server.connections == 1
 
 
@@ -354,7 +354,7 @@ def test_where_no_version_is_named_ranges_are_not_put_together(etag: str | None)
         buffer = memoryview(bytearray(4 * MIB))
         assert store.get_into("k", buffer) == len(buffer)
         assert buffer == pattern(4 * MIB, len(asked))
-        assert store.get_range_into("k", 1, buffer[1:]) == len(buffer) - 1
+        assert store.get_into("k", buffer[1:], start=1) == len(buffer) - 1
         assert buffer[1:] == pattern(4 * MIB, len(asked))[1:]
 
 
@@ -436,7 +436,7 @@ def test_a_server_that_ignores_ranges_is_read_at_once() -> None:
         buffer = memoryview(bytearray(6 * MIB))
         assert store.get_into("k", buffer) == len(value)
         assert buffer[: len(value)] == value
-        assert store.get_range_into("k", 3, buffer[: 2 * MIB]) == 2 * MIB
+        assert store.get_into("k", buffer[: 2 * MIB], start=3) == 2 * MIB
         assert buffer[: 2 * MIB] == value[3 : 3 + 2 * MIB]
 
 

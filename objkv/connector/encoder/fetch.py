@@ -105,9 +105,8 @@ class OutputReader:
 
     def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:
         """The payload; of one that is longer than this output's can be, its beginning."""
-        if record.nbytes > len(buffer):
-            return self._cache.get_range_into(key, 0, buffer, hot=record.hot)
-        return self._cache.get_into(key, buffer, hot=record.hot)
+        start = 0 if record.nbytes > len(buffer) else None
+        return self._cache.get_into(key, buffer, hot=record.hot, start=start)
 
 
 def _room(record: ShardRecord, layer: LayerSpec) -> int:

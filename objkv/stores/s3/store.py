@@ -19,7 +19,7 @@ from objkv.stores.base import (
     Unfinished,
     check_key,
     check_prefix,
-    copy_range_into,
+    copy_into,
     is_key,
 )
 from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all
@@ -221,35 +221,25 @@ class S3Store:
         value, status = found
         return value if status == _PARTIAL else value[start:end]
 
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """As ``get_into``, by requests for ranges."""
+        """Read from the socket into ``buffer``; more than ``range_bytes`` by ranges on several
+        connections. The length is checked before and after."""
         check_key(key)
-        if not len(buffer):
-            value = self.get_range(key, start, start)
+        is_whole, first = start is None, start or 0
+        if not is_whole and not len(buffer):
+            value = self.get_range(key, first, first)
         else:
-            wanted = self._wanted(key, start, buffer, arrived, is_whole=False)
-            with translated("get_range_into", key):
+            place, term = self._place(key), self._term()
+            wanted = Wanted(place, key, first, buffer, arrived, is_whole, term)
+            with translated("get_into", key):
                 with suppress(NoAnswer):
                     return self._ranges.read(wanted)
-                value = self._get_range(key, start, start + len(buffer), wanted.term)
-        return None if value is None else copy_range_into(value, 0, buffer, arrived)
-
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Read from the socket into ``buffer``; what is larger than ``range_bytes``, by ranges on
-        several connections. The length is checked before and after."""
-        check_key(key)
-        wanted = self._wanted(key, 0, buffer, arrived, is_whole=True)
-        with translated("get_into", key):
-            with suppress(NoAnswer):
-                return self._ranges.read(wanted)
-            return self._ranges.read_by_client(wanted)
-
-    def _wanted(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None, *, is_whole: bool
-    ) -> Wanted:
-        return Wanted(self._place(key), key, start, buffer, arrived, is_whole, self._term())
+                if is_whole:
+                    return self._ranges.read_by_client(wanted)
+                value = self._get_range(key, first, first + len(buffer), term)
+        return None if value is None else copy_into(key, value, buffer, arrived, None)
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the object, or None. A missing bucket is None as well: the answer to a
