@@ -15,11 +15,12 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.fetch import Landing, Strip
+from objkv.transfer.fetch import Cuts, Decoder, PayloadTrace
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadPlan
-from objkv.transfer.queue import FetchSpan, opening_bytes
+from objkv.transfer.queue import opening_bytes
+from objkv.transfer.slabs import SlabPool
 from objkv.transfer.sources import Sources
 from tests.transfer.arriving import PiecewiseStore
 from tests.transfer.paged_cache import same_blocks
@@ -126,16 +127,20 @@ def test_a_payload_of_another_length_is_refused_however_it_arrives(
 def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once() -> None:
     place = world("none")
     header, layers = read_header(place.payload), place.reader.paged.layers
-    job = LoadJob(place.plan, lambda _: range(len(layers)), 1.0, lambda: 0.0)
-    memory = memoryview(bytearray(place.payload[:-1]))
+    job = LoadJob(place.plan, [range(len(layers))], 1.0, lambda: 0.0)
     source = Sources({0: place.reader.paged}).of(place.plan.moves[0])
-    strip = Strip(job, 0, source, HostLane(), memory, lambda: memory)
-    landing = Landing(strip, FetchSpan(0, 0, len(layers), 0, len(memory), last=False))
-    landing.open(header.data_start - 1, header.claim)
-    with pytest.raises(PayloadError, match="can be"):
-        landing.open(header.data_start, header.claim)
-    landing.arrived(len(memory))
-    assert landing.layer == 0
+    slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1, pinned=False)
+    trace = PayloadTrace(job, 0)
+    lane, cuts = HostLane(), Cuts()
+    decoder = Decoder((job, 0, None), source, lane, slabs, cuts=cuts, seal=None, trace=trace)
+    with decoder:
+        decoder.buffer[:] = place.payload[:-1]
+        decoder.arrived(header.data_start - 1)
+        assert decoder.header is None
+        with pytest.raises(PayloadError, match="can be"):
+            decoder.arrived(header.data_start)
+    assert decoder._layer == 0
+    assert slabs.leased == 0
 
 
 def test_a_header_longer_than_any_can_be_is_refused_by_its_first_bytes() -> None:

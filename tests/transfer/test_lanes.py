@@ -9,7 +9,10 @@ import torch
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
+from objkv.keys.topology import Part
 from objkv.transfer.lanes import CudaLane, HostLane, Lane, open_lane
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.sources import Source
 from tests.transfer.paged_cache import paged_group, same_blocks
 
 GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
@@ -84,6 +87,11 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return cuda_lane()
 
 
+def own_source(paged: PagedGroup) -> Source:
+    shard = paged.shape.rank_shard.shard
+    return Source(paged, Part(shard, shard), paged.shape.block_size)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
 )
@@ -96,7 +104,7 @@ def test_pages_are_scattered_into_their_blocks_and_no_others(
     placed = lane.place([6, 3])
     for layer, other in enumerate(others):
         pages = other[1:3].contiguous().view(torch.uint8).flatten().numpy().data
-        paged.scatter(lane, layer, pages, 0, placed)
+        own_source(paged).scatter(lane, layer, pages, 0, placed)
     assert same_blocks(caches, [6, 3], others, [1, 2])
     rest = [0, 1, 2, 4, 5, 7]
     assert same_blocks(caches, rest, before, rest)
@@ -108,7 +116,7 @@ def test_a_part_of_the_pages_is_scattered_where_the_first_blocks_are_not_wanted(
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
     _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, seed=1)
     pages = others[0][1:3].contiguous().view(torch.uint8).flatten().numpy().data
-    paged.scatter(lane, 0, pages, 1, lane.place([5]))
+    own_source(paged).scatter(lane, 0, pages, 1, lane.place([5]))
     assert same_blocks(caches[:1], [5], others[:1], [2])
 
 

@@ -22,7 +22,8 @@ def job(name: str, chunks: int, *, sync: bool) -> LoadJob:
         LoadMove(ChunkMove(c, 0, HASHES[c], root_hash(NAMESPACE), 0, CHUNK, 0, (3 + c,)), ())
         for c in range(chunks)
     )
-    return LoadJob(LoadPlan(name, NAMESPACE, moves, sync), lambda _: range(4), 5.0, ManualClock())
+    plan = LoadPlan(name, NAMESPACE, moves, sync)
+    return LoadJob(plan, [range(4)] * len(moves), 5.0, ManualClock())
 
 
 def spans(count: int) -> list[FetchSpan]:
