@@ -23,7 +23,7 @@ from objkv.config import load_config, resolve_config
 from objkv.errors import ConfigError, ObjkvError
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
-from objkv.testing.servers.listener import Listener
+from tests.support.servers.listener import Listener
 
 IN_URL = "url/password+one"
 IN_SETTING = "setting:password@two"

@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from objkv.net.deadline import EndsBy, Trial, check_end, ends_s, is_trial, punctual
-from objkv.testing.servers.certificates import make_certificates
+from tests.support.servers.certificates import make_certificates
 
 USUAL_S = 600.0
 

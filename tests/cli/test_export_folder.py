@@ -18,10 +18,10 @@ from objkv.ops.backends_view import HANDOFF_LAYOUT
 from objkv.ops.export.manifest import ManifestWriter, read_head, read_lines
 from objkv.stores.base import Buffer
 from objkv.stores.local import LocalStore
-from objkv.testing.servers.redis import wait_until
 from tests.cli.conftest import Machine, Run
 from tests.cli.test_export import exported
 from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity
+from tests.support.servers.redis import wait_until
 
 OBJKV = Path(sys.executable).with_name("objkv")
 PROMPTS = 120

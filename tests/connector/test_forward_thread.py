@@ -17,9 +17,9 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.keys.prefix import token_digest
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.servers.quick_s3 import QuickS3
-from objkv.testing.servers.redis import valkey_server
 from objkv.transfer.plan import LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.redis import valkey_server
 from tests.transfer.paged_cache import paged_group, same_blocks
 from tests.transfer.world import BLOCKS, CHUNK, GROUP, HASHES, NAMESPACE, TOKENS, Replica, stores
 from tests.transfer.world import wait_until as until

@@ -27,7 +27,7 @@ from objkv.testing.flaky import FlakyStore
 from tests.connector.handoff_model import Shape, model_folder, prompts
 from tests.connector.handoff_world import PROMPTS, TABLES, Engine, bits, step
 
-WAITS_S = 30.0
+WAITS_S = 120.0
 """For another thread that has nothing else to do."""
 
 

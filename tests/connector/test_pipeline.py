@@ -23,8 +23,8 @@ from objkv.keys.prefix import token_digest
 from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.testing.servers.redis import wait_until
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.servers.redis import wait_until
 from tests.transfer.world import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 
 try:

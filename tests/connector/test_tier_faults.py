@@ -15,8 +15,8 @@ from objkv.assembly.backends import Backends
 from objkv.connector.tier import store as tier_store
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.testing.flaky import FlakyStore
-from objkv.testing.servers.redis import wait_until
 from tests.connector.tiering import Engine, init_hashes, offload_key, row
+from tests.support.servers.redis import wait_until
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 

@@ -17,7 +17,7 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
-from objkv.testing.servers.redis import wait_until
+from tests.support.servers.redis import wait_until
 
 NAMESPACE = "0" * 32
 RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)

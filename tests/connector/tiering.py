@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from objkv.connector.tier.manager import ObjKVTier
-from objkv.testing.servers.redis import wait_until
+from tests.support.servers.redis import wait_until
 
 ROW_BYTES = 8192
 ROWS = 8

@@ -18,8 +18,9 @@ from typing import Any
 
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.testing.servers.redis import wait_until
+from tests.engine.endings import DRAIN_S
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
+from tests.support.servers.redis import wait_until
 
 BLOCK = 32
 CHUNK = 128
@@ -34,7 +35,7 @@ PATIENT = {
     "step_load_deadline_ms": 300_000,
     "save_deadline_ms": 600_000,
     "save_queue_max": 1_024,
-    "drain_deadline_ms": 120_000,
+    "drain_deadline_ms": 1_000 * DRAIN_S,
     "lease_ms": 600_000,
 }
 """A busy machine must not change what is cached: nothing is late, and nothing is dropped."""

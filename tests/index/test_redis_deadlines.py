@@ -22,8 +22,8 @@ from objkv.stores import deadline as store_deadline
 from objkv.stores.base import PruneStore
 from objkv.stores.deadline import DeadlineStore
 from objkv.stores.redis import RedisStore
-from objkv.testing.servers.listener import Listener
 from tests.stores.slow_servers import DROP_S, Reluctant, full_listener
+from tests.support.servers.listener import Listener
 
 PATIENCE_S = 60.0
 """Far more than the deadline, and less than what is waited for takes."""

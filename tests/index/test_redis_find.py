@@ -23,8 +23,8 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from objkv.testing.servers.redis import RedisServer
 from tests.resp.wires import beside, wire
+from tests.support.servers.redis import RedisServer
 
 KEY = f"objkv:i:{NAMESPACE}:"
 BOTH = (FIELD, OTHER_FIELD)

@@ -11,9 +11,9 @@ from objkv.index.base import Usage
 from objkv.index.redis.index import RedisIndex, Totals, read_totals
 from objkv.testing.clock import ManualClock
 from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, OTHER, chunk, prefix_hash, shard
-from objkv.testing.servers.redis import RedisServer
-from objkv.testing.servers.round_trips import RoundTrips
 from tests.index.test_redis_index import counted
+from tests.support.servers.redis import RedisServer
+from tests.support.servers.round_trips import RoundTrips
 
 KEY = "objkv:u:totals"
 

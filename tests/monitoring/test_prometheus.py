@@ -9,11 +9,11 @@ import pytest
 
 from objkv.index.redis.index import RedisIndex
 from objkv.stores.local import LocalStore
-from objkv.testing.servers.redis import valkey_server, wait_until
 from tests.monitoring.prometheus import Prometheus, need_prometheus, prometheus, serving
 from tests.monitoring.queries import dashboard_queries, selectors
 from tests.monitoring.replica import pages_of_a_replica
 from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.servers.redis import valkey_server, wait_until
 
 ANSWERS_S = 180.0
 

@@ -10,7 +10,7 @@ import redis
 
 from objkv.net import resp as line_module
 from objkv.net.resp import Line, Lines, packed
-from objkv.testing.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import RedisServer, valkey_server
 
 PATIENCE_S = 120
 THREADS = 8

@@ -8,10 +8,10 @@ import pytest
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from objkv.testing.servers.ceph import S3Server, ceph_radosgw
-from objkv.testing.servers.certificates import make_certificates
 from objkv.testing.store_contract import WRITERS, StoreContract, at_once
 from tests.services.s3_fixtures import BUCKET, PART_BYTES, OpenS3Store, need_ceph, s3_config
+from tests.support.servers.ceph import S3Server, ceph_radosgw
+from tests.support.servers.certificates import make_certificates
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 

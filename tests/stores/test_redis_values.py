@@ -12,7 +12,7 @@ from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.stores.redis import UNDONE, RedisStore
-from objkv.testing.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import RedisServer, valkey_server
 
 TTL_S = 3_600
 MIB = 1 << 20

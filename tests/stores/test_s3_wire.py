@@ -27,11 +27,11 @@ from objkv.stores.s3.http import Answer as Answered
 from objkv.stores.s3.http import Kept, Line, NoAnswer
 from objkv.stores.s3.signing import Place, find_place
 from objkv.stores.s3.store import S3Store
-from objkv.testing.servers.certificates import make_certificates
-from objkv.testing.servers.listener import Listener
-from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process
 from objkv.testing.store_contract import StoreContract
 from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.listener import Listener
+from tests.support.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process
 
 
 @pytest.fixture

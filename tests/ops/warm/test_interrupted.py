@@ -13,7 +13,7 @@ from objkv.ops.warm.run import Patience
 from objkv.ops.warm.warm import Means, warm_by
 from objkv.stores.memory import MemoryStore
 
-BOUND_S = 20
+BOUND_S = 120
 """Against a hang; nothing takes this long."""
 
 

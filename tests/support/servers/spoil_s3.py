@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from objkv.testing.servers.spoil import Spoil, Spoiler, Upstream, flipped, reset
+from tests.support.servers.spoil import Spoil, Spoiler, Upstream, flipped, reset
 
 HEAD_BYTES_MAX = 64 << 10
 KEPT_BYTES_MAX = 64 << 20

@@ -16,8 +16,8 @@ from typing import Self
 
 import redis
 
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.ports import free_port
+from objkv.ops.programs import die_with_parent
+from tests.support.servers.ports import free_port
 
 START_S = 120.0
 """Bound of every wait for servers to come up or to agree; a Sentinel that was not run for a while

@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from functools import cache
 
-from objkv.testing.servers.listener import Listener
+from tests.support.servers.listener import Listener
 
 _REQUEST = struct.Struct(">cQ")
 _STEP_BYTES = 64 << 20

@@ -1,6 +1,6 @@
 """An S3 server in memory that costs as little as a server can, to measure clients against.
 
-``python -m objkv.testing.servers.quick_s3`` runs it in a process of its own, with a
+``python -m tests.support.servers.quick_s3`` runs it in a process of its own, with a
 ``PlainServer`` beside it. It checks no signature, knows every bucket, and forgets all when it ends.
 """
 
@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.listener import Listener
-from objkv.testing.servers.plain_limit import PlainServer
-from objkv.testing.servers.quick_s3_values import Answer, Request, Values, failure
+from objkv.ops.programs import die_with_parent
+from tests.support.servers import ROOT
+from tests.support.servers.listener import Listener
+from tests.support.servers.plain_limit import PlainServer
+from tests.support.servers.quick_s3_values import Answer, Request, Values, failure
 
 HEAD_BYTES_MAX = 64 << 10
 _MORE = getattr(socket, "MSG_MORE", 0)
@@ -145,9 +146,10 @@ class QuickS3Process:
 @contextmanager
 def quick_s3_process() -> Iterator[QuickS3Process]:
     """Both servers in one new process, killed at the end."""
-    command = [sys.executable, "-P", "-m", __spec__.name if __spec__ else __name__]
+    command = [sys.executable, "-m", "tests.support.servers.quick_s3"]
     with subprocess.Popen(
         command,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent,

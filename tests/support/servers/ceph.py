@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.ports import free_port
+from objkv.ops.programs import die_with_parent
+from tests.support.servers.ports import free_port
 
 START_S = 240.0
 """Bound of every wait for a daemon."""

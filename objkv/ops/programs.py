@@ -1,6 +1,7 @@
-"""Programs that the demo starts: each in a process group of its own, which ends with its block."""
+"""Child programs: each in a process group of its own, which ends with its block."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,10 +13,10 @@ from types import TracebackType
 from typing import IO, Self, cast
 
 from objkv.errors import ObjkvError
-from objkv.testing.servers.lifetime import die_with_parent
 
 _TAIL_LINES = 25
-# The demo needs no network, tells nobody that it ran, and listens on loopback only.
+_PR_SET_PDEATHSIG = 1
+# A child needs no network, reports no usage, and listens on loopback only.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -24,8 +25,17 @@ _ENVIRONMENT = {
 }
 
 
+def die_with_parent() -> None:
+    """For ``preexec_fn``: the child is killed when the thread that started it ends, however.
+
+    Without it, a killed parent would leave its children running.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class ProgramFailed(ObjkvError):
-    """A program of the demo did not do what it was started for; its log says why."""
+    """A child program did not do what it was started for; its log says why."""
 
     def __init__(self, what: str, log_file: Path) -> None:
         self.what = what
@@ -146,6 +156,6 @@ class Program:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without settings of objkv: the demo shows its own store, not the user's."""
+    """This process's, without objkv's settings: a child uses its own store, not the user's."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
     return own | _ENVIRONMENT

@@ -8,7 +8,7 @@ from typing import Any
 
 import boto3
 
-from objkv.testing.servers.ceph import S3Server
+from tests.support.servers.ceph import S3Server
 
 _POLICY = "objkv"
 

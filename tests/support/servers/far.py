@@ -1,6 +1,6 @@
 """A TCP proxy that makes a server on loopback as far away, as narrow and as faulty as wanted.
 
-``python -m objkv.testing.servers.far HOST:PORT --ttfb-ms 25 --connection-mb-s 85 --gbit-s 10``
+``python -m tests.support.servers.far HOST:PORT --ttfb-ms 25 --connection-mb-s 85 --gbit-s 10``
 prints the address to use instead. It counts turns, a request and its answer, but parses neither:
 an answer starts with the first bytes from the server after bytes of the client.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from objkv.testing.servers.listener import Listener
+from tests.support.servers.listener import Listener
 
 _STEP_BYTES = 256 << 10
 _BURST_S = 0.002

@@ -8,7 +8,7 @@ import socket
 from collections import OrderedDict
 from typing import BinaryIO
 
-from objkv.testing.servers.spoil import Spoil, Spoiler, Upstream, flipped, reset
+from tests.support.servers.spoil import Spoil, Spoiler, Upstream, flipped, reset
 
 KEPT = 64
 LINE_BYTES_MAX = 64 << 10

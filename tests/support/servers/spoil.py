@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from objkv.testing.servers.listener import Listener
+from tests.support.servers.listener import Listener
 
 FAULTS = frozenset(
     ("reset", "unanswered", "stall", "lag", "truncate", "flip", "another", "error", "hook")

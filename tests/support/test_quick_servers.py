@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from objkv.testing.servers.far import Distance, Far
-from objkv.testing.servers.plain_limit import PlainClient, PlainServer
-from objkv.testing.servers.quick_s3 import QuickS3, quick_s3_process
 from tests.stores.s3_servers import MIB, pattern, s3_store
+from tests.support.servers import ROOT
+from tests.support.servers.far import Distance, Far
+from tests.support.servers.plain_limit import PlainClient, PlainServer
+from tests.support.servers.quick_s3 import QuickS3, quick_s3_process
 
 
 def test_the_plain_limit_carries_bytes_both_ways() -> None:
@@ -71,8 +72,8 @@ def test_far_answers_wait_and_count() -> None:
 
 
 def test_far_runs_as_a_command() -> None:
-    command = [sys.executable, "-m", "objkv.testing.servers.far", "127.0.0.1:1", "--ttfb-ms", "25"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tests.support.servers.far", "127.0.0.1:1", "--ttfb-ms", "25"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("http://127.0.0.1:")
         process.kill()

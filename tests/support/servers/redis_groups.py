@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import redis
 
-from objkv.testing.servers.ports import free_port
-from objkv.testing.servers.redis import RedisServer, wait_until
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis import RedisServer, wait_until
 
 SERVICE = "objkv"
 _DOWN_MS = 3_000
