@@ -107,35 +107,28 @@ class Decoder:
         *,
         cuts: Cuts,
         seal: Seal | None,
-        trace: PayloadTrace,
     ) -> None:
         """``source``: the payload, as it most probably is. ``seal``: what payloads must be sealed
         with."""
         job, index, span = task
         self._job, self._index, self._load = job, index, job.plan.moves[index]
-        self._source, self._lane, self._slabs = source, lane, slabs
-        self._seal, self._trace = seal, trace
+        self._lane, self._slabs, self._seal = lane, slabs, seal
         self._leased: list[Slab] = []
-        self._scratch_at = 0
         self._placed: Any = None
-        self._busy_s = 0.0
-        self.header = None if span is None else job.header(index)
+        self._scratch_at, self._busy_s = 0, 0.0
+        self.trace = PayloadTrace(job, index)
+        self.header = header = None if span is None else job.header(index)
         """None until it was verified; the first span brings it."""
-        if self.header is None:
-            self.claim = claim_of(job.plan.namespace, self._load, source)
-        else:
-            self.claim = self.header.claim
-            self._source = source.reading(self.header.frames.layers)
+        self.claim = header.claim if header else claim_of(job.plan.namespace, self._load, source)
+        self._source = source.reading(header.frames.layers) if header else source
         record = dict(self._load.records).get(self.claim.key.field)
         self.hot = record is not None and record.hot
         """Whether the record promised a copy in the hot store."""
-        self._count = self._spans(record, cuts) if span is None else 1
-        self._span = self._opening() if span is None else span
-        self._layer = self._span.first
-        """The first that is not in its blocks yet."""
+        self._count = 1 if header else self._spans(record, cuts)
+        self._span = span or self._opening()
+        self._layer = self._span.first  # that is not in its blocks yet
         self.seconds: float | None = None
-        """How long the store took for the payload, without what became of its bytes meanwhile; None
-        while that is not known, and where the span is not all of it."""
+        """How long the store took for all of a payload, without decoding; None for a part of it."""
         self._started = monotonic()
 
     def __enter__(self) -> Self:
@@ -172,7 +165,7 @@ class Decoder:
     def arrived(self, nbytes: int) -> None:
         """The span's first ``nbytes`` are there: verify and write what is complete of it."""
         begun = monotonic()
-        begun_ns = now_ns() if self._trace.is_on else 0
+        begun_ns = now_ns() if self.trace.is_on else 0
         if self.header is None:
             self._job.began()
             if nbytes >= _LENGTH_BYTES:
@@ -185,7 +178,7 @@ class Decoder:
         seconds = monotonic() - begun
         self._busy_s += seconds
         if begun_ns:
-            self._trace.decoded(begun_ns, seconds)
+            self.trace.decoded(begun_ns, seconds)
 
     def end(self, nbytes: int) -> list[FetchSpan]:
         """``nbytes`` of the span have come and no more will. What remains to be fetched of the

@@ -17,7 +17,7 @@ from objkv.errors import ObjkvError, PayloadError, ValueTooLong
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.fetch import Cuts, Decoder, PayloadTrace, UnwantedError, claim_of
+from objkv.transfer.fetch import Cuts, Decoder, UnwantedError, claim_of
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane
 from objkv.transfer.paging import PagedGroup
@@ -81,12 +81,7 @@ class Loader:
         self._over = Event()
         self._queue = TaskQueue(limits.queue_max, overdue_s=limits.deadline_s / _OVERDUE_SHARE)
         self._lanes = [lane_for_thread() for _ in range(limits.threads)]
-        self._threads = [
-            Thread(target=self._work, args=(lane,), name=f"objkv-load-{i}", daemon=True)
-            for i, lane in enumerate(self._lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._start_thread(i, lane) for i, lane in enumerate(self._lanes)]
 
     def submit(self, plan: LoadPlan) -> None:
         """Start a plan; its outcome comes from ``take_finished``. Never waits, never raises."""
@@ -169,6 +164,12 @@ class Loader:
         longest_s = max(self._limits.deadline_s, self._limits.step_deadline_s)
         return self._queue.hanging(longest_s) >= len(self._threads)
 
+    def _start_thread(self, number: int, lane: Lane) -> Thread:
+        name = f"objkv-load-{number}"
+        thread = Thread(target=self._work, args=(lane,), name=name, daemon=True)
+        thread.start()
+        return thread
+
     def _work(self, lane: Lane) -> None:
         lane.adopt_thread()
         while (task := self._queue.take()) is not None:
@@ -217,10 +218,10 @@ class Loader:
     def _fetch(self, slabs: SlabPool, lane: Lane, task: Task) -> bool:
         """Bring one span into its blocks; False if there is no payload."""
         job, index, _ = task
-        source, trace = self._sources.of(job.plan.moves[index]), PayloadTrace(job, index)
-        cuts, seal = self._limits.cuts, self._cache.seal
+        source, cuts = self._sources.of(job.plan.moves[index]), self._limits.cuts
+        decoder = Decoder(task, source, lane, slabs, cuts=cuts, seal=self._cache.seal)
+        trace = decoder.trace
         try:
-            decoder = Decoder(task, source, lane, slabs, cuts=cuts, seal=seal, trace=trace)
             with decoder:
                 nbytes = self._cache.get_into(
                     decoder.claim.key,

@@ -15,7 +15,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from objkv.transfer.fetch import Cuts, Decoder, PayloadTrace
+from objkv.transfer.fetch import Cuts, Decoder
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadPlan
@@ -130,9 +130,7 @@ def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once()
     job = LoadJob(place.plan, [range(len(layers))], 1.0, lambda: 0.0)
     source = Sources({0: place.reader.paged}).of(place.plan.moves[0])
     slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1, pinned=False)
-    trace = PayloadTrace(job, 0)
-    lane, cuts = HostLane(), Cuts()
-    decoder = Decoder((job, 0, None), source, lane, slabs, cuts=cuts, seal=None, trace=trace)
+    decoder = Decoder((job, 0, None), source, HostLane(), slabs, cuts=Cuts(), seal=None)
     with decoder:
         decoder.buffer[:] = place.payload[:-1]
         decoder.arrived(header.data_start - 1)

@@ -58,7 +58,7 @@ def test_threads_that_come_back_load_again() -> None:
     wait_until(replica.loader._is_stuck)
     store.gate.set()
     wait_until(lambda: not replica.loader._is_stuck())
-    assert replica.load_slabs.leased == 0
+    wait_until(lambda: replica.load_slabs.leased == 0)
     replica.close()
 
 
