@@ -19,7 +19,7 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import LoadPlan
-from tests.transfer.world import wait_until
+from tests.support.paged_cache import wait_until
 
 GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=32)
 IDENTITY = Identity("m", "w", None, "bfloat16", (GROUP,), "canonical", 32, 0, "default")

@@ -9,8 +9,7 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import CHUNK, GROUP, Replica, stores, wait_until
+from tests.support.paged_cache import CHUNK, GROUP, Replica, paged_group, stores, wait_until
 
 WINDOW = replace(GROUP, kind="sliding_window", window=64)
 

@@ -24,8 +24,8 @@ from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 from tests.support.servers.redis import wait_until
-from tests.transfer.world import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # since 0.33

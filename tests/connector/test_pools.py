@@ -3,8 +3,7 @@
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv.worker import plan_pools
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import GROUP
+from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
 

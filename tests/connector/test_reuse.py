@@ -13,8 +13,7 @@ from objkv.keys.prefix import token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import SaveMove, SavePlan
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import CHUNK, GROUP, NAMESPACE, TOKENS, Replica, stores
+from tests.support.paged_cache import CHUNK, GROUP, NAMESPACE, TOKENS, Replica, paged_group, stores
 
 
 class LateMark:

@@ -16,7 +16,7 @@ from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from tests.transfer.world import wait_until
+from tests.support.paged_cache import wait_until
 
 GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=32)
 FIELDS = ["0.L0-1_H0-1"]

@@ -27,7 +27,7 @@ from objkv.keys.topology import Shard
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import LoadPlan, SavePlan
-from tests.transfer.world import wait_until
+from tests.support.paged_cache import wait_until
 
 SIZE = 32
 GROUP = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=SIZE)

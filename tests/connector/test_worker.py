@@ -14,9 +14,8 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import LoadPlan
+from tests.support.paged_cache import BLOCKS, CHUNK, GROUP, Replica, paged_group, stores
 from tests.support.servers.redis import wait_until
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import BLOCKS, CHUNK, GROUP, Replica, stores
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from objkv.transfer.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
 from tests.fences.stage import Broken, Stage, the_stage
-from tests.transfer.paged_cache import paged_group
+from tests.support.paged_cache import paged_group
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3

@@ -7,7 +7,7 @@ from objkv.testing.clock import ManualClock
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from tests.transfer.world import CHUNK, HASHES, NAMESPACE, wait_until
+from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, wait_until
 
 LAYERS = 2
 LANE = HostLane()
