@@ -25,7 +25,7 @@ from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import CallDeadline
 from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, NoAnswer
-from objkv.stores.s3.signing import Endpoint, find_endpoint
+from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
 from objkv.testing.store_contract import StoreContract
@@ -191,7 +191,7 @@ def test_signatures_are_those_of_the_clients_signer(
     auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
     client: Any = type("Client", (), {"_request_signer": type("Signer", (), {})()})()
     client._request_signer.get_auth_instance = lambda *_: auth
-    place = Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
+    place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
     extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
     head = place.signed(client, method, key + query, extra).decode()
     first, *lines = head.rstrip().split("\r\n")
