@@ -173,7 +173,7 @@ def _ends(session: Session, backends: Backends) -> Ends:
     return Ends(
         bulk=PatientStore(backends.bulk),
         hot=None,
-        index=PatientIndex(backends.index),
+        index=PatientIndex(backends.index, backends.admin),
         is_own_index=session.config.index_url.startswith("bulk:"),
         ttl_s=session.config.ttl_s,
         lease_ms=session.config.lease_ms,

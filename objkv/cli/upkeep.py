@@ -147,7 +147,7 @@ def upkeep(
         ends = Ends(
             bulk=PatientStore(backends.bulk),
             hot=None if backends.hot is None else PatientStore(backends.hot),
-            index=PatientIndex(backends.index),
+            index=PatientIndex(backends.index, backends.admin),
             is_own_index=config.index_url.startswith("bulk:"),
             ttl_s=config.ttl_s,
             lease_ms=config.lease_ms,

@@ -6,15 +6,16 @@ Not scans: one that broke off cannot go on, and one that seemed to end early wou
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from objkv.errors import StoreError
-from objkv.index.base import PruneIndex, Usage
-from objkv.index.guarded import Verb as IndexVerb
-from objkv.index.guarded import WrappedIndex
+from objkv.index.base import PruneIndex, Usage, WriteIndex
+from objkv.index.guarded import GuardedIndex, for_operators
+from objkv.net.guard import Unguarded
 from objkv.stores.base import PruneStore
-from objkv.stores.guarded import Verb, WrappedStore
+from objkv.stores.guarded import GuardedStore
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
@@ -23,20 +24,15 @@ _FIRST_S = 0.2
 _LONGEST_S = 5.0
 
 
-class PatientStore(WrappedStore):
+class PatientStore(GuardedStore):
     """Repeats calls that failed transiently, for ``PATIENCE_S`` each."""
 
     def __init__(self, inner: PruneStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        super().__init__(inner)
-        self._prune = inner
-        self._sleep = sleep
-
-    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
-        return call() if verb == "scan" else _repeated(call, self._sleep)
+        super().__init__(inner, _Repeating(sleep))
 
     def once(self) -> PruneStore:
         """The store that repeats nothing, for calls that must not be repeated blindly."""
-        return self._prune
+        return self._inner
 
 
 def once(store: PruneStore) -> PruneStore:
@@ -53,39 +49,44 @@ def pauses() -> Iterator[float]:
         waited_s, next_s = waited_s + pause_s, min(2 * next_s, _LONGEST_S)
 
 
-class PatientIndex(WrappedIndex):
+class PatientIndex(GuardedIndex):
     """Repeats calls that failed transiently, for ``PATIENCE_S`` each."""
 
-    def __init__(self, inner: PruneIndex, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        super().__init__(inner)
-        self._prune = inner
-        self._sleep = sleep
+    def __init__(
+        self,
+        inner: WriteIndex,
+        admin: PruneIndex | None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner, _Repeating(sleep))
+        self._admin = admin
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """As the inner index."""
-        return _repeated(
-            lambda: self._prune.pin(namespace, prefix_hash, until_s=until_s, ttl_s=ttl_s),
-            self._sleep,
-        )
+        """See ``PruneIndex``."""
+        pin = for_operators(self._admin).pin
+        return self._guard.call("pin", pin, namespace, prefix_hash, until_s=until_s, ttl_s=ttl_s)
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """As the inner index."""
-        return _repeated(lambda: self._prune.drop(namespace, prefix_hash), self._sleep)
+        """See ``PruneIndex``."""
+        return self._guard.call("drop", for_operators(self._admin).drop, namespace, prefix_hash)
 
     def set_usage(self, usage: Usage) -> None:
-        """As the inner index."""
-        _repeated(lambda: self._prune.set_usage(usage), self._sleep)
-
-    def _around(self, verb: IndexVerb, call: Callable[[], T]) -> T:
-        return call() if verb == "scan" else _repeated(call, self._sleep)
+        """See ``PruneIndex``."""
+        self._guard.call("set_usage", for_operators(self._admin).set_usage, usage)
 
 
-def _repeated(call: Callable[[], T], sleep: Callable[[float], None]) -> T:
-    for pause_s in pauses():
-        try:
-            return call()
-        except StoreError as exc:
-            if not exc.transient:
-                raise
-        sleep(pause_s)
-    return call()
+class _Repeating(Unguarded):
+    def __init__(self, sleep: Callable[[float], None]) -> None:
+        self._sleep = sleep
+
+    def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if verb != "scan":
+            for pause_s in pauses():
+                try:
+                    return call(*args, **kwargs)
+                except StoreError as exc:
+                    if not exc.transient:
+                        raise
+                self._sleep(pause_s)
+        return call(*args, **kwargs)

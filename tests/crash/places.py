@@ -52,7 +52,7 @@ class Place:
         return Ends(
             bulk=PatientStore(backends.bulk),
             hot=None if backends.hot is None else PatientStore(backends.hot),
-            index=PatientIndex(backends.index),
+            index=PatientIndex(backends.index, backends.admin),
             is_own_index=self.config.index_url == "bulk:",
             ttl_s=self.config.ttl_s,
             lease_ms=self.config.lease_ms,
@@ -87,7 +87,7 @@ class FolderPlace(Place):
         shutil.rmtree(self._folder / "chunks", ignore_errors=True)
         if self.config.index_url != "bulk:":
             for record in _records(self.used):
-                self.used.index.drop(*record)
+                self.used.admin.drop(*record)
 
 
 class ServerPlace(Place):

@@ -55,5 +55,5 @@ def test_an_index_is_asked_again_too() -> None:
     def mend(_: float) -> None:
         inner.error = None
 
-    assert PatientIndex(inner, sleep=mend).lookup("n" * 32, [bytes(20)]) == [None]
+    assert PatientIndex(inner, None, sleep=mend).lookup("n" * 32, [bytes(20)]) == [None]
     assert inner.calls == ("lookup", "lookup")

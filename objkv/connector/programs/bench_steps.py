@@ -17,7 +17,7 @@ from objkv.config import Config, load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, Shards
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.ops.bench.harness import percentile
@@ -35,7 +35,7 @@ _IDENTITY = Identity(
 )
 
 
-class _SilentIndex(WrappedIndex):
+class _SilentIndex(GuardedIndex):
     """Answers no lookup before ``answer`` is set."""
 
     answer = Event()

@@ -239,7 +239,7 @@ class S3Store:
                 if is_whole:
                     return self._ranges.read_by_client(wanted)
                 value = self._get_range(key, first, first + len(buffer), term)
-        return None if value is None else copy_into(key, value, buffer, arrived, None)
+        return None if value is None else copy_into(key, value, buffer, arrived)
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the object, or None. A missing bucket is None as well: the answer to a
