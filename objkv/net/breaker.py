@@ -2,7 +2,7 @@
 
 One breaker each for reads and for writes: a full disk, a replica that may only read, a primary that
 is gone stop writes, and reads go on. No lock is held during a call. See ``docs/decisions/0020`` and
-``0041``.
+``0026``.
 """
 
 import math

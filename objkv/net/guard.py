@@ -5,7 +5,7 @@
 A call that the role forbids does nothing else. Waiting for a slot is neither recorded nor held
 against the server: only this process is busy. A call that a breaker refuses is not recorded, each
 call that is made is. The deadline is innermost, so that it bounds the call alone. See
-``docs/decisions/0041``.
+``docs/decisions/0026``.
 """
 
 import time
@@ -97,17 +97,26 @@ class _Slot:
         self._slots, self._verb, self._pools = slots, verb, pools
 
     def __enter__(self) -> None:
+        held = 0
+        try:
+            for pool in self._pools:
+                try:
+                    pool.get(False)
+                except Empty:
+                    self._wait_for(pool)
+                held += 1
+        except BaseException:
+            for pool in self._pools[:held]:
+                pool.put(None)
+            raise
+
+    def _wait_for(self, pool: "SimpleQueue[None]") -> None:
         wait_s = self._slots.wait_s
-        for number, pool in enumerate(self._pools):
-            try:
-                pool.get(timeout=min(wait_s, max(0.0, ends_s() - monotonic())))
-            except BaseException as exc:
-                for held in self._pools[:number]:
-                    held.put(None)
-                if not isinstance(exc, Empty):
-                    raise
-                limit = f"{self._slots.calls_max} calls under way for {wait_s:g} s"
-                raise StoreUnavailable(f"{self._verb}: {limit}") from None
+        try:
+            pool.get(timeout=min(wait_s, max(0.0, ends_s() - monotonic())))
+        except Empty:
+            limit = f"{self._slots.calls_max} calls under way for {wait_s:g} s"
+            raise StoreUnavailable(f"{self._verb}: {limit}") from None
 
     def __exit__(self, *_: object) -> None:
         for pool in self._pools:
