@@ -51,9 +51,8 @@ def main() -> None:
             seconds[name].append((time.process_time() - begun) / arguments.calls)
     medians = {name: statistics.median(taken) * 1e6 for name, taken in seconds.items()}
     for name, median in medians.items():
-        print(
-            f"{name:12} {median:6.2f} us, above the store {median - medians['memory store']:6.2f} us"
-        )
+        above = median - medians["memory store"]
+        print(f"{name:12} {median:6.2f} us, above the store {above:6.2f} us")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.output import Output, plain, printable, size
+from objkv.cli.output import Output, plain, size
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
 from objkv.ops.demo.fleet import ask_fleet, running_fleet
@@ -25,6 +25,7 @@ from objkv.ops.demo.job import CONNECTOR, Size, prompts_of
 from objkv.ops.demo.replicas import Place, prepared, show_replicas
 from objkv.ops.demo.report import DemoReport, Row, Stored
 from objkv.ops.doctor.doctor import installed_version
+from objkv.ops.formats import printable
 from objkv.ops.listing import list_namespaces
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder

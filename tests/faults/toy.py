@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
-from tests.connector.hybrid_engine import Answer, Engine, Layout, digest, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, Layout, digest, next_token
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
 CHUNKS = 3

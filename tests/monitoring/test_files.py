@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.tier.metrics import COUNTERS as TIER_COUNTERS
-from objkv.connector.tier.metrics import GAUGES as TIER_GAUGES
+from objkv.connector.counters import ENCODER_METRICS, KV_METRICS, TIER_METRICS
 from objkv.ops.exporter.metrics import METRICS
 from tests.monitoring.prometheus import EXAMPLE, need_prometheus
 from tests.monitoring.queries import (
@@ -48,11 +46,11 @@ def of_vllm() -> set[str]:
 
 def known() -> dict[str, set[str]]:
     """Every name that is told, with its labels beside those of the scrape."""
-    names = {f"vllm:objkv_{name}_total" for name in (*COUNTERS, *TIER_COUNTERS)}
-    names |= {f"vllm:objkv_encoder_{name}_total" for name in ENCODER_COUNTERS}
-    names |= {f"vllm:objkv_{name}" for name in (*GAUGES, *TIER_GAUGES)}
-    names |= {f"vllm:objkv_encoder_{name}" for name in GAUGES}
-    names |= {f"vllm:objkv_{name}_bucket" for name in HISTOGRAMS}
+    names: set[str] = set()
+    for table in (KV_METRICS, ENCODER_METRICS, TIER_METRICS):
+        names |= {f"{table.prefix}{name}_total" for name in table.counters}
+        names |= {table.prefix + name for name in table.gauges}
+        names |= {f"{table.prefix}{name}_bucket" for name in table.histograms}
     told = dict.fromkeys(names | of_vllm(), OF_A_REPLICA)
     return told | {name: {*one.labels, "instance", "job"} for name, one in METRICS.items()}
 

@@ -11,9 +11,9 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.ops.audit.audit import Audit, AuditOptions, find_places
 from objkv.ops.audit.report import AuditReport
-from objkv.ops.audit.spool import Spool
-from objkv.ops.audit.walk import AuditEnds, AuditWalk
-from objkv.ops.runs import Checkpoint, Crew, Unit
+from objkv.ops.audit.spool import AuditSpool
+from objkv.ops.audit.walk import AuditView, AuditWalk
+from objkv.ops.runs import Checkpoint, Unit, WorkPool
 from objkv.stores.base import PruneStore, ReadStore
 from tests.ops.world import CHUNK, CREATED_S, NAMESPACE, WHOLE, record_of, save, save_identity
 
@@ -72,18 +72,18 @@ class Auditor:
         bulk: ReadStore,
         index: ReadIndex,
         *,
-        spool: Spool | None = None,
+        spool: AuditSpool | None = None,
         is_own_index: bool = False,
         clock: Callable[[], float] | None = None,
         **options: Any,
     ) -> None:
-        self.ends = AuditEnds(bulk, index, is_own_index)
-        self.spool = spool or Spool(None, clock=clock or time.time)
-        self.crew = Crew(Checkpoint(None), workers=2)
-        self.walk = AuditWalk(self.ends, self.spool, 2)
+        self.view = AuditView(bulk, index, is_own_index)
+        self.spool = spool or AuditSpool(None, clock=clock or time.time)
+        self.pool = WorkPool(Checkpoint(None), workers=2)
+        self.walk = AuditWalk(self.view, self.spool, 2)
         self.options = replace(OPTIONS, **options)
         self.clock = clock
-        self.places = find_places(self.ends)
+        self.places = find_places(self.view)
 
     def records(self) -> None:
         """Read the index."""
@@ -97,15 +97,15 @@ class Auditor:
     def again(self) -> None:
         """Look at leftovers, and twice at what seems wrong."""
         self._run(self.walk.leftovers(self.places.only))
-        if not self.ends.is_own_index:
+        if not self.view.is_own_index:
             self._run(self.walk.second_looks([*self.places.facts, *self.places.indexed]))
 
     def report(self) -> AuditReport:
         """Of what was seen so far."""
-        ending = self.crew.ending
+        ending = self.pool.ending
         assert ending != "limit"
         more = {} if self.clock is None else {"clock": self.clock}
-        return Audit(self.ends, self.spool, self.places, self.options, **more).report(
+        return Audit(self.view, self.spool, self.places, self.options, **more).report(
             ending, self.walk.problems
         )
 
@@ -117,7 +117,7 @@ class Auditor:
         return self.report()
 
     def _run(self, units: Iterator[Unit]) -> None:
-        self.crew.run(unit for unit in units if unit.again or unit.name not in self.spool.done)
+        self.pool.run(unit for unit in units if unit.again or unit.name not in self.spool.done)
 
 
 OPTIONS = AuditOptions(

@@ -16,12 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import Usage
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.exporter.metrics import METRICS, StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
-from objkv.ops.exporter.watch import Asks, Watch
+from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
 from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
@@ -55,7 +55,9 @@ class World:
             facts=lambda: ServerFacts("valkey", "8.0", "standalone", 0, "noeviction", 4096, 0.25),
             documents=self.bulk,
         )
-        self.watch = Watch(asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock)
+        self.watch = BackendsWatch(
+            asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock
+        )
 
     def _asked(self, end: str) -> None:
         self.during()
@@ -206,8 +208,8 @@ def test_every_name_told_is_on_the_page(world: World) -> None:
 
 
 def scans(bulk: MemoryStore, index: MemoryIndex, *, now_s: float, grace_s: float = 100) -> Scans:
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
-    return Scans(ends, every_s=60, grace_s=grace_s, clock=lambda: now_s)
+    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
+    return Scans(view, every_s=60, grace_s=grace_s, clock=lambda: now_s)
 
 
 def stored_at(bulk: MemoryStore) -> float:
@@ -244,8 +246,8 @@ def test_what_was_just_saved_is_no_orphan_yet() -> None:
 def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> None:
     bulk, index = FlakyStore(MemoryStore()), MemoryIndex()
     save(bulk, index)
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
-    found = Scans(ends, every_s=60, grace_s=0)
+    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
+    found = Scans(view, every_s=60, grace_s=0)
     found.scan()
     whole = found.last
     bulk.fail_next(StoreUnavailable("gone"))

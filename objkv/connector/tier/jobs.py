@@ -155,9 +155,7 @@ class TierJobs:
         self._ended: list[JobOutcome] = []
         self._closed = False
         self._trouble = Trouble(logger, f"tier {name}s")
-        self._pool: Pool[JobPart] = Pool(
-            f"objkv-tier-{name}", limits.threads, self._run
-        )
+        self._pool: Pool[JobPart] = Pool(f"objkv-tier-{name}", limits.threads, self._run)
 
     def submit(self, job_id: int, namespace: str | None, entries: Sequence[TierChunk]) -> None:
         """Queue a job; what there is no room for, or no namespace, fails. Never raises."""
