@@ -165,6 +165,7 @@ def upkeep(
             config,
             (backends.bulk, backends.hot),
             backends.index,
+            backends.admin,
             command=command,
             seal_of=open_seals(session),
         )

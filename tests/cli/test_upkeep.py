@@ -237,7 +237,7 @@ def test_an_index_of_another_bucket_is_not_emptied(
 
 def wipe(ends: Backends) -> None:
     for record in list(ends.index.scan(NAMESPACE)):
-        ends.index.drop(NAMESPACE, record.prefix_hash)
+        ends.admin.drop(NAMESPACE, record.prefix_hash)
 
 
 @pytest.mark.parametrize("ending", ["broke off", "went on"])

@@ -31,7 +31,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import Arrived, Buffer, PruneStore
-from objkv.stores.guarded import WrappedStore
+from objkv.stores.guarded import GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
@@ -93,7 +93,7 @@ class Knobs:
     """Where the bulk store is; None: in memory."""
 
 
-class GateStore(WrappedStore):
+class GateStore(GuardedStore):
     """Others go on before, within and after each call; some calls fail, as the dice say."""
 
     def __init__(self, inner: PruneStore, faults_of_100: int, dice: random.Random) -> None:

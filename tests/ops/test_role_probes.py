@@ -3,12 +3,13 @@
 import pytest
 
 from objkv.errors import StoreDenied
+from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
-from objkv.index.readonly import ReadOnlyIndex
 from objkv.ops.doctor.probes import probe_index_as, probe_store, probe_store_as
 from objkv.stores.base import Buffer
+from objkv.stores.guarded import GuardedStore
 from objkv.stores.memory import MemoryStore
-from objkv.stores.readonly import ReadOnlyStore
+from tests.stores.guards import guard_of
 
 
 class _NoDeletes(MemoryStore):
@@ -26,10 +27,12 @@ class _NoPuts(MemoryStore):
 
 @pytest.mark.parametrize("area", ["bulk", "hot"])
 def test_a_reader_is_well_without_writing(area: str) -> None:
-    checks = probe_store_as("reader", area, ReadOnlyStore(MemoryStore()))  # type: ignore[arg-type]
+    store = GuardedStore(MemoryStore(), guard_of(may_write=False))
+    checks = probe_store_as("reader", area, store)  # type: ignore[arg-type]
     assert {check.status for check in checks} == {"ok"}
     index = MemoryIndex()
-    checks = probe_index_as("reader", ReadOnlyIndex(index))  # type: ignore[arg-type]
+    guard = guard_of("index", verbs=INDEX_VERBS, may_write=False)
+    checks = probe_index_as("reader", GuardedIndex(index, guard))
     assert [check.status for check in checks] == ["ok"] * 3
     assert index.namespaces() == []
 

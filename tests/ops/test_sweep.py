@@ -37,8 +37,9 @@ class World:
         self.bulk, self.index = MemoryStore(), MeddledIndex()
         self.planted: Planted = DamagedStore(Backends(self.bulk, None, self.index)).plant(defects)
         self.view = BackendsView(
-            self.bulk, None, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000, owner="me"
-        )
+            self.bulk, None, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000,
+            owner="me", admin=self.index,
+        )  # fmt: skip
 
     def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Counters:
         """All categories, whatever its age."""
@@ -245,7 +246,7 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     world = World(Defects(orphan=3))
     gone = "f" * 32
     index = TotalsIndex()
-    world.view = replace(world.view, index=index)
+    world.view = replace(world.view, index=index, admin=index)
     for name in (NAMESPACE, gone):
         index.totals[name] = Usage(name, 10_000, 9, 0)
     limits = SweepLimits(apply=True, grace_s=-1)

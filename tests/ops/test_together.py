@@ -41,7 +41,7 @@ def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
     def view() -> BackendsView:
         return BackendsView(
             bulk, None, index, is_own_index=False, ttl_s=3600, lease_ms=LEASE_MS,
-            owner=f"operator-{next(owners)}",
+            owner=f"operator-{next(owners)}", admin=index,
         )  # fmt: skip
 
     def saver(number: int) -> None:

@@ -1,6 +1,7 @@
-"""``Breaker``: when it tries again, over outages of all lengths, by a clock that is told."""
+"""``Breaker``: when it tries again, over outages of all lengths, by a clock set by hand."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.net.breaker import Breaker, Breakers, Change, Direction, Patience
+from objkv.net.breaker import Attempt, Breaker, Breakers, Burst, Change, Direction, Patience
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
@@ -34,10 +35,15 @@ class Server:
     def call(self) -> bool:
         """Whether it answered."""
         try:
-            self.breaker.call("get", self._answer)
+            self.make(self._answer)
         except StoreError:
             return False
         return True
+
+    def make(self, call: Callable[[], object]) -> None:
+        """Make ``call`` through the breaker."""
+        with Attempt(self.breaker, "get"):
+            call()
 
     def _answer(self) -> None:
         self.asked_s.append(self.clock.now_s)
@@ -122,7 +128,7 @@ def test_a_probe_that_does_not_return_is_not_the_last_but_threads_are_not_used_u
         probes = []
         for _ in range(2):
             server.clock.advance(PATIENCE.reset_max_s)
-            probes.append(pool.submit(server.breaker.call, "get", hang))
+            probes.append(pool.submit(server.make, hang))
             assert entered.acquire(timeout=60)
         server.clock.advance(PATIENCE.reset_max_s)
         assert not server.call()  # two threads are enough
@@ -185,12 +191,9 @@ def test_refusals_and_failures_in_a_row_count_together_and_the_last_one_is_told(
 def test_without_anybody_listening_it_works_as_well() -> None:
     breaker = Breaker("hot", "write", PATIENCE, NullRecorder())
 
-    def fail() -> None:
-        raise StoreUnavailable("down")
-
     for _ in range(5):
-        with suppress(StoreUnavailable):
-            breaker.call("put", fail)
+        with suppress(StoreUnavailable), Attempt(breaker, "put"):
+            raise StoreUnavailable("down")
     assert breaker.is_open
 
 
@@ -204,7 +207,7 @@ def test_a_caller_with_too_little_time_says_nothing_of_the_server(given_s: float
 
     def cut() -> None:
         with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + given_s):
-            server.breaker.call("get", late)
+            server.make(late)
 
     for _ in range(10):
         cut()
@@ -226,7 +229,7 @@ def test_an_attempt_not_begun_since_the_time_is_too_short_is_no_failure() -> Non
 
     for _ in range(10):
         with pytest.raises(StoreUnavailable, match="near"), EndsBy(server.clock.now_s + 0.1):
-            server.breaker.call("get", refuse_to_begin)
+            server.make(refuse_to_begin)
     assert not server.breaker.is_open
 
 
@@ -241,7 +244,7 @@ def test_who_had_time_enough_and_got_nothing_tells_of_a_server_that_stalls(given
     for _ in range(PATIENCE.failures):
         assert not server.breaker.is_open
         with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + given_s):
-            server.breaker.call("get", stall)
+            server.make(stall)
     assert server.breaker.is_open
 
 
@@ -255,7 +258,7 @@ def test_a_deadline_set_within_the_call_is_the_servers() -> None:
 
     for _ in range(PATIENCE.failures):
         with pytest.raises(StoreUnavailable, match="passed"):
-            server.breaker.call("get", stall)
+            server.make(stall)
     assert server.breaker.is_open
 
 
@@ -288,7 +291,7 @@ def test_an_answer_that_comes_late_is_an_answer(error: StoreError) -> None:
 
     for _ in range(PATIENCE.failures):
         with pytest.raises(type(error), match=str(error)), EndsBy(server.clock.now_s + 0.1):
-            server.breaker.call("get", answer)
+            server.make(answer)
     assert server.breaker.is_open
 
 
@@ -306,7 +309,7 @@ def test_a_probe_cut_short_by_its_caller_keeps_its_pause_and_is_not_waited_for()
     for _ in range(3):
         server.clock.advance(PATIENCE.reset_max_s)
         with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + 0.005):
-            server.breaker.call("get", late)
+            server.make(late)
         assert not server.call()
     server.clock.advance(PATIENCE.reset_max_s)
     assert server.call()
@@ -319,7 +322,7 @@ def test_a_probe_that_raises_what_is_no_error_of_a_store_keeps_its_pause() -> No
     server.clock.advance(PATIENCE.reset_max_s)
     for number in range(10):
         with pytest.raises(LeftAlone if number else ZeroDivisionError):
-            server.breaker.call("get", lambda: 1 // 0)
+            server.make(lambda: 1 // 0)
     server.clock.advance(PATIENCE.reset_max_s)
     server.error = None
     assert server.call()
@@ -341,7 +344,7 @@ def test_where_probes_hang_another_is_made_now_and_then() -> None:
             for _ in range(45):  # of 15 s: four times ten of them and a bit
                 server.clock.advance(PATIENCE.reset_max_s)
                 before = server.recorder.value("breaker_refused_bulk_read")
-                probe = pool.submit(server.breaker.call, "get", hang)
+                probe = pool.submit(server.make, hang)
                 while not entered.acquire(timeout=0.01):
                     if server.recorder.value("breaker_refused_bulk_read") > before:
                         assert isinstance(probe.exception(), LeftAlone)
@@ -371,7 +374,7 @@ def test_probes_that_hang_since_an_earlier_outage_do_not_slow_down_a_later_one()
                 server.call()
             for _ in range(2):
                 server.clock.advance(PATIENCE.reset_max_s)
-                pool.submit(server.breaker.call, "get", hang)
+                pool.submit(server.make, hang)
                 assert entered.acquire(timeout=60)
             server.clock.advance(10 * PATIENCE.reset_max_s)
             server.error = None
@@ -396,13 +399,10 @@ class Busy:
 
     def call(self, direction: Direction, error: StoreError | None = None) -> bool:
         """Whether it answered."""
-
-        def answer() -> None:
-            if error is not None:
-                raise error
-
         try:
-            self.breakers.call(direction, "verb", answer)
+            with self.breakers.attempt(direction, "verb"):
+                if error is not None:
+                    raise error
         except StoreError:
             return False
         return True
@@ -477,3 +477,28 @@ def test_reads_that_are_too_much_make_no_pause_of_failing_writes_shorter() -> No
         server.call("write", StoreUnavailable("down"))
     server.clock.advance(PATIENCE.reset_max_s - 0.1)
     assert not server.call("write")
+
+
+def test_so_many_close_to_each_other_are_a_burst_and_the_next_begins_anew() -> None:
+    burst = Burst(3, seconds=3.0, calls=30)
+    assert [burst.add(0.0, n) for n in range(7)] == [False, False, True, False, False, True, False]
+
+
+def test_what_is_far_apart_in_time_or_in_calls_is_none() -> None:
+    burst = Burst(3, seconds=3.0, calls=30)
+    assert not any(burst.add(n * 1.6, n) for n in range(100))
+    burst = Burst(3, seconds=3.0, calls=30)
+    assert not any(burst.add(0.0, n * 16) for n in range(100))
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 40)), max_size=50))
+def test_each_burst_has_its_own_within_the_bounds(steps: list[tuple[float, int]]) -> None:
+    burst, now_s, number = Burst(3, seconds=3.0, calls=30), 0.0, 0
+    since: list[tuple[float, int]] = []
+    for wait_s, calls in steps:
+        now_s, number = now_s + wait_s, number + calls
+        since.append((now_s, number))
+        close = len(since) >= 3 and now_s - since[-3][0] <= 3.0 and number - since[-3][1] <= 30
+        assert burst.add(now_s, number) == close
+        if close:
+            since = []
