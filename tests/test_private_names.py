@@ -1,5 +1,7 @@
-"""What objkv uses of other libraries without being promised it: one table per backend. A failure here
-names the version that no longer has it."""
+"""Names of other libraries that objkv uses without being promised them: one table per backend.
+
+A failure names the version that no longer has one.
+"""
 
 import ast
 from collections.abc import Callable
