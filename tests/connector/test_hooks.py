@@ -394,7 +394,7 @@ def test_what_is_patched_exists_in_this_vllm(method: str) -> None:
 @pytest.mark.parametrize("name", module.PRIVATE)
 def test_private_names_exist_in_this_vllm(name: str) -> None:
     for where in module.PRIVATE[name]:
-        spec = importlib.util.find_spec(where)
+        spec = importlib.util.find_spec(f"vllm.{where}")
         assert spec is not None, f"vLLM {vllm_version} has no {where}"
         assert spec.origin is not None
         source = Path(spec.origin).read_text()

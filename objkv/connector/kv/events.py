@@ -37,18 +37,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# A chunk of one group in the words of vLLM's KV events: its blocks, by vLLM's own hashes.
-#
-# Field by field what vLLM says of the same blocks on the device, but for the medium. Source: vLLM
-# 0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
-# ``v1/core/kv_cache_utils.py``.
-
 MEDIUM = "OBJKV"
 """Of all events: reachable by this replica, in stores that it shares with others."""
 
 
 class BlockEvents:
-    """Makes events. Pure."""
+    """Makes the events of a chunk of one group: its blocks, by vLLM's own hashes. Pure.
+
+    Field by field they are those of the same blocks on the device, but for the medium. Source: vLLM
+    0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
+    ``v1/core/kv_cache_utils.py``.
+    """
 
     def __init__(self, geometry: Geometry, hash_tokens: int) -> None:
         """``hash_tokens``: of one of vLLM's block hashes; blocks of all groups are multiples."""
@@ -115,17 +114,16 @@ def _made(kind: type[Any], **values: Any) -> Any:
     return kind(**{name: value for name, value in values.items() if name in known})
 
 
-# Which shards a worker announced, for whoever tells routers what is stored.
-#
-# Heard at the index, where a save ends: what was put but could not be announced nobody will find,
-# and what another replica had put before is announced all the same.
-
 _SHARDS_MAX = 65_536
 """Kept until the next report; more are not told of."""
 
 
 class PublishedIndex(WrappedIndex):
-    """Keeps which shards this process announced, until ``take``. Safe from many threads."""
+    """Keeps which shards this process announced, until ``take``. Safe from many threads.
+
+    At the index, where a save ends: a payload that could not be announced is found by no replica,
+    and one that another replica had put before is announced all the same.
+    """
 
     def __init__(self, inner: PruneIndex) -> None:
         super().__init__(inner)

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# What besides token ids identifies a request's KV, read from vLLM's ``Request``.
-
-
 @dataclass(frozen=True, slots=True)
 class PromptParts:
     """What a request's prompt consists of besides tokens, as it was when the request arrived.
@@ -81,11 +78,6 @@ class PromptParts:
         return digests
 
 
-# The prefix hashes of a request, computed on lookup threads: a long prompt takes milliseconds.
-#
-# Source of what never changes in a request: vLLM 0.31-0.33, ``v1/request.py``: its tokens are only
-# appended to, except in resumable sessions, which objkv does not follow.
-
 _PIECE_CHUNKS = 8
 """After which a thread lets others run: 2048 tokens take 65 µs, where the interpreter alone would
 let them wait 5 ms for their turn (2-core x86, 2026-11)."""
@@ -94,9 +86,12 @@ _AT_ONCE_CHUNKS = 4
 
 
 class RequestHashes:
-    """Hashes of the whole chunks of a request's tokens.
+    """Hashes of the whole chunks of a request's tokens, computed on lookup threads: a long prompt
+    takes milliseconds.
 
-    ``ready`` is for the scheduler's thread and takes microseconds; slices are for other threads.
+    Tokens of a request are only appended to, except in resumable sessions, which objkv does not
+    follow. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
+    takes microseconds; slices are for other threads.
     """
 
     def __init__(

@@ -27,21 +27,19 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-# Refuses engines of which every rank schedules by itself.
-#
-# Where a launcher like torchrun starts the ranks, each has a whole engine, scheduler and
-# connector of its own, and nothing but equal decisions keeps them in step. What a connector
-# answers depends on when a store answers, so one rank would load what another computes, and their
-# collective operations would not meet. Source: vLLM 0.31-0.33, ``ExecutorWithExternalLauncher``
-# in ``v1/executor/uniproc_executor.py``; ``world_size`` counts its data-parallel ranks too, see
-# ``ParallelConfig.__post_init__``.
-
 _SCHEDULES_FOR_ALL = ("mp", "ray", "uni", None)
 """By name, so that looking does not import an executor that is not installed."""
 
 
 def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
-    """Raises ``ConfigError``, with what to do, for several ranks with a scheduler each."""
+    """Raises ``ConfigError``, with what to do, for several ranks with a scheduler each.
+
+    Where a launcher like torchrun starts the ranks, each has a whole engine, and only equal
+    decisions keep them in step. What a connector answers depends on when a store answers, so one
+    rank would load what another computes, and their collective operations would not meet. Source:
+    vLLM 0.31-0.33, ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``;
+    ``world_size`` counts its data-parallel ranks too, see ``ParallelConfig.__post_init__``.
+    """
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
         return

@@ -21,11 +21,6 @@ from threading import Lock
 
 from objkv.config import Config, cache_folder
 
-# Digests of files, remembered on disk for as long as the files stay what they are.
-#
-# What is remembered is a saving of time only: an entry that is missing, damaged, somebody else's or
-# about other files is as good as none, and nothing here raises because of it.
-
 logger = logging.getLogger(__name__)
 _ENTRIES_MAX = 1024
 """Beyond it the oldest go: a thousand adapters, at 1 KiB each."""
@@ -55,21 +50,18 @@ def identify(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
     for path in paths:
         real = path.resolve()
         stat = real.stat()
-        found.append(
-            FileIdentity(
-                str(real),
-                stat.st_size,
-                stat.st_mtime_ns,
-                stat.st_ctime_ns,
-                stat.st_ino,
-                stat.st_dev,
-            )
-        )
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        found.append(FileIdentity(str(real), stat.st_size, *times, stat.st_ino, stat.st_dev))
     return tuple(found)
 
 
 class DigestCache:
-    """Entries in ``folder``, which is made when first needed. Safe from many processes."""
+    """Digests of files, remembered on disk for as long as the files stay the same. Safe from many
+    processes.
+
+    It saves time only: an entry that is missing, damaged, of another user or about other files is
+    as good as none, and nothing here raises because of it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -280,7 +272,7 @@ def _read_whole(path: Path, tell: Callable[[int], None]) -> bytes:
 
 
 class _Progress:
-    """Says every few seconds how many bytes were read: somebody waits for the engine to start."""
+    """Logs every few seconds how many bytes were read, while the engine starts."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -37,18 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 
-# Finds the engine that a tier is made for, because vLLM does not hand its configuration to tiers.
-#
-# A tier is given what concerns the rows, not what else changes the KV in them: overrides of the
-# model's configuration, quantization, adapters. No name that an operator has to remember would
-# keep two replicas reliably apart. But a tier is made while vLLM's connector is, so the
-# configuration is a local variable of a caller, and it is recognised by the very object that both
-# were given as ``kv_connector_extra_config``; searching all objects of the process would take
-# seconds. Where it is not found the tier does not start (``engine_unseen``). Source: vLLM
-# 0.32-0.33, ``OffloadingConnectorScheduler.__init__`` in
-# ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``,
-# ``build_offloading_config``.
-
 _DEPTH_MAX = 100
 """Callers looked at; vLLM 0.32 has it in the sixth."""
 
@@ -69,7 +57,18 @@ class TierEngine:
 
 def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
     """The engine whose connector is being made with ``spec`` further up this thread's stack, also
-    one of several connectors; None if there is none."""
+    one of several connectors; None if there is none, and the tier does not start
+    (``engine_unseen``).
+
+    vLLM gives a tier what concerns the rows, not what else changes the KV in them: overrides of the
+    model's configuration, quantization, adapters. No name that an operator has to remember would
+    keep two replicas reliably apart. But a tier is made while vLLM's connector is, so the
+    configuration is a local variable of a caller, and it is recognised by the very object that both
+    were given as ``kv_connector_extra_config``. Source: vLLM 0.32-0.33,
+    ``OffloadingConnectorScheduler.__init__`` in
+    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``,
+    ``build_offloading_config``.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     extra = spec.config.extra_config
@@ -132,17 +131,16 @@ def _is_of(found: Any, extra: Any) -> bool:
     return found.kv_transfer_config.kv_connector_extra_config is extra
 
 
-# Whether a LoRA adapter's name may have come to stand for other weights than it did.
-#
-# vLLM's keys hold an adapter's name and path, not what its files hold, and a tier is not told
-# which adapter a request uses. So a name that comes back is taken for other weights. Adapters
-# that requests bring along, and files that change beneath them, are not heard of: hence the
-# operator's word, see ``docs/tier.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
-# ``v1/core/kv_cache_utils.py``.
-
-
 class TierAdapters:
-    """As ``EngineHooks`` wants it. The scheduler's thread only."""
+    """Whether a LoRA adapter's name may have come to stand for other weights than it did. The
+    scheduler's thread only.
+
+    vLLM's keys hold an adapter's name and path, not what its files hold, and a tier does not know
+    which adapter a request uses. So a name that comes back is taken for other weights. Adapters
+    that requests bring along, and files that change beneath them, are not noticed: hence the
+    operator's word, see ``docs/tier.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
+    ``v1/core/kv_cache_utils.py``.
+    """
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed

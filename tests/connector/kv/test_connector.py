@@ -106,7 +106,7 @@ def test_no_thread_of_the_sleeper_is_left(world: World) -> None:
     [side] = world.opened
     world.connector.unregister_kv_caches()
     assert not [t for t in side._loader._threads if t.is_alive()]
-    assert not [t for t in side._saver._crew._threads if t.is_alive()]
+    assert not [t for t in side._saver._pool._pool._threads if t.is_alive()]
 
 
 def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(
