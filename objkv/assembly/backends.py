@@ -28,7 +28,7 @@ from objkv.index.readonly import ReadOnlyIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, Change, OnChange, Patience
-from objkv.ops.sweep.auto import Relief
+from objkv.ops.sweep.auto import AutoSweep
 from objkv.stores.base import PruneStore
 from objkv.stores.breaker import BreakerStore
 from objkv.stores.deadline import DeadlineStore
@@ -315,7 +315,7 @@ def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
         TenantUsage(usage, backends.bulk, config.tenant),
         max(1, config.quota_bytes * config.quota_high_percent // 100),
         recorder,
-        relief=Relief(backends.index, sweep_settings(config), recorder) if is_ours else None,
+        relief=AutoSweep(backends.index, sweep_settings(config), recorder) if is_ours else None,
     )
 
 

@@ -16,15 +16,15 @@ from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, Identity, seals_of
 from objkv.ops.backends_view import BackendsView, pick_namespace, read_identity
 from objkv.ops.warm import endpoint, engine
-from objkv.ops.warm.asking import Asker
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
-from objkv.ops.warm.engine import EngineJob, EngineProcess
-from objkv.ops.warm.prompts import Prompt, read_prompts, to_prompt
+from objkv.ops.warm.engine import EngineProcess, WarmEngineJob
+from objkv.ops.warm.lookup import known_identities
+from objkv.ops.warm.prefill import Prefiller
+from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import Patience
-from objkv.ops.warm.stock import known_identities
-from objkv.ops.warm.warm import Means, Watch, check_stored, promote_stored, warm_by
+from objkv.ops.warm.run import WarmLimits
+from objkv.ops.warm.warm import Means, WarmProgress, check_stored, promote_stored, warm_by
 from objkv.telemetry import NullRecorder
 
 _ENGINE = "objkv.connector.programs.warm"
@@ -54,7 +54,7 @@ class WarmOptions:
     at_once: int | None = None
     """Requests at a time, for each endpoint or engine."""
     answer_s: float = 600.0
-    patience: Patience = field(default_factory=Patience)
+    patience: WarmLimits = field(default_factory=WarmLimits)
     promote_bytes_max: int | None = None
 
 
@@ -95,12 +95,12 @@ def warm(
 
 def run_warm(
     resolved: Resolved,
-    prompts: Iterable[Prompt] | None,
+    prompts: Iterable[WarmPrompt] | None,
     options: WarmOptions,
-    watch: Watch | None = None,
+    watch: WarmProgress | None = None,
 ) -> WarmReport:
     """See ``warm``; None instead of prompts: a whole namespace, to be promoted."""
-    config, watch = resolved.config, watch or Watch()
+    config, watch = resolved.config, watch or WarmProgress()
     modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
     if sum(modes) + options.promote + options.check != 1:
         raise ConfigError(
@@ -145,9 +145,9 @@ def run_warm(
         return warm_by(means, askers, prompts, options.patience)
 
 
-def _given(prompts: Iterable[Any]) -> Iterable[Prompt]:
+def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:
     for number, value in enumerate(prompts):
-        if isinstance(value, Prompt):
+        if isinstance(value, WarmPrompt):
             yield value
         elif isinstance(value, Path):
             yield from read_prompts([str(value)])
@@ -156,15 +156,15 @@ def _given(prompts: Iterable[Any]) -> Iterable[Prompt]:
             yield to_prompt(getattr(value, "tolist", lambda v=value: v)(), f"prompt {number}")
 
 
-def _askers(resolved: Resolved, options: WarmOptions) -> list[Asker]:
+def _askers(resolved: Resolved, options: WarmOptions) -> list[Prefiller]:
     if options.llm is not None:
         folders = {name: path for name, path in options.adapters.items() if Path(path).is_dir()}
-        asker: Asker = import_module(_ENGINE).LlmAsker(
+        asker: Prefiller = import_module(_ENGINE).LlmAsker(
             options.llm, adapters=folders, at_once=options.at_once or engine.AT_ONCE
         )
         return [asker]
     if options.model is not None:
-        job = EngineJob(
+        job = WarmEngineJob(
             options.model,
             options.engine_arguments,
             {name: _folder(name, path) for name, path in options.adapters.items()},

@@ -14,7 +14,7 @@ import typer
 from objkv import __version__
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import Output, age, counted, plain, size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import WORKERS, Deadline, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
@@ -29,7 +29,7 @@ from objkv.ops.audit.report import (
     Prices,
     RootAudit,
 )
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
 from objkv.ops.formats import dollars, share
 from objkv.ops.match import load_tokenizer
@@ -282,9 +282,7 @@ class _Wish:
 @command
 def audit(
     session: Session,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the report as one page, too.", metavar="FILE")
     ] = None,
@@ -319,13 +317,9 @@ def audit(
     price_gets: Annotated[
         float, typer.Option(min=0, help="Dollars for 1,000 GET requests.", metavar="USD")
     ] = LIST_PRICES.per_1000_gets,
-    deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    deadline_s: Deadline = None,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Join bucket and index: what is stored, for whom, of what use, and what is wrong."""
     if show_text and tokenizer is None:
@@ -385,12 +379,12 @@ def _is_wrong(report: AuditReport) -> bool:
 
 
 @contextmanager
-def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[Spool]:
+def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[AuditSpool]:
     """Where the walk keeps what it sees; removed once all of it has been told."""
     config = session.config
     place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
     file = checkpoint_file(cache_folder(), "audit", place, namespace).with_suffix(".sqlite")
-    spool = Spool(file, restart=restart)
+    spool = AuditSpool(file, restart=restart)
     try:
         yield spool
     except StoreUnavailable as exc:
@@ -405,7 +399,9 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
         spool.close()
 
 
-def _report(run: Upkeep, spool: Spool, namespace: str | None, options: AuditOptions) -> AuditReport:
+def _report(
+    run: Upkeep, spool: AuditSpool, namespace: str | None, options: AuditOptions
+) -> AuditReport:
     view = AuditView(
         bulk=run.view.bulk,
         index=run.view.index,
@@ -421,7 +417,7 @@ def _report(run: Upkeep, spool: Spool, namespace: str | None, options: AuditOpti
         _walk(run, walk, places)
     if places is None:
         raise KeyboardInterrupt
-    ending = run.crew.ending
+    ending = run.pool.ending
     assert ending != "limit"
     with run.session.out.waiting("making figures"):
         return Audit(view, spool, places, options).report(ending, walk.problems)

@@ -21,7 +21,7 @@ from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
-from objkv.ops.exporter.watch import Asks, End, Watch
+from objkv.ops.exporter.watch import Asks, BackendsWatch, End
 from objkv.telemetry import NullRecorder
 
 PORT = 9108
@@ -58,7 +58,9 @@ def exporter(
     refuse_memory(session, "exporter")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
     with open_backends(session.config, NullRecorder(), on_change=lambda _: None) as backends:
-        watch = Watch(_asks(session, backends), every_s=every, late_s=max(every, _LATE_MIN_S))
+        watch = BackendsWatch(
+            _asks(session, backends), every_s=every, late_s=max(every, _LATE_MIN_S)
+        )
         scans = None
         if scan_every is not None:
             scans = Scans(
@@ -83,7 +85,7 @@ def exporter(
 def _serve(
     session: Session,
     registry: CollectorRegistry,
-    watch: Watch,
+    watch: BackendsWatch,
     scans: Scans | None,
     address: tuple[str, int],
 ) -> None:
@@ -107,7 +109,7 @@ def _serve(
 
 
 def _print_once(
-    session: Session, registry: CollectorRegistry, watch: Watch, scans: Scans | None
+    session: Session, registry: CollectorRegistry, watch: BackendsWatch, scans: Scans | None
 ) -> None:
     with session.out.waiting("asking both ends"):
         if scans is not None:

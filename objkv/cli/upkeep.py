@@ -5,17 +5,38 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FOUND, INTERRUPTED, Session
 from objkv.codec.seal import Seal
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.backends_view import BackendsView, Namespace, pick_namespace, stored_namespaces
-from objkv.ops.runs import Checkpoint, Crew, Tally, Unit, checkpoint_file
+from objkv.ops.backends_view import (
+    BackendsView,
+    Namespace,
+    pick_namespace,
+    read_namespace,
+    stored_namespaces,
+)
+from objkv.ops.runs import Checkpoint, Counters, Unit, WorkPool, checkpoint_file
 
 WORKERS = 16
+MEMORY_BYTES = 1 << 30
+OneNamespace = Annotated[
+    str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
+]
+Workers = Annotated[int, typer.Option(min=1, max=256, metavar="N")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
+]
+Deadline = Annotated[
+    float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
+]
+MemoryBytes = Annotated[int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")]
 _GO_ON = "run the same command again to go on"
 
 
@@ -25,13 +46,13 @@ class Upkeep:
 
     session: Session
     view: BackendsView
-    crew: Crew
+    pool: WorkPool
     checkpoint: Checkpoint
 
     def run(self, what: str, units: Iterable[Unit]) -> None:
         """Do them, and show how far they are."""
         with self.session.out.steps(what) as tell:
-            self.crew.run(units, tell)
+            self.pool.run(units, tell)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -39,7 +60,7 @@ class Upkeep:
         try:
             yield
         except KeyboardInterrupt:
-            self.crew.halt("interrupted")
+            self.pool.halt("interrupted")
 
     def pick(self, beginning: str | None) -> str | None:
         """The one namespace that begins so, of both ends; None for None. Raises ``ConfigError``."""
@@ -70,24 +91,24 @@ class Upkeep:
         return left
 
     @property
-    def tally(self) -> Tally:
+    def counters(self) -> Counters:
         """What was found, by earlier runs that this one continues too."""
-        total = Tally()
-        total.add(self.checkpoint.tally)
-        total.add(self.crew.partial)
+        total = Counters()
+        total.add(self.checkpoint.counters)
+        total.add(self.pool.partial)
         return total
 
     def report(self, command: str, **more: Any) -> dict[str, Any]:
         """The JSON document's common part, and ``more`` before the findings."""
-        tally = self.tally
+        counters = self.counters
         return {
             "command": command,
-            "ending": self.crew.ending,
-            "complete": self.crew.ending == "complete",
+            "ending": self.pool.ending,
+            "complete": self.pool.ending == "complete",
             "resumed": self.checkpoint.resumed,
             **more,
-            "findings": tally.findings,
-            "omitted": tally.omitted,
+            "findings": counters.findings,
+            "omitted": counters.omitted,
         }
 
     def tell_nothing(self) -> None:
@@ -98,7 +119,7 @@ class Upkeep:
 
     def tell_end(self) -> None:
         """Say how it ended, if that was early."""
-        out, ending = self.session.out, self.crew.ending
+        out, ending = self.session.out, self.pool.ending
         if ending != "complete" and not out.machine:
             goes_on = self.checkpoint.is_kept or ending == "limit"
             kept = f": {_GO_ON}" if goes_on else ""
@@ -111,9 +132,9 @@ class Upkeep:
 
     def code(self, otherwise: int) -> int:
         """The exit code. What has not looked at everything cannot say that all is fine."""
-        if self.crew.ending == "interrupted":
+        if self.pool.ending == "interrupted":
             return INTERRUPTED
-        return otherwise if self.crew.ending == "complete" else max(otherwise, FOUND)
+        return otherwise if self.pool.ending == "complete" else max(otherwise, FOUND)
 
 
 @contextmanager
@@ -152,11 +173,11 @@ def upkeep(
         if restart:
             file.unlink(missing_ok=True)
         checkpoint = Checkpoint(file if resumable else None)
-        crew = Crew(checkpoint, workers=workers, deadline_s=deadline_s)
+        pool = WorkPool(checkpoint, workers=workers, deadline_s=deadline_s)
         is_done = False
         try:
-            yield Upkeep(session, view, crew, checkpoint)
-            is_done = crew.ending in ("complete", "limit")
+            yield Upkeep(session, view, pool, checkpoint)
+            is_done = pool.ending in ("complete", "limit")
         except StoreUnavailable as exc:
             if not checkpoint.is_kept:
                 raise
@@ -193,3 +214,13 @@ def open_seals(session: Session) -> Callable[[Namespace], Seal | None]:
         return seal(namespace.tenant, namespace.seals)
 
     return seal_of
+
+
+def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:
+    """What the namespace's payloads are sealed with; None also where the keys are not here: then
+    only damage is found."""
+    try:
+        return open_seals(session)(read_namespace(backends.bulk, namespace))
+    except ConfigError as exc:
+        session.out.note(f"seals are not verified: {exc}")
+        return None

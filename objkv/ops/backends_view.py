@@ -108,7 +108,7 @@ class Namespace:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class NamespacePart:
     """A folder of a namespace: about a 256th of it, chosen by hash."""
 
     namespace: str
@@ -121,7 +121,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredPayload:
     """A payload, and what the index says of its chunk."""
 
     key: ChunkKey
@@ -158,14 +158,17 @@ def stored_namespaces(bulk: ReadStore) -> list[str]:
     return [name for name in bulk.folders("") if _NAMESPACE.fullmatch(name)]
 
 
-def stored_parts(bulk: ReadStore, namespaces: Sequence[str]) -> list[Part]:
+def stored_parts(bulk: ReadStore, namespaces: Sequence[str]) -> list[NamespacePart]:
     """The parts of ``namespaces`` in which there may be something."""
     return [
-        Part(name, fan) for name in namespaces for fan in bulk.folders(name) if _FAN.fullmatch(fan)
+        NamespacePart(name, fan)
+        for name in namespaces
+        for fan in bulk.folders(name)
+        if _FAN.fullmatch(fan)
     ]
 
 
-def stored_entries(bulk: ReadStore, part: Part) -> Iterator[tuple[ChunkKey | None, Entry]]:
+def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[ChunkKey | None, Entry]]:
     """The payloads in ``part``, and, without a key, what is none."""
     for entry in bulk.scan(f"{part.name}/"):
         try:
@@ -175,8 +178,8 @@ def stored_entries(bulk: ReadStore, part: Part) -> Iterator[tuple[ChunkKey | Non
 
 
 def stored_payloads(
-    view: BackendsView, part: Part, *, other: Callable[[Entry], None] = lambda entry: None
-) -> Iterator[list[Stored]]:
+    view: BackendsView, part: NamespacePart, *, other: Callable[[Entry], None] = lambda entry: None
+) -> Iterator[list[StoredPayload]]:
     """The payloads in ``part`` with their records, some hundreds at a time; ``other`` hears of
     entries that are no payloads. About 1 KiB of memory each."""
     batch: list[tuple[ChunkKey, Entry]] = []
@@ -192,12 +195,12 @@ def stored_payloads(
         yield _with_records(view, batch)
 
 
-def _with_records(view: BackendsView, batch: list[tuple[ChunkKey, Entry]]) -> list[Stored]:
+def _with_records(view: BackendsView, batch: list[tuple[ChunkKey, Entry]]) -> list[StoredPayload]:
     if view.is_own_index:
-        return [Stored(key, entry, None) for key, entry in batch]
+        return [StoredPayload(key, entry, None) for key, entry in batch]
     hashes = list(dict.fromkeys(key.prefix_hash for key, _ in batch))
     found = dict(zip(hashes, view.index.lookup(batch[0][0].namespace, hashes), strict=True))
-    return [Stored(key, entry, found[key.prefix_hash]) for key, entry in batch]
+    return [StoredPayload(key, entry, found[key.prefix_hash]) for key, entry in batch]
 
 
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:

@@ -19,12 +19,12 @@ from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.ops.backends_view import (
     BackendsView,
     Namespace,
-    Part,
-    Stored,
+    NamespacePart,
+    StoredPayload,
     stored_header,
     stored_payloads,
 )
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.runs import Check, Counters, Unit
 
 HOT_ASK_BYTES_MAX = 1 << 20
 """Larger payloads are not looked for in the hot store."""
@@ -42,7 +42,9 @@ class Rebuild:
         self._apply = apply
         self._clock = clock
 
-    def parts(self, parts: list[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+    def parts(
+        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+    ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (a record said
         otherwise), ``present``, ``written`` (meanwhile, by others), ``other`` (no payloads), and
         finds ``unreadable`` and ``foreign`` (of another key)."""
@@ -50,7 +52,9 @@ class Rebuild:
             seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(f"records {part.name}", self._part_work(part, seal))
 
-    def lost(self, parts: list[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+    def lost(
+        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+    ) -> Iterator[Unit]:
         """Restore what has no record now, although its part is done: the index may have lost what
         was written, since an earlier run or during this one. Counts ``restored`` only, once more;
         reads no header of a payload that has its record."""
@@ -63,54 +67,58 @@ class Rebuild:
         for namespace in namespaces.values():
             yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace), again=True)
 
-    def _part_work(self, part: Part, seal: Seal | None) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _part_work(
+        self, part: NamespacePart, seal: Seal | None
+    ) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             def other(_: object) -> None:
-                tally.count("other")
+                counters.count("other")
 
             batches = stored_payloads(self._view, part, other=other)
             for batch in batches:
                 for stored in batch:
                     check()
-                    self._restore(stored, seal, tally)
+                    self._restore(stored, seal, counters)
 
         return work
 
-    def _lost_work(self, part: Part, seal: Seal | None) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _lost_work(
+        self, part: NamespacePart, seal: Seal | None
+    ) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             for batch in stored_payloads(self._view, part):
                 for stored in batch:
                     check()
                     if stored.shard is None:
-                        found = Tally()  # what else there is to say of it has been said
+                        found = Counters()  # what else there is to say of it has been said
                         self._restore(stored, seal, found)
-                        tally.counts["restored"] += found.counts["restored"]
-                        tally.nbytes["restored"] += found.nbytes["restored"]
+                        counters.counts["restored"] += found.counts["restored"]
+                        counters.nbytes["restored"] += found.nbytes["restored"]
 
         return work
 
-    def _restore(self, stored: Stored, seal: Seal | None, tally: Tally) -> None:
+    def _restore(self, stored: StoredPayload, seal: Seal | None, counters: Counters) -> None:
         entry, known = stored.entry, stored.shard
         try:
             header = stored_header(self._view.bulk, entry, seal)
         except PayloadError as exc:
-            tally.find("unreadable", entry.key, entry.nbytes, str(exc))
+            counters.find("unreadable", entry.key, entry.nbytes, str(exc))
             return
         if header is None:  # deleted meanwhile
             return
         if header.claim.key != stored.key:
             claimed = f"claims to be {header.claim.key.path()}"
-            tally.find("foreign", entry.key, entry.nbytes, claimed)
+            counters.find("foreign", entry.key, entry.nbytes, claimed)
             return
         if known is not None and is_same(known, header) and is_chunk_same(stored.record, header):
-            tally.count("present", entry.nbytes)
+            counters.count("present", entry.nbytes)
             return
         if self._apply and not self._publish(stored, header, seal):
-            tally.count("written", entry.nbytes)
+            counters.count("written", entry.nbytes)
             return
-        tally.count("restored" if known is None else "corrected", entry.nbytes)
+        counters.count("restored" if known is None else "corrected", entry.nbytes)
 
-    def _publish(self, stored: Stored, header: Header, seal: Seal | None) -> bool:
+    def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
         """False if somebody else writes or has written this payload or its record."""
         view, key = self._view, stored.key
         if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
@@ -144,10 +152,10 @@ class Rebuild:
         copy = hot.head(header.claim.key.path())
         return copy is not None and copy.nbytes == header.nbytes
 
-    def _namespace_work(self, namespace: Namespace) -> Callable[[Tally, Check], None]:
+    def _namespace_work(self, namespace: Namespace) -> Callable[[Counters, Check], None]:
         view, name = self._view, namespace.name
 
-        def work(tally: Tally, check: Check) -> None:
+        def work(counters: Counters, check: Check) -> None:
             fields, nbytes, payloads = set[str](), 0, 0
             for record in view.index.scan(name):
                 check()
@@ -156,11 +164,11 @@ class Rebuild:
                 fields |= record.shards.keys()
                 nbytes, payloads = nbytes + record.nbytes, payloads + len(record.shards)
             if namespace.has_shapes and fields:
-                tally.counts["shapes"] += self._announce(name, fields)
+                counters.counts["shapes"] += self._announce(name, fields)
             if not self._apply:
                 return
             view.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
-            self._restore_pins(name, tally)
+            self._restore_pins(name, counters)
 
         return work
 
@@ -175,13 +183,13 @@ class Rebuild:
             index.publish(entry, dict.fromkeys(missing, empty), ttl_s=self._view.ttl_s)
         return len(missing)
 
-    def _restore_pins(self, namespace: str, tally: Tally) -> None:
+    def _restore_pins(self, namespace: str, counters: Counters) -> None:
         now_s = self._clock()
         for prefix_hash, until_s in read_pins(self._view.bulk, namespace).items():
             if until_s > now_s and self._view.index.pin(
                 namespace, prefix_hash, until_s=until_s, ttl_s=self._view.ttl_s
             ):
-                tally.count("pins")
+                counters.count("pins")
 
 
 def is_same(record: ShardRecord, header: Header) -> bool:

@@ -26,14 +26,14 @@ from objkv.ops.backends_view import (
     QUARANTINE,
     BackendsView,
     Namespace,
-    Part,
+    NamespacePart,
     looks,
     record_keys,
     stored_entries,
     stored_payloads,
 )
 from objkv.ops.retrying import once, pauses
-from objkv.ops.runs import Check, Finding, Tally, Unit
+from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
 
@@ -43,7 +43,7 @@ LISTED_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class VerifySample:
     """Payloads that stand for many."""
 
     keys: list[ChunkKey]
@@ -52,8 +52,13 @@ class Sample:
 
 
 def choose_sample(
-    view: BackendsView, names: Sequence[str], parts: Sequence[Part], *, size: int, seed: int | None
-) -> Sample:
+    view: BackendsView,
+    names: Sequence[str],
+    parts: Sequence[NamespacePart],
+    *,
+    size: int,
+    seed: int | None,
+) -> VerifySample:
     """``size`` payloads, each as likely as any other; walks over all records (or, without an
     index, all entries) and keeps no more than it returns."""
     chance, chosen = random.Random(seed), list[ChunkKey]()  # noqa: S311  # not a secret
@@ -63,22 +68,22 @@ def choose_sample(
             chosen.append(key)
         elif (place := chance.randrange(number + 1)) < size:
             chosen[place] = key
-    return Sample(list(dict.fromkeys(chosen)), number + 1)
+    return VerifySample(list(dict.fromkeys(chosen)), number + 1)
 
 
-def unindexed(view: BackendsView, parts: Sequence[Part]) -> Iterator[Unit]:
+def unindexed(view: BackendsView, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
     """Of about ``LISTED_MAX`` payloads, or all if there are fewer, counts as ``unindexed`` those
     that have no record, which no sample of records has; all of them as ``listed``."""
 
-    def work(tally: Tally, check: Check) -> None:
+    def work(counters: Counters, check: Check) -> None:
         for part in parts:
             for batch in stored_payloads(view, part):
                 check()
                 for stored in batch:
-                    tally.count("listed")
+                    counters.count("listed")
                     if stored.shard is None:
-                        tally.count("unindexed", stored.entry.nbytes)
-                if tally.counts["listed"] >= LISTED_MAX:
+                        counters.count("unindexed", stored.entry.nbytes)
+                if counters.counts["listed"] >= LISTED_MAX:
                     return
 
     if not view.is_own_index:
@@ -86,7 +91,7 @@ def unindexed(view: BackendsView, parts: Sequence[Part]) -> Iterator[Unit]:
 
 
 def _every_key(
-    view: BackendsView, names: Sequence[str], parts: Sequence[Part]
+    view: BackendsView, names: Sequence[str], parts: Sequence[NamespacePart]
 ) -> Iterator[ChunkKey]:
     if view.is_own_index:
         for part in parts:
@@ -141,7 +146,7 @@ class Verify:
         self._lock = Lock()
         self._payloads, self._records = _Share(), _Share()
 
-    def parts(self, parts: Sequence[Part]) -> Iterator[Unit]:
+    def parts(self, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
         """Check every payload that the index knows; where there is no index, every payload."""
         for part in parts:
             yield Unit(f"payloads {part.name}", self._part_work(part))
@@ -156,7 +161,7 @@ class Verify:
         for key in keys:
             yield Unit(f"payload {key.path()}", self._one_work(key))
 
-    def settle(self, found: Tally) -> Iterator[Unit]:
+    def settle(self, found: Counters) -> Iterator[Unit]:
         """Take out of use, or mend, what the units above have found, in earlier runs too; as
         many as a tally names: the others are found again.
 
@@ -168,17 +173,17 @@ class Verify:
             some = found.findings[start : start + _FINDINGS_AT_ONCE]
             yield Unit(f"settle {start}", self._settle_work(some), again=True)
 
-    def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             for finding in findings:
                 check()
                 done = self._set_right(ChunkKey.parse(finding.key), finding.kind)
                 if done is not None:
-                    tally.count(done, finding.nbytes)
+                    counters.count(done, finding.nbytes)
 
         return work
 
-    def _refuse_wrong_keys(self, found: Tally) -> None:
+    def _refuse_wrong_keys(self, found: Counters) -> None:
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:
@@ -189,26 +194,26 @@ class Verify:
                     "was taken out of use; with --force they are"
                 )
 
-    def _one_work(self, key: ChunkKey) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            self._verify(key, tally)
+    def _one_work(self, key: ChunkKey) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            self._verify(key, counters)
 
         return work
 
-    def _part_work(self, part: Part) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _part_work(self, part: NamespacePart) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             for batch in stored_payloads(self._view, part):
                 for stored in batch:
                     check()
                     if stored.shard is None and not self._view.is_own_index:
-                        tally.count("unindexed", stored.entry.nbytes)
+                        counters.count("unindexed", stored.entry.nbytes)
                     else:
-                        self._verify(stored.key, tally)
+                        self._verify(stored.key, counters)
 
         return work
 
-    def _missing_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _missing_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             bulk = self._view.bulk
             records = (one for one in self._view.index.scan(name) if not is_shapes(one))
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
@@ -219,25 +224,25 @@ class Verify:
                     gone = [key for key, one in zip(keys, found, strict=True) if one is None]
                     self._judge_all(self._records, len(keys), len(gone), "they are not there")
                     for key in gone:
-                        self._tell(key, self._checker.check(key, self._seal(key))[0], tally)
+                        self._tell(key, self._checker.check(key, self._seal(key))[0], counters)
 
         return work
 
-    def _verify(self, key: ChunkKey, tally: Tally) -> None:
+    def _verify(self, key: ChunkKey, counters: Counters) -> None:
         checked, _ = self._checker.check(key, self._seal(key))
         is_wrong = checked.verdict in ("corrupt", "foreign", "missing")
         self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
         if checked.verdict != "changed":
-            tally.count(f"seen {key.namespace}")
+            counters.count(f"seen {key.namespace}")
         if checked.is_of_other_keys:
-            tally.count(f"other keys {key.namespace}")
-        self._tell(key, checked, tally)
+            counters.count(f"other keys {key.namespace}")
+        self._tell(key, checked, counters)
 
-    def _tell(self, key: ChunkKey, checked: Checked, tally: Tally) -> None:
+    def _tell(self, key: ChunkKey, checked: Checked, counters: Counters) -> None:
         if checked.verdict in ("ok", "changed"):
-            tally.count(checked.verdict, checked.nbytes)
+            counters.count(checked.verdict, checked.nbytes)
             return
-        tally.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
+        counters.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
 
     def _judge_all(self, share: _Share, seen: int, wrong: int, why: str) -> None:
         """Raises ``ConfigError`` where payloads seem to be wrong because something else is."""

@@ -8,23 +8,23 @@ from rich.console import Console
 
 from objkv.cli.top import SORTS, Showing, screen, sort_rows, summary_lines
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
-from objkv.ops.top.rates import Flow, Row, total_of
-from objkv.ops.top.watch import Stored, View
+from objkv.ops.top.rates import Flow, ReplicaRow, total_of
+from objkv.ops.top.watch import StoredTotals, View
 
 BUSY = Flow(computed_tokens=60, local_tokens=20, bulk_tokens=20, bulk_load_bytes=5 << 30)
 QUIET = Flow(computed_tokens=5, refusals=3, drops=1)
 ROWS = (
-    Row("replica-one:8000", "up", None, BUSY, ("bulk_write",)),
-    Row("replica-two:8000", "down", "Connection refused", Flow(), ()),
-    Row("replica-three:8000", "new", None, Flow(running=2), ()),
-    Row("replica-four:8000", "up", None, QUIET, ()),
+    ReplicaRow("replica-one:8000", "up", None, BUSY, ("bulk_write",)),
+    ReplicaRow("replica-two:8000", "down", "Connection refused", Flow(), ()),
+    ReplicaRow("replica-three:8000", "new", None, Flow(running=2), ()),
+    ReplicaRow("replica-four:8000", "up", None, QUIET, ()),
 )
 PREFIX = HotPrefix("ab" * 16, b"\x01" * 20, 1234, 5.5, 512, 2048, 1 << 20, 1_700_000_000)
 VIEW = View(
     ROWS,
     total_of(ROWS),
     (None, 0.0, 0.5, 1.0),
-    Stored(1 << 30, 10, 2, "index"),
+    StoredTotals(1 << 30, 10, 2, "index"),
     (("bulk", True), ("index", False)),
     PrefixLook(0.0, (PREFIX,) * 40, 50_000, whole=False),
     ("the exporter does not answer: \x1b[31mrefused",),

@@ -11,7 +11,7 @@ from objkv.index.base import Record
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import record_keys
-from objkv.ops.runs import Tally
+from objkv.ops.runs import Counters
 from tests.crash.places import LEASE_MS, Place
 from tests.crash.saving import (
     NAMESPACE,
@@ -253,9 +253,9 @@ class Rounds:
         self.seen.restored += restored.counts["restored"]
 
 
-def _demand(tally: Tally, kinds: Sequence[str], what: str) -> None:
-    if any(tally.counts[kind] for kind in kinds):
-        raise Violation(f"{what}: {tally.findings} {dict(tally.counts)}")
+def _demand(counters: Counters, kinds: Sequence[str], what: str) -> None:
+    if any(counters.counts[kind] for kind in kinds):
+        raise Violation(f"{what}: {counters.findings} {dict(counters.counts)}")
 
 
 def _records(place: Place) -> dict[bytes, Record]:

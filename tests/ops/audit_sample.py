@@ -5,6 +5,7 @@ from objkv.ops.audit.report import (
     AgesAudit,
     AuditFinding,
     AuditReport,
+    AuditTotals,
     CostAudit,
     DepthAudit,
     FieldDifference,
@@ -18,7 +19,6 @@ from objkv.ops.audit.report import (
     RootAudit,
     TenantAudit,
     TenantCost,
-    Totals,
     TreeNode,
 )
 
@@ -58,8 +58,8 @@ def sample_report() -> AuditReport:
     )
 
 
-def _totals() -> Totals:
-    return Totals(
+def _totals() -> AuditTotals:
+    return AuditTotals(
         namespaces=3,
         tenants=2,
         roots=4,

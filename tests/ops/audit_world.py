@@ -11,9 +11,9 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.ops.audit.audit import Audit, AuditOptions, find_places
 from objkv.ops.audit.report import AuditReport
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
-from objkv.ops.runs import Checkpoint, Crew, Unit
+from objkv.ops.runs import Checkpoint, Unit, WorkPool
 from objkv.stores.base import PruneStore, ReadStore
 from tests.ops.world import CHUNK, CREATED_S, NAMESPACE, WHOLE, record_of, save, save_identity
 
@@ -72,14 +72,14 @@ class Auditor:
         bulk: ReadStore,
         index: ReadIndex,
         *,
-        spool: Spool | None = None,
+        spool: AuditSpool | None = None,
         is_own_index: bool = False,
         clock: Callable[[], float] | None = None,
         **options: Any,
     ) -> None:
         self.view = AuditView(bulk, index, is_own_index)
-        self.spool = spool or Spool(None, clock=clock or time.time)
-        self.crew = Crew(Checkpoint(None), workers=2)
+        self.spool = spool or AuditSpool(None, clock=clock or time.time)
+        self.pool = WorkPool(Checkpoint(None), workers=2)
         self.walk = AuditWalk(self.view, self.spool, 2)
         self.options = replace(OPTIONS, **options)
         self.clock = clock
@@ -102,7 +102,7 @@ class Auditor:
 
     def report(self) -> AuditReport:
         """Of what was seen so far."""
-        ending = self.crew.ending
+        ending = self.pool.ending
         assert ending != "limit"
         more = {} if self.clock is None else {"clock": self.clock}
         return Audit(self.view, self.spool, self.places, self.options, **more).report(
@@ -117,7 +117,7 @@ class Auditor:
         return self.report()
 
     def _run(self, units: Iterator[Unit]) -> None:
-        self.crew.run(unit for unit in units if unit.again or unit.name not in self.spool.done)
+        self.pool.run(unit for unit in units if unit.again or unit.name not in self.spool.done)
 
 
 OPTIONS = AuditOptions(

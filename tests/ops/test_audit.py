@@ -15,7 +15,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import AuditReport, Prices
-from objkv.ops.audit.spool import Spool, Told
+from objkv.ops.audit.spool import AuditSpool, Told
 from objkv.ops.audit.walk import AuditView
 from objkv.stores.base import Entry, Unfinished
 from objkv.stores.memory import MemoryStore
@@ -150,7 +150,7 @@ def test_what_was_not_walked_is_not_judged() -> None:
     save_prompts(bulk, index, [(0, 1), (2,)])
     auditor = Auditor(bulk, index)
     auditor.records()
-    auditor.crew.halt("interrupted")
+    auditor.pool.halt("interrupted")
     auditor.payloads()
     report = auditor.report()
     assert counts(report) == {}
@@ -263,7 +263,7 @@ def test_days_that_are_too_long_ago_are_told_as_one() -> None:
 
 
 def test_numbers_that_no_record_can_have_do_no_harm() -> None:
-    spool = Spool(None)
+    spool = AuditSpool(None)
     shard_free = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
     spool.add_records([Told(NAMESPACE, shard_free, True)])
     [(start, hits)] = spool.some("SELECT token_start, hits FROM records")

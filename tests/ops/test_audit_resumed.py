@@ -8,7 +8,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.ops.audit.audit import find_places
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import AuditReport, FindingCount
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from tests.ops.audit_world import Auditor, save_prompts
@@ -68,14 +68,14 @@ def test_a_walk_that_is_continued_later_says_how_old_its_beginning_is(tmp_path: 
     clock, file = ManualClock(NOW_S), tmp_path / "audit.sqlite"
     bulk, index = MemoryStore(clock=clock), MemoryIndex()
     save_prompts(bulk, index, [(0,), (1,)])
-    first = Auditor(bulk, index, spool=Spool(file, clock=clock), clock=clock)
+    first = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock)
     first.records()
     first.payloads()
     first.spool.close()
     for entry in list(bulk.scan("")):
         bulk.delete(entry.key)
     clock.advance(5 * HOUR_S)
-    report = Auditor(bulk, index, spool=Spool(file, clock=clock), clock=clock).all()
+    report = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock).all()
     assert report.totals.payloads == 2
     assert report.begun_s == NOW_S
     assert "5 h ago" in report.problems[0]
@@ -89,14 +89,14 @@ def test_a_continued_walk_of_a_store_that_lost_its_payloads_does_not_say_that_al
     clock, file = ManualClock(NOW_S), tmp_path / "audit.sqlite"
     bulk, index = MemoryStore(clock=clock), MemoryIndex()
     save_prompts(bulk, index, [(0,), (1,)])
-    first = Auditor(bulk, index, spool=Spool(file, clock=clock), clock=clock)
+    first = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock)
     first.records()
     first.payloads()
     first.spool.close()
     for entry in list(bulk.scan("")):
         if entry.key.endswith(".safetensors"):
             bulk.delete(entry.key)
-    report = Auditor(bulk, index, spool=Spool(file, clock=clock), clock=clock).all()
+    report = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock).all()
     assert not any(one.count for one in report.findings.counts)
     page = assert_no_agreement(report)
     assert "Whether index and bulk store agree is not known" in page

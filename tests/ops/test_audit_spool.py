@@ -10,7 +10,7 @@ from objkv.errors import ConfigError
 from objkv.index.base import Record, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.audit.spool import AGE_MAX_S, Spool, Told, make_chunks
+from objkv.ops.audit.spool import AGE_MAX_S, AuditSpool, Told, make_chunks
 from objkv.ops.audit.tree import read_roots, read_tree
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
@@ -21,7 +21,7 @@ from tests.ops.world import CHUNK, NAMESPACE, WHOLE
 FIELD = f"0.{WHOLE}"
 
 
-def count(spool: Spool) -> int:
+def count(spool: AuditSpool) -> int:
     return int(spool.some("SELECT count(*) FROM payloads")[0][0])
 
 
@@ -35,10 +35,10 @@ def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> N
     save_prompts(bulk, index, [(0, 1, 2), (0, 3), (4,)])
     whole = Auditor(bulk, index).all()
     file = tmp_path / "audit.sqlite"
-    first = Auditor(bulk, index, spool=Spool(file))
+    first = Auditor(bulk, index, spool=AuditSpool(file))
     first.records()
     first.spool.close()
-    second = Auditor(bulk, index, spool=Spool(file))
+    second = Auditor(bulk, index, spool=AuditSpool(file))
     assert second.spool.resumed
     second.view.index.scan = lambda namespace: pytest.fail("read again")  # type: ignore[method-assign]
     second.records()
@@ -53,7 +53,7 @@ def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> N
 
 
 def test_what_is_seen_twice_counts_once() -> None:
-    spool = Spool(None)
+    spool = AuditSpool(None)
     for _ in range(2):
         spool.add_payloads([payload(1)])
     assert count(spool) == 1
@@ -65,19 +65,19 @@ def test_what_is_seen_twice_counts_once() -> None:
 def test_what_lies_there_and_is_none_of_ours_is_replaced(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "audit.sqlite"
     file.write_bytes(content)
-    spool = Spool(file)
+    spool = AuditSpool(file)
     spool.add_payloads([payload(1)])
     assert spool.is_kept
     assert not spool.resumed
     spool.close()
-    assert count(Spool(file)) == 1
+    assert count(AuditSpool(file)) == 1
 
 
 def test_after_a_day_or_when_asked_to_it_begins_anew(tmp_path: Path) -> None:
     clock, file = ManualClock(), tmp_path / "audit.sqlite"
 
     def seen(*, restart: bool = False) -> int:
-        spool = Spool(file, restart=restart, clock=clock)
+        spool = AuditSpool(file, restart=restart, clock=clock)
         found = count(spool)
         spool.add_payloads([payload(1)])
         spool.finish("unit")
@@ -90,27 +90,27 @@ def test_after_a_day_or_when_asked_to_it_begins_anew(tmp_path: Path) -> None:
 
 
 def test_two_audits_at_once_do_not_mix(tmp_path: Path) -> None:
-    first = Spool(tmp_path / "audit.sqlite")
+    first = AuditSpool(tmp_path / "audit.sqlite")
     first.add_payloads([payload(1)])
-    second = Spool(tmp_path / "audit.sqlite")
+    second = AuditSpool(tmp_path / "audit.sqlite")
     assert (second.is_kept, count(second)) == (False, 0)
     second.add_payloads([payload(2), payload(3)])
     second.is_told = True
     second.close()
     assert count(first) == 1
     first.close()
-    assert count(Spool(tmp_path / "audit.sqlite")) == 1
+    assert count(AuditSpool(tmp_path / "audit.sqlite")) == 1
 
 
 def test_where_no_file_can_be_made_it_keeps_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    spool = Spool(tmp_path / "file" / "audit.sqlite")
+    spool = AuditSpool(tmp_path / "file" / "audit.sqlite")
     spool.add_payloads([payload(1)])
     assert (spool.is_kept, count(spool)) == (False, 1)
 
 
 def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "audit.sqlite")
+    spool = AuditSpool(tmp_path / "audit.sqlite")
     pages = spool.some("PRAGMA page_count")[0][0]
     spool.run(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(ConfigError, match=r"full; .* make room"):
@@ -119,7 +119,7 @@ def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_file_is_the_users_own(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "audit.sqlite")
+    spool = AuditSpool(tmp_path / "audit.sqlite")
     spool.finish("unit")
     assert (tmp_path / "audit.sqlite").stat().st_mode & 0o077 == 0
     spool.close()
@@ -131,7 +131,7 @@ def test_pythons_memory_does_not_grow_with_the_store() -> None:
     """What SQLite takes is bounded by a setting of its own; benchmarks/audit.py measures all."""
 
     def peak(chunks: int) -> int:
-        spool = Spool(None)
+        spool = AuditSpool(None)
         tracemalloc.start()
         for start in range(0, chunks, 500):
             numbers = range(start, min(start + 500, chunks))

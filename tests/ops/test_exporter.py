@@ -21,7 +21,7 @@ from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.exporter.metrics import METRICS, StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
-from objkv.ops.exporter.watch import Asks, Watch
+from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
 from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
@@ -55,7 +55,9 @@ class World:
             facts=lambda: ServerFacts("valkey", "8.0", "standalone", 0, "noeviction", 4096, 0.25),
             documents=self.bulk,
         )
-        self.watch = Watch(asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock)
+        self.watch = BackendsWatch(
+            asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock
+        )
 
     def _asked(self, end: str) -> None:
         self.during()

@@ -17,7 +17,7 @@ from objkv.ops.backends_view import (
     pick_namespace,
     read_identity,
 )
-from objkv.ops.warm.stock import known_identities
+from objkv.ops.warm.lookup import known_identities
 from objkv.stores.memory import MemoryStore
 from tests.ops.world import IDENTITY, NAMESPACE, save_identity
 

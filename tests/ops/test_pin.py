@@ -15,7 +15,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
-from objkv.ops.runs import Tally
+from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
@@ -205,12 +205,12 @@ def test_what_is_pinned_while_a_sweep_is_under_way_stays(
     assert entry is not None
     chain = chain_of(index, NAMESPACE, keys[2].prefix_hash)
     pinner.pin(NAMESPACE, chain, until_s=int(clock()) + DAY_S)
-    tally = Tally()
-    remover.payload("over_quota", keys[2], entry, record.shards[keys[2].field], tally)
-    assert (tally.counts["changed"], tally.counts["removed"]) == (1, 0)
+    counters = Counters()
+    remover.payload("over_quota", keys[2], entry, record.shards[keys[2].field], counters)
+    assert (counters.counts["changed"], counters.counts["removed"]) == (1, 0)
     assert bulk.head(keys[2].path()) is not None
     pinner.unpin(NAMESPACE, keys[2].prefix_hash)
-    remover.payload("over_quota", keys[2], entry, record.shards[keys[2].field], tally)
+    remover.payload("over_quota", keys[2], entry, record.shards[keys[2].field], counters)
     assert bulk.head(keys[2].path()) is None
 
 

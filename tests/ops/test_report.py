@@ -13,11 +13,11 @@ from objkv.ops.audit.html.remarks import remarks
 from objkv.ops.audit.report import (
     AgesAudit,
     AuditReport,
+    AuditTotals,
     CostAudit,
     FindingsAudit,
     GrowthAudit,
     Prices,
-    Totals,
 )
 from objkv.ops.formats import (
     brief,
@@ -36,11 +36,11 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\
 
 def empty_report() -> AuditReport:
     """Of a store in which nothing is."""
-    unknown = {field.name: None for field in fields(Totals)}
+    unknown = {field.name: None for field in fields(AuditTotals)}
     zero = {"namespaces": 0, "tenants": 0, "roots": 0, "chunks": 0, "payloads": 0, "nbytes": 0}
     return replace(
         sample_report(),
-        totals=Totals(**{**unknown, **zero}),  # type: ignore[arg-type]
+        totals=AuditTotals(**{**unknown, **zero}),  # type: ignore[arg-type]
         namespaces=(),
         tenants=(),
         depths=(),

@@ -19,7 +19,7 @@ from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import BackendsView, read_namespace
 from objkv.ops.rebuild import Rebuild
-from objkv.ops.runs import Checkpoint, Crew, Tally
+from objkv.ops.runs import Checkpoint, Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import old_epochs, refuse_mismatch, survey
 from objkv.ops.sweep.sweep import RecordSweep, Sweep
@@ -40,27 +40,27 @@ class World:
             self.bulk, None, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000, owner="me"
         )
 
-    def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Tally:
+    def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Counters:
         """All categories, whatever its age."""
         checkpoint = Checkpoint(None)
-        crew = Crew(checkpoint, workers=2)
+        pool = WorkPool(checkpoint, workers=2)
         limits = SweepLimits(apply=True, grace_s=-1, strangers=True, force=force)
         found = survey(self.view)
-        remover = Remover(self.view, limits, lambda: crew.halt("limit"))
+        remover = Remover(self.view, limits, lambda: pool.halt("limit"))
         work = Sweep(self.view, found, limits, remover)
         records = RecordSweep(self.view, found, limits, remover, workers=2)
         quotas = records.quotas(quota_bytes, high_percent=100, low_percent=50)
         for units in (work.leftovers(), work.parts(), records.ghosts(), quotas, work.documents()):
-            crew.run(units)
-        checkpoint.tally.add(crew.partial)
-        return checkpoint.tally
+            pool.run(units)
+        checkpoint.counters.add(pool.partial)
+        return checkpoint.counters
 
-    def rebuild(self) -> Tally:
+    def rebuild(self) -> Counters:
         checkpoint = Checkpoint(None)
         found = survey(self.view)
         work = Rebuild(self.view, apply=True)
-        Crew(checkpoint, workers=2).run(work.parts(list(found.parts), found.namespaces))
-        return checkpoint.tally
+        WorkPool(checkpoint, workers=2).run(work.parts(list(found.parts), found.namespaces))
+        return checkpoint.counters
 
 
 class MeddledIndex(MemoryIndex):
@@ -92,8 +92,8 @@ def test_an_orphan_that_is_announced_meanwhile_stays() -> None:
     world = World(Defects(good=8, orphan=1))
     [path] = world.planted["orphan"]
     world.index.meddle = lambda: publish(world, path)
-    tally = world.sweep()
-    assert (tally.counts["changed"], tally.counts["removed"]) == (1, 0)
+    counters = world.sweep()
+    assert (counters.counts["changed"], counters.counts["removed"]) == (1, 0)
     assert world.bulk.get(path) is not None
 
 
@@ -145,11 +145,11 @@ def test_old_epochs_that_are_in_use_stay() -> None:
     world.index._clock = lambda: time.time() + 500
     world.index.touch(used.namespace, [used.prefix_hash], ttl_s=10_000)
     limits = SweepLimits(apply=True, grace_s=1_000)
-    tally, remover = Tally(), Remover(world.view, limits, lambda: None)
+    counters, remover = Counters(), Remover(world.view, limits, lambda: None)
     for late_s, left in ((900, [used, unused]), (1_100, [used]), (1_600, [])):
         clock = partial(lambda late_s: time.time() + late_s, late_s)
         for unit in Sweep(world.view, survey(world.view), limits, remover, clock=clock).parts():
-            unit.work(tally, lambda: None)
+            unit.work(counters, lambda: None)
         assert [key for key in (used, unused) if world.bulk.get(key.path())] == left
 
 
@@ -177,9 +177,9 @@ def test_beyond_the_quota_ends_of_chains_go_first() -> None:
     world = World(Defects(good=24))  # three chains of eight
     before = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
     used = sum(one.nbytes for one in before.values())
-    tally = world.sweep(quota_bytes=used - 1)
+    counters = world.sweep(quota_bytes=used - 1)
     left = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
-    assert tally.counts["over_quota"] == tally.counts["removed"] >= 12
+    assert counters.counts["over_quota"] == counters.counts["removed"] >= 12
     assert sum(one.nbytes for one in left.values()) <= (used - 1) // 2
     assert sum(entry.nbytes for entry in world.bulk.scan(NAMESPACE) if "/0." in entry.key) == sum(
         one.nbytes for one in left.values()
@@ -251,7 +251,7 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     limits = SweepLimits(apply=True, grace_s=-1)
     remover = Remover(world.view, limits, lambda: None)
     records = RecordSweep(world.view, survey(world.view, only), limits, remover, workers=1)
-    Crew(Checkpoint(None), workers=1).run(records.ghosts())
+    WorkPool(Checkpoint(None), workers=1).run(records.ghosts())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
     assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
 
@@ -296,10 +296,10 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
     remover = Remover(view, limits, lambda: None)
     checkpoint = Checkpoint(None)
-    crew = Crew(checkpoint, workers=1)
-    crew.run(Sweep(view, survey(view, mine), limits, remover).leftovers())
-    checkpoint.tally.add(crew.partial)
-    assert {finding.key for finding in checkpoint.tally.findings} == {
+    pool = WorkPool(checkpoint, workers=1)
+    pool.run(Sweep(view, survey(view, mine), limits, remover).leftovers())
+    checkpoint.counters.add(pool.partial)
+    assert {finding.key for finding in checkpoint.counters.findings} == {
         f"{mine}/00/~{mine}", quarantined[mine],
     }  # fmt: skip
     assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]

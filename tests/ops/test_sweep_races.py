@@ -14,7 +14,7 @@ from objkv.index.guarded import WrappedIndex
 from objkv.index.memory import MemoryIndex
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.retrying import retrying
-from objkv.ops.runs import Tally
+from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
@@ -36,7 +36,7 @@ class World:
         payload = self.bulk.get(self.path)
         assert payload is not None
         self.payload = payload
-        self.tally = Tally()
+        self.counters = Counters()
         self.slept: list[float] = []
         entry = self.bulk.head(self.path)
         assert entry is not None
@@ -74,8 +74,8 @@ class World:
 
     def remove(self, sleep: Callable[[float], None] | None = None) -> tuple[int, int]:
         """How many are ``removed`` and ``changed``."""
-        self.remover(sleep).payload("orphan", self.key, self.entry, None, self.tally)
-        return self.tally.counts["removed"], self.tally.counts["changed"]
+        self.remover(sleep).payload("orphan", self.key, self.entry, None, self.counters)
+        return self.counters.counts["removed"], self.counters.counts["changed"]
 
     def save(self, index: WriteIndex) -> None:
         """What a replica does with the same payload, unless somebody else has the lease."""
@@ -178,8 +178,8 @@ def test_no_record_is_forgotten_once_the_lease_may_have_ended() -> None:
         return None
 
     world.bulk.head = slow  # type: ignore[method-assign]
-    world.remover().record(key, record.shards[key.field], world.tally)
-    assert world.tally.counts["changed"] == 1
+    world.remover().record(key, record.shards[key.field], world.counters)
+    assert world.counters.counts["changed"] == 1
     assert world.index.lookup(key.namespace, [key.prefix_hash]) == [record]
 
 

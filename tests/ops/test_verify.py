@@ -15,7 +15,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.retrying import retrying
-from objkv.ops.runs import Tally
+from objkv.ops.runs import Counters
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
 from objkv.stores.memory import MemoryStore
@@ -37,14 +37,14 @@ class World:
     def key(self, kind: str) -> ChunkKey:
         return ChunkKey.parse(self.planted[kind][0])
 
-    def verify(self, key: ChunkKey) -> Tally:
+    def verify(self, key: ChunkKey) -> Counters:
         work = Verify(self.view, {}, quarantine=True, budget=Budget(1 << 20), workers=2)
-        tally = Tally()
+        counters = Counters()
         for unit in work.sample([key]):
-            unit.work(tally, lambda: None)
-        for unit in list(work.settle(tally)):
-            unit.work(tally, lambda: None)
-        return tally
+            unit.work(counters, lambda: None)
+        for unit in list(work.settle(counters)):
+            unit.work(counters, lambda: None)
+        return counters
 
     def mend(self, key: ChunkKey) -> None:
         """What a saver does whose load found the payload corrupt."""

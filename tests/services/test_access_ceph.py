@@ -174,10 +174,10 @@ def test_no_role_of_a_tenant_reaches_anothers(tenants: Tenants, role: Role) -> N
             lambda store: store.check(),
         )
     above = tenants.place(role, "..")
-    above._listing._prefix = ""
+    above._prefix = ""
     for prefix in ("tenants/a", "tenants/", "tenants", ""):  # without its slash, and above
         with pytest.raises(StoreDenied, match="lack a permission"):
-            list(above._listing.pages("list_objects_v2", prefix))
+            list(above._pages("list_objects_v2", prefix))
 
 
 def test_a_policy_that_is_taken_away_is_misses_and_drops_until_it_is_back(
@@ -276,4 +276,4 @@ def test_what_a_role_may_not_do_is_a_sentence(
         save(ends.bulk, ends.index)
     ran = CliRunner().invoke(app, words, env=fleet.environment("reader"))
     assert ran.exit_code in (1, 2)
-    assert "Traceback" not in ran.output
+    assert "Traceback (most" not in ran.output

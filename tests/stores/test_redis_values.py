@@ -184,7 +184,7 @@ def test_a_connection_that_the_server_closes_meanwhile_costs_no_value(
         lambda: store.put_if_absent("l", b"value"),
     ]
     # It looks open until it is used, as one does that a firewall has forgotten.
-    monkeypatch.setattr("objkv.net.resp.Line._is_quiet", lambda _: True)
+    monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
     store.put("k", b"value")
     for call in calls:
         client.client_kill_filter(_type="normal", skipme=True)
@@ -257,7 +257,7 @@ def test_an_answer_that_announces_no_value_is_a_store_error(head: bytes) -> None
 
 def test_a_value_without_room_is_the_clients(store: RedisStore) -> None:
     store.put("k", b"")
-    assert store._values.get_range_into("p:k", 0, room(0), None) == UNDONE
+    assert store._values.get_into("p:k", room(0), None, 0) == UNDONE
     assert store.get_into("k", room(0), start=0) == 0
     assert store.get_into("absent", room(0), start=0) is None
     assert store.get_into("k", room(0)) == 0

@@ -26,11 +26,11 @@ from objkv.ops.audit.figures import (
 from objkv.ops.audit.findings import Walked, foreign_folders, problems, read_findings
 from objkv.ops.audit.identities import Facts, compare, read_facts
 from objkv.ops.audit.report import AuditReport, Ending, Prices, RootAudit, TreeNode
-from objkv.ops.audit.spool import Spool, make_chunks
+from objkv.ops.audit.spool import AuditSpool, make_chunks
 from objkv.ops.audit.text import Reader, with_texts
 from objkv.ops.audit.tree import Tree, read_roots, read_tree
 from objkv.ops.audit.walk import AuditView, part_unit, records_unit
-from objkv.ops.backends_view import Part, stored_namespaces, stored_parts
+from objkv.ops.backends_view import NamespacePart, stored_namespaces, stored_parts
 from objkv.ops.sweep.survey import old_epochs
 
 DIFFERENCES_MAX = 50
@@ -68,7 +68,7 @@ class Places:
     """Of the namespaces that the bulk store has folders of."""
     old: frozenset[str]
     """Namespaces of which there is one with a later epoch, whether or not it is looked at."""
-    parts: Sequence[Part]
+    parts: Sequence[NamespacePart]
     indexed: Sequence[str]
     """Namespaces that the index has records of."""
     others: Sequence[str] = ()
@@ -102,7 +102,7 @@ class Audit:
     """The figures of a walk, however far it came."""
 
     view: AuditView
-    spool: Spool
+    spool: AuditSpool
     places: Places
     options: AuditOptions
     clock: Callable[[], float] = time.time

@@ -13,7 +13,7 @@ from objkv.ops.audit.report import (
     FindingKind,
     FindingsAudit,
 )
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.backends_view import QUARANTINE
 from objkv.ops.formats import noun, span
 
@@ -108,7 +108,7 @@ class _Seen:
 
 
 def read_findings(
-    spool: Spool, walked: Mapping[str, Walked], *, expired_s: float, young_s: float
+    spool: AuditSpool, walked: Mapping[str, Walked], *, expired_s: float, young_s: float
 ) -> tuple[FindingsAudit, Mapping[tuple[str, str], int]]:
     """All that is wrong, and how many there are by kind and namespace.
 
@@ -138,7 +138,9 @@ def read_findings(
     return FindingsAudit(counts, first, seen.counts.total() - len(first)), seen.wrong
 
 
-def _every(spool: Spool, expired_s: float) -> Iterator[tuple[FindingKind, str, str, int, int, str]]:
+def _every(
+    spool: AuditSpool, expired_s: float
+) -> Iterator[tuple[FindingKind, str, str, int, int, str]]:
     names = namespace_names(spool)
     plain: tuple[tuple[FindingKind, str], ...] = (
         ("ghost", _GHOSTS),

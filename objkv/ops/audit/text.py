@@ -14,7 +14,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
 from objkv.ops.audit.findings import payload_path
 from objkv.ops.audit.report import RootAudit, TreeNode
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.tree import Tree
 from objkv.ops.audit.walk import AuditView
 from objkv.ops.backends_view import Namespace, stored_header
@@ -69,7 +69,7 @@ class Reader:
 
 
 def with_texts(
-    spool: Spool,
+    spool: AuditSpool,
     tree: Tree,
     roots: Sequence[RootAudit],
     reader: Reader,
@@ -106,7 +106,7 @@ def _batches(heads: list[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]
         yield heads[start : start + _AT_ONCE]
 
 
-def _entry(spool: Spool, head: tuple[str, bytes]) -> Entry | None:
+def _entry(spool: AuditSpool, head: tuple[str, bytes]) -> Entry | None:
     namespace, prefix_hash = head
     rows = spool.some(_PAYLOAD, (spool.namespace(namespace), prefix_hash))
     for text, nbytes, modified_s in rows:

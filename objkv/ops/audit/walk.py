@@ -17,17 +17,17 @@ from objkv.index.base import ReadIndex, Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.ops.audit.spool import Spool, Told
+from objkv.ops.audit.spool import AuditSpool, Told
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     QUARANTINE,
     Namespace,
-    Part,
+    NamespacePart,
     looks,
     stored_entries,
     stored_header,
 )
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.runs import Check, Counters, Unit
 from objkv.stores.base import Entry, ReadStore, Unfinished
 
 LOOKED_TWICE_MAX = 2_000
@@ -52,7 +52,7 @@ class AuditWalk:
     """Units that fill ``spool``; each is done once, also over several runs."""
 
     view: AuditView
-    spool: Spool
+    spool: AuditSpool
     workers: int
     clock: Callable[[], float] = time.time
     problems: set[str] = field(default_factory=set)
@@ -63,7 +63,9 @@ class AuditWalk:
         for name in names:
             yield self._unit(records_unit(name), self._records_work(name))
 
-    def payloads(self, parts: Sequence[Part], namespaces: dict[str, Namespace]) -> Iterator[Unit]:
+    def payloads(
+        self, parts: Sequence[NamespacePart], namespaces: dict[str, Namespace]
+    ) -> Iterator[Unit]:
         """All that the bulk store has in ``parts``."""
         for part in parts:
             yield self._unit(part_unit(part), self._part_work(part, namespaces[part.namespace]))
@@ -79,7 +81,7 @@ class AuditWalk:
             yield Unit(f"again {name}", self._again_work(name), again=True)
 
     def _unit(self, name: str, work: Callable[[Check], None]) -> Unit:
-        def whole(tally: Tally, check: Check) -> None:
+        def whole(counters: Counters, check: Check) -> None:
             work(check)
             self.spool.finish(name)
 
@@ -94,7 +96,7 @@ class AuditWalk:
 
         return work
 
-    def _part_work(self, part: Part, namespace: Namespace) -> Callable[[Check], None]:
+    def _part_work(self, part: NamespacePart, namespace: Namespace) -> Callable[[Check], None]:
         def work(check: Check) -> None:
             pins: dict[bytes, int] = {}
             if self.view.is_own_index:
@@ -167,8 +169,8 @@ class AuditWalk:
             check()
             self.spool.find("leftover", entry, "taken out of use by objkv verify")
 
-    def _again_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _again_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             doubtful = self._doubtful(name)
             for start in range(0, len(doubtful), CHUNKS_AT_ONCE):
                 check()
@@ -212,7 +214,7 @@ def records_unit(name: str) -> str:
     return f"records {name}"
 
 
-def part_unit(part: Part) -> str:
+def part_unit(part: NamespacePart) -> str:
     """What the walk over a part's payloads is called."""
     return f"payloads {part.name}"
 

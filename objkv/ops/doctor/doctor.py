@@ -178,7 +178,7 @@ _OWN_INDEX = Check("index", "check", "ok", "none of its own: what lies in bulk_u
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SettingReport:
     """One setting as it was resolved; secrets masked."""
 
     name: str
@@ -194,7 +194,7 @@ class DoctorReport:
     """The worst of all checks: unreachable, denied, failed, warnings, ok."""
     objkv: str
     python: str
-    settings: tuple[Setting, ...]
+    settings: tuple[SettingReport, ...]
     checks: tuple[Check, ...]
     libraries: Mapping[str, str | None]
 
@@ -243,7 +243,7 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
         objkv=metadata.version("objkv"),
         python=sys.version.split()[0],
         settings=tuple(
-            Setting(name, value, resolved.sources[name]) for name, value in values.items()
+            SettingReport(name, value, resolved.sources[name]) for name, value in values.items()
         ),
         checks=tuple(checks),
         libraries=library_versions(),

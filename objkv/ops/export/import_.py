@@ -32,9 +32,9 @@ from objkv.ops.backends_view import (
     parse_identity,
     read_namespace,
 )
-from objkv.ops.export.manifest import Line
+from objkv.ops.export.manifest import ManifestLine
 from objkv.ops.rebuild import is_same
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.verify_payload import Budget, Checker
 from objkv.stores.base import ReadStore
 
@@ -61,7 +61,7 @@ _CHECKPOINTS: Final = {"F8_E4M3", "F8_E4M3FNUZ"}
 """What a quantised checkpoint may choose where nobody said what the cache is kept as."""
 
 
-def check_told(header: Header, line: Line) -> None:
+def check_told(header: Header, line: ManifestLine) -> None:
     """Raises ``PayloadError`` unless the payload is the one that the manifest tells of."""
     claim = header.claim
     if claim.key.path() != line.key:
@@ -188,7 +188,7 @@ def _identity_of(document: bytes, name: str) -> Identity:
     return identity
 
 
-class BringIn:
+class Import:
     """Units that bring payloads in. Counts ``added``, ``present`` (stored already), ``indexed``
     (stored, and had no record) and ``busy`` (being saved by a replica); finds ``missing`` and
     ``refused``."""
@@ -221,7 +221,7 @@ class BringIn:
             self._view.bulk.put_if_absent(identity_path(one.namespace.name), one.document)
         return len(new)
 
-    def lines(self, lines: Sequence[Line]) -> Iterator[Unit]:
+    def lines(self, lines: Sequence[ManifestLine]) -> Iterator[Unit]:
         """These payloads."""
         for start in range(0, len(lines), _LINES_AT_ONCE):
             some = lines[start : start + _LINES_AT_ONCE]
@@ -235,8 +235,8 @@ class BringIn:
             if arrival.namespace.has_shapes:
                 yield Unit(f"shapes {name}", self._shapes_work(name), again=True)
 
-    def _shapes_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _shapes_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             fields = self._fields[name]
             if not fields:
                 return
@@ -247,22 +247,22 @@ class BringIn:
 
         return work
 
-    def _work(self, lines: Sequence[Line]) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _work(self, lines: Sequence[ManifestLine]) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             for line in lines:
                 check()
-                self._bring(line, tally)
+                self._bring(line, counters)
 
         return work
 
-    def _bring(self, line: Line, tally: Tally) -> None:
+    def _bring(self, line: ManifestLine, counters: Counters) -> None:
         key = ChunkKey.parse(line.key)
         arrival = self._arrivals[key.namespace]
         try:
             with self._budget.taking(_COPIES * line.nbytes):
                 entry = self._source.head(line.key)
                 if entry is None:
-                    tally.find("missing", line.key, line.nbytes, "not in the export")
+                    counters.find("missing", line.key, line.nbytes, "not in the export")
                     return
                 if entry.nbytes != line.nbytes:
                     raise PayloadError(
@@ -274,13 +274,13 @@ class BringIn:
                 if seal is not None or self._codec != "none":
                     header, payload = _encoded(header, payload, self._codec, seal)
                 became = self._save(header, payload, seal)
-                tally.count(became, header.nbytes)
+                counters.count(became, header.nbytes)
                 if became != "busy":
                     self._fields[key.namespace].add(key.field)
         except PayloadError as exc:
-            tally.find("refused", line.key, line.nbytes, str(exc))
+            counters.find("refused", line.key, line.nbytes, str(exc))
 
-    def _read(self, line: Line) -> tuple[Header, bytes]:
+    def _read(self, line: ManifestLine) -> tuple[Header, bytes]:
         payload = self._source.get(line.key)
         if payload is None:
             raise PayloadError("gone while it was read")
@@ -340,7 +340,7 @@ def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> t
 
 
 def new_bytes(
-    index: ReadIndex, lines: Sequence[Line], arrivals: Sequence[Arrival]
+    index: ReadIndex, lines: Sequence[ManifestLine], arrivals: Sequence[Arrival]
 ) -> dict[str | None, int]:
     """By tenant, the bytes of payloads without a record: those with one are counted already. Every
     tenant of the export is there, also with 0."""

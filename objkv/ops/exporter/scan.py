@@ -15,7 +15,7 @@ from objkv.errors import ObjkvError
 from objkv.ops.backends_view import (
     QUARANTINE,
     BackendsView,
-    Stored,
+    StoredPayload,
     stored_namespaces,
     stored_parts,
 )
@@ -111,7 +111,7 @@ class Scans:
                         self._add(of, stored, begun_s)
         return dict(counted)
 
-    def _add(self, of: Counted, stored: Stored, begun_s: float) -> None:
+    def _add(self, of: Counted, stored: StoredPayload, begun_s: float) -> None:
         entry = stored.entry
         of.payloads += 1
         of.nbytes += entry.nbytes

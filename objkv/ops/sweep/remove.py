@@ -16,7 +16,7 @@ from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import BackendsView, Lease
 from objkv.ops.retrying import once, pauses
-from objkv.ops.runs import Halted, Tally
+from objkv.ops.runs import Counters, Halted
 from objkv.stores.base import Entry, Unfinished
 
 Category = Literal[
@@ -46,7 +46,7 @@ class SweepLimits:
 
 class Remover:
     """Counts what it is given as found, and removes it if that is allowed. Safe from many threads,
-    each with a ``Tally`` of its own."""
+    each with a ``Counters`` of its own."""
 
     def __init__(
         self,
@@ -67,36 +67,41 @@ class Remover:
         self._sleep = sleep
 
     def payload(
-        self, kind: Category, key: ChunkKey, entry: Entry, shard: ShardRecord | None, tally: Tally
+        self,
+        kind: Category,
+        key: ChunkKey,
+        entry: Entry,
+        shard: ShardRecord | None,
+        counters: Counters,
     ) -> None:
         """Remove a payload, and first its record, if ``shard`` is what it says. Neither is touched
         if one of them has changed since."""
         if not self._may(kind):
-            tally.find(kind, entry.key, entry.nbytes)
+            counters.find(kind, entry.key, entry.nbytes)
             return
         lease = Lease(self._view, key.path(), clock=self._clock)
         if not lease.take():
-            tally.count("busy")
+            counters.count("busy")
             return
         try:
             is_removed = self._remove(key, entry, shard, lease)
         finally:
             lease.release()
         if is_removed:
-            tally.find(kind, entry.key, entry.nbytes)
-            tally.count("removed", entry.nbytes)
+            counters.find(kind, entry.key, entry.nbytes)
+            counters.count("removed", entry.nbytes)
         else:
-            tally.count("changed")
+            counters.count("changed")
 
-    def record(self, key: ChunkKey, shard: ShardRecord, tally: Tally) -> None:
+    def record(self, key: ChunkKey, shard: ShardRecord, counters: Counters) -> None:
         """Forget the record of a payload that is not there."""
         if not self._may("ghost"):
-            tally.find("ghost", key.path(), shard.nbytes)
+            counters.find("ghost", key.path(), shard.nbytes)
             return
         view, path = self._view, key.path()
         lease = Lease(view, path, clock=self._clock)
         if not lease.take():
-            tally.count("busy")
+            counters.count("busy")
             return
         try:
             is_forgotten = (
@@ -109,26 +114,26 @@ class Remover:
         finally:
             lease.release()
         if is_forgotten:
-            tally.find("ghost", path, shard.nbytes)
-            tally.count("removed")
+            counters.find("ghost", path, shard.nbytes)
+            counters.count("removed")
         else:
-            tally.count("changed")
+            counters.count("changed")
 
-    def leftover(self, found: Unfinished, tally: Tally) -> None:
+    def leftover(self, found: Unfinished, counters: Counters) -> None:
         """Discard what a killed writer left."""
         where = f"{found.key}/{found.name}" if found.name.startswith("~") else found.key
         if self._may("temporary"):
             if not self._view.bulk.discard(found):
                 return
-            tally.count("removed", found.nbytes)
-        tally.find("temporary", where, found.nbytes)
+            counters.count("removed", found.nbytes)
+        counters.find("temporary", where, found.nbytes)
 
-    def entry(self, kind: Category, entry: Entry, tally: Tally) -> None:
+    def entry(self, kind: Category, entry: Entry, counters: Counters) -> None:
         """Remove something that no index knows."""
         if self._may(kind):
             self._view.bulk.delete(entry.key)
-            tally.count("removed", entry.nbytes)
-        tally.find(kind, entry.key, entry.nbytes)
+            counters.count("removed", entry.nbytes)
+        counters.find(kind, entry.key, entry.nbytes)
 
     def _may(self, kind: Category) -> bool:
         """Whether to remove one more. Raises ``Halted`` if there were enough."""

@@ -13,7 +13,7 @@ from objkv.index.shapes import is_shapes
 from objkv.ops.backends_view import (
     BackendsView,
     Namespace,
-    Part,
+    NamespacePart,
     read_namespace,
     record_keys,
     stored_namespaces,
@@ -34,7 +34,7 @@ class Survey:
 
     namespaces: Mapping[str, Namespace]
     """Those that the bulk store has folders of."""
-    parts: Sequence[Part]
+    parts: Sequence[NamespacePart]
     indexed: Sequence[str]
     """Namespaces that the index has records of."""
     counted: Sequence[str]
@@ -126,7 +126,7 @@ class _Count:
     young_lost: int = 0
 
 
-def _count(view: BackendsView, parts: Sequence[Part], now_s: float) -> _Count:
+def _count(view: BackendsView, parts: Sequence[NamespacePart], now_s: float) -> _Count:
     """Of some hundreds or thousands of payloads, which hashes choose."""
     count = _Count()
     for part in parts:

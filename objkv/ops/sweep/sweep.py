@@ -14,14 +14,14 @@ from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
     QUARANTINE,
     BackendsView,
-    Part,
-    Stored,
+    NamespacePart,
+    StoredPayload,
     looks,
     record_keys,
     stored_payloads,
 )
 from objkv.ops.pin import remove_ended_pins
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.sweep.remove import Category, Remover, SweepLimits
 from objkv.ops.sweep.survey import Survey
 from objkv.stores.base import Entry
@@ -68,8 +68,8 @@ class RecordSweep:
         for tenant in sorted({t for t in map(self._tenant, self._found.namespaces) if t}):
             yield Unit(f"quota {tenant}", self._quota_work(tenant, high, low), again=True)
 
-    def _ghost_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _ghost_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             nbytes = payloads = 0
             records = (one for one in self._view.index.scan(name) if not is_shapes(one))
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
@@ -82,7 +82,7 @@ class RecordSweep:
                     for (key, record), entry in zip(keys, entries, strict=True):
                         shard = record.shards[key.field]
                         if entry is None:
-                            self._remover.record(key, shard, tally)
+                            self._remover.record(key, shard, counters)
                         else:
                             nbytes, payloads = nbytes + shard.nbytes, payloads + 1
             if self._limits.apply:
@@ -90,8 +90,8 @@ class RecordSweep:
 
         return work
 
-    def _quota_work(self, tenant: str, high: int, low: int) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _quota_work(self, tenant: str, high: int, low: int) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             records: dict[bytes, tuple[str, Record]] = {}
             for name in self._found.namespaces:
                 if self._tenant(name) == tenant:
@@ -108,16 +108,16 @@ class RecordSweep:
                 now_s=self._clock(),
             ):
                 check()
-                self._give_up(*records[candidate.prefix_hash], tally)
+                self._give_up(*records[candidate.prefix_hash], counters)
 
         return work
 
-    def _give_up(self, name: str, record: Record, tally: Tally) -> None:
+    def _give_up(self, name: str, record: Record, counters: Counters) -> None:
         for key in record_keys(name, record):
             entry = self._view.bulk.head(key.path())
             if entry is not None:
                 shard = record.shards[key.field]
-                self._remover.payload("over_quota", key, entry, shard, tally)
+                self._remover.payload("over_quota", key, entry, shard, counters)
 
     def _candidate(self, name: str, record: Record) -> Candidate:
         return Candidate(
@@ -179,56 +179,56 @@ class Sweep:
         for name in sorted(self._found.namespaces):
             yield Unit(f"documents {name}", self._document_work(name), again=True)
 
-    def _temporary(self, tally: Tally, check: Check) -> None:
+    def _temporary(self, counters: Counters, check: Check) -> None:
         try:
             for found in self._view.bulk.unfinished():
                 check()
                 if self._is_looked_at(found.key) and self._is_old(
                     found.modified_s, self._limits.put_s
                 ):
-                    self._remover.leftover(found, tally)
+                    self._remover.leftover(found, counters)
         except StoreDenied:  # a right that no policy can limit to a prefix: many do not have it
-            tally.count("not_listed")
+            counters.count("not_listed")
 
-    def _quarantined(self, tally: Tally, check: Check) -> None:
+    def _quarantined(self, counters: Counters, check: Check) -> None:
         only = self._found.only
         for entry in self._view.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
             if self._is_old(entry.modified_s):
-                self._remover.entry("quarantined", entry, tally)
+                self._remover.entry("quarantined", entry, counters)
 
     def _is_looked_at(self, key: str) -> bool:
         """Whether a leftover lies in the folder, or quarantine, of a namespace that is swept."""
         folder = key.removeprefix(f"{QUARANTINE}/").partition("/")[0]
         return self._found.only in (None, folder)
 
-    def _part_work(self, part: Part) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _part_work(self, part: NamespacePart) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             def other(entry: Entry) -> None:
-                tally.count("other", entry.nbytes)
+                counters.count("other", entry.nbytes)
 
             for batch in stored_payloads(self._view, part, other=other):
                 for stored in batch:
                     check()
-                    self._judge(part.namespace, stored, tally)
+                    self._judge(part.namespace, stored, counters)
 
         return work
 
-    def _judge(self, namespace: str, stored: Stored, tally: Tally) -> None:
+    def _judge(self, namespace: str, stored: StoredPayload, counters: Counters) -> None:
         key, entry, record = stored.key, stored.entry, stored.record
         kind = self._kind(namespace, stored)
         if kind is None or kind not in self._limits.only:
-            tally.count("kept", entry.nbytes)
+            counters.count("kept", entry.nbytes)
             return
         is_pinned = key.prefix_hash in self._found.pins[namespace]
         if is_pinned or (record is not None and record.pinned):
-            tally.count("pinned", entry.nbytes)
+            counters.count("pinned", entry.nbytes)
         elif not self._is_old(max(entry.modified_s, record.touched_s if record else 0)):
-            tally.count("young", entry.nbytes)
+            counters.count("young", entry.nbytes)
         else:
-            self._remover.payload(kind, key, entry, stored.shard, tally)
+            self._remover.payload(kind, key, entry, stored.shard, counters)
 
-    def _kind(self, namespace: str, stored: Stored) -> Category | None:
+    def _kind(self, namespace: str, stored: StoredPayload) -> Category | None:
         if not self._found.namespaces[namespace].is_known:
             return "stranger"
         if namespace in self._found.old:
@@ -238,11 +238,11 @@ class Sweep:
         age_s = self._clock() - stored.entry.modified_s
         return "expired" if age_s >= self._view.ttl_s else "orphan"
 
-    def _document_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _document_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             bulk = self._view.bulk
             grace_s = max(0, self._limits.grace_s)
-            tally.counts["documents"] += remove_ended_pins(
+            counters.counts["documents"] += remove_ended_pins(
                 bulk, name, now_s=self._clock(), grace_s=grace_s
             )
             if name not in self._found.old or "old_epoch" not in self._limits.only:
@@ -257,7 +257,7 @@ class Sweep:
                 if not self._is_old(entry.modified_s):
                     return
             for key in beside:
-                tally.counts["documents"] += bulk.delete(key)
+                counters.counts["documents"] += bulk.delete(key)
 
         return work
 

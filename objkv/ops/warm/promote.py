@@ -43,7 +43,7 @@ class PromoteReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PromotionItem:
     """A payload that is to be hot."""
 
     claim: Claim
@@ -52,7 +52,7 @@ class Wanted:
     """As its record says."""
 
 
-def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[Wanted]:
+def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[PromotionItem]:
     """The payloads that these records promise."""
     for record in records:
         if is_shapes(record):  # says which shapes are in use, and promises nothing
@@ -60,7 +60,7 @@ def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[Wanted]:
         for key in record_keys(namespace, record):
             claim = Claim(key, record.parent_hash, record.token_start, record.token_end)
             shard = record.shards[key.field]
-            yield Wanted(claim, shard.nbytes, shard.hot)
+            yield PromotionItem(claim, shard.nbytes, shard.hot)
 
 
 class Promotion:
@@ -91,7 +91,7 @@ class Promotion:
 
     def run(
         self,
-        wanted: Iterable[Wanted],
+        wanted: Iterable[PromotionItem],
         *,
         bytes_max: int | None = None,
         tell: Callable[[PromoteReport], None] = lambda report: None,
@@ -129,7 +129,9 @@ class Promotion:
         for promoter in self._promoters:
             promoter.close(0)
 
-    def _chosen(self, wanted: Iterable[Wanted], bytes_max: int | None) -> Iterator[Wanted]:
+    def _chosen(
+        self, wanted: Iterable[PromotionItem], bytes_max: int | None
+    ) -> Iterator[PromotionItem]:
         report, left = self.report, bytes_max
         for one in wanted:
             report.payloads += 1
@@ -147,7 +149,7 @@ class Promotion:
         assert self._view.hot is not None
         return self._view.hot.head(key.path()) is not None
 
-    def _is_hot(self, one: Wanted) -> bool:
+    def _is_hot(self, one: PromotionItem) -> bool:
         """Whether a reader would find it hot now: by its record, and there."""
         key = one.claim.key
         (record,) = self._view.index.lookup(key.namespace, [key.prefix_hash])
@@ -155,7 +157,7 @@ class Promotion:
         return shard is not None and shard.hot and self._has_copy(key)
 
 
-def _copy(promoter: Promoter, part: Sequence[Wanted]) -> None:
+def _copy(promoter: Promoter, part: Sequence[PromotionItem]) -> None:
     for one in part:
         promoter.loaded(one.claim, one.nbytes)
     promoter.drain(_DRAIN_S)

@@ -7,9 +7,9 @@ import pytest
 
 from objkv.index.memory import MemoryIndex
 from objkv.ops.backends_view import BackendsView
-from objkv.ops.warm.asking import Ask, AskError, Reply
-from objkv.ops.warm.prompts import Prompt
-from objkv.ops.warm.run import Patience
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.ops.warm.prompts import WarmPrompt
+from objkv.ops.warm.run import WarmLimits
 from objkv.ops.warm.warm import Means, warm_by
 from objkv.stores.memory import MemoryStore
 
@@ -30,7 +30,7 @@ class Silent:
     def hold(self) -> None:
         self._is_asked.set()
         self.was_closed.set_result(self._closed.wait(BOUND_S))
-        raise AskError("down", "given up", after_s=BOUND_S)  # asked again, this would fail
+        raise PrefillError("down", "given up", after_s=BOUND_S)  # asked again, this would fail
 
     def interrupt(self) -> None:
         """End the wait for all answers, as Ctrl-C does, once one of them is waited for."""
@@ -40,13 +40,13 @@ class Silent:
     def check(self) -> None:
         self.hold()
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
         if prompt.name == "first":
             self.interrupt()
         self.hold()
         return []
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: PrefillRequest) -> PrefillReply:
         raise AssertionError(ask)
 
     def close(self) -> None:
@@ -70,9 +70,9 @@ class Interrupting(Silent):
 
 def warm(bulk: MemoryStore, index: MemoryIndex, *askers: Silent) -> None:
     view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
-    prompts = [Prompt(name, text="hello") for name in ("first", "second")]
+    prompts = [WarmPrompt(name, text="hello") for name in ("first", "second")]
     with pytest.raises(KeyboardInterrupt):
-        warm_by(Means(view, {}, None, None), askers, prompts, Patience())
+        warm_by(Means(view, {}, None, None), askers, prompts, WarmLimits())
 
 
 def test_who_is_being_checked_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:

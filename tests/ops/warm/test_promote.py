@@ -11,7 +11,7 @@ from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm import promote as promote_module
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.warm import Means, promote_stored
 from objkv.stores.base import Arrived
@@ -38,7 +38,7 @@ def view(bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore) -> BackendsVie
 
 def promote(
     view: BackendsView,
-    prompts: Sequence[Prompt] | None,
+    prompts: Sequence[WarmPrompt] | None,
     limits: HotLimits = LIMITS,
     bytes_max: int | None = None,
 ) -> WarmReport:
@@ -54,7 +54,7 @@ def records_that_say_hot(index: MemoryIndex) -> int:
 def test_what_is_stored_of_prompts_is_hot_afterwards(
     view: BackendsView, index: MemoryIndex, hot: MemoryStore, bulk: MemoryStore
 ) -> None:
-    report = promote(view, [Prompt("p", tokens=TOKENS[: 2 * CHUNK])])
+    report = promote(view, [WarmPrompt("p", tokens=TOKENS[: 2 * CHUNK])])
     assert report.is_complete
     assert report.promotion is not None
     assert (report.promotion.payloads, report.promotion.promoted) == (2, 2)
@@ -112,7 +112,10 @@ def test_a_damaged_payload_does_not_become_hot(
 
 
 def test_a_prompt_that_is_not_stored_is_a_failure(view: BackendsView) -> None:
-    prompts = [Prompt("long", tokens=(*TOKENS, *range(CHUNK))), Prompt("text", text="hello")]
+    prompts = [
+        WarmPrompt("long", tokens=(*TOKENS, *range(CHUNK))),
+        WarmPrompt("text", text="hello"),
+    ]
     report = promote(view, prompts)
     assert not report.is_complete
     told = {failure.name: failure.why for failure in report.failures}

@@ -12,10 +12,10 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
-from objkv.ops.warm.prompts import Chat, Prompt
+from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import Patience
-from objkv.ops.warm.warm import Means, Watch, warm_by
+from objkv.ops.warm.run import WarmLimits
+from objkv.ops.warm.warm import Means, WarmProgress, warm_by
 from objkv.stores.memory import MemoryStore
 from tests.ops.warm.fake_vllm import (
     ADAPTER,
@@ -31,7 +31,7 @@ from tests.ops.warm.fake_vllm import (
 )
 from tests.ops.world import CHUNK, IDENTITY
 
-QUICK = Patience(attempts_max=3, save_s=0.3, gone_s=0.3, pause_s=0.01)
+QUICK = WarmLimits(attempts_max=3, save_s=0.3, gone_s=0.3, pause_s=0.01)
 SHARED = tuple(range(100, 100 + 2 * CHUNK))
 
 
@@ -39,8 +39,8 @@ def tail(number: int, chunks: int = 1) -> tuple[int, ...]:
     return tuple(range(1000 * number, 1000 * number + chunks * CHUNK))
 
 
-def prompts_of(*tokens: Sequence[int], **more: str) -> list[Prompt]:
-    return [Prompt(f"p{n}", tokens=tuple(one), **more) for n, one in enumerate(tokens)]
+def prompts_of(*tokens: Sequence[int], **more: str) -> list[WarmPrompt]:
+    return [WarmPrompt(f"p{n}", tokens=tuple(one), **more) for n, one in enumerate(tokens)]
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ class Run:
         view = BackendsView(place.bulk, None, place.index, False, 3600, 1000, "test")  # type: ignore[arg-type]
         self.notes: list[str] = []
         self.means = Means(
-            view, {ADAPTER: ADAPTER_DIGEST}, None, None, Watch(note=self.notes.append)
+            view, {ADAPTER: ADAPTER_DIGEST}, None, None, WarmProgress(note=self.notes.append)
         )
         self.endpoints = [
             Endpoint(server.url, EndpointLimits(at_once, answer_s=answer_s)) for server in servers
@@ -65,8 +65,8 @@ class Run:
 
     def __call__(
         self,
-        prompts: Sequence[Prompt],
-        patience: Patience = QUICK,
+        prompts: Sequence[WarmPrompt],
+        patience: WarmLimits = QUICK,
         identity: Identity | None = None,
     ) -> WarmReport:
         means = self.means if identity is None else replace(self.means, identity=lambda: identity)
@@ -116,9 +116,9 @@ def test_equal_prompts_are_computed_once(place: Place) -> None:
 
 def test_salts_and_adapters_share_nothing(place: Place) -> None:
     prompts = [
-        Prompt("plain", tokens=SHARED),
-        Prompt("salted", tokens=SHARED, salt="acme"),
-        Prompt("adapter", tokens=SHARED, model=ADAPTER),
+        WarmPrompt("plain", tokens=SHARED),
+        WarmPrompt("salted", tokens=SHARED, salt="acme"),
+        WarmPrompt("adapter", tokens=SHARED, model=ADAPTER),
     ]
     with FakeVllm(place) as server:
         report = Run(place, server)(prompts)
@@ -133,8 +133,8 @@ def test_salts_and_adapters_share_nothing(place: Place) -> None:
 def test_text_and_messages_are_tokenized_by_the_endpoint(place: Place) -> None:
     words = " ".join(map(str, SHARED))
     prompts = [
-        Prompt("text", text=words),
-        Prompt("chat", chat=Chat(({"role": "user", "content": " ".join(map(str, tail(3)))},))),
+        WarmPrompt("text", text=words),
+        WarmPrompt("chat", chat=Chat(({"role": "user", "content": " ".join(map(str, tail(3)))},))),
     ]
     with FakeVllm(place) as server:
         report = Run(place, server)(prompts)
@@ -309,7 +309,7 @@ def test_a_wrong_model_is_said_at_once(place: Place) -> None:
     with FakeVllm(place) as server:
         run = Run(place, server)
         with pytest.raises(ConfigError, match="model other is not tiny"):
-            run([Prompt("p", tokens=SHARED, model="other")])
+            run([WarmPrompt("p", tokens=SHARED, model="other")])
         endpoint = Endpoint(server.url, EndpointLimits(), model="other")
         with pytest.raises(ConfigError, match="serves tiny, not other"):
             endpoint.check()
@@ -338,7 +338,7 @@ def test_an_interruption_ends_requests_and_the_next_run_goes_on(
                 is_interrupted.set()
                 raise KeyboardInterrupt
 
-        run.means = replace(run.means, watch=Watch(warmed=interrupt))
+        run.means = replace(run.means, watch=WarmProgress(warmed=interrupt))
         patience = replace(QUICK, save_s=30)
         first = run(prompts, patience)
         gate.opened.set()

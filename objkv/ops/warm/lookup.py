@@ -29,7 +29,7 @@ class Found:
         return self.usable == self.chunks
 
 
-class Stock:
+class PromptLookup:
     """The chunks of one namespace, by the index. Safe from many threads; raises ``StoreError``."""
 
     def __init__(

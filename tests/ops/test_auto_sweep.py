@@ -16,15 +16,17 @@ from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import is_shapes
-from objkv.ops.sweep.auto import _ENDED, Relief
+from objkv.ops.sweep.auto import _ENDED, AutoSweep
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.ops.world import NAMESPACE, save, save_identity
 
 BOUND_S = 120
 
 
-def relief(index: MemoryIndex, program: str, recorder: MemoryRecorder, **settings: str) -> Relief:
-    return Relief(index, settings, recorder, command=[sys.executable, "-c", program])
+def relief(
+    index: MemoryIndex, program: str, recorder: MemoryRecorder, **settings: str
+) -> AutoSweep:
+    return AutoSweep(index, settings, recorder, command=[sys.executable, "-c", program])
 
 
 def test_one_of_a_machines_replicas_sweeps_and_not_again_soon(tmp_path: Path) -> None:
@@ -56,14 +58,14 @@ def test_nothing_is_imported_from_the_folder_that_the_engine_runs_in(
     bulk = tmp_path / "bulk"
     bulk.mkdir()
     settings = {"OBJKV_BULK_URL": f"file://{bulk}", "OBJKV_INDEX_URL": "bulk:"}
-    Relief(MemoryIndex(), settings, recorder)()
+    AutoSweep(MemoryIndex(), settings, recorder)()
     assert not (tmp_path / "planted").exists()
 
 
 def test_a_program_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
     recorder = MemoryRecorder()
     caplog.set_level(logging.WARNING)
-    assert Relief(MemoryIndex(), {}, recorder, command=["/nowhere/objkv"])()
+    assert AutoSweep(MemoryIndex(), {}, recorder, command=["/nowhere/objkv"])()
     assert "/nowhere/objkv" in caplog.text
 
 

@@ -18,11 +18,17 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import Identity, identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.backends_view import HANDOFF_LAYOUT, BackendsView, Part, read_namespace, stored_parts
+from objkv.ops.backends_view import (
+    HANDOFF_LAYOUT,
+    BackendsView,
+    NamespacePart,
+    read_namespace,
+    stored_parts,
+)
 from objkv.ops.export.export import Export
-from objkv.ops.export.import_ import BringIn, arrivals, new_bytes
-from objkv.ops.export.manifest import Line
-from objkv.ops.runs import Tally
+from objkv.ops.export.import_ import Import, arrivals, new_bytes
+from objkv.ops.export.manifest import ManifestLine
+from objkv.ops.runs import Counters
 from objkv.ops.verify_payload import Budget
 from objkv.stores.base import Buffer
 from objkv.stores.memory import MemoryStore
@@ -34,35 +40,37 @@ def view_of(bulk: MemoryStore, index: MemoryIndex) -> BackendsView:
 
 
 @pytest.fixture
-def source() -> tuple[MemoryStore, list[Line]]:
+def source() -> tuple[MemoryStore, list[ManifestLine]]:
     """An export of three chunks."""
     bulk, index, out = MemoryStore(), MemoryIndex(), MemoryStore()
     save_identity(bulk)
     save(bulk, index, codec="zstd")
-    lines: list[Line] = []
+    lines: list[ManifestLine] = []
     work = Export(view_of(bulk, index), out, lines.append, budget=Budget(1 << 20), with_tokens=True)
     work.documents([NAMESPACE])
-    parts: list[Part] = stored_parts(bulk, [NAMESPACE])
-    tally = Tally()
+    parts: list[NamespacePart] = stored_parts(bulk, [NAMESPACE])
+    counters = Counters()
     for unit in work.parts(parts, {NAMESPACE: read_namespace(bulk, NAMESPACE)}):
-        unit.work(tally, lambda: None)
-    assert tally.counts["exported"] == 3
+        unit.work(counters, lambda: None)
+    assert counters.counts["exported"] == 3
     return out, sorted(lines, key=lambda line: line.token_start)
 
 
-def bring(source: tuple[MemoryStore, list[Line]], bulk: MemoryStore, index: MemoryIndex) -> Tally:
+def bring(
+    source: tuple[MemoryStore, list[ManifestLine]], bulk: MemoryStore, index: MemoryIndex
+) -> Counters:
     out, lines = source
-    view, tally = view_of(bulk, index), Tally()
+    view, counters = view_of(bulk, index), Counters()
     found = arrivals(view, out, [NAMESPACE])
-    work = BringIn(view, out, found, budget=Budget(1 << 20), codec="none")
+    work = Import(view, out, found, budget=Budget(1 << 20), codec="none")
     work.documents()
     for unit in (*work.lines(lines), *work.shapes()):
-        unit.work(tally, lambda: None)
-    return tally
+        unit.work(counters, lambda: None)
+    return counters
 
 
 def test_a_record_is_published_only_when_its_payload_can_be_read(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     bulk = MemoryStore()
     seen: list[bool] = []
@@ -81,7 +89,7 @@ def test_a_record_is_published_only_when_its_payload_can_be_read(
 
 
 def test_a_payload_that_cannot_be_stored_is_not_announced(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     class Full(MemoryStore):
         def put_if_absent(self, key: str, value: Buffer) -> bool:
@@ -96,7 +104,9 @@ def test_a_payload_that_cannot_be_stored_is_not_announced(
     assert index.lease(source[1][0].key, "a replica", ttl_ms=1_000), "the lease was given back"
 
 
-def test_what_a_replica_is_saving_is_left_to_it(source: tuple[MemoryStore, list[Line]]) -> None:
+def test_what_a_replica_is_saving_is_left_to_it(
+    source: tuple[MemoryStore, list[ManifestLine]],
+) -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     index.lease(source[1][1].key, "a replica", ttl_ms=60_000)
     counts = bring(source, bulk, index).counts
@@ -105,7 +115,7 @@ def test_what_a_replica_is_saving_is_left_to_it(source: tuple[MemoryStore, list[
 
 
 def test_half_a_payload_that_lies_there_is_replaced(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     path = source[1][0].key
@@ -115,7 +125,7 @@ def test_half_a_payload_that_lies_there_is_replaced(
 
 
 def test_a_payload_of_another_codec_that_is_right_stays_and_is_announced(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     [*keys] = save(bulk, None, codec="zstd")
@@ -127,20 +137,20 @@ def test_a_payload_of_another_codec_that_is_right_stays_and_is_announced(
 
 
 def test_the_identity_is_written_before_any_payload(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     bulk = MemoryStore()
     out, _ = source
     found = arrivals(view_of(bulk, MemoryIndex()), out, [NAMESPACE])
     assert [one.document for one in found] == [IDENTITY.canonical()]
     assert list(bulk.scan("")) == []
-    work = BringIn(view_of(bulk, MemoryIndex()), out, found, budget=Budget(1 << 20), codec="none")
+    work = Import(view_of(bulk, MemoryIndex()), out, found, budget=Budget(1 << 20), codec="none")
     assert work.documents() == 1
     assert [entry.key for entry in bulk.scan("")] == [identity_path(NAMESPACE)]
 
 
 def test_a_document_of_another_namespace_is_none(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     out, _ = source
     with pytest.raises(ConfigError, match="a foreign namespace"):
@@ -171,7 +181,7 @@ def test_what_is_no_kv_of_chunks_is_refused_with_a_sentence(
 
 
 def test_bytes_that_have_a_record_already_take_no_room(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     out, lines = source
     bulk, index = MemoryStore(), MemoryIndex()
@@ -215,20 +225,20 @@ def test_the_memory_that_is_taken_is_the_memory_that_is_needed() -> None:
     )
     out.put(key.path(), made)
     digest = sha256(made).hexdigest()
-    line = Line(key.path(), 0, CHUNK, root_hash(name).hex(), len(made), digest)
+    line = ManifestLine(key.path(), 0, CHUNK, root_hash(name).hex(), len(made), digest)
     del made
     view, budget = view_of(Forgetful(), MemoryIndex()), Measured()
     found = arrivals(view, out, [name])
-    work = BringIn(view, out, found, budget=budget, codec="zstd")
+    work = Import(view, out, found, budget=budget, codec="zstd")
     [unit] = work.lines([line])
-    tally = Tally()
+    counters = Counters()
     tracemalloc.start()
     try:
-        unit.work(tally, lambda: None)
+        unit.work(counters, lambda: None)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert tally.counts["added"] == 1
+    assert counters.counts["added"] == 1
     assert peak < budget.taken + (1 << 20)
 
 
@@ -248,7 +258,7 @@ class Forgetful(MemoryStore):
 
 
 def test_a_shard_of_which_nothing_was_brought_in_is_not_announced(
-    source: tuple[MemoryStore, list[Line]],
+    source: tuple[MemoryStore, list[ManifestLine]],
 ) -> None:
     out, lines = source
     strange = lines[0].key.replace("L0-2", "L0-64")

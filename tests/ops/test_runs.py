@@ -15,10 +15,10 @@ from objkv.ops.runs import (
     FINDINGS_MAX,
     Check,
     Checkpoint,
-    Crew,
+    Counters,
     Finding,
-    Tally,
     Unit,
+    WorkPool,
     checkpoint_file,
 )
 
@@ -36,7 +36,7 @@ class Work:
         ]
 
     def _unit(self, name: str, trouble: BaseException | None) -> Unit:
-        def work(tally: Tally, check: Check) -> None:
+        def work(counters: Counters, check: Check) -> None:
             check()
             if isinstance(trouble, KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -44,7 +44,7 @@ class Work:
                 check()
             elif trouble is not None:
                 raise trouble
-            tally.find("done", name, 1)
+            counters.find("done", name, 1)
             with self._lock:
                 self.done[name] += 1
 
@@ -53,11 +53,11 @@ class Work:
 
 def test_all_units_are_done_once_and_counted() -> None:
     work, checkpoint, told = Work(), Checkpoint(None), []
-    crew = Crew(checkpoint, workers=4)
-    crew.run(work.units(50), lambda done, total: told.append((done, total)))
-    assert crew.ending == "complete"
+    pool = WorkPool(checkpoint, workers=4)
+    pool.run(work.units(50), lambda done, total: told.append((done, total)))
+    assert pool.ending == "complete"
     assert set(work.done.values()) == {1}
-    assert (checkpoint.tally.counts["done"], checkpoint.tally.nbytes["done"]) == (50, 50)
+    assert (checkpoint.counters.counts["done"], checkpoint.counters.nbytes["done"]) == (50, 50)
     assert (told[0], told[-1]) == ((0, 50), (50, 50))
 
 
@@ -65,20 +65,20 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     file = tmp_path / "progress" / "sweep.json"
     work = Work()
     first = Checkpoint(file)
-    crew = Crew(first, workers=2)
-    crew.run(work.units(40, trouble={"20": KeyboardInterrupt()}))
-    assert crew.ending == "interrupted"
-    crew.run(work.units(40))  # what would follow is not begun
+    pool = WorkPool(first, workers=2)
+    pool.run(work.units(40, trouble={"20": KeyboardInterrupt()}))
+    assert pool.ending == "interrupted"
+    pool.run(work.units(40))  # what would follow is not begun
     first.close(complete=False)
     assert 0 < sum(work.done.values()) < 40
 
     second = Checkpoint(file)
     assert second.resumed
-    crew = Crew(second, workers=2)
-    crew.run(work.units(40))
+    pool = WorkPool(second, workers=2)
+    pool.run(work.units(40))
     second.close(complete=True)
-    assert crew.ending == "complete"
-    assert second.tally.counts["done"] == 40
+    assert pool.ending == "complete"
+    assert second.counters.counts["done"] == 40
     assert set(work.done.values()) == {1}
     third = Checkpoint(file)
     assert not third.resumed
@@ -88,7 +88,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_the_first_error_ends_the_run_and_what_was_done_is_kept(tmp_path: Path) -> None:
     work, checkpoint = Work(), Checkpoint(tmp_path / "file")
     with pytest.raises(StoreUnavailable, match="gone"):
-        Crew(checkpoint, workers=1).run(work.units(40, trouble={"9": StoreUnavailable("gone")}))
+        WorkPool(checkpoint, workers=1).run(work.units(40, trouble={"9": StoreUnavailable("gone")}))
     checkpoint.close(complete=False)
     again = Checkpoint(tmp_path / "file")
     assert again.done == {str(number) for number in range(9)}
@@ -99,28 +99,28 @@ def test_what_is_never_done_for_good_is_done_in_every_run(tmp_path: Path) -> Non
     work = Work()
     for run in (1, 2):
         checkpoint = Checkpoint(tmp_path / "file")
-        crew = Crew(checkpoint, workers=1)
-        crew.run([replace(unit, again=True) for unit in work.units(3)])
-        assert (crew.partial.counts["done"], sum(work.done.values())) == (3, 3 * run)
+        pool = WorkPool(checkpoint, workers=1)
+        pool.run([replace(unit, again=True) for unit in work.units(3)])
+        assert (pool.partial.counts["done"], sum(work.done.values())) == (3, 3 * run)
         checkpoint.close(complete=False)
-        assert (checkpoint.done, checkpoint.tally.counts["done"]) == (set(), 0)
+        assert (checkpoint.done, checkpoint.counters.counts["done"]) == (set(), 0)
 
 
 def test_nothing_is_begun_after_the_deadline() -> None:
     now = 0.0
     work, checkpoint = Work(), Checkpoint(None)
-    crew = Crew(checkpoint, workers=1, deadline_s=5.0, clock=lambda: now)
-    crew.run(work.units(3))
+    pool = WorkPool(checkpoint, workers=1, deadline_s=5.0, clock=lambda: now)
+    pool.run(work.units(3))
     now = 5.0
-    crew.run(work.units(6))
-    assert crew.ending == "deadline"
+    pool.run(work.units(6))
+    assert pool.ending == "deadline"
     assert sum(work.done.values()) == 3
 
 
 def test_a_second_run_at_once_keeps_no_checkpoint(tmp_path: Path) -> None:
     first, second = Checkpoint(tmp_path / "file"), Checkpoint(tmp_path / "file")
     assert (first.is_kept, second.is_kept) == (True, False)
-    second.finish("a", Tally())
+    second.finish("a", Counters())
     second.close(complete=False)
     first.close(complete=True)
 
@@ -141,7 +141,7 @@ def test_what_was_found_long_ago_is_looked_at_again(tmp_path: Path) -> None:
         first = Checkpoint(tmp_path / "file", clock=lambda: now)
         first.done.clear()
         first._begun_s = now
-        first.finish("a", Tally())
+        first.finish("a", Counters())
         first.close(complete=False)
         again = Checkpoint(tmp_path / "file", clock=lambda age_s=age_s: now + age_s)
         assert again.resumed is resumed
@@ -155,14 +155,14 @@ def test_settings_that_decide_what_is_done_have_a_file_each(tmp_path: Path) -> N
 
 
 def test_findings_beyond_the_bound_are_counted() -> None:
-    tally = Tally()
+    counters = Counters()
     for number in range(FINDINGS_MAX + 5):
-        tally.find("orphan", str(number), 2)
-    both = Tally()
-    both.add(tally)
-    both.add(tally)
+        counters.find("orphan", str(number), 2)
+    both = Counters()
+    both.add(counters)
+    both.add(counters)
     assert both.counts["orphan"] == 2 * (FINDINGS_MAX + 5)
     assert len(both.findings) == FINDINGS_MAX
     assert len(both.findings) + both.omitted == both.counts["orphan"]
-    assert Tally.parse(both.plain()) == both
+    assert Counters.parse(both.plain()) == both
     assert both.findings[0] == Finding("orphan", "0", 2)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from objkv.errors import ObjkvError
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.prompts import WarmPrompt
 
 Trouble = Literal["busy", "down", "failed", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PrefillRequest:
     """One token after this prompt, please."""
 
     tokens: Sequence[int]
@@ -21,14 +21,14 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class PrefillReply:
     """It was computed; what it saves may still be on its way."""
 
     cached_tokens: int | None
     """Of the prompt, loaded or from the engine's own cache; None if it does not tell."""
 
 
-class AskError(ObjkvError):
+class PrefillError(ObjkvError):
     """No reply. ``busy``: later; ``down``: nobody is there, try another; ``failed``: this request
     only, it may be repeated; ``refused``: it will be refused again."""
 
@@ -39,8 +39,8 @@ class AskError(ObjkvError):
         """Not before so many seconds, if it told."""
 
 
-class Asker(Protocol):
-    """Who computes prompts, and saves them. Safe from many threads; raises ``AskError``."""
+class Prefiller(Protocol):
+    """Who computes prompts, and saves them. Safe from many threads; raises ``PrefillError``."""
 
     @property
     def name(self) -> str:
@@ -53,10 +53,10 @@ class Asker(Protocol):
     def check(self) -> None:
         """Returns if it would take a request."""
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
         """The token ids of a prompt, as a request of it would have them."""
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: PrefillRequest) -> PrefillReply:
         """Have it computed; waits."""
 
     def close(self) -> None:

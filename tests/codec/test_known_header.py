@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from objkv.codec import header
 from objkv.codec import known_header as expected
 from objkv.codec.header import parse, render
-from objkv.codec.known_header import FORMS_MAX, form_of, parse_expected
+from objkv.codec.known_header import FORMS_MAX, form_of, parse_known
 from objkv.codec.payload import (
     CODECS,
     Claim,
@@ -77,7 +77,7 @@ def with_layers(
     payload: bytes | bytearray, layers: tuple[LayerSpec, ...] = LAYERS, claim: Claim = CLAIM
 ) -> Header | str | object:
     """What comes of ``payload``, after a check that it is the same whatever is known of it."""
-    result = outcome(lambda view: parse_expected(view, claim, layers), payload)
+    result = outcome(lambda view: parse_known(view, claim, layers), payload)
     assert result == outcome(parse, payload)
     return result
 
@@ -95,7 +95,7 @@ def no_json(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("JSON was parsed")
 
     for layers in (LAYERS, ODD):
-        parse_expected(memoryview(rendered(layers)), CLAIM, layers)
+        parse_known(memoryview(rendered(layers)), CLAIM, layers)
     monkeypatch.setattr(header, "load_object", refuse)
 
 
@@ -112,7 +112,7 @@ ODD = (
 def test_an_uncompressed_header_of_known_layers_is_read_without_json(
     layers: tuple[LayerSpec, ...],
 ) -> None:
-    found = parse_expected(memoryview(rendered(layers)), CLAIM, layers)
+    found = parse_known(memoryview(rendered(layers)), CLAIM, layers)
     assert found.claim == CLAIM
     assert found.provenance == PROVENANCE
     assert all(frame.layer is layer for frame, layer in zip(found.frames, layers, strict=True))
@@ -138,12 +138,12 @@ def test_what_is_written_is_what_render_writes(
     text = rendered(layers, claim, provenance)
     header = parse(memoryview(text))
     plain = provenance.tokens is None and not set(provenance.writer) & {'"', "\\"}
-    told = form.told(provenance)
+    told = form.provenance_text(provenance)
     assert (told is not None) == plain
     if told is not None:
         sealing = Sealing(claim, provenance, len(layers), None)
         sums = header.frames.checksums, header.frames.proofs
-        assert form.write(claim, told, sums, sealing) == (text, header)
+        assert form.write(told, sums, sealing) == (text, header)
 
 
 def test_threads_that_read_headers_of_other_lengths_do_not_see_each_others() -> None:
@@ -157,7 +157,7 @@ def test_threads_that_read_headers_of_other_lengths_do_not_see_each_others() -> 
 
     def read(text: bytes) -> bool:
         view = memoryview(text)
-        found = (parse_expected(view, CLAIM, many) for _ in range(2_000))
+        found = (parse_known(view, CLAIM, many) for _ in range(2_000))
         return all(one.data_start == one.frames.starts[0] == len(text) for one in found)
 
     with ThreadPoolExecutor(4) as pool:

@@ -11,7 +11,7 @@ from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.export.import_ import check_fits, check_told
-from objkv.ops.export.manifest import Line
+from objkv.ops.export.manifest import ManifestLine
 from tests.ops.world import CHUNK, IDENTITY, LEFT, TOKENS, WHOLE
 
 FULL = IDENTITY.groups[0]
@@ -163,7 +163,9 @@ def test_a_quantised_checkpoint_may_decide_the_dtype_itself() -> None:
 def test_what_the_manifest_says_of_a_payload_is_what_it_claims() -> None:
     header = payload(IDENTITY, (2, 2, 8, 8))
     claim = header.claim
-    line = Line(claim.key.path(), 0, CHUNK, claim.parent_hash.hex(), header.nbytes, "0" * 64)
+    line = ManifestLine(
+        claim.key.path(), 0, CHUNK, claim.parent_hash.hex(), header.nbytes, "0" * 64
+    )
     check_told(header, line)
     for wrong in (
         replace(line, token_start=1),
