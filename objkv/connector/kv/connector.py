@@ -130,7 +130,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        """True: the paged cache is let go before its memory is. vLLM 0.33 asks."""
+        """True: the paged cache is let go before its memory is. Used by vLLM 0.33."""
         return True
 
     @guarded(None)
@@ -248,7 +248,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(tuple["KVCacheEvent", ...]())
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
-        """What is stored, where vLLM wants to know; it asks once a step, having its result."""
+        """KV events, where vLLM has them enabled; called once a step, with its result."""
         return self._side().end_step()
 
     def request_finished(

@@ -117,7 +117,7 @@ class RequestHashes:
 
     @property
     def chain(self) -> PrefixChain:
-        """What ``ready`` told of can be read from it."""
+        """Holds the hashes that ``ready`` counted."""
         assert self._chain is not None
         return self._chain
 
@@ -191,7 +191,7 @@ class TrackedRequest:
     request: "Request"
     namespace: str
     deadline: float = inf
-    """Of what is asked in the background before its chunks can be looked up."""
+    """Of what is read in the background before its chunks can be looked up."""
     hashes: RequestHashes | None = None
     """None while its adapter is not known."""
     records: Records = ()
@@ -220,7 +220,7 @@ class TrackedRequest:
         return headers.get("traceparent") if headers else None
 
     def due(self, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each told once."""
+        """Chunks to save now that ``computed`` leading chunks are, each returned once."""
         if computed <= self.planned and not self.again:
             return []
         again = set(sorted(chunk for chunk in self.again if chunk < computed)[:_RETRIES_MAX])
@@ -232,7 +232,7 @@ class TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What a match came to, kept because the scheduler asks in a hot loop."""
+    """What a match came to, kept because the scheduler matches in a hot loop."""
 
     records: Records
     num_tokens: int
@@ -309,7 +309,7 @@ class RequestTracker:
             tracked.again.add(chunk)
 
     def reject(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Chunks turned out not to be stored: whoever computes them is to save them."""
+        """Chunks turned out not to be stored: requests that compute them are to save them."""
         rejected = frozenset(prefix_hashes)
         if not rejected:
             return
@@ -343,7 +343,7 @@ class RequestTracker:
         return self.records(tracked) is None
 
     def due(self, tracked: TrackedRequest, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each told once; those whose
+        """Chunks to save now that ``computed`` leading chunks are, each returned once; those whose
         hashes are still being computed in a later step."""
         hashes = self.hashes(tracked)
         if hashes is None:

@@ -280,7 +280,7 @@ class SchedulerSide:
         return True
 
     def reset(self, *, clean: bool) -> bool:
-        """Forget everything stored so far, as far as this replica is concerned; see ``Namespace``.
+        """Use nothing that was stored so far; see ``Namespace``.
 
         Weights may have changed: requests under way neither load nor save any more.
         """

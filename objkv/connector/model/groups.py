@@ -50,7 +50,7 @@ class Geometry:
     @property
     def stored_groups(self) -> tuple[GroupIdentity, ...]:
         """The groups as payloads know them: where tokens may be dealt into blocks of any size, that
-        of this replica is nobody's business, and what cannot be taken apart is one token."""
+        of this replica does not matter, and what cannot be taken apart is one token."""
         return tuple(
             replace(group, block_size=1) if self._is_divisible(group) else group
             for group in self.groups
@@ -134,7 +134,7 @@ def whole_groups(
     Args:
         groups: those of one rank, as vLLM gives them to it, or to the scheduler.
 
-    Raises ``ConfigError`` where the layers of other ranks cannot be told.
+    Raises ``ConfigError`` where the layers of other ranks cannot be derived.
     """
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     if pp_size == 1:
@@ -265,7 +265,7 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
     elif isinstance(spec, ChunkedLocalAttentionSpec):
         window = spec.attention_chunk_size
         if window % spec.block_size:
-            # vLLM 0.32 takes a block that lies across such a boundary for one that nobody reads.
+            # vLLM 0.32 takes a block that lies across such a boundary for one that is never read.
             raise ConfigError(
                 f"the local attention of {layers[0]} begins anew every {window} tokens, within "
                 f"blocks of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"

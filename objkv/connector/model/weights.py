@@ -234,7 +234,7 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
 
 
 def _sampled(paths: Sequence[Path]) -> list[bytes]:
-    """A SHA-256 for every file: over samples of its tensors, or all bytes if it does not tell where
+    """A SHA-256 for every file: over samples of its tensors, or all bytes if it does not say where
     they are."""
     spans = {path: found for path in paths if (found := _tensor_spans(path)) is not None}
     untold = [path for path in paths if path not in spans]
@@ -251,23 +251,23 @@ def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _whole(paths: Sequence[Path]) -> list[bytes]:
-    """The SHA-256 of every file; several at once, and told how far it is."""
-    tell = _Progress(sum(path.stat().st_size for path in paths)).add
+    """The SHA-256 of every file; several at once, with progress logged."""
+    read_bytes = _Progress(sum(path.stat().st_size for path in paths)).add
 
     def read(path: Path) -> bytes:
-        return _read_whole(path, tell)
+        return _read_whole(path, read_bytes)
 
     with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
         return list(pool.map(read, paths))
 
 
-def _read_whole(path: Path, tell: Callable[[int], None]) -> bytes:
+def _read_whole(path: Path, on_progress: Callable[[int], None]) -> bytes:
     digest = hashlib.sha256()
     piece = bytearray(_PIECE)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
             digest.update(memoryview(piece)[:count])
-            tell(count)
+            on_progress(count)
     return digest.digest()
 
 
@@ -301,7 +301,7 @@ def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
     """Where in a safetensors file its header and each of its tensors are; None if that is not
-    told, or not for all of the file."""
+    known, or not for all of the file."""
     if path.suffix != ".safetensors":
         return None
     size = path.stat().st_size
