@@ -29,7 +29,7 @@ from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
 from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, failure
 from objkv.testing.servers.redis import valkey_server
-from tests.ops.world import NAMESPACE, WHOLE, save
+from tests.support.samples import NAMESPACE, WHOLE, save
 
 NOBODY = "redis://127.0.0.1:1"
 

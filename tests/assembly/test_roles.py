@@ -10,7 +10,7 @@ from objkv.assembly.backends import Backends, check_backends, open_backends
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied
 from objkv.telemetry import NullRecorder
-from tests.ops.world import NAMESPACE, save
+from tests.support.samples import NAMESPACE, save
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:

@@ -13,7 +13,7 @@ from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.servers.redis import wait_until
-from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 BOUND_S = 60
 OTHER = "f" * 32

@@ -20,11 +20,11 @@ from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
 from objkv.testing.servers.ceph_users import CephUsers
 from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
-from tests.ops.world import NAMESPACE as FLEETS
-from tests.ops.world import save, save_identity
 from tests.services.access_fleet import Fleet, run
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
 from tests.services.s3_fixtures import BUCKET, PART_BYTES, s3_config
+from tests.support.samples import NAMESPACE as FLEETS
+from tests.support.samples import save, save_identity
 from tests.transfer.world import HASHES, Replica
 from tests.transfer.world import NAMESPACE as CHUNKS
 

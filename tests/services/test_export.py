@@ -13,8 +13,8 @@ from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
 from objkv.testing.servers.redis import RedisServer
 from tests.cli.conftest import Machine, Run, home, machine, run
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS
 from tests.services.fleet_fixtures import use_servers, valkey
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
 __all__ = ["home", "machine", "run", "valkey"]
 

@@ -10,11 +10,11 @@ from objkv.telemetry import NullRecorder
 from objkv.testing.servers.ceph import S3Server
 from objkv.testing.servers.redis import RedisServer
 from tests.cli.conftest import Run, home, run
-from tests.cli.upkeep_story import (
+from tests.services.fleet_fixtures import use_servers, valkey
+from tests.support.upkeep import (
     check_that_a_wiped_index_is_restored,
     check_that_all_is_found_and_mended,
 )
-from tests.services.fleet_fixtures import use_servers, valkey
 
 __all__ = ["home", "run", "valkey"]
 
