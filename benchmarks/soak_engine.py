@@ -24,13 +24,13 @@ from benchmarks.soak_engine_faults import Faults, Targets
 from objkv.assembly.backends import open_bulk
 from objkv.config import Config
 from objkv.ops.demo.job import VOCABULARY
+from objkv.ops.programs import die_with_parent
 from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.quick_s3 import QuickS3
-from objkv.testing.servers.redis import RedisServer, valkey_server
-from objkv.testing.servers.spoil_redis import SpoilRedis
-from objkv.testing.servers.spoil_s3 import SpoilS3
+from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.servers.spoil_redis import SpoilRedis
+from tests.support.servers.spoil_s3 import SpoilS3
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULT_S, PAUSE_S = 1.2, 1.6

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from objkv.stores.base import PruneStore
-from objkv.testing.servers.quick_s3 import QuickS3
-from objkv.testing.servers.redis import RedisServer
-from objkv.testing.servers.spoil import Spoil
-from objkv.testing.servers.spoil_redis import SpoilRedis
-from objkv.testing.servers.spoil_s3 import SpoilS3
+from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.redis import RedisServer
+from tests.support.servers.spoil import Spoil
+from tests.support.servers.spoil_redis import SpoilRedis
+from tests.support.servers.spoil_s3 import SpoilS3
 
 LAG_S = 0.4
 S3_ERRORS = ("503 SlowDown", "500 InternalError", "403 AccessDenied", "404 NoSuchKey")

@@ -201,7 +201,7 @@ def _preload() -> None:
 
 
 def _become(job: dict[str, Any]) -> None:
-    from objkv.testing.servers.lifetime import die_with_parent
+    from objkv.ops.programs import die_with_parent
 
     die_with_parent()
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -12,7 +12,7 @@ from benchmarks.soak_prompts import Documents, payload_paths
 from objkv.errors import StoreUnavailable
 from objkv.stores.base import PruneStore
 from objkv.testing.flaky import FlakyStore
-from objkv.testing.servers.redis import RedisServer
+from tests.support.servers.redis import RedisServer
 
 RETIRED_AT_ONCE = 2
 

@@ -37,8 +37,8 @@ from objkv.assembly.backends import open_bulk
 from objkv.config import CodecName, Config
 from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
-from objkv.testing.servers.redis import RedisServer, valkey_server
+from tests.support.servers.ceph import ceph_missing, ceph_radosgw
+from tests.support.servers.redis import RedisServer, valkey_server
 
 CODECS: tuple[CodecName, ...] = ("auto", "none", "blosc", "zstd", "lz4")
 FAULT_S, PAUSE_S = 0.5, 0.3

@@ -23,8 +23,8 @@ from objkv.ops.demo.fleet import (  # noqa: E402
     running_fleet,
 )
 from objkv.ops.demo.job import SCALES, VOCABULARY, Prompt  # noqa: E402
-from objkv.ops.demo.process import ProgramFailed  # noqa: E402
 from objkv.ops.demo.replicas import Place, prepared  # noqa: E402
+from objkv.ops.programs import ProgramFailed  # noqa: E402
 from scripts.record_terminal import picture, record, thinned  # noqa: E402
 
 SIZE = (148, 26)

@@ -23,7 +23,7 @@ from objkv.config import load_config, resolve_config
 from objkv.errors import ConfigError, ObjkvError
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
-from objkv.testing.servers.listener import Listener
+from tests.support.servers.listener import Listener
 
 IN_URL = "url/password+one"
 IN_SETTING = "setting:password@two"
@@ -223,7 +223,7 @@ def errors_of(backends: Backends) -> Iterator[BaseException]:
             store.check,
             functools.partial(store.get, key),
             functools.partial(store.get_into, key, buffer),
-            functools.partial(store.get_range_into, key, 0, buffer),
+            functools.partial(store.get_into, key, buffer, start=0),
             functools.partial(store.head, key),
             functools.partial(store.put, key, b"x"),
             functools.partial(store.put_if_absent, key, b"x"),

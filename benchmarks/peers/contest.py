@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.pool import Crew, Entrant, PeerFailed
+from benchmarks.peers.crew import Crew, Entrant, PeerFailed
 
 LAYERS = 32
 LOOKUP_BYTES, LOOKUP_CHUNKS = 64 << 10, 128

@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.contest import Contest, Options, Result, Row
-from benchmarks.peers.pool import ENTRANTS, Entrant
+from benchmarks.peers.crew import ENTRANTS, Entrant
 from objkv.config import Config
 from objkv.stores.s3.client import open_s3_client
-from objkv.testing.servers.quick_s3 import quick_s3_process
-from objkv.testing.servers.redis import valkey_server
+from tests.support.servers.quick_s3 import quick_s3_process
+from tests.support.servers.redis import valkey_server
 
 BUCKET = "bench"
 VALKEY = ("--maxmemory", "4gb", "--maxmemory-policy", "noeviction", "--io-threads", "1")

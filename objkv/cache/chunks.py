@@ -41,12 +41,14 @@ class HotCopies:
         self._lost: OrderedDict[str, None] = OrderedDict()
         self._distrusted: OrderedDict[str, None] = OrderedDict()
 
-    def get(self, path: str, get: Callable[[WriteStore], int | None]) -> int | None:
-        """What ``get`` finds of a promised copy; None where bulk has to be asked."""
+    def get_into(
+        self, path: str, buffer: memoryview, arrived: Arrived | None, start: int | None
+    ) -> int | None:
+        """What there is of a promised copy, in ``buffer``; None where bulk has to be asked."""
         if self._store is None or self._is_distrusted(path):
             return None
         try:
-            nbytes = get(self._store)
+            nbytes = self._store.get_into(path, buffer, arrived, start)
         except StoreError:
             self._recorder.count("hot_errors")
             return None
@@ -271,49 +273,25 @@ class ChunkCache:
         hot: bool,
         arrived: Arrived | None = None,
         on_hot: Callable[[], None] = lambda: None,
+        start: int | None = None,
     ) -> int | None:
-        """The payload into ``buffer``; its length, or None. Unverified: the caller opens it.
+        """The payload, or from ``start`` on what of it fits, into ``buffer``: see ``ReadStore``.
+        Unverified: the caller opens it.
 
-        ``hot``: whether the record promised a copy in the hot store, which is then asked first. Of
-        that copy ``arrived`` is told when all is there, and before that only that something comes:
-        if that store fails halfway bulk writes over it, and of what ``arrived`` was told of a lane
-        may still be copying. ``on_hot`` is called if that copy is what was read.
+        ``hot``: whether the record promised a copy in the hot store, which is then read first. Of
+        that copy ``arrived`` reports only the end, and before that 0 bytes: if that store fails
+        halfway bulk writes over it, and a lane may still be copying bytes that were reported.
+        ``on_hot`` is called if that copy is what was read.
         """
         path = key.path()
-        told, nbytes = _told_at_the_end(arrived), None
         if hot:
-            nbytes = self._hot.get(path, lambda store: store.get_into(path, buffer, told))
-        if nbytes is None:
-            return self._bulk.get_into(path, buffer, arrived)
-        on_hot()
-        if arrived is not None:
-            arrived(nbytes)
-        return nbytes
-
-    def get_range_into(
-        self,
-        key: ChunkKey,
-        start: int,
-        buffer: memoryview,
-        *,
-        hot: bool,
-        arrived: Arrived | None = None,
-        on_hot: Callable[[], None] = lambda: None,
-    ) -> int | None:
-        """Bytes ``[start, start + len(buffer))`` of the payload into ``buffer``, fewer where it
-        ends before; how many, or None. Else as ``get_into``."""
-        path = key.path()
-        told, nbytes = _told_at_the_end(arrived), None
-        if hot:
-            nbytes = self._hot.get(
-                path, lambda store: store.get_range_into(path, start, buffer, told)
-            )
-        if nbytes is None:
-            return self._bulk.get_range_into(path, start, buffer, arrived)
-        on_hot()
-        if arrived is not None:
-            arrived(nbytes)
-        return nbytes
+            nbytes = self._hot.get_into(path, buffer, report_at_end(arrived), start)
+            if nbytes is not None:
+                on_hot()
+                if arrived is not None:
+                    arrived(nbytes)
+                return nbytes
+        return self._bulk.get_into(path, buffer, arrived, start)
 
     def has_room(self) -> bool:
         """Whether to save anything at all: not while the place is above its quota."""
@@ -441,7 +419,8 @@ class ChunkCache:
                 self._repeats.keep(key.path())
 
 
-def _told_at_the_end(arrived: Arrived | None) -> Arrived | None:
+def report_at_end(arrived: Arrived | None) -> Arrived | None:
+    """Reports that bytes come, but none of them: the caller reports all when they are there."""
     return None if arrived is None else lambda _: arrived(0)
 
 

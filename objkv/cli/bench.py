@@ -33,7 +33,7 @@ from objkv.ops.bench.harness import (
 )
 from objkv.ops.bench.lookup import bench_lookup
 from objkv.ops.bench.store import bench_store
-from objkv.ops.demo.process import ProgramFailed
+from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
 
 # How benchmarks are shown: a table, a JSON document, a drawing of the ratios.

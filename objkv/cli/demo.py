@@ -22,12 +22,12 @@ from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
 from objkv.ops.demo.fleet import ask_fleet, running_fleet
 from objkv.ops.demo.job import CONNECTOR, Size, prompts_of
-from objkv.ops.demo.process import ProgramFailed
 from objkv.ops.demo.replicas import Place, prepared, show_replicas
 from objkv.ops.demo.report import DemoReport, Row, Stored
 from objkv.ops.doctor.doctor import installed_version
 from objkv.ops.formats import printable
 from objkv.ops.listing import list_namespaces
+from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
 
 # How the demo is shown: steps while it runs, then a table, or one JSON document.

@@ -117,6 +117,10 @@ class Config(BaseModel):
     """Overrides the model's name in the identity, e.g. when mount paths differ."""
     weights_epoch: int = Field(default=0, ge=0)
     """Raise it to start afresh after weights changed in place."""
+    vllm_patches: bool = True
+    """Whether objkv wraps methods of vLLM that inform no connector when weights change in place,
+    adapters come and go, or an engine sleeps. Without it call
+    ``reset_prefix_cache(reset_connector=True)`` after each such change."""
     weights_digest: Literal["sampled", "full"] = "sampled"
     """How weights are told from others: ``sampled``, by headers and some pages of every tensor
     (files other than safetensors by all bytes); ``full``, by all bytes, a minute for 100 GB at the

@@ -17,7 +17,7 @@ _WALK_FACTOR = 12
 
 class DeadlineIndex(WrappedIndex):
     """Each call ends ``seconds`` after it began, what operators use to look around (each record of
-    a scan) after twelve times as long, if its sockets are punctual: see ``objkv.net.deadline``."""
+    a scan) after twelve times as long, if its sockets keep deadlines: ``objkv.net.deadline``."""
 
     def __init__(self, inner: WriteIndex, seconds: float) -> None:
         super().__init__(inner)

@@ -44,17 +44,12 @@ class WrappedStore:
         """As the inner store."""
         return self._around("get_range", lambda: self._inner.get_range(key, start, end))
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """As the inner store."""
-        return self._around("get_into", lambda: self._inner.get_into(key, buffer, arrived))
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         """As the inner store."""
-        return self._around(
-            "get_range_into", lambda: self._inner.get_range_into(key, start, buffer, arrived)
-        )
+        verb: Verb = "get_into" if start is None else "get_range_into"
+        return self._around(verb, lambda: self._inner.get_into(key, buffer, arrived, start))
 
     def head(self, key: str) -> Entry | None:
         """As the inner store."""

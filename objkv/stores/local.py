@@ -233,24 +233,17 @@ class LocalStore:
                 value += some_of(os.pread(fd, end - at, at), key)
             return value
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Read the file straight into ``buffer``: no copy in between."""
-        with self._opened(key) as opened:
-            if opened is None:
-                return None
-            fd, nbytes = opened
-            check_fits(key, nbytes, buffer)
-            read_into(key, fd, 0, buffer[:nbytes], arrived)
-            return nbytes
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Read the bytes straight into ``buffer``."""
+        """Read the file, or a part of it, straight into ``buffer``: no copy in between."""
         with self._opened(key) as opened:
             if opened is None:
                 return None
             fd, nbytes = opened
+            if start is None:
+                start = 0
+                check_fits(key, nbytes, buffer)
             part = buffer[: max(0, nbytes - start)]
             read_into(key, fd, start, part, arrived)
             return len(part)

@@ -69,15 +69,11 @@ class ObserveStore(WrappedStore):
         """As the inner store."""
         return self._read(super().get_range(key, start, end))
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """As the inner store."""
-        return self._read_into(super().get_into(key, buffer, arrived))
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         """As the inner store."""
-        return self._read_into(super().get_range_into(key, start, buffer, arrived))
+        return self._read_into(super().get_into(key, buffer, arrived, start))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """As the inner store."""

@@ -51,27 +51,16 @@ class SingleflightStore(WrappedStore):
         )
         return found
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
         """As the inner store; shared among buffers of equal length, so that a value which is too
         long for one is too long for all. A follower's bytes arrive all at once."""
         told = _Told(arrived)
         found: int | None = self._shared(
             key,
-            ("get_into", len(buffer)),
-            lambda: self._inner.get_into(key, buffer, told.leading),
-            buffer,
-        )
-        return told.finish(found)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
-    ) -> int | None:
-        """As the inner store; shared as ``get_into`` is."""
-        told = _Told(arrived)
-        found: int | None = self._shared(
-            key,
-            ("get_range_into", start, len(buffer)),
-            lambda: self._inner.get_range_into(key, start, buffer, told.leading),
+            ("get_into", -1 if start is None else start, len(buffer)),
+            lambda: self._inner.get_into(key, buffer, told.leading, start),
             buffer,
         )
         return told.finish(found)

@@ -1,4 +1,4 @@
-"""Contracts that every store and index is held to, fakes, and real servers for tests.
+"""Contracts that every store and index is held to, and fakes.
 
 Shipped, so that a store or an index written elsewhere can be held to the same promises.
 """

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from threading import Event, Lock
 from typing import TypeVar
 
-from objkv.stores.base import Arrived, PruneStore, copy_into, copy_range_into
+from objkv.stores.base import Arrived, PruneStore, copy_into
 from objkv.stores.guarded import Verb, WrappedStore
 
 T = TypeVar("T")
@@ -78,21 +78,15 @@ class FlakyStore(WrappedStore):
         spoilt = self._spoilt(value)
         return None if spoilt is None else spoilt[start:end]
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """As the inner store, spoilt if asked for."""
-        if self._spoil is None:
-            return super().get_into(key, buffer, arrived)
-        value = self._spoilt(self._around("get_into", lambda: self._inner.get(key)))
-        return None if value is None else copy_into(key, value, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """As the inner store; the whole value is spoilt, then cut."""
+        """As the inner store; if asked for the whole value is spoilt, then cut."""
         if self._spoil is None:
-            return super().get_range_into(key, start, buffer, arrived)
-        value = self._spoilt(self._around("get_range_into", lambda: self._inner.get(key)))
-        return None if value is None else copy_range_into(value, start, buffer, arrived)
+            return super().get_into(key, buffer, arrived, start)
+        verb: Verb = "get_into" if start is None else "get_range_into"
+        value = self._spoilt(self._around(verb, lambda: self._inner.get(key)))
+        return None if value is None else copy_into(key, value, buffer, arrived, start)
 
     def check(self) -> None:
         """As the inner store, unless it is down."""

@@ -302,12 +302,10 @@ class Fetcher:
         arrived = trace.decoding(landed)
         hot, started = is_hot(load, key), monotonic()
         buffer, on_hot = strip.payload[:nbytes], trace.came_hot
-        if count == 1:
-            got = self._cache.get_into(key, buffer, hot=hot, arrived=arrived, on_hot=on_hot)
-        else:
-            got = self._cache.get_range_into(
-                key, 0, buffer, hot=hot, arrived=arrived, on_hot=on_hot
-            )
+        start = None if count == 1 else 0
+        got = self._cache.get_into(
+            key, buffer, hot=hot, arrived=arrived, on_hot=on_hot, start=start
+        )
         if got is None:
             return None
         seconds = monotonic() - started - landing_s
@@ -336,8 +334,8 @@ class Fetcher:
         hot = is_hot(load, key)
         buffer = strip.payload[span.start : span.start + span.nbytes + span.last]
         arrived = trace.decoding(landing.arrived)
-        got = self._cache.get_range_into(
-            key, span.start, buffer, hot=hot, arrived=arrived, on_hot=trace.came_hot
+        got = self._cache.get_into(
+            key, buffer, hot=hot, arrived=arrived, on_hot=trace.came_hot, start=span.start
         )
         if got is None:
             return None

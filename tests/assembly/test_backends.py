@@ -27,9 +27,9 @@ from objkv.ops.doctor.probes import probe_index, probe_store
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
-from objkv.testing.servers.quick_s3 import Answer, QuickS3, Request, failure
-from objkv.testing.servers.redis import valkey_server
 from tests.support.samples import NAMESPACE, WHOLE, save
+from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
+from tests.support.servers.redis import valkey_server
 
 NOBODY = "redis://127.0.0.1:1"
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.peers.pool import ENTRANTS, ROOT, Entrant
 
 from benchmarks.peers.contest import RESTARTS_MAX, Contest, Options, Result, Row
+from benchmarks.peers.crew import ENTRANTS, ROOT, Entrant
 from benchmarks.peers.run import chosen, markdown
 
 FAKE = Path(__file__).with_name("fake_worker.py")

@@ -16,9 +16,9 @@ from objkv.cli.bench import bench_document, print_report, ratio_text
 from objkv.cli.output import Output
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.bench.harness import BenchReport, Machine, Row, Section, Setting, Target
-from objkv.ops.demo.process import Program
-from objkv.testing.servers.redis import wait_until
+from objkv.ops.programs import Program
 from tests.cli.conftest import Run
+from tests.support.servers.redis import wait_until
 
 REACHED = Row("fast", "GB/s", 3.0, 3.2, "memcpy", 0.94, Target(0.85), "verified")
 MISSED = Row("slow", "µs", 300.0, 20.0, "PING", 15.0, Target(8, at_most=True))

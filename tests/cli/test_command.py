@@ -112,7 +112,7 @@ def test_an_index_that_does_not_answer_is_3_and_a_sentence(run: Run, name: str) 
 def test_debug_shows_where_an_error_comes_from(run: Run) -> None:
     ran = run("--debug", "ls", "--index-url", "redis://127.0.0.1:1")
     assert ran.code == 3
-    assert "Traceback" in ran.err
+    assert "Traceback (most" in ran.err
     assert ran.err.splitlines()[-1].startswith("objkv: redis index")
 
 
@@ -124,7 +124,7 @@ def test_debug_shows_no_name_that_a_terminal_would_obey(
 
     assert guarded(work, debug=True) == 2
     told = capsys.readouterr().err
-    assert "Traceback" in told
+    assert "Traceback (most" in told
     assert told.count("\n") > 3
     assert "\x1b" not in told
     assert "\x07" not in told

@@ -17,9 +17,9 @@ from objkv.cli.output import Output
 from objkv.errors import ConfigError
 from objkv.ops.demo.fleet import Fleet, Server, ShownByFleet
 from objkv.ops.demo.job import Answer, Prompt, Size, prompts_of, warm_up_of
-from objkv.ops.demo.process import Program, ProgramFailed
 from objkv.ops.demo.replicas import Place, Shown, Tell, prepared
 from objkv.ops.demo.report import DemoReport, Row, Stored, compare
+from objkv.ops.programs import Program, ProgramFailed
 from tests.cli.conftest import Run
 
 PROMPTS = prompts_of("small")

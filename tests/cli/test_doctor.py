@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from objkv.testing.servers.redis import valkey_server
 from tests.cli.conftest import Run
+from tests.support.servers.redis import valkey_server
 
 REPORT_KEYS = ["verdict", "objkv", "python", "settings", "checks", "libraries"]
 CHECK_KEYS = ["area", "name", "status", "detail", "fix", "elapsed_ms"]

@@ -28,7 +28,6 @@ from objkv.ops.export.manifest import ManifestWriter, read_head, read_lines
 from objkv.stores.base import Buffer
 from objkv.stores.local import LocalStore
 from objkv.testing.damage import main as damage
-from objkv.testing.servers.redis import wait_until
 from tests.cli.conftest import Machine, Run
 from tests.support.samples import (
     CHUNK,
@@ -41,6 +40,7 @@ from tests.support.samples import (
     save,
     save_identity,
 )
+from tests.support.servers.redis import wait_until
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from objkv.testing.servers.redis import valkey_server, wait_until
 from tests.cli.conftest import Machine, Run
 from tests.ops.warm.fake_vllm import ADAPTER, ADAPTER_DIGEST, LONGEST, FakeVllm, Gate, Place
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, save_identity
+from tests.support.servers.redis import valkey_server, wait_until
 
 OBJKV = Path(sys.executable).with_name("objkv")
 KEYS = [

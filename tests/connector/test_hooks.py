@@ -1,10 +1,14 @@
-"""What is heard of vLLM where it tells no connector."""
+"""What objkv patches in vLLM, and what it does to blocks of failed loads."""
 
+import ast
+import importlib.util
 import inspect
 import logging
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,9 +17,17 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.version import __version__ as vllm_version
 
 from objkv.connector import hooks as module
-from objkv.connector.hooks import EngineHooks, follow_sleep, may_change_weights
+from objkv.connector.hooks import (
+    EngineHooks,
+    evict_failed,
+    follow_encoder_resets,
+    follow_sleep,
+    holds_nothing,
+    may_change_weights,
+)
 
 
 class Executor:
@@ -330,3 +342,108 @@ def test_where_vllm_tells_connectors_itself_its_worker_is_left_alone(
     follow_sleep(worker.asleep)
     worker.sleep(1)
     assert worker.asleep.heard == ["sleep"]
+
+
+class Manager:
+    """What is used of vLLM's ``KVCacheManager``."""
+
+    usage = 0.0
+
+    def __init__(self, tables: dict[str, list[int]]) -> None:
+        self._tables = tables
+        self.evicted: set[int] = set()
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (self._tables.get(request_id, []),)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted |= block_ids
+
+
+def test_the_first_failed_block_and_all_after_it_are_forgotten_in_every_request() -> None:
+    manager = Manager({"a": [1, 2, 3, 4], "b": [1, 2, 9], "c": [7, 8], "waiting": []})
+    evict_failed(cast(Any, manager), ["a", "b", "c", "waiting", "unknown"], [], {2})
+    assert manager.evicted == {2, 3, 4, 9}
+
+
+def test_they_are_forgotten_in_a_request_that_was_aborted_in_that_step_too() -> None:
+    """It has no blocks any more, but the prefix cache knows those computed after the failed one."""
+    manager = Manager({"b": [1, 2, 9]})
+    evict_failed(cast(Any, manager), ["b"], [[1, 2, 3, 4], [5, 6]], {2})
+    assert manager.evicted == {2, 3, 4, 9}
+
+
+def test_a_cache_holds_nothing_when_no_block_is_in_use() -> None:
+    manager = Manager({})
+    assert holds_nothing(cast(Any, manager))
+    manager.usage = 0.1
+    assert not holds_nothing(cast(Any, manager))
+    assert not holds_nothing(None)
+
+
+# What is private in vLLM, and which version broke it.
+
+
+@pytest.mark.parametrize("method", module.PATCHED)
+def test_what_is_patched_exists_in_this_vllm(method: str) -> None:
+    where, owner = module.PATCHED[method]
+    found = getattr(importlib.import_module(where), owner).__dict__
+    assert method in found, f"vLLM {vllm_version} has no {owner}.{method}"
+
+
+@pytest.mark.parametrize("name", module.PRIVATE)
+def test_private_names_exist_in_this_vllm(name: str) -> None:
+    for where in module.PRIVATE[name]:
+        spec = importlib.util.find_spec(where)
+        assert spec is not None, f"vLLM {vllm_version} has no {where}"
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text()
+        assert re.search(rf"\b{name}\b", source), f"{where} of vLLM {vllm_version} has no {name}"
+
+
+def test_no_private_name_of_another_object_is_used_that_is_not_in_the_table() -> None:
+    own = {"_getframe", "_job"}  # Python's, and of one class of objkv for another in its module
+    for path in Path(module.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        own |= {node.attr for node in ast.walk(tree) if is_stored_on_self(node)}
+        own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    used = {
+        name
+        for path in Path(module.__file__).parent.rglob("*.py")
+        for name in private_names(ast.parse(path.read_text()))
+    }
+    assert used - own <= module.PRIVATE.keys()
+
+
+def is_stored_on_self(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Attributes that are read by a private name, also by ``getattr``."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {
+        node.args[1].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") in ("getattr", "hasattr")
+        and isinstance(node.args[1], ast.Constant)
+    }
+    return {name for name in names if re.match(r"_[a-z]", name)}
+
+
+def test_the_switch_leaves_vllm_as_it_is(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    before = [dict(owner.__dict__) for owner in (EngineCore, Worker)]
+    EngineHooks(cast("Any", Side()), lambda: None, patches=False)
+    follow_sleep(worker.asleep, patches=False)
+    follow_encoder_resets(cast("Any", Side()), patches=False)
+    assert [dict(owner.__dict__) for owner in (EngineCore, Worker)] == before
+    assert "reset_prefix_cache(reset_connector=True)" in caplog.text

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
 from objkv.ops.backends_view import BackendsView
+from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.ceph import ceph_radosgw
-from objkv.testing.servers.far import Distance, Far
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.ports import free_port
-from objkv.testing.servers.quick_s3 import quick_s3_process
-from objkv.testing.servers.redis import RedisServer, valkey_server, wait_until
+from tests.support.servers.ceph import ceph_radosgw
+from tests.support.servers.far import Distance, Far
+from tests.support.servers.ports import free_port
+from tests.support.servers.quick_s3 import quick_s3_process
+from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 
 BUCKET = "kv-cache"
 PART_BYTES = 5 << 20

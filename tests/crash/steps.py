@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
-from objkv.testing.servers.lifetime import die_with_parent
+from objkv.ops.programs import die_with_parent
 
 VISIBLE = frozenset(
     {

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from objkv.ops.demo.fleet import Server
-from objkv.ops.demo.process import Program
-from objkv.testing.servers.ceph import ceph_missing, ceph_radosgw
-from objkv.testing.servers.ports import free_port
-from objkv.testing.servers.redis import RedisServer, valkey_binary
+from objkv.ops.programs import Program
 from tests.examples.places import COMPOSE, compose, need
+from tests.support.servers.ceph import ceph_missing, ceph_radosgw
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis import RedisServer, valkey_binary
 
 START_S = 600.0
 SECRETS = {"REDIS_PASSWORD": "red-secret", "S3_SECRET_KEY": "s3-secret-of-the-fleet"}

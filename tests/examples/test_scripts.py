@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from objkv.testing.servers.ports import free_port
 from tests.engine.test_share_isolation import make_adapter
 from tests.examples.places import EXAMPLES, ROOT, need
+from tests.support.servers.ports import free_port
 
 pytestmark = pytest.mark.wide
 CHUNK = 256

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from objkv.testing.servers.ports import free_port
 from tests.examples.places import EXAMPLES
+from tests.support.servers.ports import free_port
 
 LISTENS = """\
 #!{python}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from objkv.config import load_config
 from objkv.stores.s3.client import open_s3_client
-from objkv.testing.servers.ceph import S3Server, ceph_radosgw
-from objkv.testing.servers.redis import valkey_server
-from objkv.testing.servers.spoil_redis import SpoilRedis
-from objkv.testing.servers.spoil_s3 import SpoilS3
 from tests.faults.places import Clock, Servers
+from tests.support.servers.ceph import S3Server, ceph_radosgw
+from tests.support.servers.redis import valkey_server
+from tests.support.servers.spoil_redis import SpoilRedis
+from tests.support.servers.spoil_s3 import SpoilS3
 
 
 class CephProcess:

@@ -20,19 +20,20 @@ import redis
 
 from objkv.assembly.backends import open_bulk
 from objkv.config import load_config
+from objkv.ops.programs import die_with_parent
 from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.ports import free_port
-from objkv.testing.servers.redis import (
+from tests.support.servers import ROOT
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis import (
     RedisServer,
     valkey_binary,
     valkey_server,
     wait_until,
 )
-from objkv.testing.servers.spoil import Spoil
-from objkv.testing.servers.spoil_redis import SpoilRedis
-from objkv.testing.servers.spoil_s3 import SpoilS3
+from tests.support.servers.spoil import Spoil
+from tests.support.servers.spoil_redis import SpoilRedis
+from tests.support.servers.spoil_s3 import SpoilS3
 
 HOUR_S = 3600.0
 DISK_BYTES = 4 << 20
@@ -108,9 +109,10 @@ class S3Process:
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
-        command = [sys.executable, "-m", "objkv.testing.servers.quick_s3"]
+        command = [sys.executable, "-m", "tests.support.servers.quick_s3"]
         self._process = subprocess.Popen(
             [*command, "--port", str(self.address[1])],
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=die_with_parent,

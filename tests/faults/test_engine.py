@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from objkv.testing.servers.ceph import ceph_missing
-from objkv.testing.servers.listener import Listener
 from tests.engine.fleet import CHUNK, CONNECTOR, NUMBERS_TOLD, PATIENT, SAVED
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
@@ -24,8 +22,10 @@ from tests.faults.places import HOUR_S, Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, Row, Verb, cell_id
 from tests.faults.seen import Seen
 from tests.faults.test_quick import OWN_ENGINE
+from tests.support.servers.ceph import ceph_missing
+from tests.support.servers.listener import Listener
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1_200)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(3_600)]
 
 CHUNKS = 3
 FOUND, LOADED, NEW, OTHER = (prompt_of(CHUNKS * CHUNK + 9, seed=70 + i) for i in range(4))

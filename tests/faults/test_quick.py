@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from objkv.testing.servers.spoil import wait_for
 from tests.faults.places import Place, Servers
 from tests.faults.rows import BY_NAME, CELLS, MODES, ROWS, Row, cell_id
 from tests.faults.seen import Lines, Seen
@@ -23,6 +22,7 @@ from tests.faults.toy import (
     expected,
     prompt,
 )
+from tests.support.servers.spoil import wait_for
 
 OWN_ENGINE = {
     # Clients must feel the server's own end, not that of a proxy.

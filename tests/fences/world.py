@@ -21,8 +21,9 @@ import torch
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
-from objkv.connector.kv import worker as worker_module
+from objkv.connector.kv import wiring
 from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.errors import StoreUnavailable
@@ -99,13 +100,10 @@ class GateStore(WrappedStore):
         super().__init__(inner)
         self._faults_of_100, self._dice = faults_of_100, dice
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        return self._got(key, 0, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        return self._got(key, start, buffer, arrived)
+        return self._got(key, start or 0, buffer, arrived)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         fault = self._begin("put")
@@ -508,13 +506,13 @@ class Engine:
         cuts = Cuts(step_spans_max=knobs.spans, span_bytes_min=1)
         with ExitStack() as stack:
             for module, name, value in (
-                (worker_module, "open_lane", self._open_lane),
-                (worker_module, "SlabPool", WatchedPool),
+                (wiring, "open_lane", self._open_lane),
+                (wiring, "SlabPool", WatchedPool),
                 (slabs_module, "SlabPool", WatchedPool),
-                (worker_module, "LoadLimits", partial(LoadLimits, cuts=cuts)),
+                (wiring, "LoadLimits", partial(LoadLimits, cuts=cuts)),
             ):
                 stack.enter_context(patch.object(module, name, value))
-            side = WorkerSide(
+            side = make_worker_side(
                 Config(
                     pinned_bytes_max=1 << 20,
                     load_threads=knobs.load_threads,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from objkv.testing.servers.redis import wait_until
 from tests.engine.cache import scenario
+from tests.support.servers.redis import wait_until
 
 pytestmark = [
     pytest.mark.engine,

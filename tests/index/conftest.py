@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from objkv.testing.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import RedisServer, valkey_server
 
 
 @pytest.fixture(scope="session")

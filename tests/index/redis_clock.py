@@ -3,7 +3,7 @@
 import redis
 
 from objkv.testing.clock import ManualClock
-from objkv.testing.servers.redis import RedisServer
+from tests.support.servers.redis import RedisServer
 
 
 class ServerClock(ManualClock):

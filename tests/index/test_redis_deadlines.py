@@ -22,8 +22,8 @@ from objkv.stores import deadline as store_deadline
 from objkv.stores.base import PruneStore
 from objkv.stores.deadline import DeadlineStore
 from objkv.stores.redis import RedisStore
-from objkv.testing.servers.listener import Listener
 from tests.stores.slow_servers import DROP_S, Reluctant, full_listener
+from tests.support.servers.listener import Listener
 
 PATIENCE_S = 60.0
 """Far more than the deadline, and less than what is waited for takes."""
@@ -53,7 +53,7 @@ STORE_CALLS: dict[str, Callable[[PruneStore], object]] = {
     "get": lambda store: store.get("k"),
     "get_range": lambda store: store.get_range("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(1 << 20))),
-    "get_range_into": lambda store: store.get_range_into("k", 1, memoryview(bytearray(9))),
+    "get_range_into": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
     "head": lambda store: store.head("k"),
     "scan": lambda store: list(store.scan("")),
     "put": lambda store: store.put("k", bytes(4 << 20)),

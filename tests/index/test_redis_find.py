@@ -23,8 +23,8 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from objkv.testing.servers.redis import RedisServer
 from tests.resp.wires import beside, wire
+from tests.support.servers.redis import RedisServer
 
 KEY = f"objkv:i:{NAMESPACE}:"
 BOTH = (FIELD, OTHER_FIELD)
@@ -240,7 +240,7 @@ def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(
     index = filled(client)
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
     # It looks open until it is used, as one does that a firewall has forgotten.
-    monkeypatch.setattr("objkv.net.resp.Line._is_quiet", lambda _: True)
+    monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
     client.client_kill_filter(_type="normal", skipme=True)
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
 

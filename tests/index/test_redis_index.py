@@ -23,9 +23,9 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from objkv.testing.servers.redis import RedisServer, wait_until
-from objkv.testing.servers.round_trips import RoundTrips
 from tests.index.redis_clock import flushed
+from tests.support.servers.redis import RedisServer, wait_until
+from tests.support.servers.round_trips import RoundTrips
 
 NEVER = Retry(NoBackoff(), 0)
 PATIENCE_S = 120

@@ -8,12 +8,12 @@ import redis
 
 from objkv.errors import StoreUnavailable
 from objkv.index.base import Usage
-from objkv.index.redis.index import RedisIndex, Totals, read_totals
+from objkv.index.redis.index import PendingTotals, RedisIndex, read_totals
 from objkv.testing.clock import ManualClock
 from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, OTHER, chunk, prefix_hash, shard
-from objkv.testing.servers.redis import RedisServer
-from objkv.testing.servers.round_trips import RoundTrips
 from tests.index.test_redis_index import counted
+from tests.support.servers.redis import RedisServer
+from tests.support.servers.round_trips import RoundTrips
 
 KEY = "objkv:u:totals"
 
@@ -27,7 +27,7 @@ def client(valkey: RedisServer) -> Iterator[redis.Redis]:
 
 def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:
     index, clock = RedisIndex(client), ManualClock()
-    index._totals = Totals(KEY, clock=clock)
+    index._totals = PendingTotals(KEY, clock=clock)
     return index, clock
 
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
-from objkv.testing.servers.lifetime import die_with_parent
-from objkv.testing.servers.ports import free_port
-from objkv.testing.servers.redis import wait_until
+from objkv.ops.programs import die_with_parent
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis import wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "monitoring"
 START_S = 120.0
@@ -105,7 +105,7 @@ def prometheus(
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(120)
         finally:
             process.kill()
 

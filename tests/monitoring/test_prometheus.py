@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.tier.metrics import COUNTERS as TIER_COUNTERS
-from objkv.connector.tier.metrics import GAUGES as TIER_GAUGES
+from objkv.connector.counters import ENCODER_METRICS, KV_METRICS, TIER_METRICS
 from objkv.index.redis.index import RedisIndex
 from objkv.ops.exporter.metrics import METRICS
 from objkv.stores.local import LocalStore
-from objkv.testing.servers.redis import valkey_server, wait_until
 from tests.monitoring.prometheus import EXAMPLE, Prometheus, need_prometheus, prometheus, serving
 from tests.monitoring.queries import (
     ALERTS,
@@ -35,6 +32,7 @@ from tests.monitoring.queries import (
 )
 from tests.monitoring.replica import pages_of_a_replica
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.servers.redis import valkey_server, wait_until
 
 ANSWERS_S = 180.0
 
@@ -148,11 +146,11 @@ def of_vllm() -> set[str]:
 
 def known() -> dict[str, set[str]]:
     """Every name that is told, with its labels beside those of the scrape."""
-    names = {f"vllm:objkv_{name}_total" for name in (*COUNTERS, *TIER_COUNTERS)}
-    names |= {f"vllm:objkv_encoder_{name}_total" for name in ENCODER_COUNTERS}
-    names |= {f"vllm:objkv_{name}" for name in (*GAUGES, *TIER_GAUGES)}
-    names |= {f"vllm:objkv_encoder_{name}" for name in GAUGES}
-    names |= {f"vllm:objkv_{name}_bucket" for name in HISTOGRAMS}
+    names: set[str] = set()
+    for table in (KV_METRICS, ENCODER_METRICS, TIER_METRICS):
+        names |= {f"{table.prefix}{name}_total" for name in table.counters}
+        names |= {table.prefix + name for name in table.gauges}
+        names |= {f"{table.prefix}{name}_bucket" for name in table.histograms}
     told = dict.fromkeys(names | of_vllm(), OF_A_REPLICA)
     return told | {name: {*one.labels, "instance", "job"} for name, one in METRICS.items()}
 

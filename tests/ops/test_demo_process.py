@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from objkv.ops.demo.process import Program, ProgramFailed
-from objkv.testing.servers.redis import wait_until
+from objkv.ops.programs import Program, ProgramFailed
+from tests.support.servers.redis import wait_until
 
 START_AND_WAIT = """
 import sys
 from pathlib import Path
-from objkv.ops.demo.process import Program
+from objkv.ops.programs import Program
 program = Program("it", ("-c", "import time; time.sleep(1e6)"), Path(sys.argv[1]), {})
 print(program._process.pid, flush=True)
 sys.stdin.read()

@@ -274,7 +274,7 @@ def server(world: World, healthy: list[bool]) -> Iterator[ExporterServer]:
 def get(url: str, method: str = "GET") -> tuple[int, str]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, method=method), timeout=30) as response:
+        with opener.open(urllib.request.Request(url, method=method), timeout=120) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -307,11 +307,11 @@ def test_nothing_else_is_served(server: ExporterServer) -> None:
 def test_it_says_its_own_name_and_no_versions(server: ExporterServer, path: str) -> None:
     asked = urlsplit(server.url)
     assert asked.port is not None
-    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=10)
+    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=120)
     connection.request("GET", path)
     assert connection.getresponse().headers.get_all("Server") == ["objkv"]
     connection.close()
-    with create_connection((asked.hostname or "", asked.port), timeout=10) as plain:
+    with create_connection((asked.hostname or "", asked.port), timeout=120) as plain:
         plain.sendall(b"no http at all\r\n\r\n")
         assert b"Python" not in plain.makefile("rb").read()
 

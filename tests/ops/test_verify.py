@@ -226,11 +226,11 @@ def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:
     def take() -> None:
         with budget.taking(60):
             inside.set()
-            leave.wait(10)
+            leave.wait(120)
 
     thread = Thread(target=take)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(120)
     with budget.taking(40):
         pass
     other = Thread(target=lambda: budget.taking(1000).__enter__())
@@ -238,8 +238,8 @@ def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:
     other.join(0.05)
     assert other.is_alive(), "it waits until nobody has any"
     leave.set()
-    other.join(10)
-    thread.join(10)
+    other.join(120)
+    thread.join(120)
     assert not other.is_alive()
 
 

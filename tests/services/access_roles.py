@@ -63,7 +63,7 @@ def load(ends: Backends, recorder: MemoryRecorder) -> bool:
         assert cache.get_into(KEY, buffer, hot=hot) == len(PAYLOAD)
         assert buffer == PAYLOAD
         part = buffer[:100]
-        assert cache.get_range_into(KEY, 50, part, hot=hot) == 100
+        assert cache.get_into(KEY, part, hot=hot, start=50) == 100
         assert part == PAYLOAD[50:150]
     cache.note_load(CLAIM, HEADER, hot=False)
     ends.index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
@@ -83,7 +83,7 @@ def read(config: Config) -> None:
         cache, buffer = open_cache(ends, recorder, "reader"), memoryview(bytearray(10))
         missing = claim_of(404).key
         assert cache.get_into(missing, buffer, hot=ends.hot is not None) is None
-        assert cache.get_range_into(missing, 0, buffer, hot=ends.hot is not None) is None
+        assert cache.get_into(missing, buffer, hot=ends.hot is not None, start=0) is None
         assert ends.bulk.get(missing.path()) is None
         assert ends.bulk.head(missing.path()) is None
         assert [entry.key for entry in ends.bulk.scan(NAMESPACE[:4])] == (

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 900
+TIMEOUT_S = 1_800
 """The first test of a server waits for its start, which may be tried several times."""
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from objkv.testing.servers.redis import RedisServer, valkey_server
 from tests.services.s3_fixtures import BUCKET, S3Server
+from tests.support.servers.redis import RedisServer, valkey_server
 
 
 @pytest.fixture

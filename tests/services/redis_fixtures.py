@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from objkv.ops.doctor.access import acl_rights
-from objkv.testing.servers.certificates import make_certificates
-from objkv.testing.servers.redis import RedisServer, redis_binary, redis_missing, redis_server
-from objkv.testing.servers.redis_groups import ServerGroup, redis_cluster, redis_sentinel
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.redis import RedisServer, redis_binary, redis_missing, redis_server
+from tests.support.servers.redis_groups import ServerGroup, redis_cluster, redis_sentinel
 
 PATIENT = {"lookup_deadline_ms": 20_000}
 """A client that gives a server on a busy machine 40 s for an answer; for all tests but of that."""

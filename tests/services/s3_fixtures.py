@@ -10,7 +10,7 @@ import pytest
 from objkv.config import Config
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from objkv.testing.servers.ceph import S3Server, ceph_missing, ceph_radosgw
+from tests.support.servers.ceph import S3Server, ceph_missing, ceph_radosgw
 
 BUCKET = "kv-cache"
 PART_BYTES = 5 << 20

@@ -13,10 +13,10 @@ from objkv.config import Config, Role, load_config
 from objkv.errors import StoreDenied
 from objkv.ops.doctor.access import ROLES
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.testing.servers.redis import RedisServer, valkey_server
 from scripts.write_rights import FILE
 from tests.services.access_roles import WORK, save
 from tests.services.redis_fixtures import PATIENT
+from tests.support.servers.redis import RedisServer, valkey_server
 
 pytestmark = pytest.mark.service
 

@@ -9,10 +9,10 @@ from objkv.config import load_config
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects
-from objkv.testing.servers.ceph import S3Server
-from objkv.testing.servers.redis import RedisServer
 from tests.cli.conftest import Run, home, run
 from tests.services.fleet_fixtures import use_servers, valkey
+from tests.support.servers.ceph import S3Server
+from tests.support.servers.redis import RedisServer
 
 __all__ = ["home", "run", "valkey"]
 

@@ -10,11 +10,11 @@ from objkv.assembly.backends import open_backends
 from objkv.config import load_config
 from objkv.index.shapes import SHAPES_HASH
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.ceph import S3Server
-from objkv.testing.servers.redis import RedisServer
 from tests.cli.conftest import Machine, Run, home, machine, run
 from tests.services.fleet_fixtures import use_servers, valkey
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS
+from tests.support.servers.ceph import S3Server
+from tests.support.servers.redis import RedisServer
 
 __all__ = ["home", "machine", "run", "valkey"]
 

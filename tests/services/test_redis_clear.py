@@ -10,8 +10,8 @@ from objkv.assembly.redis import ClearConnection, connect_redis
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.redis.index import RedisIndex
-from objkv.testing.servers.ports import free_port
-from objkv.testing.servers.redis import RedisServer, valkey_binary, valkey_server
+from tests.support.servers.ports import free_port
+from tests.support.servers.redis import RedisServer, valkey_binary, valkey_server
 
 pytestmark = pytest.mark.service
 

@@ -27,15 +27,15 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from objkv.testing.servers.redis import (
+from tests.index.redis_clock import flushed
+from tests.services.redis_fixtures import PATIENT, documented_rights
+from tests.support.servers.redis import (
     START_S,
     RedisServer,
     redis_server,
     valkey_server,
     wait_until,
 )
-from tests.index.redis_clock import flushed
-from tests.services.redis_fixtures import PATIENT, documented_rights
 
 pytestmark = pytest.mark.service
 
@@ -232,7 +232,7 @@ def test_translated_errors_keep_their_cause(mortal: RedisServer) -> None:
 START_AND_WAIT = """
 import sys
 from pathlib import Path
-from objkv.testing.servers.redis import valkey_server
+from tests.support.servers.redis import valkey_server
 server = valkey_server(Path(sys.argv[1]))
 print(server.port, flush=True)
 sys.stdin.read()

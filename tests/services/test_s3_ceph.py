@@ -8,10 +8,10 @@ import pytest
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from objkv.testing.servers.ceph import S3Server, ceph_radosgw
-from objkv.testing.servers.certificates import make_certificates
 from objkv.testing.store_contract import WRITERS, StoreContract, at_once
 from tests.services.s3_fixtures import BUCKET, PART_BYTES, OpenS3Store, need_ceph, s3_config
+from tests.support.servers.ceph import S3Server, ceph_radosgw
+from tests.support.servers.certificates import make_certificates
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
@@ -87,7 +87,7 @@ def test_ranges_and_parts_go_past_the_client(client: Any, s3_prefixes: Any) -> N
         buffer = memoryview(bytearray(len(value)))
         assert store.get_into("parts", buffer) == len(value)
         assert buffer == value
-        assert store.get_range_into("parts", 7, buffer) == len(value) - 7
+        assert store.get_into("parts", buffer, start=7) == len(value) - 7
         assert buffer[:-7] == value[7:]
         assert store.get_into("absent", buffer) is None
     finally:

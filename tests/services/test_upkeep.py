@@ -7,10 +7,10 @@ import pytest
 from objkv.assembly.backends import open_backends
 from objkv.config import load_config
 from objkv.telemetry import NullRecorder
-from objkv.testing.servers.ceph import S3Server
-from objkv.testing.servers.redis import RedisServer
 from tests.cli.conftest import Run, home, run
 from tests.services.fleet_fixtures import use_servers, valkey
+from tests.support.servers.ceph import S3Server
+from tests.support.servers.redis import RedisServer
 from tests.support.upkeep import (
     check_that_a_wiped_index_is_restored,
     check_that_all_is_found_and_mended,

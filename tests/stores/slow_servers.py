@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import cycle
 from threading import Event
 
-from objkv.testing.servers.listener import Listener
+from tests.support.servers.listener import Listener
 
 DROP_S = 0.02
 

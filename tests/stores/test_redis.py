@@ -12,8 +12,8 @@ from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.redis import RedisStore
-from objkv.testing.servers.redis import RedisServer, valkey_server
 from objkv.testing.store_contract import StoreContract
+from tests.support.servers.redis import RedisServer, valkey_server
 
 TTL_S = 3_600
 """No test outlives it."""

@@ -1,0 +1,1 @@
+"""What several groups of tests and the benchmarks share."""

@@ -23,7 +23,7 @@ FLAGS = (
     "--force-color-profile=srgb",
 )  # fmt: skip
 SIZE = (1360, 1000)
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 def browser_programs() -> tuple[str, str] | None:

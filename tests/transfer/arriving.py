@@ -20,18 +20,12 @@ class PiecewiseStore(MemoryStore):
         self.requests: list[tuple[str, int]] = []
         """(key, first byte) of each get."""
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        check_fits(key, len(self.get(key) or b""), buffer)
-        return self._give(key, 0, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        return self._give(key, start, buffer, arrived)
-
-    def _give(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None
-    ) -> int | None:
+        if start is None:
+            start = 0
+            check_fits(key, len(self.get(key) or b""), buffer)
         self.requests.append((key, start))
         value = self.get(key)
         if value is None:
@@ -59,10 +53,12 @@ class StuckStore(MemoryStore):
         self.asked = Event()
         self.broken = False
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
         self.asked.set()
         assert self.go.wait(PATIENCE_S)
-        return super().get_into(key, buffer, arrived)
+        return super().get_into(key, buffer, arrived, start)
 
     def put_if_absent(self, key: str, value: bytes | bytearray | memoryview) -> bool:
         if self.broken:

@@ -24,10 +24,12 @@ class HangingStore(MemoryStore):
         self.gate.set()
         self.asked = 0
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
         self.asked += 1
         assert self.gate.wait(PATIENCE_S)
-        return super().get_into(key, buffer, arrived)
+        return super().get_into(key, buffer, arrived, start)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -65,10 +67,14 @@ def test_the_store_is_told_how_long_a_load_may_take() -> None:
 
     class Asked(MemoryStore):
         def get_into(
-            self, key: str, buffer: memoryview, arrived: Arrived | None = None
+            self,
+            key: str,
+            buffer: memoryview,
+            arrived: Arrived | None = None,
+            start: int | None = None,
         ) -> int | None:
             told.append(ends_s())
-            return super().get_into(key, buffer, arrived)
+            return super().get_into(key, buffer, arrived, start)
 
     replica = Replica(Asked(), MemoryIndex(), seed=1)
     replica.save(range(1))
@@ -93,7 +99,7 @@ def test_saves_give_way_while_loads_go_on() -> None:
     store.is_busy = True
     replica.save(range(1, 2))
     wait_until(lambda: replica.recorder.value("saves_shed") == 1)
-    crew = replica.saver._crew
+    crew = replica.saver._pool
     crew._shed_until = math.inf
     store.is_busy = False
     assert replica.save(range(2, 4)) == set()  # no drop: nobody plans them again

@@ -123,12 +123,10 @@ def test_block_ids_are_placed_once_for_all_layers_of_a_move() -> None:
 class BreaksOff(MemoryStore):
     """Has given all but the last bytes when it fails."""
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        return self.get_range_into(key, 0, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
+        start = start or 0
         part = (self.get(key) or b"")[start : start + len(buffer) - 1][:-1]
         buffer[: len(part)] = part
         assert arrived is not None

@@ -239,7 +239,7 @@ def test_no_slab_is_given_back_and_no_block_let_go_of_before_its_copies_have_pas
         recorder=replica.recorder,
     )
     saver.close(0.0)
-    saver._crew = NobodyWaits(takes=takes)  # type: ignore[assignment]
+    saver._pool = NobodyWaits(takes=takes)  # type: ignore[assignment]
     released: list[int] = []
     take_back = replica.save_slabs.take_back
 
@@ -279,7 +279,7 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back() -> None
         recorder=replica.recorder,
     )
     saver.close(0.0)
-    saver._crew = NobodyWaits(takes=True)  # type: ignore[assignment]
+    saver._pool = NobodyWaits(takes=True)  # type: ignore[assignment]
     saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
     assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
     saver.close(-10.0)  # the time to look is over

@@ -28,12 +28,12 @@ class LateStore(PiecewiseStore):
         super().__init__()
         self.go = Event()
 
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         if start:
             assert self.go.wait(PATIENCE_S)
-        return super().get_range_into(key, start, buffer, arrived)
+        return super().get_into(key, buffer, arrived, start)
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])

@@ -17,10 +17,12 @@ class GatedStore(MemoryStore):
         self.gates: dict[str, Event] = {}
         self.asked: list[str] = []
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
         self.asked.append(key)
         assert self.gates[key].wait(2 * PATIENCE_S)
-        return super().get_into(key, buffer, arrived)
+        return super().get_into(key, buffer, arrived, start)
 
 
 def test_a_load_within_the_step_does_not_wait_behind_loads_between_steps() -> None:

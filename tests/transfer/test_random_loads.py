@@ -34,12 +34,10 @@ class WildStore(MemoryStore):
         super().__init__()
         self._dice = dice
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        return self.get_range_into(key, 0, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
+        start = start or 0
         fate = self._dice.random()
         value = bytearray((self.get(key) or b"")[start : start + len(buffer)])
         if fate < 0.03:

@@ -159,7 +159,7 @@ def test_closing_ends_the_threads_and_gives_every_slab_back() -> None:
     replica = Replica(*stores(), seed=1)
     replica.save(range(2))
     replica.saver.close(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in replica.saver._crew._threads)
+    assert not any(thread.is_alive() for thread in replica.saver._pool._pool._threads)
     assert replica.save_slabs.leased == 0
     replica.loader.close()
 
@@ -211,7 +211,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
     saver.close(5.0)
     assert ("does not end the copies" in caplog.text) is is_told
     assert clock.now_s == (6.0 if is_told else 5.5)
-    assert not any(thread.is_alive() for thread in saver._crew._threads)
+    assert not any(thread.is_alive() for thread in saver._pool._pool._threads)
     replica.close()
 
 

@@ -6,16 +6,16 @@ runs on background threads; the scheduler's thread asks, and never waits for a s
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from threading import Condition, Thread, get_ident
+from threading import Condition
 from time import monotonic
 
 import numpy as np
 
+from objkv.background import Pool
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload, payload_bytes_max, read_header
 from objkv.connector.encoder.items import Output, Pages
@@ -105,9 +105,8 @@ class OutputReader:
 
     def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:
         """The payload; of one that is longer than this output's can be, its beginning."""
-        if record.nbytes > len(buffer):
-            return self._cache.get_range_into(key, 0, buffer, hot=record.hot)
-        return self._cache.get_into(key, buffer, hot=record.hot)
+        start = 0 if record.nbytes > len(buffer) else None
+        return self._cache.get_into(key, buffer, hot=record.hot, start=start)
 
 
 def _room(record: ShardRecord, layer: LayerSpec) -> int:
@@ -201,9 +200,6 @@ class Room:
         return entries
 
 
-_JOIN_S = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
     """How long, how many, how much."""
@@ -241,18 +237,11 @@ class EncoderFetcher:
         self._clock = clock
         self._trouble = Trouble(logger, "encoder outputs")
         self._changed = Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
         self._entries: dict[_Key, Entry] = {}
         self._room = Room(limits.held_bytes_max)
-        self._begun: dict[int, float] = {}
-        """When each thread that works took its job."""
-        self._closed = False
-        self._threads = [
-            Thread(target=self._work, name=f"objkv-encoder-{i}", daemon=True)
-            for i in range(limits.threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._pool: Pool[Callable[[], None]] = Pool(
+            "objkv-encoder", limits.threads, _run, failed=self._failed, clock=clock
+        )
 
     def want(self, owner: str, outputs: Iterable[Output]) -> None:
         """Bring these in for ``owner``, unless they are on their way, or known already."""
@@ -268,14 +257,13 @@ class EncoderFetcher:
                 return
             waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
             room = self._limits.queue_max - (waiting - len(fresh))
-            if self._closed or self._is_stuck():
+            if self._pool.is_closed or self._is_stuck():
                 room = 0
             queued, refused = fresh[: max(room, 0)], fresh[max(room, 0) :]
             for entry in refused:
                 entry.state = State.ABSENT
                 self._recorder.count("load_refused")
-            self._jobs.extend(partial(self._bring, entry) for entry in queued)
-            self._changed.notify(len(queued))
+            self._pool.put(partial(self._bring, entry) for entry in queued)
 
     def state(self, output: Output) -> State:
         """What is known of an output that was wanted; for one that is late nobody waits on."""
@@ -314,12 +302,7 @@ class EncoderFetcher:
             except StoreError:
                 self._recorder.count("background_errors")
 
-        with self._changed:
-            if self._closed or len(self._jobs) >= self._limits.queue_max:
-                return False
-            self._jobs.append(run)
-            self._changed.notify()
-            return True
+        return self._pool.waiting < self._limits.queue_max and self._pool.put((run,))
 
     def deadline(self) -> float:
         """Until when, on this clock, what is asked now is worth waiting for."""
@@ -337,13 +320,7 @@ class EncoderFetcher:
 
     def close(self) -> None:
         """End the threads; one whose store does not answer is left to end by itself."""
-        with self._changed:
-            self._closed = True
-            self._jobs.clear()
-            self._changed.notify_all()
-        end = monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
+        self._pool.close()
 
     @property
     def held_bytes(self) -> int:
@@ -362,28 +339,13 @@ class EncoderFetcher:
             self._give_back(entry)
 
     def _is_stuck(self) -> bool:
-        """Whether no thread has come back in time: whoever waits now would wait in vain."""
-        since = self._clock() - self._limits.deadline_s
-        late = sum(begun <= since for begun in self._begun.values())
-        return late >= len(self._threads)
+        """Whether every thread has been at one job for longer than an output may take: waiting for
+        any of them would be in vain."""
+        return self._pool.hanging(self._limits.deadline_s) >= self._limits.threads
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                job = self._jobs.popleft()
-                self._begun[get_ident()] = self._clock()
-            try:
-                job()
-            except Exception:  # a dead thread would make every later output late
-                self._recorder.count("load_errors")
-                logger.exception("job failed unexpectedly")
-            finally:
-                with self._changed:
-                    del self._begun[get_ident()]
+    def _failed(self, _job: Callable[[], None], error: Exception) -> None:
+        self._recorder.count("load_errors")
+        logger.error("job failed unexpectedly", exc_info=error)
 
     def _bring(self, entry: Entry) -> None:
         """Find one output and queue for its memory, or find out that it is not there.
@@ -467,10 +429,13 @@ class EncoderFetcher:
         for entry in refused:
             entry.state = State.UNREAD
             self._recorder.count("load_refused")
-        if not self._closed:
-            self._jobs.extendleft(partial(self._load, entry) for entry in reversed(granted))
+        self._pool.put((partial(self._load, entry) for entry in granted), first=True)
         if granted or refused:
             self._changed.notify_all()
+
+
+def _run(job: Callable[[], None]) -> None:
+    job()
 
 
 def _key(output: Output) -> _Key:

@@ -22,7 +22,7 @@ _CHOOSABLE_MAX = 64
 """Of more shards of one group all are counted as fetched."""
 
 
-class Reach:
+class Coverage:
     """The scheduler's thread, and threads that look up: what it keeps may be made twice."""
 
     def __init__(self, geometry: Geometry, is_mixed: Callable[[], bool] = lambda: False) -> None:
@@ -122,11 +122,11 @@ class Reach:
         return tuple(chosen)
 
 
-def any_shape(
+def open_coverage(
     config: Config, geometry: Geometry, index: NearIndex, *, writes: bool
-) -> tuple[ShapesIndex, Reach]:
+) -> tuple[ShapesIndex, Coverage]:
     """The index as lookups ask it, and what they make of its answers: each knows of the other."""
-    reach = Reach(geometry, is_mixed=lambda: shapes.mixed)
+    reach = Coverage(geometry, is_mixed=lambda: shapes.mixed)
     shapes = ShapesIndex(
         index,
         geometry.all_fields(),

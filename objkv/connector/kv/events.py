@@ -24,7 +24,7 @@ from objkv.cache.match import stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport, StoredShard
-from objkv.connector.kv.requests import Tracked
+from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, Usage
 from objkv.index.guarded import WrappedIndex
@@ -191,7 +191,7 @@ _PENDING_MAX = 1_024
 not told."""
 Name = tuple[str, bytes]
 """Namespace and prefix hash of a chunk."""
-Find = Callable[[str], Tracked | None]
+Find = Callable[[str], TrackedRequest | None]
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
-from objkv.connector.kv.coverage import Reach
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Shards
@@ -35,7 +35,7 @@ class _Load:
     slowest: LoadTime | None = None
 
 
-class Pace:
+class Timing:
     """Used by the scheduler's thread only; never waits."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Pace:
         geometry: Geometry,
         *,
         steps_in_flight: int,
-        reach: Reach | None = None,
+        coverage: Coverage | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._admission = admission
@@ -54,7 +54,7 @@ class Pace:
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
         self._loads: dict[str, _Load] = {}
-        self._reach = reach or Reach(geometry)
+        self._coverage = coverage or Coverage(geometry)
 
     @property
     def steps(self) -> int:
@@ -122,7 +122,7 @@ class Pace:
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
-        nbytes, hot = self._reach.size(shards)
+        nbytes, hot = self._coverage.size(shards)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
@@ -131,7 +131,7 @@ class Pace:
         is hot may be all that there is."""
         nbytes = {_HOT: 0, _BULK: 0}
         for load in plan.moves:
-            for record in self._reach.fetched(dict(load.records)):
+            for record in self._coverage.fetched(dict(load.records)):
                 nbytes[_HOT if record.hot else _BULK] += record.nbytes
         if not nbytes[_BULK]:
             return _HOT, 1.0

@@ -138,7 +138,7 @@ def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
         )
 
 
-def tell_of_sudden_end(vllm_config: "VllmConfig") -> None:
+def warn_of_sudden_end(vllm_config: "VllmConfig") -> None:
     """Say so where a server that is told to end would kill its workers with chunks still being
     saved. Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
     ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds."""

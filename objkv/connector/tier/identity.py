@@ -24,6 +24,7 @@ from objkv.config import Config, load_config
 from objkv.connector.model.identity import further_settings, names_media, read_weights
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest
+from objkv.connector.tier.rows import RowForm
 from objkv.errors import ConfigError
 from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json, sealed_extra
 
@@ -264,6 +265,11 @@ class TierIdentity:
     def canonical(self) -> bytes:
         """The document's one encoding, as for ``Identity``."""
         return canonical_json(self.document())
+
+    def row_form(self) -> RowForm:
+        """What rows look like. Raises ``ConfigError`` if one is larger than a payload's frame."""
+        tokens = max(group.tokens_per_block for group in self.groups)
+        return RowForm.of(self.row_bytes, self.kv_dtype, tokens * self.blocks_per_chunk)
 
     def namespace(self) -> str:
         """As of an ``Identity``, whose documents name another hash scheme."""

@@ -6,9 +6,10 @@ goes out as one question when the step is planned; a late, failed or refused ans
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from time import monotonic
+
+from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.tier.rows import chunk_key
@@ -21,14 +22,6 @@ _KEYS_MAX = 1 << 20
 """Remembered at once, about 300 bytes each; more are answered no."""
 _BATCH_MAX = 4096
 """Keys in one question, so that a few long prompts are asked for side by side."""
-
-
-class Answer(Enum):
-    """What ``ask`` says."""
-
-    YES = auto()
-    NO = auto()
-    LATER = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,23 +56,23 @@ class TierLookups:
         self._asked: dict[str, set[bytes]] = {}
         self._new: list[_Verdict] = []
 
-    def ask(self, request_id: str, namespace: str, key: bytes) -> Answer:
+    def ask(self, request_id: str, namespace: str, key: bytes) -> LookupResult:
         """Whether the chunk is stored."""
         verdict = self._known.get(key)
         if verdict is None or self._is_stale(verdict, request_id):
             if verdict is None and len(self._known) >= _KEYS_MAX:
                 self._recorder.count("tier_lookup_refused")
-                return Answer.NO
+                return LookupResult.MISS
             verdict = self._begin(namespace, key, set() if verdict is None else verdict.askers)
         if request_id not in verdict.askers:
             verdict.askers.add(request_id)
             self._asked.setdefault(request_id, set()).add(key)
         if not verdict.answered:
             if self._clock() < verdict.deadline:
-                return Answer.LATER
+                return LookupResult.RETRY
             self._recorder.count("tier_lookup_deadlines")
             self._tell(verdict, None)
-        return Answer.NO if verdict.record is None else Answer.YES
+        return LookupResult.MISS if verdict.record is None else LookupResult.HIT
 
     def flush(self) -> None:
         """The step is planned: ask for what was new in it."""

@@ -15,7 +15,7 @@ from objkv.errors import ObjkvError
 from objkv.ops.bench.harness import Compared, Row, Section, Setting, Target, Timings, interleave
 from objkv.ops.bench.jobs import Ask, Batch, Connector, EngineJob, Ready, Took
 from objkv.ops.demo.job import Size
-from objkv.ops.demo.process import Program
+from objkv.ops.programs import Program
 
 THROUGHPUT = Target(0.99)
 FIRST_TOKEN = Target(1 / 5, at_most=True)

@@ -30,10 +30,10 @@ from objkv.ops.bench.sample import (
     make_samples,
 )
 from objkv.ops.bench.servers import s3_config
-from objkv.ops.demo.process import Program
+from objkv.ops.programs import Program
 from objkv.stores.base import PruneStore
-from objkv.testing.servers.plain_limit import PlainClient
-from objkv.testing.servers.quick_s3 import quick_s3_process
+from tests.support.servers.plain_limit import PlainClient
+from tests.support.servers.quick_s3 import quick_s3_process
 
 DISTANCE: Mapping[str, float] = {"ttfb-ms": 25, "connection-mb-s": 85, "gbit-s": 10}
 JITTERY: Mapping[str, float] = {**DISTANCE, "slow-share": 0.03, "slow-ms": 300}
@@ -170,7 +170,7 @@ def _far(setting: Setting, name: str, target: str, distance: Mapping[str, float]
     """A proxy to ``target``, in a process of its own; its URL."""
     place = urlsplit(target).netloc
     options = [word for key, value in distance.items() for word in (f"--{key}", str(value))]
-    arguments = ("-m", "objkv.testing.servers.far", place, *options)
+    arguments = ("-m", "tests.support.servers.far", place, *options)
     with Program(f"far {name}", arguments, setting.folder / f"far-{name}.log", {}) as program:
         yield program.answer(bound_s=_START_S).strip()
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from objkv.ops.bench.harness import Compared, Row, Section, Setting, Target, Timings
 from objkv.ops.bench.jobs import GpuAnswer
-from objkv.ops.demo.process import Program
+from objkv.ops.programs import Program
 
 LOAD = Target(0.85)
 OVERLAP = Target(0.80, of="ours")

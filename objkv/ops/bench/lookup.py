@@ -22,7 +22,7 @@ from objkv.ops.bench.lookup_fresh import FreshAnswer
 from objkv.ops.bench.records import CHUNK_TOKENS, FIELD, chunk_hashes, make_tokens, publish
 from objkv.ops.bench.sample import NAMESPACE
 from objkv.ops.bench.servers import PlainRedis, local_config, running_redis
-from objkv.ops.demo.process import Program
+from objkv.ops.programs import Program
 
 FRESH_TARGETS = {128: Target(8, at_most=True), 1024: Target(40, at_most=True)}
 NEAR_US = Target(100, at_most=True, of="ours")

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
-from objkv.testing.servers import redis
-from objkv.testing.servers.redis import RedisServer
+from tests.support.servers import redis
+from tests.support.servers.redis import RedisServer
 
 # The limit of Redis: its protocol over a bare socket, one command at a time.
 

@@ -35,8 +35,8 @@ from objkv.ops.bench.sample import (
 )
 from objkv.ops.bench.servers import PlainRedis, local_config, running_redis, s3_config
 from objkv.stores.base import PruneStore
-from objkv.testing.servers.plain_limit import PlainClient
-from objkv.testing.servers.quick_s3 import QuickS3Process, quick_s3_process
+from tests.support.servers.plain_limit import PlainClient
+from tests.support.servers.quick_s3 import QuickS3Process, quick_s3_process
 
 S3_GET = Target(0.85)
 S3_PUT = Target(0.80)

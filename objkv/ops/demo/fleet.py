@@ -29,11 +29,11 @@ from objkv.ops.demo.job import (
     prompts_of,
     warm_up_of,
 )
-from objkv.ops.demo.process import Program
 from objkv.ops.demo.replicas import Place, Shown, Tell
 from objkv.ops.demo.report import compare
-from objkv.testing.servers import ceph, redis
-from objkv.testing.servers.ports import free_port
+from objkv.ops.programs import Program
+from tests.support.servers import ceph, redis
+from tests.support.servers.ports import free_port
 
 # The servers behind a fleet, on loopback: an index and a bucket, as real as this machine allows.
 #

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from objkv.errors import ConfigError
 from objkv.ops.demo.job import EVENT, Answer, Done, Job, Prompt, Size, Stage, prompts_of, warm_up_of
-from objkv.ops.demo.process import Program
 from objkv.ops.demo.report import Row, compare
+from objkv.ops.programs import Program
 
 # Where the demo keeps its model, logs and store: one folder, one demo at a time.
 

@@ -20,9 +20,9 @@ from threading import Lock, Thread
 from typing import IO, Any, Final, cast
 
 from objkv.errors import ConfigError
+from objkv.ops.programs import die_with_parent
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.testing.servers.lifetime import die_with_parent
 
 MODULE: Final = "objkv.connector.programs.warm"
 AT_ONCE: Final = 64

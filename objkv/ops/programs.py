@@ -1,0 +1,161 @@
+"""Child programs: each in a process group of its own, which ends with its block."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self, cast
+
+from objkv.errors import ObjkvError
+
+_TAIL_LINES = 25
+_PR_SET_PDEATHSIG = 1
+# A child needs no network, reports no usage, and listens on loopback only.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def die_with_parent() -> None:
+    """For ``preexec_fn``: the child is killed when the thread that started it ends, however.
+
+    Without it, a killed parent would leave its children running.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class ProgramFailed(ObjkvError):
+    """A child program did not do what it was started for; its log says why."""
+
+    def __init__(self, what: str, log_file: Path) -> None:
+        self.what = what
+        self.log_file = log_file
+        super().__init__(f"{what}; its log is {log_file}")
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+
+class Program:
+    """A running Python program. As a context manager it does not outlive its block."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_file: Path,
+        settings: Mapping[str, str],
+        *,
+        speaks: bool = True,
+        listens: bool = False,
+    ) -> None:
+        """``settings`` are added to the environment, from which all of objkv's own are removed.
+
+        What it prints goes to ``log_file``; standard output is for ``lines`` if it ``speaks``, and
+        if it ``listens`` its standard input is for ``ask``.
+        """
+        self.name = name
+        self.log_file = log_file
+        with log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *arguments],  # not from the folder that it is started in
+                env={**_environment(), **settings},
+                stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if speaks else log,
+                stderr=log,
+                start_new_session=True,
+                # An interrupt may come before the block is entered that would end it.
+                preexec_fn=die_with_parent,
+                text=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def lines(self, *, bound_s: float) -> Iterator[str]:
+        """What it prints, until it ends. Raises ``ProgramFailed``, also after ``bound_s``."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.kill()
+
+        timer = threading.Timer(bound_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield from cast("IO[str]", self._process.stdout)
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise self.failed(f"was not done after {bound_s:.0f} s")
+        if status := self._process.wait():
+            raise self.failed(f"ended with exit status {status}")
+
+    def ask(self, line: str, *, bound_s: float) -> str:
+        """Its answer to ``line``. Raises ``ProgramFailed``, also after ``bound_s``."""
+        with contextlib.suppress(BrokenPipeError):
+            stdin = cast("IO[str]", self._process.stdin)
+            stdin.write(line + "\n")
+            stdin.flush()
+        return self.answer(bound_s=bound_s)
+
+    def answer(self, *, bound_s: float) -> str:
+        """The next line that it prints. Raises ``ProgramFailed``, also after ``bound_s``."""
+        timer = threading.Timer(bound_s, self.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            line = cast("IO[str]", self._process.stdout).readline()
+        finally:
+            timer.cancel()
+        if not line:
+            self.kill()
+            raise self.failed("ended, or did not answer in time")
+        return line
+
+    def check(self) -> None:
+        """Raise ``ProgramFailed`` if it ended."""
+        if (status := self._process.poll()) is not None:
+            raise self.failed(f"ended with exit status {status}")
+
+    def failed(self, what: str) -> ProgramFailed:
+        """The error to raise when it did ``what``."""
+        return ProgramFailed(f"{self.name} {what}", self.log_file)
+
+    def kill(self) -> None:
+        """Kill it and all that it started. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without objkv's settings: a child uses its own store, not the user's."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
+    return own | _ENVIRONMENT

@@ -1,1 +1,0 @@
-"""Real servers for tests and benchmarks: on loopback, without root, gone with the process."""

@@ -1,0 +1,200 @@
+"""vLLM's own tiering manager on the CPU, made by its own spec and factory, with objkv's tier."""
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from objkv.connector.tier.manager import ObjKVTier
+from tests.support.servers.redis import wait_until
+
+ROW_BYTES = 8192
+ROWS = 8
+
+
+def init_hashes(algorithm: str = "sha256") -> None:
+    """As the engine does after it made its scheduler."""
+    kv_cache_utils.init_none_hash(get_hash_fn_by_name(algorithm))
+
+
+def offload_key(number: int, group: int = 0) -> OffloadKey:
+    """A key as vLLM makes them; the same number is the same tokens."""
+    return make_offload_key(number.to_bytes(32, "big"), group)
+
+
+def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig:
+    """As ``build_offloading_config`` makes it for a model with one group, on one rank."""
+    parallel: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 1,
+        "tp_size": 1,
+        "pp_size": 1,
+        "pcp_size": 1,
+        "dcp_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_size": 1,
+        "data_parallel_rank_local": None,
+        "is_parallelism_agnostic": False,
+    } | changes.pop("parallel", {})
+    values: dict[str, Any] = {
+        "groups": (OffloadingGroupConfig(16, ("l0", "l1"), 0),),
+        "worker_kv_bytes_per_block": ROW_BYTES // parallel["world_size"],
+        "enable_kv_cache_events": False,
+        "extra_config": extra,
+        "engine_id": f"test-{uuid.uuid4().hex}",
+        "model": OffloadingModelConfig("some/model", "bfloat16"),
+        "cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        "parallel": OffloadingParallelConfig(**parallel),
+        "kv_cache_layout": "LBNHC",
+    } | changes
+    return OffloadingConfig(**values)
+
+
+def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
+    """vLLM's configuration, as far as a tier reads it, with the very ``extra_config`` of ``told``;
+    ``changes`` by the parts' names."""
+    parts: dict[str, dict[str, Any]] = {
+        "kv_transfer_config": {"kv_connector_extra_config": told.extra_config},
+        "model_config": {
+            "model": told.model.name,
+            "revision": None,
+            "seed": 0,
+            "dtype": "torch.bfloat16",
+            "quantization": None,
+            "hf_overrides": {},
+            "hf_config_path": None,
+            "hf_text_config": SimpleNamespace(rope_parameters={}),
+            "multimodal_config": None,
+        },
+        "cache_config": {"enable_prefix_caching": True, "kv_cache_dtype_skip_layers": []},
+        "load_config": {"load_format": "auto"},
+        "parallel_config": {
+            "distributed_executor_backend": "mp",
+            "world_size": told.parallel.world_size,
+        },
+    }
+    config: VllmConfig = object.__new__(VllmConfig)
+    config.speculative_config = config.lora_config = None
+    for name, values in parts.items():
+        setattr(config, name, SimpleNamespace(**values | changes.pop(name, {})))
+    for name, value in changes.items():
+        setattr(config, name, SimpleNamespace(**value))
+    return config
+
+
+class Engine:
+    """One replica's offloading, driven as ``OffloadingConnectorScheduler`` drives it."""
+
+    def __init__(self, folder: Path, tier: dict[str, Any] | None = None, **changes: Any) -> None:
+        options: dict[str, Any] = {
+            "type": "ObjKVTier",
+            "module_path": "objkv.connector.tier",
+            "bulk_url": f"file://{folder}/chunks",
+            "index_url": f"sqlite://{folder}/index.sqlite",
+            "weights": "release-1",
+            "load_threads": 2,
+            "save_threads": 2,
+            "codec": "none",
+        } | (tier or {})
+        rows = changes.pop("rows", ROWS)
+        extra = {"cpu_bytes_to_use": rows * ROW_BYTES, "secondary_tiers": [options]}
+        seen = changes.pop("engine", {})
+        told = offloading_config(extra, **changes)
+        self.spec = TieringOffloadingSpec(told)
+        self.manager = self._make(None if seen is None else engine_config(told, **seen))
+        (self.tier,) = self.manager.secondary_tiers
+        assert isinstance(self.tier, ObjKVTier)
+        self._requests = 0
+
+    def _make(self, vllm_config: VllmConfig | None) -> TieringOffloadingManager:
+        """With the engine's configuration where vLLM's scheduler has it: a local of this name."""
+        manager: TieringOffloadingManager = self.spec.get_manager()
+        return manager
+
+    @property
+    def view(self) -> memoryview:
+        """vLLM's memory."""
+        return self.manager.primary_tier.get_kv_memoryview()
+
+    def begin(self) -> ReqContext:
+        """A new request."""
+        self._requests += 1
+        context = ReqContext(req_id=f"r{self._requests}")
+        self.manager.on_new_request(context)
+        return context
+
+    def end_step(self) -> None:
+        """A step was scheduled."""
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def compute(self, context: ReqContext, content: dict[OffloadKey, bytes]) -> list[OffloadKey]:
+        """Chunks are computed and given to vLLM's CPU memory; those that vLLM took."""
+        out = self.manager.prepare_store(list(content), context)
+        assert out is not None
+        for key, row in zip(out.keys_to_store, out.store_spec.chunk_ids, strict=True):
+            np.asarray(self.view)[row] = np.frombuffer(content[key], np.int8)
+        self.manager.complete_store(out.keys_to_store, context)
+        return list(out.keys_to_store)
+
+    def settle(self) -> None:
+        """Steps until no job is under way."""
+
+        def idle() -> bool:
+            self.end_step()
+            return not self.manager.has_pending_work()
+
+        wait_until(idle, "all jobs to end")
+
+    def find(self, context: ReqContext, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Ask, step by step, until vLLM would not wait any longer."""
+        answers: list[LookupResult] = []
+
+        def settled() -> bool:
+            answers[:] = [self.manager.lookup(key, context) for key in keys]
+            self.end_step()
+            return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers)
+
+        wait_until(settled, "all keys to be answered")
+        return answers
+
+    def read(self, context: ReqContext, key: OffloadKey) -> bytes:
+        """What vLLM would copy to the device."""
+        spec = self.manager.prepare_load([key], context)
+        row = np.asarray(self.view)[int(spec.chunk_ids[0])].tobytes()
+        self.manager.complete_load([key], context)
+        return row
+
+    def end(self, context: ReqContext) -> None:
+        """The request ended."""
+        self.manager.on_request_finished(context)
+
+    def close(self) -> None:
+        """As the engine's shutdown."""
+        self.manager.shutdown()
+
+
+def row(seed: int) -> bytes:
+    """What a chunk holds."""
+    return np.random.default_rng(seed).integers(0, 256, ROW_BYTES, np.uint8).tobytes()
