@@ -102,7 +102,7 @@ class S3Reader:
             value = self.get(get.place, get.deadline, get.start, end)
             if value is None:
                 return None
-            return copy_into(get.key, value, get.buffer, get.arrived, None)
+            return copy_into(get.key, value, get.buffer, get.arrived)
         with get.deadline.client():
             try:
                 answer = self.client.get_object(**get.place)
@@ -112,7 +112,7 @@ class S3Reader:
                 raise
             if answer.get("ContentLength") is None:  # sent in chunks
                 value = read_all(answer, get.deadline.end_s)
-                return copy_into(get.key, value, get.buffer, get.arrived, None)
+                return copy_into(get.key, value, get.buffer, get.arrived)
             with _closed_on_error(answer["Body"]) as body:
                 nbytes = int(answer["ContentLength"])
                 check_fits(get.key, nbytes, get.buffer)

@@ -115,7 +115,7 @@ class S3Store:
         place, deadline = self._place(key), self._deadline()
         if start is not None and not len(buffer):  # no request for a range is empty
             found = self.get_range(key, start, start)
-            return None if found is None else copy_into(key, found, buffer, arrived, None)
+            return None if found is None else copy_into(key, found, buffer, arrived)
         get = Get(place, key, start, buffer, arrived, deadline)
         with translated("get_into", key):
             with suppress(NoAnswer):
