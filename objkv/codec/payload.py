@@ -182,7 +182,6 @@ __all__ = [
     "open_payload",
     "payload_bytes_max",
     "read_claimed",
-    "read_expected",
     "read_header",
 ]
 
@@ -216,24 +215,16 @@ def read_claimed(
     return header
 
 
-def read_expected(
-    payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
-) -> Header:
-    """``read_claimed`` that compares the layers too; the caller compares the length. Raises
-    ``PayloadError``, which names the first difference."""
-    header = read_claimed(payload, claim, layers, seal=seal)
-    check_layers(header.frames.layers, layers)
-    return header
-
-
 def open_payload(
     payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
 ) -> Header:
-    """``read_expected`` for a complete payload: its length is compared too.
+    """``read_claimed`` for a complete payload: layers and length are compared too. Raises
+    ``PayloadError``, which names the first difference.
 
     The frames are not read: ``frame_pages`` verifies each.
     """
-    header = read_expected(payload, claim, layers, seal=seal)
+    header = read_claimed(payload, claim, layers, seal=seal)
+    check_layers(header.frames.layers, layers)
     nbytes = memoryview(payload).nbytes
     if header.nbytes != nbytes:
         raise PayloadError(f"{nbytes} bytes where the header says {header.nbytes}")
