@@ -5,7 +5,7 @@ from threading import Event
 
 import pytest
 
-from objkv.cache.chunks import KEEP_S, Repeats
+from objkv.cache.chunks import KEEP_S, InFlightSaves
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import token_digest
@@ -39,7 +39,7 @@ def store() -> SlowStore:
 def replica(store: SlowStore) -> Iterator[Replica]:
     replica = Replica(store, MemoryIndex(), seed=1, slabs=1)
     # What was saved is remembered, however long a busy machine takes.
-    replica.cache._repeats = Repeats(clock=ManualClock())
+    replica.cache._saves = InFlightSaves(clock=ManualClock())
     yield replica
     replica.close()
 
@@ -154,7 +154,7 @@ def test_two_replicas_remember_for_themselves() -> None:
 
 def test_what_was_saved_is_remembered_for_a_while() -> None:
     clock = ManualClock()
-    repeats = Repeats(clock=clock)
+    repeats = InFlightSaves(clock=clock)
     assert repeats.begin("a")
     repeats.keep("a")
     repeats.end("a")
