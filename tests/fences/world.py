@@ -41,7 +41,7 @@ from objkv.transfer.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
 from tests.fences.stage import Broken, Stage, the_stage
-from tests.transfer.paged_cache import paged_group
+from tests.support.paged_cache import paged_group
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -547,8 +547,8 @@ class Engine:
         if self.index._leases:
             raise Broken(f"leases are left: {sorted(self.index._leases)}")
         for keys in self.keys:
-            if keys._repeats._under_way:
-                raise Broken(f"saves never ended: {sorted(keys._repeats._under_way)}")
+            if keys._saves._under_way:
+                raise Broken(f"saves never ended: {sorted(keys._saves._under_way)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
@@ -562,7 +562,7 @@ class Engine:
 
     def _check_payload(self, payload: bytes) -> None:
         header = read_header(payload)
-        layers = self.sides[0]._groups[0].layers
+        layers = self.sides[0]._saver._groups[0].layers
         open_payload(payload, header.claim, layers)
         epoch = int(header.claim.key.namespace, 16)
         chunk = header.claim.token_start // CHUNK

@@ -21,12 +21,12 @@ from tests.ops.world import NAMESPACE as FLEETS
 from tests.ops.world import save, save_identity
 from tests.services.access_fleet import Fleet, run
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
-from tests.services.s3_fixtures import BUCKET, PART_BYTES, s3_config
+from tests.support.paged_cache import HASHES, Replica
+from tests.support.paged_cache import NAMESPACE as CHUNKS
 from tests.support.servers.ceph import S3Server
 from tests.support.servers.ceph_users import CephUsers
+from tests.support.servers.fixtures import BUCKET, PART_BYTES, s3_config
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
-from tests.transfer.world import HASHES, Replica
-from tests.transfer.world import NAMESPACE as CHUNKS
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 

@@ -38,7 +38,7 @@ class Get:
     deadline: CallDeadline
 
 
-class Reader:
+class S3Reader:
     """Reads on a ``Wire``. ``NoAnswer`` before the first byte leaves the get to the client; after
     it, what is missing is requested again, of the same version of the value; by the client where
     the deadline allows."""
@@ -155,7 +155,7 @@ def _length(get: Get, response: HttpResponse, size: int) -> int:
 class _Reading:
     """One get after the head of its first response."""
 
-    def __init__(self, reader: Reader, get: Get, response: HttpResponse, nbytes: int) -> None:
+    def __init__(self, reader: S3Reader, get: Get, response: HttpResponse, nbytes: int) -> None:
         self._reader = reader
         self._get = get
         self._nbytes = nbytes

@@ -13,8 +13,8 @@ from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import LoadOutcome
-from tests.transfer.shaped import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
-from tests.transfer.world import NAMESPACE, PATIENCE_S, wait_until
+from tests.support.paged_cache import NAMESPACE, PATIENCE_S, wait_until
+from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
 
 MODEL = Model(heads=8, layers=4)
 

@@ -1,20 +1,30 @@
-"""Which span is fetched next, and by how many threads."""
+"""Which span is fetched next, and how payloads are cut into them."""
 
 import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Event, Lock, Thread, get_ident
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from objkv.codec.payload import CODECS, LayerSpec, encode, payload_bytes_max, read_header
+from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import root_hash
+from objkv.stores.base import Arrived
+from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from objkv.transfer import queue as taskqueue
 from objkv.transfer.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from objkv.transfer.queue import FetchSpan, TaskQueue
-from tests.transfer.world import CHUNK, HASHES, NAMESPACE, PATIENCE_S, wait_until
+from objkv.transfer.queue import FetchSpan, TaskQueue, opening_bytes, remaining, span_count
+from tests.codec.payloads import CLAIM, PROVENANCE, layer_lists, pages_of
+from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, PATIENCE_S, Replica, wait_until
+
+# Which span is fetched next, and by how many threads.
 
 
 def job(name: str, chunks: int, *, sync: bool) -> LoadJob:
@@ -22,7 +32,8 @@ def job(name: str, chunks: int, *, sync: bool) -> LoadJob:
         LoadMove(ChunkMove(c, 0, HASHES[c], root_hash(NAMESPACE), 0, CHUNK, 0, (3 + c,)), ())
         for c in range(chunks)
     )
-    return LoadJob(LoadPlan(name, NAMESPACE, moves, sync), lambda _: range(4), 5.0, ManualClock())
+    plan = LoadPlan(name, NAMESPACE, moves, sync)
+    return LoadJob(plan, [range(4)] * len(moves), 5.0, ManualClock())
 
 
 def spans(count: int) -> list[FetchSpan]:
@@ -247,3 +258,76 @@ def test_overdue_loads_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     assert queue.hanging(0) == 0
+
+
+# What the model is waiting for is fetched before what it is not waiting for.
+
+
+class GatedStore(MemoryStore):
+    """Each payload is answered when its gate is open; remembers which were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: dict[str, Event] = {}
+        self.asked: list[str] = []
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self.asked.append(key)
+        assert self.gates[key].wait(2 * PATIENCE_S)
+        return super().get_into(key, buffer, arrived, start)
+
+
+def test_a_load_within_the_step_does_not_wait_behind_loads_between_steps() -> None:
+    store = GatedStore()
+    replica = Replica(store, MemoryIndex(), seed=1)
+    replica.save(range(4))
+    first, rest = Event(), Event()
+    for chunk in range(4):
+        store.gates[replica.path(chunk)] = first if chunk < 2 else rest
+    replica.loader.submit(replica.load_plan(range(4), 9))
+    wait_until(lambda: len(store.asked) == 2)  # one a thread
+    within = replace(replica.load_plan(range(2), 20, sync=True), request_id="within")
+    replica.loader.submit(within)
+    first.set()
+    (outcome,) = replica.loader.take_finished(sync=True)
+    rest.set()
+    assert not outcome.failed
+    assert not replica.outcome().failed
+
+
+# How payloads are cut into requests.
+
+
+MIB = 1 << 20
+
+
+@given(layer_lists, st.sampled_from(CODECS), st.integers(1, 5))
+def test_spans_are_the_payload_once_and_the_first_brings_its_share_of_layers(
+    layers: list[LayerSpec], codec: str, count: int
+) -> None:
+    payload = encode(CLAIM, layers, pages_of(layers), codec=codec, provenance=PROVENANCE)
+    header = read_header(payload)
+    nbytes = opening_bytes(layers, count, tokens=0)
+    whole = [f for f in header.frames if f.offset + f.nbytes <= nbytes]
+    assert header.data_start <= nbytes <= payload_bytes_max(layers)
+    assert len(whole) * count >= len(layers)
+    spans = remaining(header, len(whole), count)
+    assert 1 <= len(spans) <= count
+    assert [span.number for span in spans] == list(range(1, len(spans) + 1))
+    assert [span.last for span in spans] == [False] * (len(spans) - 1) + [True]
+    at, layer = header.nbytes if len(whole) == len(layers) else 0, len(whole)
+    at = at or header.frames[layer].offset
+    for span in spans:
+        assert (span.first, span.start) == (layer, at)
+        layer, at = span.end, at + span.nbytes
+    assert (layer, at) == (len(layers), header.nbytes)
+
+
+def test_a_small_payload_is_one_request_and_a_large_one_at_most_so_many() -> None:
+    def spans(nbytes: int, layers: int = 32) -> int:
+        return span_count(nbytes, layers, spans_max=4, span_bytes_min=MIB)
+
+    assert [spans(n) for n in (0, MIB - 1, MIB, 2 * MIB, 64 * MIB)] == [1, 1, 1, 2, 4]
+    assert spans(64 * MIB, layers=2) == 2

@@ -1,4 +1,4 @@
-"""A paged cache is written to and read before it is trusted."""
+"""A rank looks at its pages before the first request."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from objkv.errors import ConfigError
 from objkv.keys.topology import RankShard, Shard
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
-from tests.transfer.shaped import LAYOUTS, Model, ShapedRank, ShapeOfReplica
-from tests.transfer.world import stores
+from tests.support.paged_cache import stores
+from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapeOfReplica
 
 SHAPE = GroupShape(("l0", "l1"), 2, 4, RankShard(Shard(0, 2, 0, 2), 0, 1))
 

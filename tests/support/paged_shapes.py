@@ -1,6 +1,6 @@
 """Replicas of any TP and PP size, block size and layout, over one memory store: for tests of what
 they read of each other. What is computed is a fixed function of layer, head, token and element, so
-that every replica's own pages are known without asking another."""
+that the pages of every replica are known in advance."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -9,20 +9,19 @@ import numpy as np
 import torch
 
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import payload_bytes_max
 from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import RankShard, Shard, rank_shard
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.fetch import Cuts
-from objkv.transfer.lanes import HostLane
-from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.saver import SaveLimits, Saver
-from objkv.transfer.slabs import SlabPool, WideSlabs
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
+from objkv.transfer.slabs import WideSlabs
 from objkv.transfer.sources import whole_payload_bytes_max
-from tests.transfer.world import NAMESPACE, PATIENCE_S, wait_until
+from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
 
 CONTENT = 4
 LAYOUTS = {
@@ -83,7 +82,7 @@ def layer_range(model: Model, shape: ShapeOfReplica, pp_rank: int) -> range:
     return range(pp_rank * each, (pp_rank + 1) * each)
 
 
-class ShapedRank:
+class ShapedRank(Worker):
     """One worker: its pages hold nothing until it computes or loads."""
 
     def __init__(
@@ -106,38 +105,21 @@ class ShapedRank:
         self.heads = range(*heads)
         self.blocks = model.chunk * model.chunks // shape.block_size
         self.memory = self._allocate(2 * self.blocks + 1)
-        self.recorder = MemoryRecorder()
-        self.paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
-        name = f"{shape}-{ranks}"[:200]
+        self.index = index
+        recorder, tokens = MemoryRecorder(), model.chunk
+        paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
         settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
-        self.cache = ChunkCache(store, None, index, settings, self.recorder)
-        size = self._slab_bytes()
-        self.slabs = SlabPool(name, count=8, slab_bytes=size, pinned=False)
-        wide = whole_payload_bytes_max(self.paged, tokens=model.chunk) + 4096
-        groups = {0: self.paged}
-        self.loader = Loader(
-            self.cache,
-            groups,
-            self.slabs,
+        wide = whole_payload_bytes_max(paged, tokens=tokens) + 4096
+        cuts = Cuts(step_spans_max=3, span_bytes_min=1)
+        super().__init__(
+            paged,
+            ChunkCache(store, None, index, settings, recorder),
+            recorder,
+            name="writer",
+            load=LoadLimits(2, queue_max, PATIENCE_S, PATIENCE_S, cuts, PATIENCE_S),
+            slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
+            codec=shape.codec,
             wide=WideSlabs(pairs=1, slab_bytes=wide, pinned=False),
-            lane_for_thread=HostLane,
-            limits=LoadLimits(
-                2,
-                queue_max,
-                PATIENCE_S,
-                PATIENCE_S,
-                Cuts(step_spans_max=3, span_bytes_min=1),
-                PATIENCE_S,
-            ),
-            recorder=self.recorder,
-        )
-        self.saver = Saver(
-            self.cache,
-            groups,
-            SlabPool("save", count=8, slab_bytes=size, pinned=False),
-            lane=HostLane(),
-            limits=SaveLimits(1, 64, PATIENCE_S, shape.codec, "writer"),
-            recorder=self.recorder,
         )
 
     def compute(self) -> None:
@@ -155,13 +137,11 @@ class ShapedRank:
     def save(self) -> None:
         """Save every chunk of the prompt, the ones that this rank writes."""
         each = self.model.chunk // self.shape.block_size
-        moves = []
+        digest, moves = token_digest(self.model.tokens), []
         for chunk in range(self.model.chunks):
             ids = tuple(range(1 + chunk * each, 1 + (chunk + 1) * each))
-            digest = token_digest(self.model.tokens)
-            moves.append(SaveMove(self._move(chunk, 0, ids), digest, None))
-        assert not self.saver.gather((SavePlan("r", NAMESPACE, tuple(moves)),))
-        assert self.saver.drain(PATIENCE_S)
+            moves.append((self._move(chunk, 0, ids), digest))
+        assert not self.save_moves(moves)
 
     def plan(
         self,
@@ -186,19 +166,15 @@ class ShapedRank:
 
     def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
         """Load what ``plan`` says; waits for the end."""
-        self.loader.submit(self.plan(index, skip=skip, sync=sync))
-        found: list[LoadOutcome] = []
-        wait_until(lambda: bool(found.extend(self.loader.take_finished(sync=sync)) or found))
-        return found[0]
+        return self.outcome(self.plan(index, skip=skip, sync=sync))
 
     def loaded(self) -> torch.Tensor:
         """What is in the blocks that ``load`` fills, as ``expected``."""
         return self.memory[:, 1 + self.blocks :].contiguous()
 
     def close(self) -> None:
-        self.saver.close(1.0)
-        self.loader.close()
-        assert self.slabs.leased == 0
+        super().close()
+        assert self.load_slabs.leased == 0
 
     def _allocate(self, blocks: int) -> torch.Tensor:
         """``[layers, blocks, heads, block_size, CONTENT]``, in the physical order of the layout."""
@@ -219,11 +195,6 @@ class ShapedRank:
             heads=model.heads,
             divisible=model.divisible,
         )
-
-    def _slab_bytes(self) -> int:
-        from objkv.codec.payload import payload_bytes_max
-
-        return payload_bytes_max(self.paged.layers, tokens=self.model.chunk) + 4096
 
     def _move(self, chunk: int, first_block: int, ids: tuple[int, ...]) -> ChunkMove:
         hashes, size = self.model.hashes, self.model.chunk
