@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from objkv.assembly.backends import Backends
-from objkv.cache.admission import Admission
+from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.codec.payload import payload_bytes_max
@@ -132,7 +132,7 @@ def make_scheduler_side(
         lookups=lookups,
         requests=RequestTracker(geometry, lookups, recorder, open_digests(), coverage),
         timing=Timing(
-            Admission(config.admission, recorder),
+            AdmissionPolicy(config.admission, recorder),
             geometry,
             steps_in_flight=roles.steps_in_flight,
             coverage=coverage,
