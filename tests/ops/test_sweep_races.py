@@ -10,7 +10,7 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import WriteIndex
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.memory import MemoryIndex
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.retrying import retrying
@@ -20,7 +20,7 @@ from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from objkv.testing.clock import ManualClock
-from tests.ops.world import save
+from tests.support.samples import save, view_of
 
 LEASE_S = 10
 
@@ -56,14 +56,10 @@ class World:
 
     def view(self) -> BackendsView:
         """As patient as those of a sweep."""
-        return BackendsView(
+        return view_of(
             retrying(self.bulk, sleep=self.sleep),
-            None,
             retrying(self.index, sleep=self.sleep),
-            is_own_index=False,
-            ttl_s=3_600,
             lease_ms=LEASE_S * 1_000,
-            owner="sweep",
         )
 
     def remover(self, sleep: Callable[[float], None] | None = None) -> Remover:
@@ -183,7 +179,7 @@ def test_no_record_is_forgotten_once_the_lease_may_have_ended() -> None:
     assert world.index.lookup(key.namespace, [key.prefix_hash]) == [record]
 
 
-class Leaseless(WrappedIndex):
+class Leaseless(GuardedIndex):
     """Fails for leases only."""
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:

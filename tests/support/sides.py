@@ -20,9 +20,8 @@ from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import CHUNK
-from tests.transfer.world import GROUP as THREE_LAYERS
+from tests.support.paged_cache import CHUNK, paged_group
+from tests.support.paged_cache import GROUP as THREE_LAYERS
 
 SIZE = 32
 """Tokens of a chunk, and of a block, on the scheduler's side."""

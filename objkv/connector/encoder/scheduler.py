@@ -20,7 +20,7 @@ from objkv.connector.encoder.items import (
     ItemSave,
     ItemTracker,
     OutputForm,
-    Tracked,
+    TrackedMedia,
 )
 from objkv.connector.guard import guarded
 from objkv.connector.kv.namespace import ReplicaNamespace
@@ -73,7 +73,7 @@ class EncoderSchedulerSide:
         # Where adapters do not change what is seen, none is read.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
         self._items = ItemTracker(form, self.adapters, recorder)
-        self._asking: Tracked | None = None
+        self._asking: TrackedMedia | None = None
         """The request that vLLM is looking at: it names items without saying whose they are."""
         self._promised: dict[tuple[str, str], Item] = {}
         self._loads: dict[str, ItemLoad] = {}
@@ -208,7 +208,7 @@ class EncoderSchedulerSide:
         """Stop the background threads."""
         self._fetcher.close()
 
-    def _track(self, request: "Request") -> Tracked:
+    def _track(self, request: "Request") -> TrackedMedia:
         tracked = self._items.get(request.request_id)
         if tracked is None:
             self._namespace.announce()

@@ -26,8 +26,8 @@ from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport, StoredShard
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, Usage
-from objkv.index.guarded import WrappedIndex
+from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
@@ -118,22 +118,21 @@ _SHARDS_MAX = 65_536
 """Kept until the next report; more are not reported."""
 
 
-class PublishedIndex(WrappedIndex):
+class PublishedIndex(GuardedIndex):
     """Keeps which shards this process announced, until ``take``. Safe from many threads.
 
     At the index, where a save ends: a payload that could not be announced is found by no replica,
     and one that another replica had put before is announced all the same.
     """
 
-    def __init__(self, inner: PruneIndex) -> None:
+    def __init__(self, inner: WriteIndex) -> None:
         super().__init__(inner)
-        self._place = inner
         self._lock = Lock()
         self._published: set[StoredShard] = set()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """As the inner index; kept only if it worked."""
-        super().publish(chunk, shards, ttl_s=ttl_s)
+        self._inner.publish(chunk, shards, ttl_s=ttl_s)
         names = {(chunk.namespace, chunk.prefix_hash, name) for name in shards}
         with self._lock:
             if len(self._published) < _SHARDS_MAX:
@@ -144,18 +143,6 @@ class PublishedIndex(WrappedIndex):
         with self._lock:
             published, self._published = self._published, set()
         return published
-
-    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """As the inner index."""
-        return self._place.pin(namespace, prefix_hash, until_s=until_s, ttl_s=ttl_s)
-
-    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """As the inner index."""
-        return self._place.drop(namespace, prefix_hash)
-
-    def set_usage(self, usage: Usage) -> None:
-        """As the inner index."""
-        self._place.set_usage(usage)
 
 
 def watch_saves(

@@ -18,7 +18,7 @@ from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.wiring import make_scheduler_side
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, Shards
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.ops.bench.harness import percentile
@@ -36,7 +36,7 @@ _IDENTITY = Identity(
 )
 
 
-class _SilentIndex(WrappedIndex):
+class _SilentIndex(GuardedIndex):
     """Answers no lookup before ``answer`` is set."""
 
     answer = Event()

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from objkv.config import Config, without_password
-from objkv.index.base import PruneIndex
+from objkv.index.base import WriteIndex
 from objkv.ops.bench.harness import SCALES, Crew, Row, Section, Setting, make_slab, percentile
-from objkv.ops.bench.records import FIELD, chunk_hashes, publish
+from objkv.ops.bench.records import FIELD, RECORD, chunk_hashes, publish
 from objkv.ops.bench.sample import (
     FOLDER,
     PAYLOAD_8_MIB,
@@ -112,7 +112,7 @@ def _throughput(setting: Setting, store: PruneStore, name: str, samples: Sequenc
     return Row(f"{name}, {len(samples)} at once", "MB/s", nbytes / median / 1e6, detail="verified")
 
 
-def _index(setting: Setting, index: PruneIndex) -> Iterator[Row]:
+def _index(setting: Setting, index: WriteIndex) -> Iterator[Row]:
     namespace = secrets.token_hex(16)
     hashes = chunk_hashes(_CHUNKS)
     calls = _QUICK_CALLS if setting.quick else _CALLS
@@ -125,7 +125,7 @@ def _index(setting: Setting, index: PruneIndex) -> Iterator[Row]:
             checks.append(_seconds(index.check))
     finally:
         for prefix_hash in hashes:
-            index.drop(namespace, prefix_hash)
+            index.forget(namespace, prefix_hash, FIELD, RECORD)
     for share in PERCENTILES:
         yield _latency(f"lookup of {_CHUNKS} chunks", finds, checks, share, "one round trip")
 

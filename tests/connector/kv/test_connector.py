@@ -10,9 +10,8 @@ from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import WorkerSide
+from tests.support.paged_cache import BLOCKS, CHUNK, GROUP, Replica, paged_group, stores, wait_until
 from tests.support.sides import worker_side
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import BLOCKS, CHUNK, GROUP, Replica, stores, wait_until
 
 
 class World:
