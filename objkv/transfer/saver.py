@@ -1,7 +1,7 @@
 """Saves: gather finished chunks into slabs on the forward thread, do the rest in the background.
 
 What the forward thread does is bounded and local: lease a slab, give copies to the lane. No slab,
-or a full queue, is a drop: counted, told to the scheduler, never waited for. The pages stay in
+or a full queue, is a drop: counted, reported to the scheduler, never waited for. The pages stay in
 their slab: there they become the payload, and from there the store sends it.
 """
 
@@ -210,7 +210,7 @@ class Saver:
         return True
 
     def forget(self, request_id: str) -> None:
-        """Nobody will ask for the request again; what was gathered for it is saved all the same."""
+        """``left_device`` is not called for the request again; what was gathered is still saved."""
         self._marks.pop(request_id, None)
 
     def drain(self, deadline_s: float) -> bool:
