@@ -20,8 +20,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from tests.support.paged_cache import paged_group
-from tests.support.paged_cache import CHUNK
+from tests.support.paged_cache import CHUNK, paged_group
 from tests.support.paged_cache import GROUP as THREE_LAYERS
 
 SIZE = 32

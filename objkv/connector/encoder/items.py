@@ -103,7 +103,7 @@ class OutputForm:
     dtype: str
     """A safetensors dtype name."""
     width: Callable[[str], int | None]
-    """Elements in a row of a modality's outputs; None where that is not known, so that outputs cannot
+    """Elements in a row of a modality's outputs; None where that is not known, so that they cannot
     be verified."""
     item_bytes_max: int = LAYER_BYTES_MAX
     """Larger outputs are not brought in."""
