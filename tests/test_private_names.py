@@ -18,7 +18,7 @@ from urllib3.connectionpool import HTTPConnectionPool
 from objkv.codec import compress
 from objkv.net import resp
 from objkv.stores.s3 import client as s3
-from tests.stores.s3_servers import s3_client
+from tests.support.servers.s3_stores import s3_client
 
 OBJKV = Path(__file__).parents[1] / "objkv"
 FOLDERS = {

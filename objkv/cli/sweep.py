@@ -12,7 +12,7 @@ from objkv.errors import ConfigError
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
 from objkv.ops.sweep.survey import refuse_mismatch, survey
-from objkv.ops.sweep.sweep import RecordSweep, Sweep
+from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
 _MEANS: dict[Category, str] = {
@@ -78,13 +78,12 @@ def sweep(
                 if not force:
                     refuse_mismatch(run.view, found)
             remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
-            work = Sweep(run.view, found, limits, remover)
-            records = RecordSweep(run.view, found, limits, remover, workers=workers)
+            work = Sweep(run.view, found, limits, remover, workers=workers)
             run.run("sweeping leftovers", work.leftovers())
             run.run("sweeping payloads", work.parts())
-            run.run("sweeping records", records.ghosts())
+            run.run("sweeping records", work.ghosts())
             if namespace is None:  # a tenant's quota is for all of its namespaces
-                quotas = records.quotas(config.quota_bytes, high_percent=high, low_percent=low)
+                quotas = work.quotas(config.quota_bytes, high_percent=high, low_percent=low)
                 run.run("sweeping beyond quotas", quotas)
             run.run("sweeping documents", work.documents())
         is_found = any(run.counters.counts[category] for category in CATEGORIES)

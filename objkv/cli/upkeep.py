@@ -111,6 +111,11 @@ class Upkeep:
             "omitted": counters.omitted,
         }
 
+    def print_findings(self) -> None:
+        """A line for each."""
+        findings = self.counters.findings
+        self.session.out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in findings])
+
     def tell_nothing(self) -> None:
         """Say that there is nothing to work on, and where that was looked for."""
         public = self.session.config.public()

@@ -179,7 +179,7 @@ def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) 
             "rebuild gives them their records",
             "yellow",
         )
-    out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in counters.findings])
+    run.print_findings()
     done = [f"{counts[kind]:,} {kind}" for kind in _DONE if counts[kind]]
     if done:
         out.line(", ".join(done))

@@ -6,17 +6,19 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, get_args
 
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import PruneIndex, Record, ShardRecord, WriteIndex
+from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
+from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
 from objkv.keys.identity import (
@@ -205,6 +207,29 @@ def _with_records(view: BackendsView, batch: list[tuple[ChunkKey, Entry]]) -> li
     hashes = list(dict.fromkeys(key.prefix_hash for key, _ in batch))
     found = dict(zip(hashes, view.index.lookup(batch[0][0].namespace, hashes), strict=True))
     return [StoredPayload(key, entry, found[key.prefix_hash]) for key, entry in batch]
+
+
+def recorded(index: ReadIndex, key: ChunkKey) -> tuple[Record | None, ShardRecord | None]:
+    """The record of a payload's chunk, and the part of it that is the payload's."""
+    [record] = index.lookup(key.namespace, [key.prefix_hash])
+    return record, None if record is None else record.shards.get(key.field)
+
+
+def publish_payload(view: BackendsView, header: Header, *, is_hot: bool = False) -> None:
+    """Record a payload that is in the bulk store, as its header describes it."""
+    claim, key = header.claim, header.claim.key
+    chunk = ChunkEntry(
+        key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+    )
+    shard = replace(shard_record(header), hot=is_hot)
+    view.index.publish(chunk, {key.field: shard}, ttl_s=view.ttl_s)
+
+
+def publish_shapes(view: BackendsView, namespace: str, fields: Iterable[str], now_s: float) -> None:
+    """Say that these shards are in use, so that replicas of every shape look for them."""
+    empty = ShardRecord(0, 0, "none", False, "", int(now_s))
+    entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+    view.index.publish(entry, dict.fromkeys(fields, empty), ttl_s=view.ttl_s)
 
 
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:

@@ -562,7 +562,7 @@ class Engine:
 
     def _check_payload(self, payload: bytes) -> None:
         header = read_header(payload)
-        layers = self.sides[0]._groups[0].layers
+        layers = self.sides[0]._saver._groups[0].layers
         open_payload(payload, header.claim, layers)
         epoch = int(header.claim.key.namespace, 16)
         chunk = header.claim.token_start // CHUNK

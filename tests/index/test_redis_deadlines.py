@@ -23,8 +23,8 @@ from objkv.stores.base import PruneStore
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.redis import RedisStore
 from tests.stores.guards import guard_of
-from tests.stores.slow_servers import DROP_S, Reluctant, full_listener
 from tests.support.servers.listener import Listener
+from tests.support.servers.slow import DROP_S, Reluctant, full_listener
 
 PATIENCE_S = 60.0
 """Far more than the deadline, and less than what is waited for takes."""

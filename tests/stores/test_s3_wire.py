@@ -29,10 +29,10 @@ from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
 from objkv.testing.store_contract import StoreContract
-from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
 
 
 @pytest.fixture

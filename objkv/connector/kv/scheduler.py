@@ -160,8 +160,7 @@ class SchedulerSide:
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
         self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
         self._hits = HitCounters(recorder)
-        self._loads: dict[str, LoadPlan] = {}
-        self._loading: dict[str, LoadPlan] = {}
+        self._loads, self._loading = dict[str, LoadPlan](), dict[str, LoadPlan]()
         self._held: set[str] = set()
         self._sync_loads = False
         self._waiting: int | None = None
@@ -281,7 +280,7 @@ class SchedulerSide:
         return True
 
     def reset(self, *, clean: bool) -> bool:
-        """Forget everything stored so far, as far as this replica is concerned; see ``Namespace``.
+        """Use nothing that was stored so far; see ``Namespace``.
 
         Weights may have changed: requests under way neither load nor save any more.
         """

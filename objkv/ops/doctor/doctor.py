@@ -4,10 +4,11 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from objkv.codec.seal import Seal
@@ -164,6 +165,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 0 for part in release)
 
 
+T = TypeVar("T", PruneStore, WriteIndex)
 Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
 End = Literal["bulk", "index"]
 _OF_ONE_MACHINE: Final = frozenset(("file", "sqlite", "memory"))
@@ -280,42 +282,33 @@ def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
     return [Check(area, "reach", "warning", detail, fix)]
 
 
-def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
+def _probed(
+    area: Area, opened: Callable[[], T | None], probe: Callable[[T], list[Check]]
+) -> list[Check]:
+    """The checks of what ``opened`` opens; none where there is none."""
     try:
-        store = patient.open_bulk()
+        found = opened()
     except ObjkvError as exc:
-        return [failure("bulk", "open", exc)]
-    try:
-        checks = probe_store_as(role, "bulk", store)
-    finally:
-        store.close()
+        return [failure(area, "open", exc)]
+    if found is None:
+        return []
+    with closing(found):
+        return probe(found)
+
+
+def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
+    checks = _probed("bulk", patient.open_bulk, lambda store: probe_store_as(role, "bulk", store))
     if patient.numbers.value("s3_unconditional_puts"):
         return [*checks, _UNCONDITIONAL]
     return checks
 
 
 def _examine_hot(patient: Patient, role: Role) -> list[Check]:
-    try:
-        store = patient.open_hot()
-    except ObjkvError as exc:
-        return [failure("hot", "open", exc)]
-    if store is None:
-        return []
-    try:
-        return probe_store_as(role, "hot", store)
-    finally:
-        store.close()
+    return _probed("hot", patient.open_hot, lambda store: probe_store_as(role, "hot", store))
 
 
 def _examine_index(patient: Patient, role: Role) -> list[Check]:
-    try:
-        index = patient.open_index()
-    except ObjkvError as exc:
-        return [failure("index", "open", exc)]
-    try:
-        checks = probe_index_as(role, index)
-    finally:
-        index.close()
+    checks = _probed("index", patient.open_index, lambda index: probe_index_as(role, index))
     if checks[0].status in BAD:
         return checks
     try:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final
 
-from objkv.cache.chunks import existing_header, shard_record
+from objkv.cache.chunks import existing_header
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.codec.payload import Claim, Header, encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ChunkEntry, ReadIndex, ShardRecord
-from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
+from objkv.index.base import ReadIndex
+from objkv.index.shapes import FIELDS_MAX
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import root_hash
@@ -30,7 +30,10 @@ from objkv.ops.backends_view import (
     Namespace,
     identity_document,
     parse_identity,
+    publish_payload,
+    publish_shapes,
     read_namespace,
+    recorded,
 )
 from objkv.ops.export.manifest import ManifestLine
 from objkv.ops.rebuild import is_same
@@ -237,13 +240,8 @@ class Import:
 
     def _shapes_work(self, name: str) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
-            fields = self._fields[name]
-            if not fields:
-                return
-            empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
-            entry = ChunkEntry(name, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            told = dict.fromkeys(sorted(fields)[:FIELDS_MAX], empty)
-            self._view.index.publish(entry, told, ttl_s=self._view.ttl_s)
+            if fields := sorted(self._fields[name])[:FIELDS_MAX]:
+                publish_shapes(self._view, name, fields, self._clock())
 
         return work
 
@@ -300,28 +298,20 @@ class Import:
             return "busy"
         try:
             if view.bulk.put_if_absent(path, payload):
-                self._publish(claim, header)
+                publish_payload(view, header)
                 return "added"
             there = existing_header(view.bulk, claim, seal)
             if there is None:  # cut short, or not what it claims to be: nobody can use it
                 view.bulk.put(path, payload)
-                self._publish(claim, header)
+                publish_payload(view, header)
                 return "added"
-            [record] = view.index.lookup(claim.key.namespace, [claim.key.prefix_hash])
-            shard = record.shards.get(claim.key.field) if record else None
+            _, shard = recorded(view.index, claim.key)
             if view.is_own_index or (shard is not None and is_same(shard, there)):
                 return "present"
-            self._publish(claim, there)
+            publish_payload(view, there)
             return "indexed"
         finally:
             view.index.release(path, view.owner)
-
-    def _publish(self, claim: Claim, header: Header) -> None:
-        key = claim.key
-        chunk = ChunkEntry(
-            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-        )
-        self._view.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=self._view.ttl_s)
 
 
 def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> tuple[Header, bytes]:

@@ -1,4 +1,4 @@
-"""``bench engine`` with engines that are none: who is asked what, and what is refused."""
+"""``benchmarks.engine`` with fake engines: which is asked what, and what is refused."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import engine as module
+from benchmarks.engine_child import Ask, Batch, Ready, Took, tokens_of
 from objkv.errors import ObjkvError
-from objkv.ops.bench import engine as module
-from objkv.ops.bench.jobs import Ask, Batch, Ready, Took, tokens_of
 from tests.ops.bench.setting import quick
 
 SECONDS = {"none": 1.0, "objkv": 1.25, "objkv-loads": 0.1, "example": 0.3, "example-loads": 0.2}

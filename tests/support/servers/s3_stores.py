@@ -1,4 +1,4 @@
-"""Stores on servers of ``tests.support.servers``, for the tests of the short way."""
+"""Stores on quick S3 servers, for the tests of the short way."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,24 @@
-"""A report of the size that a page must bear: 500 namespaces, 2,000 boxes in the tree."""
+"""Audits of small stores, and reports for whatever shows them.
+
+``audit_report.json`` is a report with something of everything: two known namespaces of two tenants
+and one unknown; times, texts and numbers fit together.
+"""
 
 import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from pydantic import TypeAdapter
+
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
+from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.ops.audit.audit import Audit, AuditOptions, find_places
 from objkv.ops.audit.report import (
     AgeBucket,
     AgesAudit,
@@ -15,8 +31,125 @@ from objkv.ops.audit.report import (
     TenantAudit,
     TreeNode,
 )
-from tests.ops.audit_sample import MADE_S, sample_report
+from objkv.ops.audit.spool import AuditSpool
+from objkv.ops.audit.walk import AuditView, AuditWalk
+from objkv.ops.runs import Checkpoint, Unit, WorkPool
+from objkv.stores.base import PruneStore, ReadStore
+from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, WHOLE, record_of, save, save_identity
 
+Prompt = tuple[int, ...]
+"""One number for each chunk."""
+
+
+def tokens_of(prompt: Prompt) -> list[int]:
+    """Of a chunk, the same token again and again."""
+    return [number for number in prompt for _ in range(CHUNK)]
+
+
+def hash_of(prompt: Prompt) -> str:
+    """Of its last chunk."""
+    return prefix_hashes(NAMESPACE, tokens_of(prompt), CHUNK)[-1].hex()
+
+
+def save_prompts(bulk: PruneStore, index: PruneIndex | None, prompts: Sequence[Prompt]) -> None:
+    """As replicas do."""
+    save_identity(bulk)
+    for prompt in prompts:
+        save(bulk, index, tokens_of(prompt))
+
+
+def save_with_tokens(bulk: PruneStore, index: PruneIndex, tokens: Sequence[int]) -> None:
+    """One chunk, whose payload says which tokens it was made of."""
+    save_identity(bulk)
+    [prefix_hash] = prefix_hashes(NAMESPACE, tokens, CHUNK)
+    parent = root_hash(NAMESPACE)
+    key = ChunkKey(NAMESPACE, prefix_hash, 0, WHOLE)
+    layers = [LayerSpec(name, "BF16", (CHUNK // 8, 2, 8, 8)) for name in ("l.0", "l.1")]
+    pages = [bytes(layer.nbytes) for layer in layers]
+    told = Provenance(token_digest(tokens), "host-1:4242", CREATED_S, tuple(tokens))
+    claim = Claim(key, parent, 0, CHUNK)
+    payload = encode(claim, layers, pages, codec="none", provenance=told)
+    bulk.put_if_absent(key.path(), payload)
+    chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, 0, CHUNK)
+    index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
+
+
+def prefixes(prompts: Sequence[Prompt]) -> set[Prompt]:
+    """The chunks that saving these makes, each by the way to it."""
+    return {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
+
+
+def ways_on(chunks: set[Prompt], prompt: Prompt) -> int:
+    """How many chunks follow it."""
+    return sum(one[:-1] == prompt for one in chunks)
+
+
+class Auditor:
+    """One audit in this thread's crew, of which each step can be taken alone."""
+
+    def __init__(
+        self,
+        bulk: ReadStore,
+        index: ReadIndex,
+        *,
+        spool: AuditSpool | None = None,
+        is_own_index: bool = False,
+        clock: Callable[[], float] | None = None,
+        **options: Any,
+    ) -> None:
+        self.view = AuditView(bulk, index, is_own_index)
+        self.spool = spool or AuditSpool(None, clock=clock or time.time)
+        self.pool = WorkPool(Checkpoint(None), workers=2)
+        self.walk = AuditWalk(self.view, self.spool, 2)
+        self.options = replace(OPTIONS, **options)
+        self.clock = clock
+        self.places = find_places(self.view)
+
+    def records(self) -> None:
+        """Read the index."""
+        self._run(self.walk.records(self.places.indexed))
+
+    def payloads(self) -> None:
+        """List the bulk store."""
+        namespaces = {name: one.namespace for name, one in self.places.facts.items()}
+        self._run(self.walk.payloads(self.places.parts, namespaces))
+
+    def again(self) -> None:
+        """Look at leftovers, and twice at what seems wrong."""
+        self._run(self.walk.leftovers(self.places.only))
+        if not self.view.is_own_index:
+            self._run(self.walk.second_looks([*self.places.facts, *self.places.indexed]))
+
+    def report(self) -> AuditReport:
+        """Of what was seen so far."""
+        ending = self.pool.ending
+        assert ending != "limit"
+        more = {} if self.clock is None else {"clock": self.clock}
+        return Audit(self.view, self.spool, self.places, self.options, **more).report(
+            ending, self.walk.problems
+        )
+
+    def all(self) -> AuditReport:
+        """The whole of it."""
+        self.records()
+        self.payloads()
+        self.again()
+        return self.report()
+
+    def _run(self, units: Iterator[Unit]) -> None:
+        self.pool.run(unit for unit in units if unit.again or unit.name not in self.spool.done)
+
+
+OPTIONS = AuditOptions(
+    version="0", bulk_url="memory:", index_url="memory:", ttl_s=3_600, grace_s=0, workers=2
+)
+
+
+# Reports.
+
+MADE_S = 1_795_300_000
+"""2026-11-21 22:26:40 UTC."""
+CHAT, CODE = "a" * 32, "b" * 32
 _MIB = 1 << 20
 _DAY_S = 86_400
 MODELS = ("acme/chat-70b", "acme/chat-8b", "acme/code-32b", "acme/embed-1b")
@@ -28,8 +161,15 @@ TEXTS = (
 )
 
 
+@cache
+def sample_report() -> AuditReport:
+    """The report of ``audit_report.json``."""
+    text = Path(__file__).with_name("audit_report.json").read_text("utf-8")
+    return TypeAdapter(AuditReport).validate_json(text)
+
+
 def large_report(*, namespaces: int = 500, nodes: int = 2_000, seed: int = 7) -> AuditReport:
-    """Deterministic; the sample with everything that can be many replaced."""
+    """Of the size that a page must bear; the sample with everything that can be many replaced."""
     chance = random.Random(seed)
     names = [f"{chance.getrandbits(128):032x}" for _ in range(namespaces)]
     tree = _tree(chance, names[: max(1, namespaces // 60)], nodes)

@@ -1,17 +1,16 @@
-"""The work on the scheduler's thread while a lookup is in flight.
+"""The work on the scheduler's thread while a lookup is in flight. Needs vLLM, starts no engine.
 
-``python -m objkv.connector.programs.bench_steps TOKENS STEPS`` tells it as one JSON line. The
-request is no real one, everything else is: what vLLM calls in each step is called here.
+The request is made up; what vLLM calls in each step is called here.
 """
 
 import statistics
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.alone import run_alone
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.config import Config, load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
@@ -21,11 +20,14 @@ from objkv.index.base import Record, Shards
 from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
-from objkv.ops.bench.harness import percentile
-from objkv.ops.bench.jobs import StepsAnswer
-from objkv.ops.bench.records import CHUNK_TOKENS, make_tokens
+from objkv.ops.bench.harness import SCALES, BenchRow, BenchSetting, Section, Target, percentile
+from objkv.ops.bench.sample import CHUNK_TOKENS, make_tokens
 from objkv.telemetry import NullRecorder
 
+STEP_US = Target(100, at_most=True, of="ours")
+_PROMPT_TOKENS = 128 << 10
+_STEPS = 5_000
+_QUICK_STEPS = 200
 _BLOCK_TOKENS = 16
 _REQUESTS = 5
 _ANSWER_S = 600.0
@@ -52,8 +54,13 @@ class _SilentIndex(GuardedIndex):
         return [None] * len(prefix_hashes)
 
 
-def measure(tokens: int, steps: int) -> StepsAnswer:
-    """Seconds for some requests of ``tokens`` tokens, over ``steps`` steps in all."""
+def bench_steps(setting: BenchSetting) -> Section:
+    """When a request arrives, and in each step while its lookup is in flight."""
+    setting.tell("scheduler's thread", "a lookup is in flight")
+    return Section("steps", tuple(_rows(_QUICK_STEPS if setting.quick else _STEPS)), {})
+
+
+def _rows(steps: int) -> Iterator[BenchRow]:
     config = load_config(
         {"bulk_url": "memory:", "index_url": "memory:", "lookup_deadline_ms": 10**9}, environ={}
     )
@@ -61,7 +68,7 @@ def measure(tokens: int, steps: int) -> StepsAnswer:
     side = _side(config, index)
     arrivals, in_steps = [], []
     for number in range(_REQUESTS):
-        request = _request(f"r{number}", tokens)
+        request = _request(f"r{number}")
         arrivals.append(_seconds(lambda request=request: side.track(request)))
         for _ in range(max(1, steps // _REQUESTS)):
             in_steps.append(_seconds(lambda request=request: _step(side, request)))
@@ -69,11 +76,15 @@ def measure(tokens: int, steps: int) -> StepsAnswer:
             time.sleep(0)
     index.answer.set()
     side.close()
-    return StepsAnswer(
-        arrival_s=statistics.median(arrivals),
-        step_median_s=statistics.median(in_steps),
-        step_p95_s=percentile(in_steps, 0.95),
+    name, scale = f"scheduler's thread, {_PROMPT_TOKENS:,} tokens", SCALES["µs"]
+    arrival, median = statistics.median(arrivals) * scale, statistics.median(in_steps) * scale
+    yield BenchRow(
+        f"{name}, arrival", "µs", arrival, target=STEP_US, detail="once per request, median"
     )
+    detail = f"lookup in flight, {steps:,} steps"
+    yield BenchRow(f"{name}, a step, median", "µs", median, target=STEP_US, detail=detail)
+    p95 = percentile(in_steps, 0.95) * scale
+    yield BenchRow(f"{name}, a step, p95", "µs", p95, target=STEP_US)
 
 
 def _step(side: SchedulerSide, request: Any) -> None:
@@ -94,13 +105,13 @@ def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
     )
 
 
-def _request(name: str, tokens: int) -> Any:
+def _request(name: str) -> Any:
     """What is read of vLLM's request."""
     return SimpleNamespace(
         request_id=name,
-        all_token_ids=make_tokens(tokens),
-        num_tokens=tokens,
-        num_prompt_tokens=tokens,
+        all_token_ids=make_tokens(_PROMPT_TOKENS),
+        num_tokens=_PROMPT_TOKENS,
+        num_prompt_tokens=_PROMPT_TOKENS,
         num_computed_tokens=0,
         lora_request=None,
         cache_salt=None,
@@ -117,10 +128,5 @@ def _seconds(call: Any) -> float:
     return time.perf_counter() - started
 
 
-def main() -> None:
-    """Print what was measured."""
-    print(measure(int(sys.argv[1]), int(sys.argv[2])).model_dump_json(), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_alone(bench_steps)

@@ -1,14 +1,16 @@
 """A small fleet's leftovers: real payloads, records and an identity, saved as replicas save."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
-from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
-from objkv.stores.base import WriteStore
+from objkv.ops.backends_view import BackendsView
+from objkv.stores.base import PruneStore, WriteStore
 
 CHUNK = 16
 CREATED_S = 1_700_000_000
@@ -80,3 +82,11 @@ def record_of(header: Header) -> ShardRecord:
         header_checksum=header.checksum,
         created_s=header.provenance.created_s,
     )
+
+
+def view_of(
+    bulk: PruneStore, index: PruneIndex, hot: PruneStore | None = None, **agreed: Any
+) -> BackendsView:
+    """As operators' commands see them."""
+    usual = {"is_own_index": False, "ttl_s": 3_600, "lease_ms": 60_000, "owner": "test"}
+    return BackendsView(bulk, hot, index, **{**usual, **agreed})

@@ -1,24 +1,28 @@
-"""``bench codec``: encoding and decoding pages on one core, against copying them."""
+"""Encoding and decoding pages on one core, against copying them; sealing payloads, against not."""
 
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
+import typer
 
+from benchmarks.alone import run_command
+from objkv.cli.bench import BenchOptions, Check, Plot, Quick, Rounds, run_works
+from objkv.cli.command import Session
 from objkv.codec.compress import CODECS, compress, decompress_into
 from objkv.codec.header import digest
 from objkv.codec.payload import encode_in_place, frame_pages, header_room, open_payload, read_header
 from objkv.codec.seal import KEY_BYTES, Seal, SealKey
 from objkv.errors import ConfigError, PayloadError
 from objkv.ops.bench.harness import (
+    BenchRow,
+    BenchSetting,
     Compared,
-    Row,
     Section,
-    Setting,
     Target,
     Work,
     interleave,
@@ -26,12 +30,10 @@ from objkv.ops.bench.harness import (
 )
 from objkv.ops.bench.sample import PAYLOAD_1_MIB, PAYLOAD_32_MIB, Shape, kv_like, sample_claim
 
-# ``bench codec``: what signing and encrypting cost, whole payloads beside those not sealed.
-
 PLAIN = "not sealed"
 
 
-def seal_rows(setting: Setting, shape: Shape) -> Iterator[Row]:
+def seal_rows(setting: BenchSetting, shape: Shape) -> Iterator[BenchRow]:
     """Payloads of ``shape`` in codec ``none``, made where their pages lie, and opened to the last
     byte: each way to seal beside none. Fewer where there is no library to encrypt with."""
     sides = {name: _Side(shape, seal) for name, seal in _seals().items()}
@@ -130,7 +132,7 @@ class _Pages:
         return sum(len(page) for page in self.pages)
 
 
-def bench_codec(setting: Setting) -> Section:
+def bench_codec(setting: BenchSetting) -> Section:
     """All codecs on made-up KV."""
     count = _QUICK_PAGES if setting.quick else _PAGES
     pages = [memoryview(kv_like(_PAGE_BYTES, seed)) for seed in range(count)]
@@ -142,7 +144,7 @@ def bench_codec(setting: Setting) -> Section:
     return replace(section, rows=section.rows + sealed, notes=(*section.notes, note))
 
 
-def bench_payload_codec(setting: Setting, file: Path) -> Section:
+def bench_payload_codec(setting: BenchSetting, file: Path) -> Section:
     """All codecs on the pages of a payload in ``file``, which is verified first.
 
     Raises ``ConfigError`` if it cannot be read, ``PayloadError`` if it is no payload or corrupt.
@@ -165,8 +167,8 @@ def bench_payload_codec(setting: Setting, file: Path) -> Section:
     return _measure(setting, _Pages(pages, sizes.pop()), f"payload {file.name}")
 
 
-def _measure(setting: Setting, data: _Pages, what: str) -> Section:
-    rows: list[Row] = []
+def _measure(setting: BenchSetting, data: _Pages, what: str) -> Section:
+    rows: list[BenchRow] = []
     out = make_slab(max(len(page) for page in data.pages))
     for codec in CODECS:
         setting.tell("codecs", codec)
@@ -175,7 +177,7 @@ def _measure(setting: Setting, data: _Pages, what: str) -> Section:
     return Section("codec", tuple(rows), {}, (note,))
 
 
-def _codec(setting: Setting, data: _Pages, codec: str, out: memoryview) -> Iterator[Row]:
+def _codec(setting: BenchSetting, data: _Pages, codec: str, out: memoryview) -> Iterator[BenchRow]:
     copy = _each(data.pages, lambda page: _copy(out, page))
     if codec == "none":
         checksum = _each(data.pages, digest)
@@ -224,3 +226,25 @@ def _each(items: Sequence[_Item], work: Callable[[_Item], object]) -> Work:
 
 def _copy(out: memoryview, page: memoryview) -> None:
     np.copyto(np.frombuffer(out, np.uint8, len(page)), np.frombuffer(page, np.uint8))
+
+
+def main(
+    session: Session,
+    rounds: Rounds = 7,
+    quick: Quick = False,
+    check: Check = False,
+    plot: Plot = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A payload of yours, instead of made-up KV.", metavar="FILE")
+    ] = None,
+) -> int:
+    """See ``run_command``."""
+
+    def work(setting: BenchSetting) -> Section:
+        return bench_codec(setting) if file is None else bench_payload_codec(setting, file)
+
+    return run_works(session, (work,), BenchOptions(rounds, quick, check, plot))
+
+
+if __name__ == "__main__":
+    run_command(main, __doc__)

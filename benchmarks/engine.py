@@ -1,4 +1,4 @@
-"""``bench engine``: vLLM with objkv against vLLM alone, and against vLLM's own example connector.
+"""vLLM with objkv against vLLM alone, and against vLLM's own example connector.
 
 Live engines take turns in many short batches, so that what slows the machine slows all of them.
 """
@@ -9,14 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
+from benchmarks.alone import run_alone
+from benchmarks.engine_child import Ask, Batch, Connector, EngineJob, Ready, Took
 from objkv.config import Config, load_config
 from objkv.errors import ObjkvError
-from objkv.ops.bench.harness import Compared, Row, Section, Setting, Target, Timings, interleave
-from objkv.ops.bench.jobs import Ask, Batch, Connector, EngineJob, Ready, Took
-from objkv.ops.demo.job import Size
+from objkv.ops.bench.harness import (
+    BenchRow,
+    BenchSetting,
+    Compared,
+    Section,
+    Target,
+    Timings,
+    interleave,
+)
+from objkv.ops.demo import Size
 from objkv.ops.programs import Program
 
+ROOT = Path(__file__).parents[1]
 THROUGHPUT = Target(0.99)
 FIRST_TOKEN = Target(1 / 5, at_most=True)
 BELOW_EXAMPLE = Target(1.0, at_most=True)
@@ -66,7 +77,7 @@ class _Engine:
         return Took.model_validate_json(line)
 
 
-def bench_engine(setting: Setting) -> Section:
+def bench_engine(setting: BenchSetting) -> Section:
     """Both parts. Takes minutes, and 2 GB for each of five engines at most.
 
     Raises ``ProgramFailed`` if an engine fails, and ``ObjkvError`` if engines do not agree.
@@ -76,7 +87,7 @@ def bench_engine(setting: Setting) -> Section:
         return Section("engine", (), {}, (note,), skipped=True)
     scale = _QUICK if setting.quick else _NORMAL
     places = _Places(setting)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     with ExitStack() as stack:
         # The model first: four makers would make it four times.
         engines = {}
@@ -97,7 +108,7 @@ def bench_engine(setting: Setting) -> Section:
 class _Places:
     """Where what engines share is kept."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: BenchSetting) -> None:
         self._setting = setting
         self.example = setting.folder / "example"
         self.example.mkdir()
@@ -126,7 +137,7 @@ class _Places:
 
 @contextmanager
 def _running(
-    setting: Setting, scale: _Scale, places: _Places, connector: Connector
+    setting: BenchSetting, scale: _Scale, places: _Places, connector: Connector
 ) -> Iterator[_Engine]:
     job = EngineJob(
         size=scale.size,
@@ -137,13 +148,13 @@ def _running(
     )
     file = setting.folder / f"{connector}.json"
     file.write_text(job.model_dump_json())
-    settings = {"OMP_NUM_THREADS": "1"}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if connector.startswith("objkv"):
         settings |= places.settings
     if connector == "objkv-loads":
         # What is measured is loading, also where computing would be sooner.
         settings["OBJKV_ADMISSION"] = "always"
-    arguments = ("-m", "objkv.connector.programs.bench_engine", str(file))
+    arguments = ("-m", "benchmarks.engine_child", str(file))
     log = file.with_suffix(".log")
     with Program(f"engine {connector}", arguments, log, settings, listens=True) as program:
         engine = _Engine(program)
@@ -152,8 +163,8 @@ def _running(
 
 
 def _throughput(
-    setting: Setting, scale: _Scale, engines: Mapping[str, _Engine], places: _Places
-) -> Iterator[Row]:
+    setting: BenchSetting, scale: _Scale, engines: Mapping[str, _Engine], places: _Places
+) -> Iterator[BenchRow]:
     """Prompts that nobody has seen. What is saved of them is saved while the next batch waits."""
     per_batch = scale.prompts * (scale.tokens // places.config.chunk_tokens)
     batches = setting.rounds * (1 if setting.quick else _BATCHES_A_ROUND)
@@ -179,7 +190,7 @@ def _throughput(
         ("objkv", "saves all", THROUGHPUT),
         ("objkv-loads", "never saves", None),
     ):
-        yield Row(
+        yield BenchRow(
             f"engine throughput, no hits, {what}",
             "tokens/s",
             tokens / timings.median(name),
@@ -204,8 +215,8 @@ def _spread(none: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def _first_token(
-    setting: Setting, scale: _Scale, engines: Mapping[str, _Engine], places: _Places
-) -> Iterator[Row]:
+    setting: BenchSetting, scale: _Scale, engines: Mapping[str, _Engine], places: _Places
+) -> Iterator[BenchRow]:
     """One prompt a round, saved by one replica and asked of others."""
     seeds = range(-1, -2 - setting.rounds, -1)
     chunks = places.chunks()
@@ -244,3 +255,7 @@ def _first_token(
     yield recomputed.duration(f"{name}, against recompute", "ms", FIRST_TOKEN, loaded)
     example = Compared(timings, "objkv-loads", "example-loads", "vLLM's ExampleConnector")
     yield example.duration(f"{name}, against the example", "ms", BELOW_EXAMPLE, loaded)
+
+
+if __name__ == "__main__":
+    run_alone(bench_engine)

@@ -1,21 +1,94 @@
-"""One engine of ``bench engine``: a process that does what it is told, line by line.
+"""One engine of ``benchmarks.engine``: a process that carries out orders, line by line.
 
-``python -m objkv.connector.programs.bench_engine job.json`` answers each order on standard input
+``python -m benchmarks.engine_child job.json`` answers each order on standard input
 with one line on standard output; what vLLM prints goes to standard error. It ends with its input.
 """
 
 import os
+import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
-from objkv.connector.programs.demo_model import device, make_model
-from objkv.connector.programs.demo_replica import Asker
-from objkv.ops.bench.jobs import ORDER, Ask, Batch, EngineJob, Ready, Took, tokens_of
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-KV_CACHE_BYTES = 256 << 20
-_PROMPTS_AT_ONCE = 4
+from objkv.connector.programs.demo_replica import (
+    DemoEngine,
+    device,
+    engine_arguments,
+    make_model,
+)
+from objkv.ops.demo import VOCABULARY, Size
+
+Connector = Literal["none", "objkv", "objkv-loads", "example", "example-loads"]
+"""``-loads``: a second replica, which only loads what the first one saved."""
+_SPECIAL = 3
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineJob(_Value):
+    """One engine's whole life."""
+
+    size: Size
+    models: Path
+    """Folder in which the model is made, unless it is there."""
+    connector: Connector
+    folder: Path
+    """Where the example connector keeps what it saves."""
+    longest: int
+    """Tokens of the longest prompt with its answer."""
+
+
+class Batch(_Value):
+    """Answer prompts at once, of which nobody has seen any before."""
+
+    kind: Literal["batch"] = "batch"
+    seed: int
+    prompts: int
+    tokens: int
+    answer: int
+
+
+class Ask(_Value):
+    """Answer the first ``tokens`` tokens of a document, alone."""
+
+    kind: Literal["ask"] = "ask"
+    seed: int
+    tokens: int
+
+
+Order = Annotated[Batch | Ask, Field(discriminator="kind")]
+ORDER: Final[TypeAdapter[Batch | Ask]] = TypeAdapter(Order)
+
+
+class Ready(_Value):
+    """The engine runs."""
+
+    engine: str
+    device: str
+
+
+class Took(_Value):
+    """What came of an order."""
+
+    seconds: float
+    """For the whole batch; for one prompt, until its first token."""
+    busy_s: float
+    """CPU time of the engine's own thread meanwhile: what else runs here does not count."""
+    answer: tuple[tuple[int, ...], ...]
+    """Token ids, by prompt."""
+    served_tokens: int
+    """Of the prompts, by the connector or from the engine's own cache."""
+
+
+def tokens_of(seed: int, count: int, *, prompt: int = 0) -> list[int]:
+    """Token ids of a made-up text; of two lengths the shorter begins the longer."""
+    source = random.Random(f"{seed} {prompt}")
+    return [source.randrange(_SPECIAL, VOCABULARY) for _ in range(count)]
 
 
 class Engine:
@@ -23,11 +96,9 @@ class Engine:
 
     def __init__(self, job: EngineJob) -> None:
         import vllm
-        from vllm.platforms import current_platform
 
-        cpu = current_platform.is_cpu()
-        self._llm: Any = vllm.LLM(**_arguments(job, make_model(job.models, job.size), cpu=cpu))
-        self._asker = Asker(self._llm)
+        self._llm: Any = vllm.LLM(**_arguments(job))
+        self._engine = DemoEngine(self._llm)
         self.ready = Ready(engine=f"vLLM {vllm.__version__}", device=device())
 
     def do(self, order: Batch | Ask) -> Took:
@@ -36,7 +107,7 @@ class Engine:
 
     def _ask(self, order: Ask) -> Took:
         tokens, busy = tokens_of(order.seed, order.tokens), time.thread_time()
-        answer = self._asker.ask(f"document {order.seed}", tokens)
+        answer = self._engine.ask(f"document {order.seed}", tokens)
         return Took(
             seconds=answer.first_token_s,
             busy_s=time.thread_time() - busy,
@@ -69,26 +140,12 @@ class Engine:
         )
 
 
-def _arguments(job: EngineJob, model: Path, *, cpu: bool) -> dict[str, Any]:
+def _arguments(job: EngineJob) -> dict[str, Any]:
     """What ``vllm.LLM`` is called with."""
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        # With fewer bits the order of the sums would tip the answers of a random model.
-        "dtype": "float32",
-        "enforce_eager": True,
+    arguments = engine_arguments(make_model(job.models, job.size), job.longest) | {
         "hf_overrides": {"max_position_embeddings": job.longest},
-        "max_model_len": job.longest,
-        "max_num_batched_tokens": job.longest,
-        "max_num_seqs": _PROMPTS_AT_ONCE,
-        "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        "seed": 0,
         "disable_log_stats": True,
     }
-    if cpu:
-        # All in this process: no other takes part in what is measured.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        arguments["distributed_executor_backend"] = "uni"
     if job.connector.startswith("example"):
         arguments["kv_transfer_config"] = {
             "kv_connector": "ExampleConnector",
