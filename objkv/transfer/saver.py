@@ -139,13 +139,8 @@ class Saver:
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._cache = cache
-        self._groups = groups
-        self._slabs = slabs
-        self._lane = lane
-        self._limits = limits
-        self._recorder = recorder
-        self._clock = clock
+        self._cache, self._groups, self._slabs, self._lane = cache, groups, slabs, lane
+        self._limits, self._recorder, self._clock = limits, recorder, clock
         self._encoder = PayloadEncoder(groups, cache, limits)
         self._marks: dict[str, Mark] = {}
         self._last_mark: Mark | None = None
