@@ -151,10 +151,10 @@ def _guarded_index(
 
 
 def check_backends(backends: Backends, config: Config) -> None:
-    """One round trip to each end, judged by ``at_start``, before a replica uses them.
+    """One round trip each to store and index, judged by ``at_start``, before a replica uses them.
 
-    A refusal is always a ``ConfigError``: the operator can act. An end that does not answer is a
-    warning, or with ``strict`` a ``StoreError`` that names it.
+    A refusal is always a ``ConfigError``: the operator can act. A store or index that does not
+    answer is a warning, or with ``strict`` a ``StoreError`` that names it.
     """
     if config.role == "sweeper":
         raise ConfigError("role is sweeper, which no replica is: set it to writer or reader")
@@ -216,7 +216,7 @@ def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange 
         config.breaker_failures,
         config.breaker_reset_ms / 1000,
         config.breaker_reset_max_ms / 1000,
-        # Loads late in their time have less: a store that stalls is to be found by all others.
+        # Loads late in their time have less: all others find out a store that stalls.
         min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000),
     )
     return Breakers(end, patience, recorder, on_change=on_change or log_change)
@@ -260,8 +260,6 @@ def _index_place(config: Config) -> PruneIndex:
     return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
 
 
-# Tells savers whether there is room, as the settings say.
-
 _SEALING = (
     "signing_keys_file",
     "signing_keys_command",
@@ -271,11 +269,11 @@ _SEALING = (
 
 
 def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
-    """What stands between savers and a full place. It asks nothing before it is asked.
+    """Whether savers have room, as ``quota_bytes`` says. Reads nothing before it is asked.
 
-    A folder with an index of this machine is walked, so that what has expired in the index and lies
-    there still counts, and is swept when it is full; whatever else is shared tells by its index,
-    and is swept by its operators.
+    A folder with an index of this machine is walked, so that payloads whose records expired count,
+    and is swept when it is full. Other places are shared: their index has the totals, and their
+    operators sweep them.
     """
     if not config.quota_bytes:
         return Unlimited()
@@ -292,8 +290,8 @@ def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
 def sweep_settings(config: Config) -> dict[str, str]:
     """The variables with which a sweep makes room in this place.
 
-    It begins where it is to end: what makes a folder full may be more than its records tell, and
-    then records below the high watermark have to go, too.
+    Its high watermark is the low one: a folder may hold more than its records say, and then records
+    below the high watermark have to go, too.
     """
     values: dict[str, object] = {
         "bulk_url": config.bulk_url,

@@ -547,8 +547,8 @@ class Engine:
         if self.index._leases:
             raise Broken(f"leases are left: {sorted(self.index._leases)}")
         for keys in self.keys:
-            if keys._repeats._under_way:
-                raise Broken(f"saves never ended: {sorted(keys._repeats._under_way)}")
+            if keys._saves._under_way:
+                raise Broken(f"saves never ended: {sorted(keys._saves._under_way)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):

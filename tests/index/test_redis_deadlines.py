@@ -14,11 +14,9 @@ from objkv.assembly import redis as assembly_redis
 from objkv.assembly.redis import call_s, connect_redis
 from objkv.config import Config, load_config
 from objkv.errors import StoreError
-from objkv.index import deadline as index_deadline
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.stores import deadline as store_deadline
 from objkv.stores.base import PruneStore
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.redis import RedisStore
@@ -93,8 +91,7 @@ class SlowRedis(Listener):
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.1)
     monkeypatch.setattr(assembly_redis, "READ_FLOOR_S", 0.2)
-    monkeypatch.setattr(index_deadline, "_WALK_FACTOR", 1)
-    monkeypatch.setattr(store_deadline, "_WALK_FACTOR", 1)
+    monkeypatch.setattr("objkv.net.guard._WALK_FACTOR", 1)
 
 
 def config_of(address: tuple[str, int], scheme: str) -> Config:

@@ -12,7 +12,7 @@ from threading import Condition, Event, Thread
 import pytest
 import torch
 
-from objkv.cache.chunks import KEEP_S, CacheSettings, ChunkCache, Repeats
+from objkv.cache.chunks import KEEP_S, CacheSettings, ChunkCache, InFlightSaves
 from objkv.codec.payload import frame_pages, open_payload, payload_bytes_max, read_header
 from objkv.errors import LeftAlone, StoreBusy, StoreError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
@@ -372,7 +372,7 @@ def store() -> SlowStore:
 def replica(store: SlowStore) -> Replica:
     replica = Replica(store, MemoryIndex(), seed=1, slabs=1)
     # What was saved is remembered, however long a busy machine takes.
-    replica.cache._repeats = Repeats(clock=ManualClock())
+    replica.cache._saves = InFlightSaves(clock=ManualClock())
     return replica
 
 
@@ -483,7 +483,7 @@ def test_two_replicas_remember_for_themselves() -> None:
 
 def test_what_was_saved_is_remembered_for_a_while() -> None:
     clock = ManualClock()
-    repeats = Repeats(clock=clock)
+    repeats = InFlightSaves(clock=clock)
     assert repeats.begin("a")
     repeats.keep("a")
     repeats.end("a")

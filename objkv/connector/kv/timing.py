@@ -1,4 +1,4 @@
-"""What loading and computing take on this replica, as ``Admission`` wants it.
+"""What loading and computing take on this replica, as ``AdmissionPolicy`` wants it.
 
 Steps are timed on the scheduler, from plan to result: several may be under way at once, and each
 counts from the end of the one before. Only steps that show how long prompts take to compute count:
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
+from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.model.groups import Geometry
@@ -40,7 +40,7 @@ class Timing:
 
     def __init__(
         self,
-        admission: Admission,
+        admission: AdmissionPolicy,
         geometry: Geometry,
         *,
         steps_in_flight: int,

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from objkv.config import Config
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.metrics import tier_metric_definitions, tier_stats
 from objkv.connector.tier.identity import (
     TierAdapters,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TierNamespace(Namespace[TierIdentity]):
+class TierNamespace(ReplicaNamespace[TierIdentity]):
     """Begins with the first request, and is not that of requests that began before a renewal."""
 
     closed_warning = (
