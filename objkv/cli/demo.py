@@ -17,7 +17,7 @@ from rich.console import Console
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.output import Output, plain, size
+from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
 from objkv.ops.demo.fleet import ask_fleet, running_fleet
@@ -91,7 +91,7 @@ def report_document(report: DemoReport) -> dict[str, Any]:
     return document
 
 
-def print_report(out: Output, report: DemoReport) -> None:
+def print_report(out: Printer, report: DemoReport) -> None:
     """The table and what it means."""
     out.line()
     out.line("Seconds to the first token", "bold")
@@ -180,7 +180,7 @@ def demo(
     return FINE if report.fine else FOUND
 
 
-def _show_machine(out: Output, size: Size, place: Place) -> DemoReport:
+def _show_machine(out: Printer, size: Size, place: Place) -> DemoReport:
     with Steps(color=out.color).shown() as steps:
         shown = show_replicas(size, place, steps.tell)
     report = DemoReport(
@@ -198,7 +198,7 @@ def _show_machine(out: Output, size: Size, place: Place) -> DemoReport:
     return report
 
 
-def _show_fleet(out: Output, size: Size, place: Place) -> DemoReport:
+def _show_fleet(out: Printer, size: Size, place: Place) -> DemoReport:
     steps = Steps(color=out.color)
     with steps.shown(), running_fleet(size, place, steps.tell) as fleet:
         told = ask_fleet(fleet, size, lambda: _count(fleet.settings).chunks, steps.tell)
@@ -230,14 +230,14 @@ def _notices(rows: Sequence[Row], place: Place) -> tuple[str, ...]:
     return (f"B was served less than A should have saved: the logs in {place.logs} say why.",)
 
 
-def _print(out: Output, report: DemoReport) -> None:
+def _print(out: Printer, report: DemoReport) -> None:
     if out.machine:
         out.document(report_document(report))
     else:
         print_report(out, report)
 
 
-def _print_next(out: Output, size: Size, place: Place) -> None:
+def _print_next(out: Printer, size: Size, place: Place) -> None:
     prompt = place.prompt_file(prompts_of(size)[-1])
     out.line()
     out.line("Look at it, until the next demo replaces it:", "bold")
@@ -263,7 +263,7 @@ def _serve() -> str:
     return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model"
 
 
-def _print_settings(out: Output, settings: Mapping[str, str]) -> None:
+def _print_settings(out: Printer, settings: Mapping[str, str]) -> None:
     for name, value in settings.items():
         out.line(f"  export {name}={shlex.quote(value)}")
 

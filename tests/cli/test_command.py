@@ -11,7 +11,7 @@ import pytest
 
 from objkv.cli.app import app
 from objkv.cli.command import exit_code, guarded
-from objkv.cli.output import Output, age, size
+from objkv.cli.output import Printer, age, size
 from objkv.errors import (
     ConfigError,
     ObjkvError,
@@ -160,11 +160,11 @@ def test_colours_can_be_switched_off_on_a_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    Output(machine=False, color=True).line("x", "red")
+    Printer(machine=False, color=True).line("x", "red")
     assert "\x1b[31m" in capsys.readouterr().out
     if how == "variable":
         monkeypatch.setenv("NO_COLOR", "1")
-    Output(machine=False, color=how == "variable").line("x", "red")
+    Printer(machine=False, color=how == "variable").line("x", "red")
     assert "\x1b[31m" not in capsys.readouterr().out
 
 
@@ -179,7 +179,7 @@ def test_rows_are_neither_folded_nor_padded_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     rows = [("a" * 40, "ok"), ("b", "long " * 9 + "enough")]
-    Output(machine=False, color=False).table(("hash", "detail"), rows)
+    Printer(machine=False, color=False).table(("hash", "detail"), rows)
     assert capsys.readouterr().out.splitlines() == [
         f"{'hash':40}  detail",
         f"{'a' * 40}  ok",

@@ -13,7 +13,7 @@ import pytest
 
 from objkv.cli import demo as command_module
 from objkv.cli.demo import Steps, print_report, report_document
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops.demo.fleet import Fleet, Server, ShownByFleet
 from objkv.ops.demo.job import Answer, Prompt, Size, prompts_of, warm_up_of
@@ -60,7 +60,7 @@ def report(shown: tuple[Row, ...], **changes: object) -> DemoReport:
 
 
 def printed(capsys: pytest.CaptureFixture[str], shown: DemoReport) -> str:
-    print_report(Output(machine=False, color=False), shown)
+    print_report(Printer(machine=False, color=False), shown)
     return capsys.readouterr().out
 
 
@@ -234,7 +234,7 @@ def test_the_end_of_input_ends_a_fleet_as_enter_does(
     terminal = StringIO(typed)
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
-    command_module._show_fleet(Output(machine=False, color=False), "small", place)
+    command_module._show_fleet(Printer(machine=False, color=False), "small", place)
     assert capsys.readouterr().out.endswith("Press Enter to end it. ending ...\n")
 
 
