@@ -95,7 +95,7 @@ class _Row:
 
 
 class StoreCollector(Collector):
-    """The metrics of ``exporter_metrics``, each with whatever is known now."""
+    """The metrics of ``METRICS``, each with whatever is known now."""
 
     def __init__(self, watched: Watched, watch: BackendsWatch, scans: Scans | None = None) -> None:
         self._watched = watched
