@@ -240,7 +240,7 @@ def errors_of(backends: Backends) -> Iterator[BaseException]:
         lambda: list(index.scan(NAMESPACE)),
         lambda: index.publish(chunk(), {FIELD: shard()}, ttl_s=60),
         lambda: index.lease("name", "owner", ttl_ms=1000),
-        lambda: index.drop(NAMESPACE, prefix_hash(1)),
+        lambda: backends.admin.drop(NAMESPACE, prefix_hash(1)),
     ]
     for call in calls:
         try:

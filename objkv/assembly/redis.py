@@ -27,13 +27,11 @@ from objkv.net.deadline import ends_s
 from objkv.net.resp import DeadlinePool, keep_deadlines
 from objkv.ops.doctor.server import ServerFacts
 
-# Connections without TLS, which never leave this machine.
-#
-# What ``index_url`` names is judged with the settings; the nodes that a cluster or a Sentinel then
-# names are not in it, and are judged here, before a password is sent to them.
-
 
 class _OnThisMachine(redis.Connection):
+    """Without TLS. The settings check the host of ``index_url``; nodes that a cluster or a Sentinel
+    names later are checked here, before a password is sent to them."""
+
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
             raise exceptions.ConnectionError(
@@ -291,11 +289,8 @@ class _LazyCluster:
                 self._client.close()
 
 
-# What the index's server says of itself: for ``objkv doctor`` only.
-
-
 def describe_index(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts | None:
-    """Version, memory policy and clock of the server, on a connection of its own.
+    """Version, memory policy and clock of the server, on a connection of its own, for ``doctor``.
 
     None where the index is no server. Of a cluster one node speaks for all. Raises
     ``StoreUnavailable``; what the ACL denies is told in the facts.

@@ -118,7 +118,7 @@ def run_warm(
         backends.bulk.check()
         backends.index.check()
         view = BackendsView.of(
-            config, (backends.bulk, backends.hot), backends.index, command="warm"
+            config, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
         )
         if options.promote:
             means = Means(view, digests, _tokenizer(options), None, watch, _base(options))

@@ -23,15 +23,13 @@ from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived, Buffer, ReadStore, WriteStore
 from objkv.telemetry import Recorder
 
-# The hot copies of payloads, as saves and loads see them: shortcuts, which may be gone any time.
-#
-# A hot store that fails is one without copies: counted, never raised.
-
 _PATHS_MAX = 65_536
+"""Paths that each of the sets below remembers; the oldest go."""
 
 
 class HotCopies:
-    """Copies by path; without a store there are none. Safe from many threads."""
+    """The hot copies of payloads, by path: shortcuts, which may be gone any time. A hot store that
+    fails is one without copies: counted, never raised. Safe from many threads."""
 
     def __init__(self, store: WriteStore | None, limits: HotLimits, recorder: Recorder) -> None:
         self._store = store
@@ -60,14 +58,13 @@ class HotCopies:
         return nbytes
 
     def distrust(self, path: str) -> None:
-        """A payload that was promised to be hot was corrupt: its copy is not asked for any more
-        until this process has made another, whoever promises it. It may not be this one's to make,
-        and bulk may be fine."""
+        """A payload that was promised to be hot was corrupt: its copy is not read again until this
+        process has made another, whatever a record promises. Bulk may be fine."""
         with self._lock:
             _remember(self._distrusted, path)
 
     def is_lost(self, path: str) -> bool:
-        """Whether a copy that was promised was not there when it was last asked for."""
+        """Whether a promised copy was not there when it was last read."""
         with self._lock:
             return path in self._lost
 
@@ -113,8 +110,6 @@ def _remember(paths: "OrderedDict[str, None]", path: str) -> None:
         paths.popitem(last=False)
 
 
-# What another writer left where a payload was to go: usable, or to be written over.
-
 _LENGTH_BYTES = 8
 
 
@@ -138,20 +133,18 @@ def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header 
     return header
 
 
-# Chunks that this process is saving, or has just saved, so that it does not save them again.
-#
-# Prompts that arrive together share prefixes of which nobody can know yet that they are stored:
-# each was looked up before the first of them was saved. Without this every one of them would
-# gather, encode and upload the same chunks.
-
 KEEP_S = 30.0
-"""How long a lookup may have waited in a queue until its request is computed, as a rule. Whatever
-makes the saved payload vanish meanwhile unseen delays its next save by as much."""
-_SAVED_MAX = 65_536
+"""How long a lookup may have waited in a queue until its request is computed, as a rule. If the
+saved payload vanishes meanwhile, its next save is delayed by as much."""
 
 
-class Repeats:
-    """Bounded; safe from many threads."""
+class InFlightSaves:
+    """Chunks that this process is saving, or has just saved, so that it does not save them twice.
+
+    Prompts that arrive together share prefixes that are not stored yet: each was looked up before
+    the first of them was saved, and would gather, encode and upload the same chunks. Bounded; safe
+    from many threads.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -173,7 +166,7 @@ class Repeats:
         with self._lock:
             self._saved.pop(path, None)
             self._saved[path] = self._clock() + KEEP_S
-            while len(self._saved) > _SAVED_MAX:
+            while len(self._saved) > _PATHS_MAX:
                 self._saved.popitem(last=False)
 
     def end(self, path: str) -> None:
@@ -185,9 +178,6 @@ class Repeats:
         """It was found missing or corrupt: save it again."""
         with self._lock:
             self._saved.pop(path, None)
-
-
-_SUSPECTS_MAX = 65_536
 
 
 class SaveOutcome(Enum):
@@ -248,22 +238,24 @@ class ChunkCache:
         self._recorder = recorder
         self._lock = Lock()
         self._suspects: OrderedDict[str, None] = OrderedDict()
-        self._repeats = Repeats()
+        self._saves = InFlightSaves()
         self._clock = clock
-        self._promoter: Promoter | None = None
-        if hot is not None and settings.hot_promote_bytes_max > 0:
-            self._promoter = Promoter(
-                bulk,
-                hot,
-                index,
-                settings.hot_limits,
-                ttl_s=settings.ttl_s,
-                lease_ms=settings.lease_ms,
-                recorder=recorder,
-                seal=seal,
-            )
+        promotes = settings.hot_promote_bytes_max > 0
+        self._promoter = self._open_promoter(hot) if hot is not None and promotes else None
         self.link = LinkSpeed()
         """How fast puts and gets of the bulk store were lately."""
+
+    def _open_promoter(self, hot: WriteStore) -> Promoter:
+        return Promoter(
+            self._bulk,
+            hot,
+            self._index,
+            self._settings.hot_limits,
+            ttl_s=self._settings.ttl_s,
+            lease_ms=self._settings.lease_ms,
+            recorder=self._recorder,
+            seal=self.seal,
+        )
 
     def get_into(
         self,
@@ -300,11 +292,11 @@ class ChunkCache:
     def begin_save(self, key: ChunkKey) -> bool:
         """Whether to save ``key``: not if this process is about to, or has just done so. After
         True, ``end_save`` must follow."""
-        return self._repeats.begin(key.path())
+        return self._saves.begin(key.path())
 
     def end_save(self, key: ChunkKey) -> None:
         """The save is over, or was given up."""
-        self._repeats.end(key.path())
+        self._saves.end(key.path())
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Whether this process may save ``key`` now. An index that fails says yes: a duplicate is
@@ -318,7 +310,7 @@ class ChunkCache:
             return True
 
     def release_lease(self, key: ChunkKey) -> None:
-        """Give the lease back early; if that fails, it ends by itself."""
+        """Give the lease back early; if that fails, it expires."""
         try:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:
@@ -373,13 +365,11 @@ class ChunkCache:
         The next save of a corrupt payload by this process replaces it. Never raises.
         """
         path = key.path()
-        self._repeats.forget(path)
+        self._saves.forget(path)
         expected = records.get(key.field)
         if corrupt:
             with self._lock:
-                self._suspects[path] = None
-                while len(self._suspects) > _SUSPECTS_MAX:
-                    self._suspects.popitem(last=False)
+                _remember(self._suspects, path)
         if expected is None:
             return
         if corrupt and expected.hot:
@@ -416,7 +406,7 @@ class ChunkCache:
             self._recorder.count("publish_errors")
         else:
             if not self._is_suspect(key.path()):  # found corrupt meanwhile: the next save mends it
-                self._repeats.keep(key.path())
+                self._saves.keep(key.path())
 
 
 def report_at_end(arrived: Arrived | None) -> Arrived | None:

@@ -22,10 +22,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 
-# Which payloads are kept hot as well: small ones at once, larger ones when they are loaded often.
-#
-# Redis pays for every megabyte twice, in memory and in its one thread, so both have a limit.
-
 HOUR_S = 3600.0
 _PATHS_MAX = 65_536
 _BUCKET_S = 60.0
@@ -34,7 +30,8 @@ _BUCKET_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HotLimits:
-    """What the hot store takes, of ``Config``."""
+    """What the hot store takes, of ``Config``: small payloads when they are saved, larger ones when
+    they are loaded often. Redis pays for every megabyte twice, in memory and in its one thread."""
 
     payload_bytes_max: int
     """Larger payloads never become hot; 0: none does."""

@@ -65,7 +65,11 @@ def exporter(
         if scan_every is not None:
             scans = Scans(
                 BackendsView.of(
-                    session.config, (backends.bulk, None), backends.index, command="exporter"
+                    session.config,
+                    (backends.bulk, None),
+                    backends.index,
+                    backends.admin,
+                    command="exporter",
                 ),
                 every_s=scan_every,
                 grace_s=session.config.sweep_grace_s,

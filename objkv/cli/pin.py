@@ -13,6 +13,7 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.errors import ConfigError
 from objkv.index.base import Record
+from objkv.index.guarded import for_operators
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import pick_namespace
@@ -73,7 +74,7 @@ def pin(
             session.out.line("nothing of this prompt is stored: let a replica compute it first")
             return FOUND
         until_s = int(time.time()) + lasts_s
-        pinner = Pinner(backends.bulk, backends.index, session.config.ttl_s)
+        pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.pin(name, chain, until_s=until_s)
     if session.out.machine:
         session.out.document(done)
@@ -98,7 +99,7 @@ def unpin(
     _refuse_reader(session)
     with session.backends() as backends:
         name, whole = _pinned_leaf(backends, namespace, leaf)
-        pinner = Pinner(backends.bulk, backends.index, session.config.ttl_s)
+        pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.unpin(name, whole)
     if done is None:
         raise ConfigError(f"{whole.hex()} is not pinned: objkv pin --list shows what is")

@@ -170,6 +170,7 @@ def upkeep(
             config,
             (backends.bulk, backends.hot),
             backends.index,
+            backends.admin,
             command=command,
             seal_of=open_seals(session),
         )

@@ -40,32 +40,30 @@ PATCHED = {
     "discard": _WORKER,
 }
 """By method, the module and the class in it. Read against vLLM 0.31-0.33."""
+_KV, _EC = "distributed.kv_transfer.kv_connector.", "distributed.ec_transfer.ec_connector."
 PRIVATE = {
-    "_registry": (
-        "vllm.distributed.kv_transfer.kv_connector.factory",
-        "vllm.distributed.ec_transfer.ec_connector.factory",
-    ),
-    "_kv_transfer_config": ("vllm.distributed.kv_transfer.kv_connector.v1.base",),
-    "_vllm_config": ("vllm.distributed.kv_transfer.kv_connector.v1.base",),
-    "_kv_cache_manager": ("vllm.distributed.kv_transfer.kv_connector.v1.base",),
-    "_get_connector_metadata": (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base",
-        "vllm.distributed.ec_transfer.ec_connector.base",
-    ),
-    "_is_producer": ("vllm.distributed.ec_transfer.ec_connector.base",),
-    "_is_consumer": ("vllm.distributed.ec_transfer.ec_connector.base",),
-    "_get_attn_isa": ("vllm.v1.attention.backends.cpu_attn",),
-    "_k_scale": ("vllm.model_executor.layers.quantization.kv_cache",),
-    "_v_scale": ("vllm.model_executor.layers.quantization.kv_cache",),
-    "_k_scale_float": ("vllm.model_executor.layers.quantization.kv_cache",),
-    "_v_scale_float": ("vllm.model_executor.layers.quantization.kv_cache",),
-    "NONE_HASH": ("vllm.v1.core.kv_cache_utils",),
-    "maybe_convert_block_hash": ("vllm.v1.core.kv_cache_utils",),
-    "generate_block_hash_extra_keys": ("vllm.v1.core.kv_cache_utils",),
-    "cached_block_hash_to_block": ("vllm.v1.core.block_pool",),
-    "evict_blocks": ("vllm.v1.core.kv_cache_manager",),
+    "_registry": (f"{_KV}factory", f"{_EC}factory"),
+    "_kv_transfer_config": (f"{_KV}v1.base",),
+    "_vllm_config": (f"{_KV}v1.base",),
+    "_kv_cache_manager": (f"{_KV}v1.base",),
+    "_get_connector_metadata": (f"{_KV}v1.base", f"{_EC}base"),
+    "_is_producer": (f"{_EC}base",),
+    "_is_consumer": (f"{_EC}base",),
+    "_counter_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
+    "_gauge_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
+    "_histogram_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
+    "_get_attn_isa": ("v1.attention.backends.cpu_attn",),
+    "_k_scale": ("model_executor.layers.quantization.kv_cache",),
+    "_v_scale": ("model_executor.layers.quantization.kv_cache",),
+    "_k_scale_float": ("model_executor.layers.quantization.kv_cache",),
+    "_v_scale_float": ("model_executor.layers.quantization.kv_cache",),
+    "NONE_HASH": ("v1.core.kv_cache_utils",),
+    "maybe_convert_block_hash": ("v1.core.kv_cache_utils",),
+    "generate_block_hash_extra_keys": ("v1.core.kv_cache_utils",),
+    "cached_block_hash_to_block": ("v1.core.block_pool",),
+    "evict_blocks": ("v1.core.kv_cache_manager",),
 }
-"""Private and internal names, with the modules of vLLM that define them."""
+"""Private and internal names that objkv uses, with the modules in ``vllm`` that define them."""
 
 
 def evict_failed(

@@ -93,18 +93,15 @@ class TableMetrics:
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
 
+        table = self.table
+
         def metrics(kind: Any, texts: Mapping[str, str], **more: Any) -> dict[str, Any]:
+            more["labelnames"] = labelnames
             return {
-                name: kind(
-                    name=self.table.prefix + name,
-                    documentation=text,
-                    labelnames=labelnames,
-                    **more,
-                )
+                name: kind(name=table.prefix + name, documentation=text, **more)
                 for name, text in texts.items()
             }
 
-        table = self.table
         self._counters = metrics(self._counter_cls, table.counters)
         self._gauges = metrics(self._gauge_cls, table.gauges, multiprocess_mode="mostrecent")
         self._histograms = metrics(self._histogram_cls, table.histograms, buckets=list(BUCKETS_S))

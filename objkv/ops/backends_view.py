@@ -17,7 +17,7 @@ from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord
+from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
@@ -57,7 +57,7 @@ class BackendsView:
 
     bulk: PruneStore
     hot: PruneStore | None
-    index: PruneIndex
+    index: WriteIndex
     is_own_index: bool
     """Whether the bulk store is its own index, so that there are no records beside payloads."""
     ttl_s: int
@@ -67,13 +67,16 @@ class BackendsView:
     seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None
     """What its payloads are sealed with. Raises ``ConfigError`` if the keys for that are not
     here."""
+    admin: PruneIndex | None = None
+    """The index itself, on which operators pin and count; None for the read-only role."""
 
     @classmethod
     def of(
         cls,
         config: Config,
         stores: tuple[PruneStore, PruneStore | None],
-        index: PruneIndex,
+        index: WriteIndex,
+        admin: PruneIndex | None,
         *,
         command: str,
         seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None,
@@ -84,6 +87,7 @@ class BackendsView:
             bulk=retrying(bulk),
             hot=None if hot is None else retrying(hot),
             index=retrying(index),
+            admin=None if admin is None else retrying(admin),
             is_own_index=config.index_url.startswith("bulk:"),
             ttl_s=config.ttl_s,
             lease_ms=config.lease_ms,

@@ -15,6 +15,7 @@ from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
 from objkv.index.base import Record, ShardRecord, Usage
+from objkv.index.guarded import for_operators
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.ops.backends_view import (
     BackendsView,
@@ -160,7 +161,7 @@ class Rebuild:
                 counters.counts["shapes"] += self._announce(name, fields)
             if not self._apply:
                 return
-            view.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
+            for_operators(view.admin).set_usage(Usage(name, nbytes, payloads, int(self._clock())))
             self._restore_pins(name, counters)
 
         return work
@@ -176,7 +177,7 @@ class Rebuild:
     def _restore_pins(self, namespace: str, counters: Counters) -> None:
         now_s = self._clock()
         for prefix_hash, until_s in read_pins(self._view.bulk, namespace).items():
-            if until_s > now_s and self._view.index.pin(
+            if until_s > now_s and for_operators(self._view.admin).pin(
                 namespace, prefix_hash, until_s=until_s, ttl_s=self._view.ttl_s
             ):
                 counters.count("pins")

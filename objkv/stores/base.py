@@ -171,7 +171,11 @@ def check_fits(key: str, nbytes: int, buffer: memoryview) -> None:
 
 
 def copy_into(
-    key: str, value: Buffer, buffer: memoryview, arrived: Arrived | None, start: int | None
+    key: str,
+    value: Buffer,
+    buffer: memoryview,
+    arrived: Arrived | None = None,
+    start: int | None = None,
 ) -> int:
     """``get_into`` for a value that is already in memory; returns how many bytes."""
     if start is not None:

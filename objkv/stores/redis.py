@@ -211,7 +211,7 @@ class RedisStore:
             value = (
                 self.get(key) if start is None else self.get_range(key, start, start + len(buffer))
             )
-            return None if value is None else copy_into(key, value, buffer, arrived, None)
+            return None if value is None else copy_into(key, value, buffer, arrived)
         if nbytes is not None:
             check_fits(key, nbytes, buffer)
         return nbytes

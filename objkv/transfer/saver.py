@@ -12,7 +12,6 @@ from time import monotonic, sleep, time
 
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
-from objkv.codec.seal import Seal
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 from objkv.transfer.background import SavePool
@@ -28,25 +27,14 @@ class PayloadEncoder:
     its own."""
 
     def __init__(
-        self,
-        groups: Mapping[int, PagedGroup],
-        *,
-        codec: str,
-        writer: str,
-        link: Callable[[], float | None],
-        seal: Seal | None = None,
+        self, groups: Mapping[int, PagedGroup], cache: ChunkCache, limits: "SaveLimits"
     ) -> None:
-        """
-        Args:
-            codec: an id of the format, or ``auto``.
-            link: bytes/s of the way to the bulk store, None while unknown; for ``auto``.
-            seal: what payloads are sealed with.
-        """
         self._groups = groups
-        self._codec = codec
-        self._writer = writer
-        self._seal = seal
-        self._chooser = CodecChooser(link) if codec == "auto" else None
+        self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
+        self._writer = limits.writer
+        self._seal = cache.seal
+        chooses = self._codec == "auto"
+        self._chooser = CodecChooser(lambda: cache.link.bytes_per_s) if chooses else None
 
     def room(self, save: SaveMove) -> int:
         """Where in its slab the pages of a chunk must begin."""
@@ -158,13 +146,7 @@ class Saver:
         self._limits = limits
         self._recorder = recorder
         self._clock = clock
-        self._encoder = PayloadEncoder(
-            groups,
-            codec=limits.codec if limits.codec != "auto" or limits.far else "none",
-            writer=limits.writer,
-            link=lambda: cache.link.bytes_per_s,
-            seal=cache.seal,
-        )
+        self._encoder = PayloadEncoder(groups, cache, limits)
         self._marks: dict[str, Mark] = {}
         self._last_mark: Mark | None = None
         self._pool: SavePool[SavedChunk] = SavePool(

@@ -228,7 +228,7 @@ def test_an_index_of_another_bucket_is_not_emptied(
 
 def wipe(ends: Backends) -> None:
     for record in list(ends.index.scan(NAMESPACE)):
-        ends.index.drop(NAMESPACE, record.prefix_hash)
+        ends.admin.drop(NAMESPACE, record.prefix_hash)
 
 
 @pytest.mark.parametrize("ending", ["broke off", "went on"])
@@ -438,7 +438,7 @@ def test_an_index_that_knows_little_is_no_fine_one(
     assert run("verify", *options).code == 0
     for record in list(ends.index.scan(NAMESPACE)):
         if record.prefix_hash != SHAPES_HASH:
-            ends.index.drop(NAMESPACE, record.prefix_hash)
+            ends.admin.drop(NAMESPACE, record.prefix_hash)
     ran = run("verify", *options)
     assert (ran.code, "objkv rebuild" in ran.out) == (1, True)
     assert "8 more have no record" in ran.out

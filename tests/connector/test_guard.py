@@ -34,8 +34,8 @@ def test_every_line_names_objkv_once(vllm_log: io.StringIO) -> None:
     logger.info("objkv ready namespace=%s", "ab")
     logger.debug("not as loud as vLLM")
     assert vllm_log.getvalue().splitlines() == [
-        "WARNING [test_log_lines.py] objkv: index keeps failing, serving without it after=5",
-        "INFO [test_log_lines.py] objkv ready namespace=ab",
+        "WARNING [test_guard.py] objkv: index keeps failing, serving without it after=5",
+        "INFO [test_guard.py] objkv ready namespace=ab",
     ]
 
 

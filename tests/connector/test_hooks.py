@@ -6,7 +6,7 @@ import inspect
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,8 @@ from objkv.connector.hooks import (
     holds_nothing,
     may_change_weights,
 )
+
+pytestmark = pytest.mark.usefixtures("vllm_as_before")
 
 
 class Executor:
@@ -73,22 +75,6 @@ def manager(*, usage: float = 0.0, blocks: int = 0) -> Any:
     return SimpleNamespace(usage=usage, block_pool=pool)
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """vLLM's classes as they were."""
-    methods = [
-        (owner, name, owner.__dict__[name])
-        for owner, names in (
-            (EngineCore, ("collective_rpc", "add_lora", "remove_lora")),
-            (Worker, ("sleep", "wake_up", "discard")),
-        )
-        for name in names
-    ]
-    yield
-    for owner, name, method in methods:
-        setattr(owner, name, method)
-
-
 @pytest.fixture
 def engine() -> Any:
     """An EngineCore without a model."""
@@ -99,6 +85,13 @@ def engine() -> Any:
 
 def hooks_of(side: Side, kept: Any) -> EngineHooks:
     return EngineHooks(cast("Any", side), lambda: kept)
+
+
+def hooked() -> Side:
+    """A side whose hooks live as long as it does, of an engine that holds no blocks."""
+    side: Any = Side()
+    side.hooks = hooks_of(side, manager())
+    return cast("Side", side)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +114,10 @@ def hooks_of(side: Side, kept: Any) -> EngineHooks:
     ],
 )
 def test_a_weight_update_leaves_the_namespace(engine: Any, method: str) -> None:
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     assert engine.collective_rpc(method, None, (), {"weights_path": "x"}) == ["done"]
     assert engine.model_executor.calls == [method]
     assert side.resets == [True]
-    assert hooks is not None
 
 
 def look(worker: Any) -> None:
@@ -172,26 +163,22 @@ def compute_weight_checksums(worker: Any) -> None:
 )
 def test_a_function_may_change_weights_whatever_its_name(engine: Any, method: Any) -> None:
     """vLLM takes functions, pickled ones too: nobody can say what they do."""
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     assert engine.collective_rpc(method=method) == ["done"]
     assert engine.collective_rpc("apply_model", None, (method,)) == ["done"]
     assert side.resets == [True, True]
-    assert hooks is not None
 
 
 @pytest.mark.parametrize(
     "function", [look_only, Looker(), cloudpickle.loads(cloudpickle.dumps(look_only))]
 )
 def test_unless_it_says_that_it_keeps_them(engine: Any, function: Any) -> None:
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     engine.collective_rpc(function)
     engine.collective_rpc(function, args=(look,))
     engine.collective_rpc("apply_model", args=(function,))
     engine.collective_rpc("apply_model", 1.0, [function], {})  # as it comes from a client
     assert side.resets == []
-    assert hooks is not None
 
 
 @pytest.mark.parametrize("args", [(), (look_only, look_only), ("get_model",), None, 5])
@@ -216,21 +203,17 @@ def test_other_calls_change_nothing(method: str) -> None:
 
 
 def test_an_update_that_failed_half_way_is_one(engine: Any) -> None:
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     engine.model_executor.error = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.collective_rpc("update_weights")
     assert side.resets == [True]
-    assert hooks is not None
 
 
 def test_what_goes_wrong_in_objkv_does_not_reach_the_engine(engine: Any) -> None:
-    side = Side()
+    side = hooked()
     side.reset = lambda *, clean: 1 / 0  # type: ignore[method-assign,return-value]
-    hooks = hooks_of(side, manager())
     assert engine.collective_rpc("update_weights") == ["done"]
-    assert hooks is not None
 
 
 @pytest.mark.parametrize("kept", [manager(blocks=1), manager(usage=0.1), None])
@@ -268,12 +251,10 @@ def test_connectors_that_are_gone_hear_nothing_and_each_class_is_wrapped_once(en
 def test_adapters_are_read_before_they_are_loaded_and_forgotten_after_they_are_put_away(
     engine: Any,
 ) -> None:
-    side, request = Side(), SimpleNamespace(lora_int_id=4)
-    hooks = hooks_of(side, manager())
+    side, request = hooked(), SimpleNamespace(lora_int_id=4)
     assert engine.add_lora(request)
     assert engine.remove_lora(4)
     assert side.heard == [request, 4]
-    assert hooks is not None
 
 
 def test_a_version_of_vllm_that_works_otherwise_is_told_to_the_operator(
@@ -394,7 +375,7 @@ def test_what_is_patched_exists_in_this_vllm(method: str) -> None:
 @pytest.mark.parametrize("name", module.PRIVATE)
 def test_private_names_exist_in_this_vllm(name: str) -> None:
     for where in module.PRIVATE[name]:
-        spec = importlib.util.find_spec(where)
+        spec = importlib.util.find_spec(f"vllm.{where}")
         assert spec is not None, f"vLLM {vllm_version} has no {where}"
         assert spec.origin is not None
         source = Path(spec.origin).read_text()

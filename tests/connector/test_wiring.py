@@ -7,8 +7,7 @@ from objkv.config import Config
 from objkv.connector.kv.wiring import plan_pools
 from objkv.connector.wiring import is_far, may_save
 from objkv.errors import ConfigError
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import GROUP
+from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
 

@@ -49,7 +49,11 @@ class Place:
     def view_of(self, backends: Backends) -> BackendsView:
         """As operators' commands see them."""
         return BackendsView.of(
-            self.config, (backends.bulk, backends.hot), backends.index, command="crash"
+            self.config,
+            (backends.bulk, backends.hot),
+            backends.index,
+            backends.admin,
+            command="crash",
         )
 
     def wipe(self) -> None:
@@ -80,7 +84,7 @@ class FolderPlace(Place):
         shutil.rmtree(self._folder / "chunks", ignore_errors=True)
         if self.config.index_url != "bulk:":
             for record in _records(self.used):
-                self.used.index.drop(*record)
+                self.used.admin.drop(*record)
 
 
 class ServerPlace(Place):

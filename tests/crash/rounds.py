@@ -120,7 +120,7 @@ class Rounds:
         self._wanted += wanted
         save_all(self._place.used, wanted, "before")
         if self._place.config.index_url != "bulk:":
-            self._place.used.index.drop(NAMESPACE, wanted[0].key.prefix_hash)
+            self._place.used.admin.drop(NAMESPACE, wanted[0].key.prefix_hash)
             self._place.used.bulk.delete(wanted[1].key.path())
             self._ghosts_planted = 1
             wanted = wanted[2:]
@@ -133,7 +133,7 @@ class Rounds:
         self._wanted += wanted
         save_all(self._place.used, wanted, "before")
         for save in wanted:
-            self._place.used.index.drop(NAMESPACE, save.key.prefix_hash)
+            self._place.used.admin.drop(NAMESPACE, save.key.prefix_hash)
         view = self._place.view_of(self._place.fresh)
         self._step_kill("rebuild", lambda: rebuild_all(view).counts)
         rebuild_all(self._place.view)
@@ -245,7 +245,7 @@ class Rounds:
     def _wiped_index_comes_back(self) -> None:
         before = _records(self._place)
         for prefix_hash in before:
-            self._place.used.index.drop(NAMESPACE, prefix_hash)
+            self._place.used.admin.drop(NAMESPACE, prefix_hash)
         restored = rebuild_all(self._place.view)
         _demand(restored, ("unreadable", "foreign", "written"), "rebuild")
         if _records(self._place) != before:

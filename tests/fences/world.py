@@ -31,7 +31,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import Arrived, Buffer, PruneStore
-from objkv.stores.guarded import WrappedStore
+from objkv.stores.guarded import GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
@@ -41,7 +41,7 @@ from objkv.transfer.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
 from tests.fences.stage import Broken, Stage, the_stage
-from tests.transfer.paged_cache import paged_group
+from tests.support.paged_cache import paged_group
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -93,7 +93,7 @@ class Knobs:
     """Where the bulk store is; None: in memory."""
 
 
-class GateStore(WrappedStore):
+class GateStore(GuardedStore):
     """Others go on before, within and after each call; some calls fail, as the dice say."""
 
     def __init__(self, inner: PruneStore, faults_of_100: int, dice: random.Random) -> None:
@@ -547,8 +547,8 @@ class Engine:
         if self.index._leases:
             raise Broken(f"leases are left: {sorted(self.index._leases)}")
         for keys in self.keys:
-            if keys._repeats._under_way:
-                raise Broken(f"saves never ended: {sorted(keys._repeats._under_way)}")
+            if keys._saves._under_way:
+                raise Broken(f"saves never ended: {sorted(keys._saves._under_way)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
@@ -562,7 +562,7 @@ class Engine:
 
     def _check_payload(self, payload: bytes) -> None:
         header = read_header(payload)
-        layers = self.sides[0]._groups[0].layers
+        layers = self.sides[0]._saver._groups[0].layers
         open_payload(payload, header.claim, layers)
         epoch = int(header.claim.key.namespace, 16)
         chunk = header.claim.token_start // CHUNK

@@ -24,7 +24,7 @@ _ROUNDS_MAX = 10_000
 
 
 class Wire:
-    """A ``RespConnection``: takes what is sent, and hands out prepared pieces."""
+    """In place of a ``RespConnection``: takes what is sent, and hands out prepared pieces."""
 
     def __init__(self, pieces: list[bytes], answer_to: Any = None) -> None:
         self.tls = self.clean = False

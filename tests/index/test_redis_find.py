@@ -1,6 +1,5 @@
 """``RedisIndex.find``: one round trip, taken apart exactly, and left to the client if refused."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -204,13 +203,6 @@ def test_a_server_that_reads_on_only_when_its_answers_are_read_is_no_deadlock() 
     server = beside(serve)
     assert len(asked(line, hashes)) == hashes
     server.join()
-
-
-@pytest.fixture
-def client(valkey: RedisServer) -> Iterator[redis.Redis]:
-    with valkey.client() as client:
-        client.flushall()
-        yield client
 
 
 def filled(client: redis.Redis) -> RedisIndex:

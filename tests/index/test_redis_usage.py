@@ -1,6 +1,6 @@
 """Running totals in Redis: what drifts, what mends it, and what a save pays for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -16,13 +16,6 @@ from tests.support.servers.redis import RedisServer
 from tests.support.servers.round_trips import RoundTrips
 
 KEY = "objkv:u:totals"
-
-
-@pytest.fixture
-def client(valkey: RedisServer) -> Iterator[redis.Redis]:
-    with valkey.client() as client:
-        client.flushall()
-        yield client
 
 
 def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:

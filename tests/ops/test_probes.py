@@ -7,8 +7,8 @@ import pytest
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord
+from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
-from objkv.index.readonly import ReadOnlyIndex
 from objkv.ops.doctor.probes import (
     Check,
     failure,
@@ -19,10 +19,11 @@ from objkv.ops.doctor.probes import (
 )
 from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import Buffer
+from objkv.stores.guarded import GuardedStore
 from objkv.stores.memory import MemoryStore
-from objkv.stores.readonly import ReadOnlyStore
 from objkv.testing.clock import ManualClock
 from objkv.testing.flaky import FlakyStore
+from tests.stores.guards import guard_of
 
 BULK_STEPS = [
     "check", "put", "put refused when present", "get", "head", "get range", "get into buffer",
@@ -226,10 +227,12 @@ class _NoPuts(MemoryStore):
 
 @pytest.mark.parametrize("area", ["bulk", "hot"])
 def test_a_reader_is_well_without_writing(area: str) -> None:
-    checks = probe_store_as("reader", area, ReadOnlyStore(MemoryStore()))  # type: ignore[arg-type]
+    store = GuardedStore(MemoryStore(), guard_of(may_write=False))
+    checks = probe_store_as("reader", area, store)  # type: ignore[arg-type]
     assert {check.status for check in checks} == {"ok"}
     index = MemoryIndex()
-    checks = probe_index_as("reader", ReadOnlyIndex(index))  # type: ignore[arg-type]
+    guard = guard_of("index", verbs=INDEX_VERBS, may_write=False)
+    checks = probe_index_as("reader", GuardedIndex(index, guard))
     assert [check.status for check in checks] == ["ok"] * 3
     assert index.namespaces() == []
 

@@ -243,7 +243,7 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     world = World(Defects(orphan=3))
     gone = "f" * 32
     index = TotalsIndex()
-    world.view = replace(world.view, index=index)
+    world.view = replace(world.view, index=index, admin=index)
     for name in (NAMESPACE, gone):
         index.totals[name] = Usage(name, 10_000, 9, 0)
     limits = SweepLimits(apply=True, grace_s=-1)

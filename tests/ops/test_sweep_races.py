@@ -10,7 +10,7 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import WriteIndex
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.memory import MemoryIndex
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.retrying import retrying
@@ -179,7 +179,7 @@ def test_no_record_is_forgotten_once_the_lease_may_have_ended() -> None:
     assert world.index.lookup(key.namespace, [key.prefix_hash]) == [record]
 
 
-class Leaseless(WrappedIndex):
+class Leaseless(GuardedIndex):
     """Fails for leases only."""
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:

@@ -10,16 +10,10 @@ import redis
 
 from objkv.net import resp as line_module
 from objkv.net.resp import RespConnection, RespConnections, packed
-from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import RedisServer
 
 PATIENCE_S = 120
 THREADS = 8
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -28,15 +22,15 @@ def _kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_module, "KEEP_S", 1e9)
 
 
-def connected(server: RedisServer, *, connections: int = 4, **options: object) -> redis.Redis:
+def connected(valkey: RedisServer, *, connections: int = 4, **options: object) -> redis.Redis:
     settings = {"protocol": 2, "socket_timeout": PATIENCE_S, "timeout": PATIENCE_S, **options}
-    pool = redis.BlockingConnectionPool(port=server.port, max_connections=connections, **settings)
+    pool = redis.BlockingConnectionPool(port=valkey.port, max_connections=connections, **settings)
     return redis.Redis.from_pool(pool)
 
 
 @pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with connected(server) as opened:
+def client(valkey: RedisServer) -> Iterator[redis.Redis]:
+    with connected(valkey) as opened:
         yield opened
 
 
@@ -64,11 +58,11 @@ def test_the_connections_of_this_redis_py_can_be_lent(client: redis.Redis) -> No
 
 
 @pytest.mark.parametrize("kind", ["fakeredis", "RESP3", "single"])
-def test_other_connections_are_not_lent_and_not_lost(server: RedisServer, kind: str) -> None:
+def test_other_connections_are_not_lent_and_not_lost(valkey: RedisServer, kind: str) -> None:
     if kind == "fakeredis":
         assert RespConnections(fakeredis.FakeRedis()).take("k") is None
         return
-    client = connected(server, connections=1, protocol=3 if kind == "RESP3" else 2)
+    client = connected(valkey, connections=1, protocol=3 if kind == "RESP3" else 2)
     if kind == "single":
         client = client.client()
     assert RespConnections(client).take("k") is None
@@ -76,14 +70,14 @@ def test_other_connections_are_not_lent_and_not_lost(server: RedisServer, kind: 
 
 
 def test_a_kept_connection_that_the_server_closed_is_replaced(
-    server: RedisServer, client: redis.Redis
+    valkey: RedisServer, client: redis.Redis
 ) -> None:
     lines = RespConnections(client)
     first = lines.take("k")
     ping(first)
     assert first is not None
     lines.give(first)
-    server.client().client_kill_filter(_type="normal", skipme=True)
+    valkey.client().client_kill_filter(_type="normal", skipme=True)
     second = lines.take("k")
     ping(second)
     assert second is not first
@@ -117,8 +111,8 @@ def test_a_connection_is_shown_to_its_pool_now_and_then(
     assert again.sock is line.sock
 
 
-def test_the_last_connection_is_never_kept(server: RedisServer) -> None:
-    with connected(server, connections=1, timeout=1) as client:
+def test_the_last_connection_is_never_kept(valkey: RedisServer) -> None:
+    with connected(valkey, connections=1, timeout=1) as client:
         lines = RespConnections(client)
         for _ in range(3):
             line = lines.take("k")
@@ -139,8 +133,8 @@ def test_half_of_the_connections_are_kept_at_most(client: redis.Redis) -> None:
     assert free(client) == 4
 
 
-def test_nothing_is_kept_while_somebody_may_wait_for_it(server: RedisServer) -> None:
-    with connected(server, connections=2) as client:
+def test_nothing_is_kept_while_somebody_may_wait_for_it(valkey: RedisServer) -> None:
+    with connected(valkey, connections=2) as client:
         lines = RespConnections(client)
         taken = [lines.take("k"), lines.take("k")]
         assert taken[0] is not None
@@ -148,8 +142,8 @@ def test_nothing_is_kept_while_somebody_may_wait_for_it(server: RedisServer) -> 
         assert free(client) == 1
 
 
-def test_threads_share_few_connections_with_the_clients_own_calls(server: RedisServer) -> None:
-    with connected(server, connections=3) as client:
+def test_threads_share_few_connections_with_the_clients_own_calls(valkey: RedisServer) -> None:
+    with connected(valkey, connections=3) as client:
         lines = RespConnections(client)
 
         def work(number: int) -> None:

@@ -153,9 +153,9 @@ def _sweep_index(ends: Backends) -> None:
     assert index.namespaces() == [NAMESPACE]
     [record] = index.scan(NAMESPACE)
     assert index.find(NAMESPACE, [HASH], [FIELD, "0.other"]) != [None]
-    assert index.pin(NAMESPACE, HASH, until_s=2**33, ttl_s=LONG_S)
+    assert ends.admin.pin(NAMESPACE, HASH, until_s=2**33, ttl_s=LONG_S)
     index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
-    assert index.pin(NAMESPACE, HASH, until_s=0, ttl_s=LONG_S)
+    assert ends.admin.pin(NAMESPACE, HASH, until_s=0, ttl_s=LONG_S)
     assert index.lease(KEY.path(), "sweeper", ttl_ms=60_000)
     assert index.lease(KEY.path(), "sweeper", ttl_ms=60_000)
     if ends.hot is not None:
@@ -173,10 +173,10 @@ def _sweep_index(ends: Backends) -> None:
     chunk = ChunkEntry(NAMESPACE, key.prefix_hash, HASH, 0, 1)
     index.publish(chunk, {FIELD: record.shards[FIELD]}, ttl_s=LONG_S)
     assert [one.payloads for one in index.usage()] == [1]
-    assert index.drop(key.namespace, key.prefix_hash)
-    index.set_usage(Usage(NAMESPACE, 7, 7, 7))
+    assert ends.admin.drop(key.namespace, key.prefix_hash)
+    ends.admin.set_usage(Usage(NAMESPACE, 7, 7, 7))
     assert index.usage() == [Usage(NAMESPACE, 7, 7, 7)]
-    index.set_usage(Usage(NAMESPACE, 0, 0, 7))
+    ends.admin.set_usage(Usage(NAMESPACE, 0, 0, 7))
     assert index.usage() == []
 
 

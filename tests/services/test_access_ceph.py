@@ -19,14 +19,14 @@ from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
 from tests.services.access_fleet import Fleet, run
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
-from tests.services.s3_fixtures import BUCKET, PART_BYTES, s3_config
+from tests.support.paged_cache import HASHES, Replica
+from tests.support.paged_cache import NAMESPACE as CHUNKS
 from tests.support.samples import NAMESPACE as FLEETS
 from tests.support.samples import save, save_identity
 from tests.support.servers.ceph import S3Server
 from tests.support.servers.ceph_users import CephUsers
+from tests.support.servers.fixtures import BUCKET, PART_BYTES, s3_config
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
-from tests.transfer.world import HASHES, Replica
-from tests.transfer.world import NAMESPACE as CHUNKS
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
@@ -258,10 +258,10 @@ def test_operators_do_all_that_they_do_with_a_sweepers_rights(fleet: Fleet, home
         # On this server a value is its writer's, whoever's the bucket is.
         assert f"quarantine/{keys[2].path()}" in [entry.key for entry in ends.bulk.scan("")]
         assert ends.index.lookup(FLEETS, [last]) == [None]
-        ends.index.drop(FLEETS, first)
+        ends.admin.drop(FLEETS, first)
         run(fleet, "sweeper", "rebuild")
         assert ends.index.lookup(FLEETS, [first]) != [None]
-        ends.index.drop(FLEETS, second)
+        ends.admin.drop(FLEETS, second)
         run(fleet, "sweeper", "sweep", "--apply", "--grace-s", "0", "--force")
         assert ends.bulk.get(keys[1].path()) is None
         assert ends.bulk.get(keys[0].path()) is not None

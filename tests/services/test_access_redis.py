@@ -20,9 +20,8 @@ from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.index_contract import LONG_S, chunk, shard
 from tests.codec.payloads import CLAIM
-from tests.index.redis_clock import flushed
 from tests.services.access_roles import FIELD, HASH, NAMESPACE, WORK, load, save
-from tests.services.redis_fixtures import PATIENT
+from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 from tests.support.servers.redis_groups import ServerGroup
 

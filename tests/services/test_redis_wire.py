@@ -13,8 +13,7 @@ from objkv.index.redis.index import RedisIndex
 from objkv.stores.redis import RedisStore
 from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
 from objkv.testing.store_contract import StoreContract
-from tests.index.redis_clock import flushed
-from tests.services.redis_fixtures import PATIENT
+from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import RedisServer, wait_until
 from tests.support.servers.redis_groups import ServerGroup
 

@@ -2,7 +2,7 @@
 
 import socket
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Thread
 
 import pytest
@@ -12,25 +12,12 @@ from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.stores.redis import UNDONE, RedisStore
-from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import RedisServer
 
 TTL_S = 3_600
 MIB = 1 << 20
 COPY_BYTES_MAX = 128 << 10
 VALUE = bytes(range(256)) * (MIB // 256)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with server.client() as opened:
-        opened.flushall()
-        yield opened
 
 
 @pytest.fixture
@@ -143,11 +130,11 @@ def test_a_caller_who_stops_in_the_middle_leaves_no_bytes_to_the_next_call(
 
 
 def test_refusals_are_translated_as_the_clients_are(
-    server: RedisServer, client: redis.Redis
+    valkey: RedisServer, client: redis.Redis
 ) -> None:
     client.execute_command("ACL", "SETUSER", "weak", "on", ">secret", "~*", "-@all", "+client")
     user = redis.Redis(
-        port=server.port, protocol=2, username="weak", password="secret", socket_timeout=120
+        port=valkey.port, protocol=2, username="weak", password="secret", socket_timeout=120
     )
     store = RedisStore(user, prefix="p:", ttl_s=TTL_S)
     calls: list[Callable[[], object]] = [
@@ -263,9 +250,9 @@ def test_a_value_without_room_is_the_clients(store: RedisStore) -> None:
     assert store.get_into("k", room(0)) == 0
 
 
-def test_closing_gives_the_connections_back(server: RedisServer) -> None:
+def test_closing_gives_the_connections_back(valkey: RedisServer) -> None:
     pool = redis.BlockingConnectionPool(
-        port=server.port, protocol=2, max_connections=4, timeout=120, socket_timeout=120
+        port=valkey.port, protocol=2, max_connections=4, timeout=120, socket_timeout=120
     )
     store = RedisStore(redis.Redis(connection_pool=pool), prefix="p:", ttl_s=TTL_S)
     store.put("k", b"value")

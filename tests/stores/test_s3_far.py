@@ -12,9 +12,9 @@ from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
 from objkv.telemetry import MemoryRecorder
-from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_store
 from tests.support.servers.far import Distance, Far
 from tests.support.servers.quick_s3 import QuickS3, Request
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_store
 
 IMPATIENT = {"load_deadline_ms": 4_000}
 

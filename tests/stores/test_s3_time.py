@@ -17,9 +17,9 @@ from objkv.stores.s3.client import begun_by
 from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.http import NoAnswer
 from objkv.stores.s3.store import S3Store
-from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
 
 FAR_S = 3600.0
 

@@ -25,14 +25,14 @@ from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import CallDeadline
 from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, NoAnswer
-from objkv.stores.s3.signing import Endpoint, find_endpoint
+from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
 from objkv.testing.store_contract import StoreContract
-from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_signatures_are_those_of_the_clients_signer(
     auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
     client: Any = type("Client", (), {"_request_signer": type("Signer", (), {})()})()
     client._request_signer.get_auth_instance = lambda *_: auth
-    place = Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
+    place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
     extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
     head = place.signed(client, method, key + query, extra).decode()
     first, *lines = head.rstrip().split("\r\n")

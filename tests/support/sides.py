@@ -1,6 +1,6 @@
 """Both sides of the KV connector over stores in memory, and what they read of vLLM's requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +20,8 @@ from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import CHUNK
-from tests.transfer.world import GROUP as THREE_LAYERS
+from tests.support.paged_cache import CHUNK, paged_group
+from tests.support.paged_cache import GROUP as THREE_LAYERS
 
 SIZE = 32
 """Tokens of a chunk, and of a block, on the scheduler's side."""
@@ -33,6 +32,22 @@ IDENTITY = Identity("m", "w", None, "bfloat16", (ONE_LAYER,), "canonical", SIZE,
 RECORD = ShardRecord(9, 9, "none", False, "0" * 32, 1)
 PATIENCE_MS = 120_000
 """For other threads to come, on a machine that is busy with other things."""
+
+
+class Jobs(list[Callable[[], None]]):
+    """Takes background jobs, unless it is full, and runs them, the oldest first, when a test wants
+    it."""
+
+    full = False
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        if not self.full:
+            self.append(job)
+        return not self.full
+
+    def run(self) -> None:
+        while self:
+            self.pop(0)()
 
 
 def request(tokens: Sequence[int] | int = 64, name: str = "r", **more: Any) -> Any:

@@ -100,7 +100,7 @@ def check_that_a_wiped_index_is_restored(run: Run, ends: Backends) -> None:
     """``ends`` hold what the story above left, or anything right."""
     before, shapes = records(ends, NAMESPACE), ends.index.lookup(NAMESPACE, [SHAPES_HASH])[0]
     for prefix_hash in (*before, SHAPES_HASH):
-        ends.index.drop(NAMESPACE, prefix_hash)
+        ends.admin.drop(NAMESPACE, prefix_hash)
     refused = run("sweep", "--grace-s", "0", "--json")
     assert refused.code == 2
     assert "objkv rebuild" in refused.err

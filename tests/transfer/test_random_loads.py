@@ -15,8 +15,15 @@ from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
-from tests.transfer.lazy import LazyLane
-from tests.transfer.world import BLOCKS, HASHES, IN_SPANS, NAMESPACE, Replica, wait_until
+from tests.support.paged_cache import (
+    BLOCKS,
+    HASHES,
+    IN_SPANS,
+    NAMESPACE,
+    LazyLane,
+    Replica,
+    wait_until,
+)
 
 CHUNKS = 4
 LAYERS = 5

@@ -20,10 +20,10 @@ from objkv.connector.encoder.items import (
     ItemSave,
     ItemTracker,
     OutputForm,
-    Tracked,
+    TrackedMedia,
 )
 from objkv.connector.guard import guarded
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.model.adapters import Adapters
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
@@ -73,14 +73,14 @@ class EncoderSchedulerSide:
         # Where adapters do not change what is seen, none is read.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
         self._items = ItemTracker(form, self.adapters, recorder)
-        self._asking: Tracked | None = None
+        self._asking: TrackedMedia | None = None
         """The request that vLLM is looking at: it names items without saying whose they are."""
         self._promised: dict[tuple[str, str], Item] = {}
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
         self._local: dict[str, None] = {}
         """Identifiers in vLLM's own encoder cache, as far as is known; the oldest first."""
-        self._namespace = Namespace(identity, bulk, fetcher.submit, writes=roles.saves)
+        self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
         self._namespace.announce()
         logger.info(
             "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
@@ -181,8 +181,8 @@ class EncoderSchedulerSide:
         return self._namespace.open
 
     def reset(self, *, clean: bool = True) -> bool:
-        """Use nothing that was stored so far; see ``Namespace``. Requests under way neither load
-        nor save any more.
+        """Use nothing that was stored so far; see ``ReplicaNamespace``. Requests under way neither
+        load nor save any more.
 
         ``clean`` does not matter: outputs are saved when they are encoded, and what vLLM itself
         holds is not saved again, nor asked for.
@@ -208,7 +208,7 @@ class EncoderSchedulerSide:
         """Stop the background threads."""
         self._fetcher.close()
 
-    def _track(self, request: "Request") -> Tracked:
+    def _track(self, request: "Request") -> TrackedMedia:
         tracked = self._items.get(request.request_id)
         if tracked is None:
             self._namespace.announce()

@@ -20,7 +20,7 @@ import torch
 
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import Claim, Header, Provenance, encode, open_payload
-from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemLoad, Output
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
 from objkv.telemetry import MemoryRecorder, Recorder
 from objkv.transfer.background import SavePool
 from objkv.transfer.paging import DTYPE_NAMES
@@ -53,7 +53,7 @@ class EncoderSaveLimits:
 class SavedOutput:
     """An encoder output that is kept alive until it is saved."""
 
-    output: Output
+    output: EncoderOutput
     claim: Claim
     tensor: torch.Tensor
     encoded: Any
@@ -103,7 +103,9 @@ class EncoderSaver:
             "encoder saves", _THREADS, cache, recorder, late=self._count_drop, clock=clock
         )
 
-    def submit(self, output: Output, tensor: torch.Tensor, *, replaces: bool = False) -> None:
+    def submit(
+        self, output: EncoderOutput, tensor: torch.Tensor, *, replaces: bool = False
+    ) -> None:
         """Save ``tensor``, ``[embeds, width]``, which is never written again. Never waits."""
         claim, nbytes, limits = output.claim, output.layer.nbytes, self._limits
         if nbytes > limits.item_bytes_max:
@@ -156,7 +158,7 @@ class EncoderSaver:
         )
         return payload, open_payload(payload, claim, layers, seal=seal)
 
-    def release(self, output: Output) -> None:
+    def release(self, output: EncoderOutput) -> None:
         """An output is held no longer."""
         with self._lock:
             self._held_bytes -= output.layer.nbytes
@@ -219,7 +221,7 @@ class EncoderWorkerSide:
             self._recorder.count("save_unsupported")
             return
         rows, width = encoded.shape
-        output = Output(plan.namespace, save.item_hash, rows, width, self._dtype)
+        output = EncoderOutput(plan.namespace, save.item_hash, rows, width, self._dtype)
         self._saver.submit(output, encoded, replaces=save.replaces)
 
     def take_report(self) -> EncoderReport | None:

@@ -38,7 +38,7 @@ from objkv.connector.handoff.payload import SlotCaches, SlotShape, StateForm, st
 from objkv.connector.handoff.store import HandoffStore
 from objkv.connector.wiring import open_cache, open_checked_backends
 from objkv.errors import ConfigError, ObjkvError, TransferError
-from objkv.keys.identity import GroupIdentity
+from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import token_digest
 from objkv.keys.topology import RankShard, rank_shard
 from objkv.telemetry import NullRecorder, Recorder, Trouble
@@ -178,6 +178,15 @@ _BACKGROUND_S = 1.0
 """How long ``close`` waits for what nobody needs: a copy to the hot store."""
 
 
+def _log_ready(identity: Identity, rank: int) -> None:
+    logger.info(
+        "objkv hand-off ready model=%s namespace=%s rank=%d",
+        identity.model,
+        identity.namespace(),
+        rank,
+    )
+
+
 class HandoffConnector:
     """vLLM's V0 ``KVConnectorBase``, by shape. All methods are called by the forward thread.
 
@@ -209,8 +218,7 @@ class HandoffConnector:
         tp_size = config.parallel_config.tensor_parallel_size
         self._stages = HandoffStages(config.model_config, identity.groups[0], rank, tp_size)
         self._writer = f"{socket.gethostname()}:{os.getpid()}:{local_rank}"
-        self._trouble = Trouble(logger, "hand-offs")
-        self._reasons: set[str] = set()
+        self._trouble, self._reasons = Trouble(logger, "hand-offs"), set[str]()
         self._closed = False
         # Ranks wait for each other as long as one of them may wait for the stores, and then some.
         bound_ms = max(self._config.step_load_deadline_ms, self._config.save_deadline_ms)
@@ -223,8 +231,7 @@ class HandoffConnector:
         self._store = HandoffStore(
             self._backends, self._cache, identity, codec=codec, recorder=self._recorder
         )
-        ready = "objkv hand-off ready model=%s namespace=%s rank=%d"
-        logger.info(ready, identity.model, self._namespace, rank)
+        _log_ready(identity, rank)
 
     def send_kv_caches_and_hidden_states(
         self,

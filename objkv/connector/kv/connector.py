@@ -117,9 +117,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         ``follow_sleep``. No request waits for a load then: vLLM sleeps only when none has a block.
         """
         if self._worker is not None:
-            self._asleep = (
-                True  # and closed: it takes no chunk out, and fails all that it is to load
-            )
+            self._asleep = True  # and closed: it takes no chunk out, and fails all its loads
             self._finalizer.detach()
             self._worker.close()
 
@@ -132,15 +130,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        """True: the paged cache is let go before its memory is. vLLM 0.33 asks."""
+        """True: the paged cache is let go before its memory is. Used by vLLM 0.33."""
         return True
 
+    @guarded(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads. See the base class."""
-        self._start_loads()
-
-    @guarded(None)
-    def _start_loads(self) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._plan())
 
@@ -199,12 +194,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         data = self._recorder.drain() | self._recorder.samples()
         return ObjKVStats(data=cast("dict[str, Any]", data)) if data else None
 
+    @guarded(None)
     def shutdown(self) -> None:
         """Drain saves within ``drain_deadline_ms``, stop threads, close connections. Idempotent."""
-        self._shutdown()
-
-    @guarded(None)
-    def _shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -256,7 +248,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(tuple["KVCacheEvent", ...]())
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
-        """What is stored, where vLLM wants to know; it asks once a step, having its result."""
+        """KV events, where vLLM has them enabled; called once a step, with its result."""
         return self._side().end_step()
 
     def request_finished(

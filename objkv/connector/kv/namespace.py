@@ -15,7 +15,7 @@ IdentityT = TypeVar("IdentityT", bound=Any)
 """A frozen dataclass with ``weights_epoch``, ``extra``, ``namespace()`` and ``canonical()``."""
 
 
-class Namespace(Generic[IdentityT]):
+class ReplicaNamespace(Generic[IdentityT]):
     """Where chunks of new requests belong. The scheduler's thread only; never waits."""
 
     closed_warning: ClassVar = (
@@ -48,9 +48,10 @@ class Namespace(Generic[IdentityT]):
         A replica that only loads stores none, and may not be allowed to: it logs its document, once
         for each name, and ``objkv diff`` finds it there.
         """
-        name, document = self.name, self.identity.canonical()
+        name = self.name
         if self._storing or name in self._stored:
             return
+        document = self.identity.canonical()
         if not self._writes:
             self._stored.add(name)
             logger.info("objkv identity namespace=%s document=%s", name, document.decode())

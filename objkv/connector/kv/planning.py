@@ -103,7 +103,7 @@ def states_after(
         end: tokens computed when the step is over; None where some of them may be rejected.
         offered: (group, block, tokens) of states that vLLM says are there.
 
-    A table alone does not tell: its blocks are reused, moved and emptied while a request goes on.
+    A table alone is not enough: its blocks are reused, moved and emptied while a request goes on.
     But what a step computes last, its state is in the block of; other blocks only vLLM knows.
     Source: vLLM 0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``,
     ``preprocess_mamba`` in ``v1/worker/mamba_utils.py``.
@@ -187,7 +187,7 @@ class BlockTrust:
     def add(self, tracked: TrackedRequest) -> None:
         """The request was given blocks, for a step that is being scheduled."""
         # Out of these nothing was saved yet. If it ends while they are being filled, the load alone
-        # keeps them: vLLM does not expect to hear of a save as well.
+        # keeps them: vLLM does not expect the end of a save as well.
         tracked.saved = False
         self._admitted.append(tracked)
 
@@ -237,7 +237,7 @@ class SavePlanner:
         self._loads = loads
 
     def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
-        """What this step completes of each request, as far as it is to be saved."""
+        """What is to be saved of the chunks that this step completes, by request."""
         size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)

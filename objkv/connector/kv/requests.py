@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# What besides token ids identifies a request's KV, read from vLLM's ``Request``.
-
-
 @dataclass(frozen=True, slots=True)
 class PromptParts:
     """What a request's prompt consists of besides tokens, as it was when the request arrived.
@@ -81,11 +78,6 @@ class PromptParts:
         return digests
 
 
-# The prefix hashes of a request, computed on lookup threads: a long prompt takes milliseconds.
-#
-# Source of what never changes in a request: vLLM 0.31-0.33, ``v1/request.py``: its tokens are only
-# appended to, except in resumable sessions, which objkv does not follow.
-
 _PIECE_CHUNKS = 8
 """After which a thread lets others run: 2048 tokens take 65 µs, where the interpreter alone would
 let them wait 5 ms for their turn (2-core x86, 2026-11)."""
@@ -94,9 +86,12 @@ _AT_ONCE_CHUNKS = 4
 
 
 class RequestHashes:
-    """Hashes of the whole chunks of a request's tokens.
+    """Hashes of the whole chunks of a request's tokens, computed on lookup threads: a long prompt
+    takes milliseconds.
 
-    ``ready`` is for the scheduler's thread and takes microseconds; slices are for other threads.
+    Tokens of a request are only appended to, except in resumable sessions, which objkv does not
+    follow. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
+    takes microseconds; slices are for other threads.
     """
 
     def __init__(
@@ -122,7 +117,7 @@ class RequestHashes:
 
     @property
     def chain(self) -> PrefixChain:
-        """What ``ready`` told of can be read from it."""
+        """Holds the hashes that ``ready`` counted."""
         assert self._chain is not None
         return self._chain
 
@@ -196,7 +191,7 @@ class TrackedRequest:
     request: "Request"
     namespace: str
     deadline: float = inf
-    """Of what is asked in the background before its chunks can be looked up."""
+    """Of what is read in the background before its chunks can be looked up."""
     hashes: RequestHashes | None = None
     """None while its adapter is not known."""
     records: Records = ()
@@ -225,7 +220,7 @@ class TrackedRequest:
         return headers.get("traceparent") if headers else None
 
     def due(self, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each told once."""
+        """Chunks to save now that ``computed`` leading chunks are, each returned once."""
         if computed <= self.planned and not self.again:
             return []
         again = set(sorted(chunk for chunk in self.again if chunk < computed)[:_RETRIES_MAX])
@@ -237,7 +232,7 @@ class TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What a match came to, kept because the scheduler asks in a hot loop."""
+    """What a match came to, kept because the scheduler matches in a hot loop."""
 
     records: Records
     num_tokens: int
@@ -314,7 +309,7 @@ class RequestTracker:
             tracked.again.add(chunk)
 
     def reject(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Chunks turned out not to be stored: whoever computes them is to save them."""
+        """Chunks turned out not to be stored: requests that compute them are to save them."""
         rejected = frozenset(prefix_hashes)
         if not rejected:
             return
@@ -348,7 +343,7 @@ class RequestTracker:
         return self.records(tracked) is None
 
     def due(self, tracked: TrackedRequest, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each told once; those whose
+        """Chunks to save now that ``computed`` leading chunks are, each returned once; those whose
         hashes are still being computed in a later step."""
         hashes = self.hashes(tracked)
         if hashes is None:

@@ -1,7 +1,7 @@
-"""What loading and computing take on this replica, told to ``Admission`` in its own words.
+"""What loading and computing take on this replica, as ``AdmissionPolicy`` wants it.
 
 Steps are timed on the scheduler, from plan to result: several may be under way at once, and each
-counts from the end of the one before. Only what says how long prompts take to compute is told:
+counts from the end of the one before. Only steps that show how long prompts take to compute count:
 neither steps in which requests mostly generate, one token each, nor those whose forward pass waited
 for loads. Loads are timed by the workers. Source of the call order:
 vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every step's
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
+from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.model.groups import Geometry
@@ -40,7 +40,7 @@ class Timing:
 
     def __init__(
         self,
-        admission: Admission,
+        admission: AdmissionPolicy,
         geometry: Geometry,
         *,
         steps_in_flight: int,
@@ -81,7 +81,7 @@ class Timing:
         self._ended = now
 
     def reported(self, report: StepReport) -> None:
-        """Workers told how their loads went."""
+        """Workers reported how their loads went."""
         for request_id in report.failed:
             self._loads.pop(request_id, None)
         for request_id, time in report.loaded.items():
@@ -98,7 +98,7 @@ class Timing:
             self._admission.loaded(load.tier, LoadTime(nbytes, time.seconds, time.first_s))
 
     def request_ended(self, request_id: str) -> None:
-        """Nothing more will be heard of its load."""
+        """Its load is reported no more."""
         self._loads.pop(request_id, None)
 
     def admit(
@@ -126,7 +126,7 @@ class Timing:
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
-        """The tier that a plan's load tells of, and the share of its bytes that came from there. Of
+        """The tier that a plan's load measures, and the share of its bytes that came from there. Of
         a mixed load that is bulk: the load ends when its last byte is there, and prompts whose head
         is hot may be all that there is."""
         nbytes = {_HOT: 0, _BULK: 0}

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 2e-3
 """How long a step with nothing to compute waits for a load."""
 _BACKGROUND_S = 1.0
-"""How long a shutdown waits for what nobody needs: a copy to the hot store."""
+"""How long a shutdown waits for optional work: a copy to the hot store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What the engine is told after a step."""
+    """The engine's results of a step."""
 
     sent: set[str]
     received: set[str]
@@ -88,7 +88,7 @@ class WorkerSide:
             self._in_layers |= load.sync
             try:
                 self._loader.submit(load)
-            except Exception:  # vLLM counts on these blocks: it must hear that they failed
+            except Exception:  # vLLM counts on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
                 self._lose(load)
 
@@ -115,10 +115,10 @@ class WorkerSide:
         self._saver.fence()
 
     def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
-        """Transfers that ended; each is told once.
+        """Transfers that ended; each is reported once.
 
-        With speculation vLLM asks for them before it calls ``end_forward``; what failed within the
-        step must be told in that step all the same, or its tokens are believed.
+        With speculation vLLM calls it before ``end_forward``; what failed within the step must be
+        reported in that step all the same, or its tokens are believed.
         """
         self._settle_step(plan)
         for request_id in finished:
@@ -139,7 +139,7 @@ class WorkerSide:
                 self._failed_blocks |= outcome.failed_blocks
             try:
                 self._note(outcome)
-            except Exception:  # what vLLM never hears has ended, its request waits for, for ever
+            except Exception:  # a load that is never reported is waited for, for ever
                 logger.exception("load not reported request=%s", outcome.request_id)
         self._sent &= plan.held
         sent = {r for r in plan.held - self._sent if self._saver.left_device(r)}
@@ -172,7 +172,7 @@ class WorkerSide:
         self._in_layers = False
         try:
             self._settle_layers()
-        except Exception:  # vLLM counts on these blocks: it must hear that they failed
+        except Exception:  # vLLM counts on these blocks: report that they failed
             logger.exception("loads not settled, recomputing them")
             for load in plan.loads:
                 if load.sync:

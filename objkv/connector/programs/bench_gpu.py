@@ -20,8 +20,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import rank_shard
+from objkv.ops.bench.gpu import GpuAnswer
 from objkv.ops.bench.harness import Timings, interleave
-from objkv.ops.bench.jobs import GpuAnswer
 from objkv.ops.bench.sample import NAMESPACE, kv_like
 from objkv.telemetry import NullRecorder
 from objkv.transfer.lanes import open_lane

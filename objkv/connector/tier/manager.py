@@ -7,7 +7,7 @@ none of them waits for a store, and none but the constructor raises. Read agains
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,14 +20,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from objkv.config import Config
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.metrics import tier_metric_definitions, tier_stats
 from objkv.connector.tier.identity import (
     TierAdapters,
     TierIdentity,
-    TierOptions,
     find_engine,
     none_hash,
     read_options,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TierNamespace(Namespace[TierIdentity]):
+class TierNamespace(ReplicaNamespace[TierIdentity]):
     """Begins with the first request, and is not that of requests that began before a renewal."""
 
     closed_warning = (
@@ -143,29 +143,33 @@ class ObjKVTier(SecondaryTierManager):
             backpressure_detector=backpressure_detector,
         )
         speak_as_vllm()
-        self._options, config = read_options(options)
+        config = self._read_options(options, offloading_spec)
         self._row_count, row_bytes = _rows(primary_kv_view)
         self._engine = find_engine(offloading_spec)
         identity = read_tier_identity(
             offloading_spec, self._engine, row_bytes, config, self._options
         )
-        if self._options.locality is not None:
-            self.locality = Locality(self._options.locality)
-        self._tells_events = _tells_events(self._options, offloading_spec)
-        self._events: list[OffloadingEvent] = []
         self._recorder = MemoryRecorder()
         memory, queue_max = primary_kv_view.cast("B"), self._options.queue_max
         form = identity.row_form()
         self._store = TierStore(config, form, memory, self._recorder, queue_max=queue_max)
-        self.namespace = TierNamespace(
-            identity, self._store.bulk, self._store.lookups.submit, writes=config.role != "reader"
-        )
+        lookups, writes = self._store.lookups, config.role != "reader"
+        self.namespace = TierNamespace(identity, self._store.bulk, lookups.submit, writes=writes)
         self._closed = False
-        self._log_ready(identity)
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
-        # vLLM's blocks cannot be seen from here, and its CPU memory may hold old weights' KV when
-        # the device's does not: only a reset of all of it opens the tier again.
-        self._hooks = EngineHooks(self, lambda: None, patches=config.vllm_patches)
+        self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
+        self._log_ready(identity)
+
+    def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
+        self._options, config = read_options(options)
+        if self._options.locality is not None:
+            self.locality = Locality(self._options.locality)
+        self._tells_events = self._options.enable_kv_events
+        if self._tells_events and not spec.kv_events_config.enable_kv_cache_events:
+            logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
+            self._tells_events = False
+        self._events: list[OffloadingEvent] = []
+        return config
 
     def _log_ready(self, identity: TierIdentity) -> None:
         logger.info(
@@ -246,15 +250,12 @@ class ObjKVTier(SecondaryTierManager):
             renewed = self.namespace.renew(clean=clean)
         return renewed
 
+    @guarded(None)
     def shutdown(self) -> None:
         """Save what is queued within ``drain_deadline_ms``, then stop. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._shutdown()
-
-    @guarded(None)
-    def _shutdown(self) -> None:
-        self._store.close()
+            self._store.close()
 
     # What vLLM shows.
 
@@ -323,11 +324,9 @@ class ObjKVTier(SecondaryTierManager):
             self._events.append(event)
 
 
-def _tells_events(options: TierOptions, spec: "OffloadingSpec") -> bool:
-    if options.enable_kv_events and not spec.kv_events_config.enable_kv_cache_events:
-        logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
-        return False
-    return options.enable_kv_events
+def _no_manager() -> None:
+    """vLLM's blocks cannot be seen from here, and its CPU memory may hold old weights' KV when the
+    device's does not: only a reset of all of it opens the tier again."""
 
 
 def _rows(view: memoryview) -> tuple[int, int]:

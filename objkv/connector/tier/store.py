@@ -12,7 +12,7 @@ from objkv.errors import StoreError
 from objkv.telemetry import Recorder
 
 _SAVES_AT_ONCE = 4
-"""Chunks that one thread saves one after the other, having asked once which are stored."""
+"""Chunks that one thread saves one after the other, after one lookup of which are stored."""
 
 
 class TierStore:
@@ -58,7 +58,7 @@ class TierStore:
         self.lookups.submit(lambda: self._index.touch(namespace, hashes, ttl_s=ttl_s))
 
     def give_up(self) -> None:
-        """End all jobs; nobody touches vLLM's memory for them any more."""
+        """End all jobs; none touches vLLM's memory any more."""
         self.loads.give_up()
         self.saves.give_up()
 
@@ -85,7 +85,7 @@ class TierStore:
                         self._write(row, pages)
                     return allowed
 
-            if record is None:  # not found, or not asked for
+            if record is None:  # not found, or not looked up
                 continue
             outcome = self._rows.load(part.namespace, key, record, copy)
             if outcome is RowOutcome.LOADED:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from objkv.codec.seal import Seal
 from objkv.config import Config, Resolved, Role, clear_hosts, local_path
 from objkv.errors import ObjkvError
-from objkv.index.base import PruneIndex
+from objkv.index.base import WriteIndex
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import PruneStore
@@ -157,7 +157,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 0 for part in release)
 
 
-T = TypeVar("T", PruneStore, PruneIndex)
+T = TypeVar("T", PruneStore, WriteIndex)
 Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
 End = Literal["bulk", "index"]
 _OF_ONE_MACHINE: Final = frozenset(("file", "sqlite", "memory"))
@@ -201,7 +201,7 @@ class Patient:
     open_bulk: Callable[[], PruneStore]
     open_hot: Callable[[], PruneStore | None]
     """None where no payloads are kept hot."""
-    open_index: Callable[[], PruneIndex]
+    open_index: Callable[[], WriteIndex]
     describe_index: Callable[[], ServerFacts | None]
     """None where the index is no server."""
     numbers: MemoryRecorder

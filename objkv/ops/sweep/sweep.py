@@ -9,6 +9,7 @@ from itertools import islice
 from objkv.cache.eviction import Candidate, choose
 from objkv.errors import StoreDenied
 from objkv.index.base import Record, Usage
+from objkv.index.guarded import for_operators
 from objkv.index.shapes import is_shapes, shape_path
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
@@ -191,7 +192,9 @@ class Sweep:
                         else:
                             nbytes, payloads = nbytes + shard.nbytes, payloads + 1
             if self._limits.apply:
-                self._view.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
+                for_operators(self._view.admin).set_usage(
+                    Usage(name, nbytes, payloads, int(self._clock()))
+                )
 
         return work
 

@@ -38,7 +38,7 @@ class Get:
     deadline: CallDeadline
 
 
-class Reader:
+class S3Reader:
     """Reads on a ``Wire``. ``NoAnswer`` before the first byte leaves the get to the client; after
     it, what is missing is requested again, of the same version of the value; by the client where
     the deadline allows."""
@@ -102,7 +102,7 @@ class Reader:
             value = self.get(get.place, get.deadline, get.start, end)
             if value is None:
                 return None
-            return copy_into(get.key, value, get.buffer, get.arrived, None)
+            return copy_into(get.key, value, get.buffer, get.arrived)
         with get.deadline.client():
             try:
                 answer = self.client.get_object(**get.place)
@@ -112,7 +112,7 @@ class Reader:
                 raise
             if answer.get("ContentLength") is None:  # sent in chunks
                 value = read_all(answer, get.deadline.end_s)
-                return copy_into(get.key, value, get.buffer, get.arrived, None)
+                return copy_into(get.key, value, get.buffer, get.arrived)
             with _closed_on_error(answer["Body"]) as body:
                 nbytes = int(answer["ContentLength"])
                 check_fits(get.key, nbytes, get.buffer)
@@ -155,7 +155,7 @@ def _length(get: Get, response: HttpResponse, size: int) -> int:
 class _Reading:
     """One get after the head of its first response."""
 
-    def __init__(self, reader: Reader, get: Get, response: HttpResponse, nbytes: int) -> None:
+    def __init__(self, reader: S3Reader, get: Get, response: HttpResponse, nbytes: int) -> None:
         self._reader = reader
         self._get = get
         self._nbytes = nbytes

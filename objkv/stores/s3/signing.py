@@ -29,7 +29,7 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class S3Endpoint:
     """Where the values of a store are, as the client would ask for them."""
 
     url: str
@@ -108,7 +108,7 @@ def _canonical(headers: dict[str, str]) -> tuple[str, str, str]:
     return ";".join(names), signed, sent
 
 
-def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> Endpoint | None:
+def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint | None:
     """The endpoint, read from a request that the client makes and that is not sent.
 
     None if it is not signed with version 4 of the signature: such requests are left to the client.
@@ -147,7 +147,7 @@ class _NoBody:
         return b""
 
 
-def _read_endpoint(request: Any) -> Endpoint | None:
+def _read_endpoint(request: Any) -> S3Endpoint | None:
     headers = {name.lower(): _text(value) for name, value in request.headers.items()}
     parts = urlsplit(request.url)
     algorithm, _, rest = headers.get("authorization", "").partition(" ")
@@ -160,7 +160,7 @@ def _read_endpoint(request: Any) -> Endpoint | None:
         or parts.query
     ):
         return None
-    return Endpoint(
+    return S3Endpoint(
         url=f"{parts.scheme}://{parts.netloc}",
         host=parts.netloc.removesuffix(_DEFAULT_PORTS[parts.scheme]),
         path=parts.path.removesuffix(_SOUGHT),

@@ -25,9 +25,9 @@ from objkv.stores.base import (
 from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, head, translated
 from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.http import NoAnswer
-from objkv.stores.s3.read import Get, Reader
+from objkv.stores.s3.read import Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
-from objkv.stores.s3.write import Writer
+from objkv.stores.s3.write import S3Writer
 from objkv.telemetry import NullRecorder, Recorder
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class S3Store:
         hedge, place = Hedge(hedge_percent_max), (bucket, self._prefix)
         self._pool = HelperPool(ranges_max)
         self._wire = Wire(client, place, hedge, is_direct=is_direct, recorder=recorder)
-        self._reader = Reader(client, self._wire, self._pool, range_bytes=range_bytes)
-        self._writer = Writer(
+        self._reader = S3Reader(client, self._wire, self._pool, range_bytes=range_bytes)
+        self._writer = S3Writer(
             client, self._wire, self._pool, multipart_bytes=multipart_bytes, recorder=recorder
         )
 
@@ -115,7 +115,7 @@ class S3Store:
         place, deadline = self._place(key), self._deadline()
         if start is not None and not len(buffer):  # no request for a range is empty
             found = self.get_range(key, start, start)
-            return None if found is None else copy_into(key, found, buffer, arrived, None)
+            return None if found is None else copy_into(key, found, buffer, arrived)
         get = Get(place, key, start, buffer, arrived, deadline)
         with translated("get_into", key):
             with suppress(NoAnswer):

@@ -21,7 +21,7 @@ from objkv.stores.s3.http import (
     NoAnswer,
     Unanswered,
 )
-from objkv.stores.s3.signing import Endpoint, find_endpoint
+from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Wire:
         self._connect_s = float(settings.connect_timeout)
         self._lock = threading.Lock()
         self._kept = KeptConnections()
-        self._found: tuple[Endpoint, Any] | None = None
+        self._found: tuple[S3Endpoint, Any] | None = None
         self._is_missing = not is_direct
 
     @property
@@ -173,7 +173,7 @@ class Wire:
                 helper.let_go()
         raise AssertionError
 
-    def _find(self) -> tuple[Endpoint, Any] | None:
+    def _find(self) -> tuple[S3Endpoint, Any] | None:
         found = self._found
         if found is not None or self._is_missing:
             return found

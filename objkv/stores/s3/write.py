@@ -43,7 +43,7 @@ class Put:
     deadline: CallDeadline
 
 
-class Writer:
+class S3Writer:
     """Puts the values of one store, over ``wire`` where that is possible. Raises what the client
     raises, and ``StoreError``."""
 

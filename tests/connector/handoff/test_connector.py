@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from tests.connector.handoff.model import Model, Shape, model_folder, next_token, prompts
+from tests.connector.handoff.model import Model, Shape, next_token, prompts
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = [
@@ -85,12 +85,6 @@ def decodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(2, tmp_path_factory.mktemp("decodes") / "log")
     yield ranks
     ranks.close()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model_folder(tmp_path)
-    return tmp_path
 
 
 def prefill(folder: Path, **more: Any) -> dict[str, Any]:

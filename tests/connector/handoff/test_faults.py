@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from objkv.assembly.backends import Backends
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import LayerSpec, encode, frame_pages, read_header
+from objkv.connector import wiring
 from objkv.connector.handoff import connector as handoff
 from objkv.connector.handoff.connector import RankAgreement
 from objkv.errors import StoreUnavailable
@@ -53,23 +54,17 @@ class StuckStore(MemoryStore):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model_folder(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> tuple[FlakyStore, MemoryIndex]:
     """The stores of every engine made in a test."""
     store, index = FlakyStore(MemoryStore()), MemoryIndex()
-    monkeypatch.setattr(handoff, "open_backends", lambda *_: Backends(store, None, index))
+    monkeypatch.setattr(wiring, "open_backends", lambda *_: Backends(store, None, index))
     return store, index
 
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckStore]:
     store, index = StuckStore(), MemoryIndex()
-    monkeypatch.setattr(handoff, "open_backends", lambda *_: Backends(store, None, index))
+    monkeypatch.setattr(wiring, "open_backends", lambda *_: Backends(store, None, index))
     yield store
     store.let_go.set()
 

@@ -42,12 +42,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model_folder(tmp_path)
-    return tmp_path
-
-
 def tensors(states: Any) -> list[torch.Tensor]:
     return (
         [bits(states)]

@@ -30,8 +30,8 @@ from objkv.keys.prefix import root_hash, token_digest
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 from tests.support.sides import worker_side
-from tests.transfer.world import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 
 TP_SIZES, PP_SIZES = range(1, 9), range(1, 5)
 LAYERS = tuple(f"l{i}" for i in range(4))

@@ -10,9 +10,8 @@ from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import WorkerSide
+from tests.support.paged_cache import BLOCKS, CHUNK, GROUP, Replica, paged_group, stores, wait_until
 from tests.support.sides import worker_side
-from tests.transfer.paged_cache import paged_group
-from tests.transfer.world import BLOCKS, CHUNK, GROUP, Replica, stores, wait_until
 
 
 class World:
@@ -106,7 +105,7 @@ def test_no_thread_of_the_sleeper_is_left(world: World) -> None:
     [side] = world.opened
     world.connector.unregister_kv_caches()
     assert not [t for t in side._loader._threads if t.is_alive()]
-    assert not [t for t in side._saver._crew._threads if t.is_alive()]
+    assert not [t for t in side._saver._pool._pool._threads if t.is_alive()]
 
 
 def test_if_it_cannot_take_the_cache_again_it_goes_on_without_objkv(

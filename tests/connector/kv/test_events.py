@@ -229,7 +229,7 @@ def test_a_group_is_told_once_all_its_shards_are_stored_in_whatever_order(
             expected |= set() if fields else world.blocks(done, of)
         assert world.believed == expected
     assert not any(left.values())
-    assert repr(world.log) == "<EventLog 2 chunks told, 0 being saved>"
+    assert repr(world.log) == "<EventLog 2 chunks reported, 0 being saved>"
 
 
 ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")

@@ -19,11 +19,21 @@ from objkv.connector.model.groups import Geometry
 from objkv.keys.prefix import token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.paged_cache import (
+    BLOCKS,
+    CHUNK,
+    GROUP,
+    HASHES,
+    NAMESPACE,
+    TOKENS,
+    Replica,
+    paged_group,
+    same_blocks,
+    stores,
+)
+from tests.support.paged_cache import wait_until as until
 from tests.support.servers.quick_s3 import QuickS3
 from tests.support.servers.redis import valkey_server
-from tests.transfer.paged_cache import paged_group, same_blocks
-from tests.transfer.world import BLOCKS, CHUNK, GROUP, HASHES, NAMESPACE, TOKENS, Replica, stores
-from tests.transfer.world import wait_until as until
 
 FORWARD = "forward"
 CALLS = (

@@ -1,75 +1,60 @@
 """The namespace a replica lives in, and what a reset makes of it."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 
 import pytest
 
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import identity_path
 from objkv.ops.diff import namespace_of, parse_document
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
-from tests.support.sides import IDENTITY
+from tests.support.sides import IDENTITY, Jobs
 
 
-class Later:
-    """Runs jobs when told."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Callable[[], None]] = []
-        self.full = False
-
-    def __call__(self, job: Callable[[], None]) -> bool:
-        if not self.full:
-            self.jobs.append(job)
-        return not self.full
-
-    def run(self) -> None:
-        jobs, self.jobs = self.jobs, []
-        for job in jobs:
-            try:
-                job()
-            except StoreUnavailable:
-                continue
+def run(jobs: Jobs) -> None:
+    with contextlib.suppress(StoreUnavailable):
+        jobs.run()
 
 
 def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
-    store, later = MemoryStore(), Later()
-    namespace = Namespace(IDENTITY, store, later, writes=True)
+    store, jobs = MemoryStore(), Jobs()
+    namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
     for _ in range(3):
         namespace.announce()
-    assert len(later.jobs) == 1
-    later.run()
+    assert len(jobs) == 1
+    run(jobs)
     assert store.get(identity_path(namespace.name)) == IDENTITY.canonical()
     namespace.announce()
-    assert not later.jobs
+    assert not jobs
 
 
 def test_a_document_that_was_not_taken_is_tried_again() -> None:
-    store, later = FlakyStore(MemoryStore()), Later()
-    namespace = Namespace(IDENTITY, store, later, writes=True)
-    later.full = True
+    store, jobs = FlakyStore(MemoryStore()), Jobs()
+    namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
+    jobs.full = True
     namespace.announce()
-    later.full = False
+    jobs.full = False
     store.fail_next(StoreUnavailable("gone"))
     namespace.announce()
-    later.run()
+    run(jobs)
     namespace.announce()
-    later.run()
+    run(jobs)
     assert store.get(identity_path(namespace.name)) is not None
 
 
 def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -> None:
-    store, later = FlakyStore(MemoryStore()), Later()
+    store, jobs = FlakyStore(MemoryStore()), Jobs()
 
     def at_once(job: Callable[[], None]) -> bool:
-        later(job)
-        later.run()
+        jobs.submit(job)
+        run(jobs)
         return True
 
-    namespace = Namespace(IDENTITY, store, at_once, writes=True)
+    namespace = ReplicaNamespace(IDENTITY, store, at_once, writes=True)
     store.fail_next(StoreUnavailable("gone"))
     namespace.announce()
     namespace.announce()
@@ -77,13 +62,15 @@ def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -
 
 
 def test_a_reader_writes_no_document() -> None:
-    later = Later()
-    Namespace(IDENTITY, MemoryStore(), later, writes=False).announce()
-    assert not later.jobs
+    jobs = Jobs()
+    ReplicaNamespace(IDENTITY, MemoryStore(), jobs.submit, writes=False).announce()
+    assert not jobs
 
 
 def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
-    namespaces = [Namespace(IDENTITY, MemoryStore(), Later(), writes=True) for _ in range(2)]
+    namespaces = [
+        ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True) for _ in range(2)
+    ]
     assert namespaces[0].name == namespaces[1].name
     for namespace in namespaces:
         assert namespace.renew(clean=True)
@@ -92,7 +79,7 @@ def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
 
 
 def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did_not() -> None:
-    namespace = Namespace(IDENTITY, MemoryStore(), Later(), writes=True)
+    namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True)
     assert not namespace.renew(clean=False)
     assert not namespace.open
     assert namespace.name == IDENTITY.namespace()
@@ -106,7 +93,7 @@ def test_a_reader_logs_the_document_that_it_does_not_store(
     caplog: pytest.LogCaptureFixture, *, writes: bool
 ) -> None:
     with caplog.at_level(logging.INFO, logger="objkv.connector.kv.namespace"):
-        namespace = Namespace(IDENTITY, MemoryStore(), Later(), writes=writes)
+        namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=writes)
         namespace.announce()
         assert ("document=" in caplog.text) is not writes
         namespace.renew(clean=True)

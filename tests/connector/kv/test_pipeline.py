@@ -21,9 +21,9 @@ from objkv.keys.prefix import token_digest
 from objkv.keys.topology import Topology, pp_layers
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 from tests.support.servers.redis import wait_until
 from tests.support.sides import worker_side
-from tests.transfer.world import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # since 0.33

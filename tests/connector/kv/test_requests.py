@@ -18,7 +18,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.clock import ManualClock
-from tests.support.sides import FIELD, GEOMETRY, SIZE, request
+from tests.support.sides import FIELD, GEOMETRY, SIZE, Jobs, request
 
 NAMESPACE = "0" * 32
 TOKENS = list(range(100 * SIZE + 5))
@@ -28,21 +28,6 @@ PATIENCE_S = 120
 
 def hashes_of(tokens: list[int], **more: Any) -> RequestHashes:
     return RequestHashes(request(tokens, **more), NAMESPACE, None, SIZE)
-
-
-class Jobs(list[Callable[[], None]]):
-    """Takes jobs, unless it is full, and runs them when told."""
-
-    full = False
-
-    def submit(self, job: Callable[[], None]) -> bool:
-        if not self.full:
-            self.append(job)
-        return not self.full
-
-    def run(self) -> None:
-        while self:
-            self.pop()()
 
 
 def test_they_are_those_of_the_prompt_in_any_slices() -> None:

@@ -15,6 +15,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.clock import ManualClock
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from tests.support.paged_cache import wait_until
 from tests.support.sides import (
     FIELD,
     PATIENCE_MS,
@@ -24,7 +25,6 @@ from tests.support.sides import (
     scheduler_side,
     step,
 )
-from tests.transfer.world import wait_until
 
 BOUND_S = 5.0
 WITHIN = LoadPlan("w", "0" * 32, (), sync=True)

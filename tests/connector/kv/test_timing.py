@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from objkv.cache.admission import Admission, ChunkSize, LoadTime, Tier
+from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
@@ -43,7 +43,7 @@ class Notes:
 
 def timing_of(notes: Notes, clock: ManualClock, *, tp_size: int = 1, in_flight: int = 2) -> Timing:
     geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-    return Timing(cast("Admission", notes), geometry, steps_in_flight=in_flight, clock=clock)
+    return Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=in_flight, clock=clock)
 
 
 def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
@@ -223,7 +223,7 @@ def test_what_several_ranks_hold_alike_each_of_them_loads(
     group = GroupIdentity("full", None, ("a",), heads=heads, content=16, block_size=16)
     geometry = Geometry((group,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
     notes, fields = Notes(), sorted(geometry.all_fields())
-    timing = Timing(cast("Admission", notes), geometry, steps_in_flight=1)
+    timing = Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=1)
     shard = ShardRecord(800 // len(fields), 1, "none", False, "0" * 32, 1)
     timing.admit([dict.fromkeys(fields, shard)], 0, 64)
     assert notes.asked == [ChunkSize(expected, 64, "bulk")]

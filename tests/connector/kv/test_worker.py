@@ -15,8 +15,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import LoadPlan, SaveMove, SavePlan
-from tests.support.sides import worker_side
-from tests.transfer.world import (
+from tests.support.paged_cache import (
     BLOCKS,
     CHUNK,
     GROUP,
@@ -26,6 +25,7 @@ from tests.transfer.world import (
     stores,
     wait_until,
 )
+from tests.support.sides import worker_side
 
 
 def without_its_payload(

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +12,7 @@ from objkv.connector.model import adapters as module
 from objkv.connector.model import weights as digests_module
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.weights import DigestCache
-
-
-class Jobs(list[Callable[[], None]]):
-    """Runs jobs when told, unless it is full."""
-
-    full = False
-
-    def submit(self, job: Callable[[], None]) -> bool:
-        if not self.full:
-            self.append(job)
-        return not self.full
-
-    def run(self) -> None:
-        while self:
-            self.pop(0)()
+from tests.support.sides import Jobs
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.assembly.backends import Backends
-from objkv.connector.tier import store as tier_store
+from objkv.connector import wiring
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.testing.flaky import FlakyStore
 from tests.connector.tier.world import Engine, init_hashes, offload_key, row
@@ -29,14 +29,14 @@ class World:
         self.engines: list[Engine] = []
         self.bulks: list[FlakyStore] = []
         self.gate = threading.Event()
-        opened: Callable[..., Backends] = tier_store.open_backends
+        opened: Callable[..., Backends] = wiring.open_backends
 
         def flaky(*args: Any, **kwargs: Any) -> Backends:
             backends = opened(*args, **kwargs)
             self.bulks.append(FlakyStore(backends.bulk))
             return replace(backends, bulk=self.bulks[-1])
 
-        monkeypatch.setattr(tier_store, "open_backends", flaky)
+        monkeypatch.setattr(wiring, "open_backends", flaky)
 
     def engine(self, tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
         """One more replica."""

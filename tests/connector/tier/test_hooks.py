@@ -1,7 +1,5 @@
 """What a secondary tier hears of weights and adapters that change with no cache being reset."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,33 +8,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.connector.tier.identity import TierAdapters
-from tests.connector.tier.world import Engine, init_hashes, offload_key, row
+from tests.connector.tier.world import Engine, offload_key, row
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-HEARD = ("collective_rpc", "add_lora", "remove_lora")
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """vLLM's class as it was."""
-    methods = [(name, EngineCore.__dict__[name]) for name in HEARD]
-    yield
-    for name, method in methods:
-        setattr(EngineCore, name, method)
-
-
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Any]:
-    init_hashes()
-    made: list[Engine] = []
-
-    def make(tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
-        made.append(Engine(tmp_path, tier, **changes))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+pytestmark = pytest.mark.usefixtures("vllm_as_before")
 
 
 def core() -> Any:

@@ -1,7 +1,6 @@
 """Who may share what a secondary tier stores."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +19,6 @@ from objkv.errors import ConfigError
 from tests.connector.tier.world import Engine, init_hashes, offload_key, row
 
 
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Any]:
-    made: list[Engine] = []
-
-    def make(tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
-        made.append(Engine(tmp_path, tier, **changes))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-
-
 def namespace(engine: Engine) -> str:
     engine.begin()
     assert engine.tier.namespace.current is not None
@@ -40,7 +26,6 @@ def namespace(engine: Engine) -> str:
 
 
 def test_equal_engines_share(engines: Any) -> None:
-    init_hashes()
     assert namespace(engines()) == namespace(engines(engine_id="other"))
 
 
@@ -55,7 +40,6 @@ def test_equal_engines_share(engines: Any) -> None:
     ],
 )
 def test_what_the_operator_says_keeps_engines_apart(engines: Any, options: dict[str, Any]) -> None:
-    init_hashes()
     assert namespace(engines()) != namespace(engines(options))
 
 
@@ -76,7 +60,6 @@ def test_what_the_operator_says_keeps_engines_apart(engines: Any, options: dict[
     ],
 )
 def test_what_vllm_says_keeps_engines_apart(engines: Any, changes: dict[str, Any]) -> None:
-    init_hashes()
     assert namespace(engines()) != namespace(engines(**changes))
 
 
@@ -91,14 +74,12 @@ def test_what_vllm_says_keeps_engines_apart(engines: Any, changes: dict[str, Any
     ],
 )
 def test_what_the_engine_was_told_keeps_engines_apart(engines: Any, engine: dict[str, Any]) -> None:
-    init_hashes()
     plain = engines({"weights": None}, engine={"model_config": {"revision": "v1"}})
     other = {name: {"revision": "v1"} | engine.get(name, {}) for name in ("model_config",)}
     assert namespace(plain) != namespace(engines({"weights": None}, engine=engine | other))
 
 
 def test_weights_are_named_by_the_engines_revision(engines: Any) -> None:
-    init_hashes()
     named = [
         namespace(engines({"weights": None}, engine={"model_config": {"revision": revision}}))
         for revision in ("v1", "v1", "v2")
@@ -107,7 +88,6 @@ def test_weights_are_named_by_the_engines_revision(engines: Any) -> None:
 
 
 def test_both_kinds_of_fp8_are_told_apart(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    init_hashes()
     model = OffloadingModelConfig("some/model", "fp8_e4m3")
     one = namespace(engines(model=model))
     monkeypatch.setattr(type(scales.current_platform), "is_fp8_fnuz", lambda *_: True)
@@ -117,7 +97,6 @@ def test_both_kinds_of_fp8_are_told_apart(engines: Any, monkeypatch: pytest.Monk
 def test_an_engine_that_is_not_seen_is_refused_unless_the_operator_answers_for_it(
     engines: Any,
 ) -> None:
-    init_hashes()
     with pytest.raises(ConfigError, match="engine_unseen"):
         engines(engine=None)
     unseen = engines({"engine_unseen": True}, engine=None)
@@ -126,7 +105,6 @@ def test_an_engine_that_is_not_seen_is_refused_unless_the_operator_answers_for_i
 
 
 def test_unseen_weights_are_read_where_the_operator_says(engines: Any) -> None:
-    init_hashes()
     options = {"engine_unseen": True, "weights": None, "revision": "v1"}
     assert engines(options, engine=None).tier.namespace.open
     with pytest.raises(ConfigError, match="'weights' or 'revision'"):
@@ -161,7 +139,6 @@ def test_what_keys_do_not_tell_is_refused(engines: Any, engine: dict[str, Any], 
 
 
 def test_what_the_operator_names_is_not_refused(engines: Any) -> None:
-    init_hashes()
     engine = {"lora_config": {"lora_dtype": "auto"}, "speculative_config": {"method": "eagle3"}}
     settings = {"adapters": "release-1", "speculative": "draft-1"}
     first = namespace(engines({"settings": settings}, engine=engine))
@@ -176,7 +153,6 @@ def test_a_revision_that_is_not_vllms_is_refused(engines: Any) -> None:
 
 
 def test_certified_bytes_are_shared_whatever_the_ranks(engines: Any) -> None:
-    init_hashes()
     one = {"is_parallelism_agnostic": True}
     two = {"is_parallelism_agnostic": True, "world_size": 2, "tp_size": 2}
     assert namespace(engines(canonical_layout=True, parallel=one)) == namespace(
@@ -185,7 +161,6 @@ def test_certified_bytes_are_shared_whatever_the_ranks(engines: Any) -> None:
 
 
 def test_data_parallel_replicas_share(engines: Any) -> None:
-    init_hashes()
     assert namespace(engines()) == namespace(
         engines(parallel={"data_parallel_size": 4, "data_parallel_index": 3})
     )
@@ -193,7 +168,6 @@ def test_data_parallel_replicas_share(engines: Any) -> None:
 
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
 def test_another_hash_algorithm_is_another_namespace(engines: Any, algorithm: str) -> None:
-    init_hashes()
     one = namespace(engines())
     init_hashes(algorithm)
     assert namespace(engines()) != one
@@ -201,10 +175,8 @@ def test_another_hash_algorithm_is_another_namespace(engines: Any, algorithm: st
 
 def test_another_seed_is_another_namespace(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    init_hashes()
     one = namespace(engines())
     monkeypatch.setenv("PYTHONHASHSEED", "1")
-    init_hashes()
     assert namespace(engines()) != one
 
 
@@ -214,12 +186,10 @@ def test_an_engine_made_before_it_chose_its_hash_takes_the_one_it_chose(
     """vLLM makes its tiers first; a process may have had another engine before."""
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of an engine before")
     engine = engines()
-    init_hashes()
     assert namespace(engine) == namespace(engines())
 
 
 def test_weights_are_read_where_they_lie(engines: Any, tmp_path: Path) -> None:
-    init_hashes()
     names = set()
     for seed in (1, 2):
         folder = tmp_path / str(seed) / "model"
@@ -232,7 +202,6 @@ def test_weights_are_read_where_they_lie(engines: Any, tmp_path: Path) -> None:
 
 
 def test_the_document_is_stored_beside_the_chunks(engines: Any, tmp_path: Path) -> None:
-    init_hashes()
     engine = engines()
     engine.compute(engine.begin(), {offload_key(1): row(1)})
     engine.settle()
@@ -245,7 +214,6 @@ def test_the_document_is_stored_beside_the_chunks(engines: Any, tmp_path: Path) 
 
 
 def test_replicas_with_other_weights_do_not_find_each_others_chunks(engines: Any) -> None:
-    init_hashes()
     writer, reader = engines(), engines({"weights": "release-2"})
     writer.compute(writer.begin(), {offload_key(1): row(1)})
     writer.settle()

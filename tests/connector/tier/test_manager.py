@@ -1,30 +1,14 @@
 """objkv as a secondary tier, under vLLM's own tiering manager."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from tests.connector.tier.world import ROWS, Engine, init_hashes, offload_key, row
+from tests.connector.tier.world import ROWS, offload_key, row
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-
-
-@pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Any]:
-    """Makes replicas that share one folder, and closes them."""
-    init_hashes()
-    made: list[Engine] = []
-
-    def make(tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
-        made.append(Engine(tmp_path, tier, **changes))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def test_what_one_replica_computed_another_loads(engines: Any) -> None:
