@@ -10,6 +10,13 @@ STAMP := .venv/.setup-done
 WORKERS ?= 2
 # Further arguments for pytest, e.g. ARGS='-k prefix -x'.
 ARGS ?=
+# What `make test QUICK=1` runs: all that decides which bytes are served, and two real engines that
+# share a prefix.
+QUICK_TESTS := tests/keys tests/codec tests/index tests/cache tests/transfer \
+  tests/engine/test_share_prompts.py
+RUNS := all tests: 30 to 45 minutes on 2 cores at first and after a change of objkv, then engine runs \
+  are replayed; QUICK=1 takes up to 3
+RUNS_QUICK := the core, up to 3 minutes on 2 cores: $(QUICK_TESTS)
 
 .PHONY: help
 help: ## say what there is to do
@@ -26,8 +33,10 @@ demo: $(STAMP) ## show one replica reusing what another computed
 	@$(BIN)/objkv demo $(if $(FLEET),--fleet) $(ARGS)
 
 .PHONY: test
-test: $(STAMP) ## run all tests (FRESH=1: replay no engine run; ARGS=... for pytest)
-	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(if $(FRESH),--fresh) $(ARGS)
+test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: replay no engine run; ARGS=... for pytest)
+	@echo "$(if $(QUICK),$(RUNS_QUICK),$(RUNS))$(if $(ARGS), (fewer with ARGS))"
+	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(if $(FRESH),--fresh) $(ARGS) \
+	  $(if $(QUICK),$(QUICK_TESTS))
 
 .PHONY: check
 check: lint types layers deps ## lint (with a scan for insecure code), types, layers and dependencies

@@ -6,7 +6,7 @@ Everything that depends on how these parts are put together is in this file.
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -26,10 +26,12 @@ from objkv.cache.match import usable_chunks
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
-from objkv.index.guarded import Verb, WrappedIndex
+from objkv.index.base import WriteIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.net.breaker import Change
+from objkv.net.guard import Unguarded
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.flaky import FlakyStore
 from objkv.transfer.lanes import HostLane
@@ -44,20 +46,24 @@ POISON = 255
 SLABS = 10
 """Of each kind; fewer than a crowd of requests wants."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Tables = tuple[list[int], ...]
 """Per group the physical blocks of a request, in the order of its tokens."""
 
 
-class FlakyIndex(WrappedIndex):
+class FlakyIndex(GuardedIndex, Unguarded):
     """Refuses a share of its calls, as drawn."""
 
     share = 0.0
 
-    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
+    def __init__(self, inner: WriteIndex) -> None:
+        super().__init__(inner, guard=self)
+
+    def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self.share and random.random() < self.share:
             raise StoreUnavailable(f"{verb} refused, as the soak wants it")
-        return call()
+        return call(*args, **kwargs)
 
 
 class Replica:

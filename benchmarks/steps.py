@@ -14,9 +14,10 @@ from benchmarks.alone import run_alone
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.config import Config, load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.wiring import make_scheduler_side
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, Shards
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.ops.bench.harness import SCALES, BenchRow, BenchSetting, Section, Target, percentile
@@ -37,7 +38,7 @@ _IDENTITY = Identity(
 )
 
 
-class _SilentIndex(WrappedIndex):
+class _SilentIndex(GuardedIndex):
     """Answers no lookup before ``answer`` is set."""
 
     answer = Event()
@@ -93,7 +94,7 @@ def _step(side: SchedulerSide, request: Any) -> None:
 
 def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
     geometry = Geometry((_GROUP,), CHUNK_TOKENS, _BLOCK_TOKENS, tp_size=1)
-    return SchedulerSide(
+    return make_scheduler_side(
         config,
         Roles(loads=True, saves=True, copies_are_synchronous=False, steps_in_flight=2),
         geometry,

@@ -1,4 +1,4 @@
-"""The errors of objkv: each class says who can act on it. A miss is a value, never an error.
+"""The errors of objkv: each class says who can act. A miss is a value, never an error.
 
 Only the connector and the command line catch ``ObjkvError``; the connector turns every one of
 them into a miss, so none ever reaches the engine.
@@ -8,7 +8,7 @@ from objkv.redact import hide_in_current_error, without_secrets
 
 
 class ObjkvError(Exception):
-    """Base of everything objkv raises on purpose. Shows no secret, whoever chose the words."""
+    """Base of everything objkv raises on purpose. Shows no secret, also in words of a server."""
 
     def __init__(self, *words: object) -> None:
         super().__init__(*(without_secrets(w) if isinstance(w, str) else w for w in words))
@@ -20,7 +20,7 @@ class ConfigError(ObjkvError):
 
 
 class StoreError(ObjkvError):
-    """A store or an index failed. ``transient`` tells whether time alone may mend it."""
+    """A store or an index failed. ``transient``: a later call may succeed."""
 
     transient: bool = False
 
@@ -32,11 +32,11 @@ class StoreUnavailable(StoreError):
 
 
 class StoreBusy(StoreUnavailable):
-    """The server answered that it is asked too much (HTTP 429, 503). Saves give way first."""
+    """The server answered that it is overloaded (HTTP 429, 503). Saves give way first."""
 
 
 class LeftAlone(StoreUnavailable):
-    """Nothing was asked: a breaker is open."""
+    """No request was made: a circuit breaker is open."""
 
 
 class StoreDenied(StoreError):
@@ -48,11 +48,11 @@ class ValueTooLong(StoreError):
 
 
 class PayloadError(ObjkvError):
-    """Bytes that are not what they claim to be. Nobody can act; the payload is evicted."""
+    """Bytes that are not what they claim to be: the payload is evicted."""
 
 
 class KeyMismatch(PayloadError):
-    """Whole, but sealed with another key than is here: the payload may well be good."""
+    """Sealed with a key that this process does not have: the payload may well be good."""
 
 
 class TransferError(ObjkvError):

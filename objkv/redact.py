@@ -1,9 +1,9 @@
-"""Keeps secrets out of words that others chose.
+"""Keeps secrets out of error messages and logs.
 
-objkv writes no secret into a message. But servers quote what they do not understand, passwords
-included, and clients' libraries quote URLs; their words go into errors and logs. So whoever reads a
-secret from settings says so here, and every error looks for it: in its own words, and in those of
-the errors that it follows from, which tracebacks show.
+objkv writes no secret into a message. But servers quote input that they do not understand,
+passwords included, and client libraries quote URLs; their words go into errors and logs. Code that
+reads a secret from settings therefore registers it here, and every error masks it: in its own
+message, and in those of the errors that caused it, which tracebacks show.
 """
 
 import re
@@ -27,8 +27,8 @@ _SIGNED = re.compile(
 
 
 def keep_secret(*values: str | None) -> None:
-    """Never show ``values`` from now on. None, and what is too short to be told from words, is
-    left out."""
+    """Mask ``values`` from now on, except None and values too short to be distinguished from
+    words."""
     for value in values:
         for spelling in {value or "", quote(value or "", safe=""), unquote(value or "")}:
             if len(spelling) < _CHARS_MIN or spelling in _known:
@@ -49,7 +49,7 @@ def without_secrets(text: str) -> str:
 
 
 def hide_in_current_error() -> None:
-    """Mask secrets in the words of the exception that is being handled, and of those before it."""
+    """Mask secrets in the message of the exception being handled, and of its causes."""
     error, steps = sys.exception(), 0
     while error is not None and steps < _CHAIN_MAX:
         if any(isinstance(word, str) for word in error.args):
@@ -62,5 +62,5 @@ def hide_in_current_error() -> None:
 
 
 def forget_secrets() -> None:
-    """For tests: those of one are words of another."""
+    """For tests: the secrets of one test are words in another."""
     _known.clear()

@@ -1,6 +1,6 @@
-"""Numbers go to a ``Recorder``; what shows them (Prometheus, vLLM's stats, a table) reads it.
+"""Numbers go to a ``Recorder``; Prometheus, vLLM's stats and tables read it.
 
-Pure modules and stores never log and never know who listens. Counting is thread-safe.
+Pure modules and stores never log, and do not know the recorder's readers. Counting is thread-safe.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ _SAMPLES_MAX = 1000
 
 
 class Recorder(Protocol):
-    """Where numbers are told. Names are ``noun_unit`` (``load_bytes``, ``lookup_misses``)."""
+    """Takes numbers. Names are ``noun_unit`` (``load_bytes``, ``lookup_misses``)."""
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add ``amount`` to the counter ``name``."""
@@ -25,11 +25,11 @@ class Recorder(Protocol):
         """Add one observation (a duration in seconds, a size in bytes) to ``name``."""
 
     def level(self, name: str, value: float) -> None:
-        """From now on ``name`` is ``value``, until told otherwise. 0 is the usual."""
+        """Set the gauge ``name``. 0 is its usual value."""
 
 
 class Trouble:
-    """Tells the log once that something began to fail, and once that it works again."""
+    """Logs once that something began to fail, and once that it works again."""
 
     def __init__(self, logger: Logger, what: str) -> None:
         self._logger = logger
@@ -38,7 +38,7 @@ class Trouble:
         self._failing = False
 
     def failed(self, reason: BaseException) -> None:
-        """It failed; only the first time in a row is told."""
+        """It failed; only the first failure in a row is logged."""
         with self._lock:
             news, self._failing = not self._failing, True
         if news:
@@ -55,20 +55,20 @@ class Trouble:
 
 
 class NullRecorder:
-    """Nobody listens."""
+    """Drops all numbers."""
 
     def count(self, name: str, amount: float = 1) -> None:
-        """Forget it."""
+        """Drop it."""
 
     def observe(self, name: str, value: float) -> None:
-        """Forget it."""
+        """Drop it."""
 
     def level(self, name: str, value: float) -> None:
-        """Forget it."""
+        """Drop it."""
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """What two recorders told, together: sums by name; of maxima and levels the larger."""
+    """The numbers of two recorders combined: sums by name; of maxima and levels the larger."""
     sums = dict(one)
     for name, value in other.items():
         mine = sums.get(name, 0.0)
@@ -77,12 +77,12 @@ def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 
 
 def is_level(name: str) -> bool:
-    """Whether ``name`` is told as a level. Reports of many processes carry names only."""
+    """Whether ``name`` is a level. Reports of many processes carry names only."""
     return name.startswith(_LEVELS)
 
 
 class MemoryRecorder:
-    """Keeps counters, and (count, sum, max) per observed name, until somebody drains them."""
+    """Keeps counters, and (count, sum, max) per observed name, until they are drained."""
 
     def __init__(self, sampled: Collection[str] = ()) -> None:
         """``sampled``: observed names of which single observations are kept too."""
@@ -107,20 +107,20 @@ class MemoryRecorder:
                 samples.append(value)
 
     def level(self, name: str, value: float) -> None:
-        """From now on ``name`` is ``value``."""
+        """Set the level ``name``."""
         assert is_level(name)
         with self._lock:
             self._levels[name] = value
 
     def value(self, name: str) -> float:
-        """The level ``name``, or the counter since the last drain; 0 if it was never told."""
+        """The level ``name``, or the counter since the last drain; 0 if there is neither."""
         with self._lock:
             return self._levels.get(name, self._counters.get(name, 0.0))
 
     def drain(self) -> dict[str, float]:
         """Everything since the last drain, flat: counters by name, observations as
-        ``name_count``, ``name_sum`` and ``name_max``; levels that are not 0, and those that have
-        just become so. Empty if nothing happened."""
+        ``name_count``, ``name_sum`` and ``name_max``; levels that are not 0 or have just become 0.
+        Empty if nothing happened."""
         with self._lock:
             out = self._counters | self._levels
             self._levels = {name: value for name, value in self._levels.items() if value}

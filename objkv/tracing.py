@@ -1,8 +1,8 @@
-"""Spans of what happens to one request, for whoever collects traces; nothing without OpenTelemetry.
+"""OpenTelemetry spans of one request; without OpenTelemetry, nothing.
 
-Whether there is a collector is said where OpenTelemetry says it: in its own variables, or by
-vLLM's ``--otlp-traces-endpoint``, which sets them for its processes. Nothing here raises, and a
-span that is off costs a call that returns at once. Spans are OpenTelemetry's, not layers.
+The collector is configured by OpenTelemetry's own variables, or by vLLM's
+``--otlp-traces-endpoint``, which sets them for its processes. Nothing here raises, and a span that
+is off costs a call that returns at once. Spans are OpenTelemetry's, not layers.
 """
 
 import logging
@@ -28,24 +28,24 @@ _ERROR_CHARS_MAX = 500
 
 
 class Span(Protocol):
-    """Something that took time. Safe to use from another thread than the one that began it."""
+    """An operation with a duration. Another thread than the one that began it may use it."""
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody will see it."""
+        """Whether it will be exported."""
 
     def child(self, name: str, **attributes: Attribute) -> "Span":
         """Begin a part of it."""
 
     def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-        """A part of it that is over, by ``now_ns``."""
+        """Add a finished part; times of ``now_ns``."""
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        """It is over, with what is known by now. Once."""
+        """End it, with its final attributes. Once."""
 
 
 class NoSpan:
-    """Nobody looks."""
+    """A span that is off."""
 
     is_on = False
 
@@ -71,7 +71,7 @@ class Tracing(Protocol):
         the request; a trace of its own for None."""
 
     def close(self) -> None:
-        """Send what is left, within 2 s. Idempotent."""
+        """Send pending spans, within 2 s. Idempotent."""
 
 
 class NoTracing:
@@ -97,7 +97,7 @@ class OtelTracing:
     """Spans by an OpenTelemetry tracer."""
 
     def __init__(self, tracer: "Tracer", own: "TracerProvider | None" = None) -> None:
-        """``own``: what nobody else sends from and closes."""
+        """``own``: the provider to close, if it is not shared."""
         self._tracer = tracer
         self._own = own
 
@@ -106,7 +106,7 @@ class OtelTracing:
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # An empty context, not the thread's: what this thread did before is somebody else's.
+        # An empty context, not the thread's, which is of another request.
         context = Context()
         try:
             if parent is not None:
@@ -173,7 +173,7 @@ class _OtelSpan:
 
 
 def _shut_down(provider: "TracerProvider") -> None:
-    """Send what is left, and end its thread."""
+    """Send pending spans, and end the provider's thread."""
     try:
         provider.shutdown()
     except Exception as exc:
@@ -187,7 +187,7 @@ def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, A
 
 
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """As OpenTelemetry wants names; the request's is the one that vLLM gives its own spans."""
+    """Names in OpenTelemetry's form; the request's is the one in vLLM's own spans."""
     return {
         "gen_ai.request.id" if name == "request_id" else f"objkv.{name}": value
         for name, value in attributes.items()
@@ -195,8 +195,8 @@ def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
-    """Spans go where this process sends its other ones, if it does; else where OpenTelemetry's own
-    variables say; else nowhere. What they say and this process cannot do is logged once."""
+    """Spans go to the process's own provider, if it has one; else where OpenTelemetry's variables
+    say; else nowhere. A configuration that does not work is logged once."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == _TRUE:
         return NO_TRACING
     names = environ.get("OTEL_TRACES_EXPORTER", "otlp")
@@ -216,7 +216,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
     except ImportError as exc:
         logger.warning("traces wanted but not sent, install objkv[otel] reason=%s", exc)
         return NO_TRACING
-    except Exception as exc:  # whatever a variable said that the SDK does not take
+    except Exception as exc:  # a variable that the SDK does not accept
         logger.warning("traces wanted but not sent reason=%s", exc)
         return NO_TRACING
     return OtelTracing(own.get_tracer("objkv"), own)
@@ -236,7 +236,7 @@ def _provider(environ: Mapping[str, str]) -> "TracerProvider":
     resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "objkv"}))
-    # Whoever has it closes it, within a bound; at the end of the process nobody waits for it.
+    # Its owner closes it, within a bound; the end of the process does not wait for it.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
     return provider

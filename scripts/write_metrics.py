@@ -3,12 +3,16 @@
 python scripts/write_metrics.py; ``tests/test_metrics_page.py`` fails when the page is stale.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from objkv.connector.counters import BUCKETS_S, COUNTERS, ENCODER_COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.tier.metrics import COUNTERS as TIER_COUNTERS
-from objkv.connector.tier.metrics import GAUGES as TIER_GAUGES
+from objkv.connector.counters import (
+    BUCKETS_S,
+    ENCODER_METRICS,
+    KV_METRICS,
+    TIER_METRICS,
+    MetricTable,
+)
 from objkv.ops.exporter.metrics import METRICS
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
@@ -18,19 +22,15 @@ Row = tuple[str, str, str]
 """Name, kind, meaning."""
 
 
-def counters(names: Mapping[str, str], prefix: str) -> Iterator[Row]:
-    """Counters as Prometheus shows them."""
-    return ((f"{prefix}{name}_total", "counter", text) for name, text in names.items())
-
-
-def gauges(names: Mapping[str, str], prefix: str) -> Iterator[Row]:
-    """Levels."""
-    return ((f"{prefix}{name}", "gauge", text) for name, text in names.items())
-
-
-def histograms() -> Iterator[Row]:
-    """Durations; Prometheus shows each as ``_bucket``, ``_sum`` and ``_count``."""
-    return ((f"vllm:objkv_{name}", "histogram", text) for name, text in HISTOGRAMS.items())
+def connector(metrics: MetricTable) -> Iterator[Row]:
+    """A connector's metrics as Prometheus shows them; a histogram as ``_bucket``, ``_sum`` and
+    ``_count``."""
+    for suffix, kind, names in (
+        ("_total", "counter", metrics.counters),
+        ("", "gauge", metrics.gauges),
+        ("", "histogram", metrics.histograms),
+    ):
+        yield from ((f"{metrics.prefix}{name}{suffix}", kind, names[name]) for name in names)
 
 
 def exporter() -> Iterator[Row]:
@@ -48,14 +48,10 @@ def table(rows: Iterable[Row]) -> str:
 
 def page() -> str:
     """The whole page."""
-    kv = "vllm:objkv_"
     parts = {
-        "kv": [*counters(COUNTERS, kv), *gauges(GAUGES, kv), *histograms()],
-        "encoder": [
-            *counters(ENCODER_COUNTERS, "vllm:objkv_encoder_"),
-            *gauges(GAUGES, "vllm:objkv_encoder_"),
-        ],
-        "tier": [*counters(TIER_COUNTERS, kv), *gauges(TIER_GAUGES, kv)],
+        "kv": connector(KV_METRICS),
+        "encoder": connector(ENCODER_METRICS),
+        "tier": connector(TIER_METRICS),
         "exporter": exporter(),
     }
     text = HEAD.read_text()

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from objkv.redact import forget_secrets
+from tests import progress
 from tests.engine.cache import LEDGER
 
 _COUNTS = ("engine_fresh", "engine_replayed")
@@ -45,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Replay engine runs unless told otherwise; make place for the counts of all processes."""
     LEDGER.replay = not config.getoption("--fresh")
     config.stash[_TOTALS] = dict.fromkeys(_COUNTS, 0)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Show progress."""
+    progress.register(session.config)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

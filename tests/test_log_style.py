@@ -16,7 +16,7 @@ SILENT = ("stores", "index", "codec", "keys", "config", "resp")
 """Floors whose numbers go to a recorder, and whose errors to whoever called."""
 PLACEHOLDER = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[sdrfgx]")
 VALUE = re.compile(r"(?:^|[ ])([a-z][a-z0-9_]*)=(%[^ ]*)")
-LOUD = {"stores/local_walk.py"}
+LOUD = {"stores/local.py"}
 """It leaves out what it may not read and goes on: no error says so, and only a person can act."""
 NAMES = ("vLLM", "KV", "S3", "Redis")
 """Words that are written so wherever they stand."""

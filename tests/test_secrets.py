@@ -223,7 +223,7 @@ def errors_of(backends: Backends) -> Iterator[BaseException]:
             store.check,
             functools.partial(store.get, key),
             functools.partial(store.get_into, key, buffer),
-            functools.partial(store.get_range_into, key, 0, buffer),
+            functools.partial(store.get_into, key, buffer, start=0),
             functools.partial(store.head, key),
             functools.partial(store.put, key, b"x"),
             functools.partial(store.put_if_absent, key, b"x"),
@@ -240,7 +240,7 @@ def errors_of(backends: Backends) -> Iterator[BaseException]:
         lambda: list(index.scan(NAMESPACE)),
         lambda: index.publish(chunk(), {FIELD: shard()}, ttl_s=60),
         lambda: index.lease("name", "owner", ttl_ms=1000),
-        lambda: index.drop(NAMESPACE, prefix_hash(1)),
+        lambda: backends.admin.drop(NAMESPACE, prefix_hash(1)),
     ]
     for call in calls:
         try:

@@ -1,4 +1,4 @@
-"""Sockets that know when a call has to be over."""
+"""Sockets that keep the deadline of a call."""
 
 import math
 import socket
@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from objkv.net.deadline import EndsBy, Trial, check_end, ends_s, is_trial, punctual
+from objkv.net.deadline import EndsBy, Trial, check_end, deadline_socket, ends_s, is_trial
 from tests.support.servers.certificates import make_certificates
 
 USUAL_S = 600.0
@@ -20,7 +20,7 @@ USUAL_S = 600.0
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A punctual socket whose time-out is long, and its peer, both connected."""
+    """A deadline socket whose time-out is long, and its peer, both connected."""
     left, right = socket.socketpair()
     left.settimeout(USUAL_S)
     right.settimeout(USUAL_S)
@@ -37,7 +37,7 @@ def pair(
         left = ours.wrap_socket(left)
         server.join(60)
         (right,) = wrapped
-    one = punctual(left)
+    one = deadline_socket(left)
     yield one, right
     one.close()
     right.close()

@@ -204,7 +204,7 @@ class HeldProvider(TracerProvider):
         self.go, self.has_ended = threading.Event(), threading.Event()
 
     def shutdown(self) -> None:
-        self.go.wait(20)
+        self.go.wait(120)
         super().shutdown()
         self.has_ended.set()
 
@@ -220,7 +220,7 @@ def test_a_collector_that_says_nothing_does_not_hold_up_the_end(
     assert not own.go.is_set()
     assert not own.has_ended.is_set()  # it is still trying, and nobody waits for it
     own.go.set()
-    assert own.has_ended.wait(20)
+    assert own.has_ended.wait(120)
 
 
 def test_what_is_left_is_sent_at_the_end_and_its_thread_ends() -> None:

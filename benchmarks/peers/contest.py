@@ -124,9 +124,9 @@ class Contest:
                 if missing := entrant.missing():
                     self._result.out[entrant.name] = missing
                     continue
-                crew = stack.enter_context(Crew(entrant, folder, self._options.environment))
-                self._crews.append(crew)
-                self._must(crew, self._open)
+                pool = stack.enter_context(Crew(entrant, folder, self._options.environment))
+                self._crews.append(pool)
+                self._must(pool, self._open)
             for value_bytes, values in self._options.sizes:
                 self._rounds(value_bytes, values, lookups=False)
             self._rounds(LOOKUP_BYTES, LOOKUP_CHUNKS, lookups=True)
@@ -134,55 +134,55 @@ class Contest:
 
     def _rounds(self, value_bytes: int, values: int, *, lookups: bool) -> None:
         self._case = {"value_bytes": value_bytes, "values": values, "layers": LAYERS}
-        for crew in list(self._crews):
-            self._must(crew, self._prepare)
+        for pool in list(self._crews):
+            self._must(pool, self._prepare)
         rows = {
-            crew.entrant.name: _rows(crew.entrant, value_bytes, values, lookups=lookups)
-            for crew in self._crews
+            pool.entrant.name: _rows(pool.entrant, value_bytes, values, lookups=lookups)
+            for pool in self._crews
         }
         self._result.rows += [row for of_crew in rows.values() for row in of_crew]
         for round_number in range(self._options.rounds + 1):
-            for crew in list(self._crews):
-                name = crew.entrant.name
+            for pool in list(self._crews):
+                name = pool.entrant.name
                 self._told(f"{name}: round {round_number}, {value_bytes >> 10} KiB")
                 names = _names(f"{name}/{value_bytes}/{round_number}", values)
-                seconds = self._turn(crew, names, round_number, lookups=lookups)
+                seconds = self._turn(pool, names, round_number, lookups=lookups)
                 if round_number:  # the first one warms up
                     for row, one in zip(rows[name], seconds, strict=True):
                         row.seconds.append(one)
 
     def _turn(
-        self, crew: Crew, names: list[str], seed: int, *, lookups: bool
+        self, pool: Crew, names: list[str], seed: int, *, lookups: bool
     ) -> tuple[float | None, ...]:
         """Seconds of put and get, or of the lookup; None for what failed."""
         timeout_s = self._options.timeout_s
-        ask = partial(crew.ask, timeout_s=timeout_s, names=names)
+        ask = partial(pool.ask, timeout_s=timeout_s, names=names)
         put = self._try(lambda: ask("writer", "put", seed=seed))
         second = None
         if put and lookups:
             second = self._try(lambda: _found(ask("reader", "lookup")))
         elif put:
             second = self._try(lambda: _same(ask("reader", "get"), put["digests"]))
-        if crew.alive:
-            self._try(partial(crew.ask_all, "clear", timeout_s))
+        if pool.alive:
+            self._try(partial(pool.ask_all, "clear", timeout_s))
         self._clear()
-        if not crew.alive:
-            self._must(crew, self._restart)
+        if not pool.alive:
+            self._must(pool, self._restart)
         after = second["seconds"] if second else None
         return (after,) if lookups else (put["seconds"] if put else None, after)
 
-    def _open(self, crew: Crew) -> None:
-        crew.ask_all("open", START_S, servers=self._servers, threads=self._options.threads)
+    def _open(self, pool: Crew) -> None:
+        pool.ask_all("open", START_S, servers=self._servers, threads=self._options.threads)
 
-    def _prepare(self, crew: Crew) -> None:
-        crew.ask_all("prepare", START_S, **self._case)
+    def _prepare(self, pool: Crew) -> None:
+        pool.ask_all("prepare", START_S, **self._case)
 
-    def _restart(self, crew: Crew) -> None:
-        if crew.restarts == RESTARTS_MAX:
+    def _restart(self, pool: Crew) -> None:
+        if pool.restarts == RESTARTS_MAX:
             raise PeerFailed(self._result.failures[-1])
-        crew.restart()
-        self._open(crew)
-        self._prepare(crew)
+        pool.restart()
+        self._open(pool)
+        self._prepare(pool)
 
     def _try(self, call: Callable[[], Any]) -> Any:
         """What it returns; None if it failed."""
@@ -192,13 +192,13 @@ class Contest:
             self._result.failures.append(str(exc))
             return None
 
-    def _must(self, crew: Crew, call: Callable[[Crew], None]) -> None:
+    def _must(self, pool: Crew, call: Callable[[Crew], None]) -> None:
         """Without this it is out."""
         try:
-            call(crew)
+            call(pool)
         except PeerFailed as exc:
-            self._crews.remove(crew)
-            self._result.out[crew.entrant.name] = str(exc)
+            self._crews.remove(pool)
+            self._result.out[pool.entrant.name] = str(exc)
 
 
 def _rows(entrant: Entrant, value_bytes: int, values: int, *, lookups: bool) -> tuple[Row, ...]:

@@ -1,4 +1,4 @@
-"""Opens both ends as the settings say, wrapped in one stated order.
+"""Opens stores and index as the settings say, each behind its guard (``objkv.net.guard``).
 
 Opening sends nothing and creates nothing: what is wrong shows in the first call, or in
 ``check_backends``.
@@ -18,29 +18,22 @@ from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
 from objkv.config import Config, cache_folder, local_path, without_password
 from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import PruneIndex, Usage, WriteIndex
-from objkv.index.breaker import BreakerIndex
-from objkv.index.deadline import DeadlineIndex
-from objkv.index.guarded import WrappedIndex
+from objkv.index.base import PruneIndex, WriteIndex
+from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
-from objkv.index.observe import ObserveIndex
-from objkv.index.readonly import ReadOnlyIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, Change, OnChange, Patience
-from objkv.ops.sweep.auto import Relief
+from objkv.net.guard import Guard, Slots
+from objkv.ops.sweep.auto import AutoSweep
 from objkv.stores.base import PruneStore
-from objkv.stores.breaker import BreakerStore
-from objkv.stores.deadline import DeadlineStore
-from objkv.stores.limit import LimitStore
+from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
-from objkv.stores.observe import ObserveStore
-from objkv.stores.readonly import ReadOnlyStore
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
-from objkv.stores.singleflight import SingleflightStore
+from objkv.stores.singleflight import SharedGets
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
@@ -50,16 +43,19 @@ _CHECK_FACTOR = 2
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Both ends, open. A context manager that closes them."""
+    """Stores and index, open. A context manager that closes them."""
 
     bulk: PruneStore
     hot: PruneStore | None
     """None where the index is no Redis, or payloads are not kept there. On connections of its own:
     a lookup must not wait behind a payload."""
-    index: PruneIndex
+    index: WriteIndex
+    admin: PruneIndex | None = None
+    """The index itself, on which operators pin, drop and count; None where ``role`` is reader.
+    ``index`` closes it."""
 
     def close(self) -> None:
-        """Close all ends, also those after one that fails. Idempotent."""
+        """Close all of them, also after one that fails. Idempotent."""
         try:
             self.bulk.close()
         finally:
@@ -86,70 +82,79 @@ def open_backends(
 ) -> Backends:
     """Bulk store, index and hot store.
 
-    ``on_change`` hears when an end is given up and when it is back; by default that is logged.
+    ``on_change`` is called when a circuit opens and when it closes; by default that is logged.
     Raises ``ConfigError``.
     """
     bulk = open_bulk(config, recorder, on_change=on_change)
-    index = open_index(config, recorder, on_change=on_change)
+    place = _index_place(config)
+    index = _guarded_index(place, config, recorder, on_change)
     hot = open_hot(config, recorder, on_change=on_change)
-    return Backends(bulk, hot, index)
+    return Backends(bulk, hot, index, None if config.role == "reader" else place)
 
 
 def open_bulk(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> PruneStore:
-    """The bulk store. Innermost first: each call is observed, waiting for a slot is not; a store
-    that fails is left alone, while one that is merely busy is not; a burst for one key is one
-    call."""
+    """The bulk store: a burst of gets of one key is one call of the guarded store."""
     wait_s = config.load_deadline_ms / 1000
-    store = ObserveStore(_bulk_place(config, recorder), recorder, "bulk")
-    guarded = BreakerStore(store, _breakers("bulk", config, recorder, on_change))
-    limited = LimitStore(guarded, calls_max=config.bulk_calls_max, wait_s=wait_s)
-    return _for_role(config, SingleflightStore(limited, wait_s=wait_s))
+    guard = Guard(
+        "bulk",
+        STORE_VERBS,
+        recorder,
+        _breakers("bulk", config, recorder, on_change),
+        slots=Slots(config.bulk_calls_max, wait_s),
+        may_write=config.role != "reader",
+    )
+    return SharedGets(GuardedStore(_bulk_place(config, recorder), guard), wait_s=wait_s)
 
 
 def open_hot(
-    config: Config,
-    recorder: Recorder,
-    *,
-    on_change: OnChange | None = None,
+    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> PruneStore | None:
-    """The hot store, or None without Redis or with ``hot_payload_bytes_max`` 0. Wrapped as the bulk
-    store is, but its connections are its limit, and payloads this small are not worth sharing.
-
-    ``client`` is the index's connection; by default a new one.
-    """
+    """The hot store, or None without Redis or with ``hot_payload_bytes_max`` 0. Guarded as the bulk
+    store is, but its connections are its limit, and payloads this small are not worth sharing."""
     if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
     client = connect_redis(config.index_url, config)
     # Beside the index's own keys, so that one ACL pattern allows all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
-    store = ObserveStore(DeadlineStore(place, call_s(config)), recorder, "hot")
-    return _for_role(config, BreakerStore(store, _breakers("hot", config, recorder, on_change)))
+    guard = Guard(
+        "hot",
+        STORE_VERBS,
+        recorder,
+        _breakers("hot", config, recorder, on_change),
+        seconds=call_s(config),
+        may_write=config.role != "reader",
+    )
+    return GuardedStore(place, guard)
 
 
 def open_index(
-    config: Config,
-    recorder: Recorder,
-    *,
-    on_change: OnChange | None = None,
-) -> PruneIndex:
-    """The index. Innermost first: each call is observed; an index that fails is left alone."""
-    place = _index_place(config)
-    bounded = DeadlineIndex(place, call_s(config))
-    guarded = BreakerIndex(
-        ObserveIndex(bounded, recorder), _breakers("index", config, recorder, on_change)
+    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
+) -> WriteIndex:
+    """The index alone, guarded."""
+    return _guarded_index(_index_place(config), config, recorder, on_change)
+
+
+def _guarded_index(
+    place: PruneIndex, config: Config, recorder: Recorder, on_change: OnChange | None
+) -> WriteIndex:
+    guard = Guard(
+        "index",
+        INDEX_VERBS,
+        recorder,
+        _breakers("index", config, recorder, on_change),
+        seconds=call_s(config),
+        may_write=config.role != "reader",
     )
-    if config.role == "reader":
-        return _OperatorIndex(ReadOnlyIndex(guarded), None)
-    return _OperatorIndex(guarded, place)
+    return GuardedIndex(place, guard)
 
 
 def check_backends(backends: Backends, config: Config) -> None:
-    """One round trip to each end, judged by ``at_start``, before a replica uses them.
+    """One round trip each to store and index, judged by ``at_start``, before a replica uses them.
 
-    A refusal is always a ``ConfigError``: the operator can act. An end that does not answer is a
-    warning, or with ``strict`` a ``StoreError`` that names it.
+    A refusal is always a ``ConfigError``: the operator can act. A store or index that does not
+    answer is a warning, or with ``strict`` a ``StoreError`` that names it.
     """
     if config.role == "sweeper":
         raise ConfigError("role is sweeper, which no replica is: set it to writer or reader")
@@ -206,47 +211,12 @@ def log_change(change: Change) -> None:
         logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
 
 
-class _OperatorIndex(WrappedIndex):
-    """The wrapped index, and beside it what operators do by hand, which nothing wraps."""
-
-    def __init__(self, inner: WriteIndex, place: PruneIndex | None) -> None:
-        """``place``: None where ``role`` is reader."""
-        super().__init__(inner)
-        self._reached = place
-
-    def __repr__(self) -> str:
-        return f"<OperatorIndex of {self._inner!r}>"
-
-    @property
-    def _place(self) -> PruneIndex:
-        if self._reached is None:
-            raise StoreDenied("role is reader, and this would write: set role to sweeper")
-        return self._reached
-
-    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """See ``PruneIndex``."""
-        return self._place.pin(namespace, prefix_hash, until_s=until_s, ttl_s=ttl_s)
-
-    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``."""
-        return self._place.drop(namespace, prefix_hash)
-
-    def set_usage(self, usage: Usage) -> None:
-        """See ``PruneIndex``."""
-        self._place.set_usage(usage)
-
-
-def _for_role(config: Config, store: PruneStore) -> PruneStore:
-    """Replicas that only read do not try to write; should one, it is told so here."""
-    return ReadOnlyStore(store) if config.role == "reader" else store
-
-
 def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange | None) -> Breakers:
     patience = Patience(
         config.breaker_failures,
         config.breaker_reset_ms / 1000,
         config.breaker_reset_max_ms / 1000,
-        # Loads late in their time have less: a store that stalls is to be found by all others.
+        # Loads late in their time have less: all others find out a store that stalls.
         min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000),
     )
     return Breakers(end, patience, recorder, on_change=on_change or log_change)
@@ -290,8 +260,6 @@ def _index_place(config: Config) -> PruneIndex:
     return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
 
 
-# Tells savers whether there is room, as the settings say.
-
 _SEALING = (
     "signing_keys_file",
     "signing_keys_command",
@@ -301,11 +269,11 @@ _SEALING = (
 
 
 def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
-    """What stands between savers and a full place. It asks nothing before it is asked.
+    """Whether savers have room, as ``quota_bytes`` says. Reads nothing before it is asked.
 
-    A folder with an index of this machine is walked, so that what has expired in the index and lies
-    there still counts, and is swept when it is full; whatever else is shared tells by its index,
-    and is swept by its operators.
+    A folder with an index of this machine is walked, so that payloads whose records expired count,
+    and is swept when it is full. Other places are shared: their index has the totals, and their
+    operators sweep them.
     """
     if not config.quota_bytes:
         return Unlimited()
@@ -315,15 +283,15 @@ def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
         TenantUsage(usage, backends.bulk, config.tenant),
         max(1, config.quota_bytes * config.quota_high_percent // 100),
         recorder,
-        relief=Relief(backends.index, sweep_settings(config), recorder) if is_ours else None,
+        relief=AutoSweep(backends.index, sweep_settings(config), recorder) if is_ours else None,
     )
 
 
 def sweep_settings(config: Config) -> dict[str, str]:
     """The variables with which a sweep makes room in this place.
 
-    It begins where it is to end: what makes a folder full may be more than its records tell, and
-    then records below the high watermark have to go, too.
+    Its high watermark is the low one: a folder may hold more than its records say, and then records
+    below the high watermark have to go, too.
     """
     values: dict[str, object] = {
         "bulk_url": config.bulk_url,

@@ -24,16 +24,14 @@ from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConn
 from objkv.config import Config, is_this_machine, without_password
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.net.deadline import ends_s
-from objkv.net.resp import PunctualPool, make_punctual
+from objkv.net.resp import DeadlinePool, keep_deadlines
 from objkv.ops.doctor.server import ServerFacts
-
-# Connections without TLS, which never leave this machine.
-#
-# What ``index_url`` names is judged with the settings; the nodes that a cluster or a Sentinel then
-# names are not in it, and are judged here, before a password is sent to them.
 
 
 class _OnThisMachine(redis.Connection):
+    """Without TLS. The settings check the host of ``index_url``; nodes that a cluster or a Sentinel
+    names later are checked here, before a password is sent to them."""
+
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
             raise exceptions.ConnectionError(
@@ -97,7 +95,7 @@ def connect_redis(url: str, config: Config) -> Client:
         case "redis":
             host, port = place.hosts[0]
             made_by = redis.SSLConnection if place.tls else redis.Connection
-            pool = PunctualPool(host=host, port=port, connection_class=made_by, **options)
+            pool = DeadlinePool(host=host, port=port, connection_class=made_by, **options)
             return redis.Redis.from_pool(pool)
         case "sentinel":
             if not (place.tls or config.allow_plaintext):
@@ -232,11 +230,11 @@ def _sentinel(place: RedisUrl, options: dict[str, Any]) -> redis.Redis:
     shared["retry"] = options["retry"]  # by default it waits for seconds before it asks again
     sentinel = Sentinel(place.hosts, sentinel_kwargs={"ssl": place.tls, **shared})
     for asked in sentinel.sentinels:
-        make_punctual(asked.connection_pool)
+        keep_deadlines(asked.connection_pool)
     pool = _SentinelPool(  # type: ignore[no-untyped-call]  # its base class is
         place.service, sentinel, ssl=place.tls, **options
     )
-    make_punctual(pool)
+    keep_deadlines(pool)
     return redis.Redis.from_pool(pool)
 
 
@@ -254,7 +252,7 @@ def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
         # Only with a URL does the client take the class of its pools.
         url=f"{'rediss' if place.tls else 'redis'}://{shown}:{port}",
         startup_nodes=[ClusterNode(*other) for other in others],
-        connection_pool_class=PunctualPool,
+        connection_pool_class=DeadlinePool,
         retry=Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), CLUSTER_RETRIES),
         **own,
     )
@@ -291,11 +289,8 @@ class _LazyCluster:
                 self._client.close()
 
 
-# What the index's server says of itself: for ``objkv doctor`` only.
-
-
 def describe_index(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts | None:
-    """Version, memory policy and clock of the server, on a connection of its own.
+    """Version, memory policy and clock of the server, on a connection of its own, for ``doctor``.
 
     None where the index is no server. Of a cluster one node speaks for all. Raises
     ``StoreUnavailable``; what the ACL denies is told in the facts.

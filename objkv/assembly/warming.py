@@ -1,8 +1,5 @@
 """``warm`` put together: who computes, and both ends; for the command and for programs."""
 
-import os
-import secrets
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -11,24 +8,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from objkv.assembly.backends import Backends, open_backends
+from objkv.assembly.backends import open_backends
 from objkv.assembly.seal import open_seal
 from objkv.cache.promotion import HotLimits
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, Identity, seals_of
-from objkv.ops.backends_view import Ends, pick_namespace, read_identity
-from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.ops.backends_view import BackendsView, pick_namespace, read_identity
 from objkv.ops.warm import endpoint, engine
-from objkv.ops.warm.asking import Asker
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
-from objkv.ops.warm.engine import EngineJob, EngineProcess
-from objkv.ops.warm.prompts import Prompt, read_prompts, to_prompt
+from objkv.ops.warm.engine import EngineProcess, WarmEngineJob
+from objkv.ops.warm.lookup import known_identities
+from objkv.ops.warm.prefill import Prefiller
+from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import Patience
-from objkv.ops.warm.stock import known_identities
-from objkv.ops.warm.warm import Means, Watch, check_stored, promote_stored, warm_by
+from objkv.ops.warm.run import WarmLimits
+from objkv.ops.warm.warm import Means, WarmProgress, check_stored, promote_stored, warm_by
 from objkv.telemetry import NullRecorder
 
 _ENGINE = "objkv.connector.programs.warm"
@@ -58,7 +54,7 @@ class WarmOptions:
     at_once: int | None = None
     """Requests at a time, for each endpoint or engine."""
     answer_s: float = 600.0
-    patience: Patience = field(default_factory=Patience)
+    patience: WarmLimits = field(default_factory=WarmLimits)
     promote_bytes_max: int | None = None
 
 
@@ -99,12 +95,12 @@ def warm(
 
 def run_warm(
     resolved: Resolved,
-    prompts: Iterable[Prompt] | None,
+    prompts: Iterable[WarmPrompt] | None,
     options: WarmOptions,
-    watch: Watch | None = None,
+    watch: WarmProgress | None = None,
 ) -> WarmReport:
     """See ``warm``; None instead of prompts: a whole namespace, to be promoted."""
-    config, watch = resolved.config, watch or Watch()
+    config, watch = resolved.config, watch or WarmProgress()
     modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
     if sum(modes) + options.promote + options.check != 1:
         raise ConfigError(
@@ -121,10 +117,12 @@ def run_warm(
         backends = stack.enter_context(open_backends(config, NullRecorder()))
         backends.bulk.check()
         backends.index.check()
-        ends = _ends(config, backends)
+        view = BackendsView.of(
+            config, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
+        )
         if options.promote:
-            means = Means(ends, digests, _tokenizer(options), None, watch, _base(options))
-            identity = _identity(ends, options.namespace)
+            means = Means(view, digests, _tokenizer(options), None, watch, _base(options))
+            identity = _identity(view, options.namespace)
             seal = open_seal(config, tenant=identity.tenant, seals=_seals(identity))
             return promote_stored(
                 means,
@@ -136,20 +134,20 @@ def run_warm(
             )
         assert prompts is not None
         if options.check:
-            means = Means(ends, digests, _tokenizer(options), None, watch, _base(options))
-            return check_stored(means, prompts, _identity(ends, options.namespace))
+            means = Means(view, digests, _tokenizer(options), None, watch, _base(options))
+            return check_stored(means, prompts, _identity(view, options.namespace))
         askers = _askers(resolved, options)
         for asker in askers:
             stack.enter_context(closing(asker))
         is_named = options.namespace is not None
-        identity_of = partial(_identity, ends, options.namespace) if is_named else None
-        means = Means(ends, digests, _tokenizer(options), identity_of, watch, _base(options))
+        identity_of = partial(_identity, view, options.namespace) if is_named else None
+        means = Means(view, digests, _tokenizer(options), identity_of, watch, _base(options))
         return warm_by(means, askers, prompts, options.patience)
 
 
-def _given(prompts: Iterable[Any]) -> Iterable[Prompt]:
+def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:
     for number, value in enumerate(prompts):
-        if isinstance(value, Prompt):
+        if isinstance(value, WarmPrompt):
             yield value
         elif isinstance(value, Path):
             yield from read_prompts([str(value)])
@@ -158,15 +156,15 @@ def _given(prompts: Iterable[Any]) -> Iterable[Prompt]:
             yield to_prompt(getattr(value, "tolist", lambda v=value: v)(), f"prompt {number}")
 
 
-def _askers(resolved: Resolved, options: WarmOptions) -> list[Asker]:
+def _askers(resolved: Resolved, options: WarmOptions) -> list[Prefiller]:
     if options.llm is not None:
         folders = {name: path for name, path in options.adapters.items() if Path(path).is_dir()}
-        asker: Asker = import_module(_ENGINE).LlmAsker(
+        asker: Prefiller = import_module(_ENGINE).LlmAsker(
             options.llm, adapters=folders, at_once=options.at_once or engine.AT_ONCE
         )
         return [asker]
     if options.model is not None:
-        job = EngineJob(
+        job = WarmEngineJob(
             options.model,
             options.engine_arguments,
             {name: _folder(name, path) for name, path in options.adapters.items()},
@@ -232,12 +230,12 @@ def _folder(name: str, path: str) -> str:
     return path
 
 
-def _identity(ends: Ends, beginning: str | None) -> Identity:
+def _identity(view: BackendsView, beginning: str | None) -> Identity:
     # A complete name needs no right to list the bucket.
     complete = beginning is not None and len(beginning) == NAMESPACE_HEX
-    known = {} if complete else known_identities(ends.bulk)
+    known = {} if complete else known_identities(view.bulk)
     name = pick_namespace(sorted(known), beginning)
-    identity = known.get(name) or read_identity(ends.bulk, name)
+    identity = known.get(name) or read_identity(view.bulk, name)
     if identity is None:
         raise ConfigError(f"the bulk store has no {name}/identity.json: no replica has saved there")
     return identity
@@ -253,16 +251,4 @@ def _limits(config: Config) -> HotLimits:
         save_bytes_max=config.hot_save_bytes_max,
         promote_loads=config.hot_promote_loads,
         promote_bytes_max=config.hot_promote_bytes_max,
-    )
-
-
-def _ends(config: Config, backends: Backends) -> Ends:
-    return Ends(
-        bulk=PatientStore(backends.bulk),
-        hot=None if backends.hot is None else PatientStore(backends.hot),
-        index=PatientIndex(backends.index),
-        is_own_index=config.index_url.startswith("bulk:"),
-        ttl_s=config.ttl_s,
-        lease_ms=config.lease_ms,
-        owner=f"warm-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
     )

@@ -61,7 +61,7 @@ class _TierCost:
         """Of bytes after the first."""
         self.latency = Typical()
         self.last_s = 0.0
-        """When a load was last let through, on the clock of ``Admission``."""
+        """When a load was last let through, on the clock of ``AdmissionPolicy``."""
 
     def observe(self, load: LoadTime) -> None:
         self.latency.observe(1, max(load.first_s, 1e-9))
@@ -79,7 +79,7 @@ class _TierCost:
         return self.latency.seconds_per_unit or 0.0
 
 
-class Admission:
+class AdmissionPolicy:
     """Decides, and learns. Used by the scheduler's thread only; never waits."""
 
     def __init__(
@@ -132,7 +132,7 @@ class Admission:
 
     def __repr__(self) -> str:
         known = ", ".join(f"{name} {value:.4g}" for name, value in self.describe().items())
-        return f"<Admission {self._mode}, {known or 'nothing measured'}>"
+        return f"<AdmissionPolicy {self._mode}, {known or 'nothing measured'}>"
 
     def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:
         """Whether a tier among those needed has to be measured, again or for the first time."""

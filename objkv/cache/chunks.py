@@ -23,15 +23,13 @@ from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived, Buffer, ReadStore, WriteStore
 from objkv.telemetry import Recorder
 
-# The hot copies of payloads, as saves and loads see them: shortcuts, which may be gone any time.
-#
-# A hot store that fails is one without copies: counted, never raised.
-
 _PATHS_MAX = 65_536
+"""Paths that each of the sets below remembers; the oldest go."""
 
 
 class HotCopies:
-    """Copies by path; without a store there are none. Safe from many threads."""
+    """The hot copies of payloads, by path: shortcuts, which may be gone any time. A hot store that
+    fails is one without copies: counted, never raised. Safe from many threads."""
 
     def __init__(self, store: WriteStore | None, limits: HotLimits, recorder: Recorder) -> None:
         self._store = store
@@ -41,12 +39,14 @@ class HotCopies:
         self._lost: OrderedDict[str, None] = OrderedDict()
         self._distrusted: OrderedDict[str, None] = OrderedDict()
 
-    def get(self, path: str, get: Callable[[WriteStore], int | None]) -> int | None:
-        """What ``get`` finds of a promised copy; None where bulk has to be asked."""
+    def get_into(
+        self, path: str, buffer: memoryview, arrived: Arrived | None, start: int | None
+    ) -> int | None:
+        """What there is of a promised copy, in ``buffer``; None where bulk has to be asked."""
         if self._store is None or self._is_distrusted(path):
             return None
         try:
-            nbytes = get(self._store)
+            nbytes = self._store.get_into(path, buffer, arrived, start)
         except StoreError:
             self._recorder.count("hot_errors")
             return None
@@ -58,14 +58,13 @@ class HotCopies:
         return nbytes
 
     def distrust(self, path: str) -> None:
-        """A payload that was promised to be hot was corrupt: its copy is not asked for any more
-        until this process has made another, whoever promises it. It may not be this one's to make,
-        and bulk may be fine."""
+        """A payload that was promised to be hot was corrupt: its copy is not read again until this
+        process has made another, whatever a record promises. Bulk may be fine."""
         with self._lock:
             _remember(self._distrusted, path)
 
     def is_lost(self, path: str) -> bool:
-        """Whether a copy that was promised was not there when it was last asked for."""
+        """Whether a promised copy was not there when it was last read."""
         with self._lock:
             return path in self._lost
 
@@ -111,8 +110,6 @@ def _remember(paths: "OrderedDict[str, None]", path: str) -> None:
         paths.popitem(last=False)
 
 
-# What another writer left where a payload was to go: usable, or to be written over.
-
 _LENGTH_BYTES = 8
 
 
@@ -136,20 +133,18 @@ def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header 
     return header
 
 
-# Chunks that this process is saving, or has just saved, so that it does not save them again.
-#
-# Prompts that arrive together share prefixes of which nobody can know yet that they are stored:
-# each was looked up before the first of them was saved. Without this every one of them would
-# gather, encode and upload the same chunks.
-
 KEEP_S = 30.0
-"""How long a lookup may have waited in a queue until its request is computed, as a rule. Whatever
-makes the saved payload vanish meanwhile unseen delays its next save by as much."""
-_SAVED_MAX = 65_536
+"""How long a lookup may have waited in a queue until its request is computed, as a rule. If the
+saved payload vanishes meanwhile, its next save is delayed by as much."""
 
 
-class Repeats:
-    """Bounded; safe from many threads."""
+class InFlightSaves:
+    """Chunks that this process is saving, or has just saved, so that it does not save them twice.
+
+    Prompts that arrive together share prefixes that are not stored yet: each was looked up before
+    the first of them was saved, and would gather, encode and upload the same chunks. Bounded; safe
+    from many threads.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -171,7 +166,7 @@ class Repeats:
         with self._lock:
             self._saved.pop(path, None)
             self._saved[path] = self._clock() + KEEP_S
-            while len(self._saved) > _SAVED_MAX:
+            while len(self._saved) > _PATHS_MAX:
                 self._saved.popitem(last=False)
 
     def end(self, path: str) -> None:
@@ -183,9 +178,6 @@ class Repeats:
         """It was found missing or corrupt: save it again."""
         with self._lock:
             self._saved.pop(path, None)
-
-
-_SUSPECTS_MAX = 65_536
 
 
 class SaveOutcome(Enum):
@@ -246,22 +238,24 @@ class ChunkCache:
         self._recorder = recorder
         self._lock = Lock()
         self._suspects: OrderedDict[str, None] = OrderedDict()
-        self._repeats = Repeats()
+        self._saves = InFlightSaves()
         self._clock = clock
-        self._promoter: Promoter | None = None
-        if hot is not None and settings.hot_promote_bytes_max > 0:
-            self._promoter = Promoter(
-                bulk,
-                hot,
-                index,
-                settings.hot_limits,
-                ttl_s=settings.ttl_s,
-                lease_ms=settings.lease_ms,
-                recorder=recorder,
-                seal=seal,
-            )
+        promotes = settings.hot_promote_bytes_max > 0
+        self._promoter = self._open_promoter(hot) if hot is not None and promotes else None
         self.link = LinkSpeed()
         """How fast puts and gets of the bulk store were lately."""
+
+    def _open_promoter(self, hot: WriteStore) -> Promoter:
+        return Promoter(
+            self._bulk,
+            hot,
+            self._index,
+            self._settings.hot_limits,
+            ttl_s=self._settings.ttl_s,
+            lease_ms=self._settings.lease_ms,
+            recorder=self._recorder,
+            seal=self.seal,
+        )
 
     def get_into(
         self,
@@ -271,49 +265,25 @@ class ChunkCache:
         hot: bool,
         arrived: Arrived | None = None,
         on_hot: Callable[[], None] = lambda: None,
+        start: int | None = None,
     ) -> int | None:
-        """The payload into ``buffer``; its length, or None. Unverified: the caller opens it.
+        """The payload, or from ``start`` on what of it fits, into ``buffer``: see ``ReadStore``.
+        Unverified: the caller opens it.
 
-        ``hot``: whether the record promised a copy in the hot store, which is then asked first. Of
-        that copy ``arrived`` is told when all is there, and before that only that something comes:
-        if that store fails halfway bulk writes over it, and of what ``arrived`` was told of a lane
-        may still be copying. ``on_hot`` is called if that copy is what was read.
+        ``hot``: whether the record promised a copy in the hot store, which is then read first. Of
+        that copy ``arrived`` reports only the end, and before that 0 bytes: if that store fails
+        halfway bulk writes over it, and a lane may still be copying bytes that were reported.
+        ``on_hot`` is called if that copy is what was read.
         """
         path = key.path()
-        told, nbytes = _told_at_the_end(arrived), None
         if hot:
-            nbytes = self._hot.get(path, lambda store: store.get_into(path, buffer, told))
-        if nbytes is None:
-            return self._bulk.get_into(path, buffer, arrived)
-        on_hot()
-        if arrived is not None:
-            arrived(nbytes)
-        return nbytes
-
-    def get_range_into(
-        self,
-        key: ChunkKey,
-        start: int,
-        buffer: memoryview,
-        *,
-        hot: bool,
-        arrived: Arrived | None = None,
-        on_hot: Callable[[], None] = lambda: None,
-    ) -> int | None:
-        """Bytes ``[start, start + len(buffer))`` of the payload into ``buffer``, fewer where it
-        ends before; how many, or None. Else as ``get_into``."""
-        path = key.path()
-        told, nbytes = _told_at_the_end(arrived), None
-        if hot:
-            nbytes = self._hot.get(
-                path, lambda store: store.get_range_into(path, start, buffer, told)
-            )
-        if nbytes is None:
-            return self._bulk.get_range_into(path, start, buffer, arrived)
-        on_hot()
-        if arrived is not None:
-            arrived(nbytes)
-        return nbytes
+            nbytes = self._hot.get_into(path, buffer, report_at_end(arrived), start)
+            if nbytes is not None:
+                on_hot()
+                if arrived is not None:
+                    arrived(nbytes)
+                return nbytes
+        return self._bulk.get_into(path, buffer, arrived, start)
 
     def has_room(self) -> bool:
         """Whether to save anything at all: not while the place is above its quota."""
@@ -322,11 +292,11 @@ class ChunkCache:
     def begin_save(self, key: ChunkKey) -> bool:
         """Whether to save ``key``: not if this process is about to, or has just done so. After
         True, ``end_save`` must follow."""
-        return self._repeats.begin(key.path())
+        return self._saves.begin(key.path())
 
     def end_save(self, key: ChunkKey) -> None:
         """The save is over, or was given up."""
-        self._repeats.end(key.path())
+        self._saves.end(key.path())
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Whether this process may save ``key`` now. An index that fails says yes: a duplicate is
@@ -340,7 +310,7 @@ class ChunkCache:
             return True
 
     def release_lease(self, key: ChunkKey) -> None:
-        """Give the lease back early; if that fails, it ends by itself."""
+        """Give the lease back early; if that fails, it expires."""
         try:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:
@@ -395,13 +365,11 @@ class ChunkCache:
         The next save of a corrupt payload by this process replaces it. Never raises.
         """
         path = key.path()
-        self._repeats.forget(path)
+        self._saves.forget(path)
         expected = records.get(key.field)
         if corrupt:
             with self._lock:
-                self._suspects[path] = None
-                while len(self._suspects) > _SUSPECTS_MAX:
-                    self._suspects.popitem(last=False)
+                _remember(self._suspects, path)
         if expected is None:
             return
         if corrupt and expected.hot:
@@ -438,10 +406,11 @@ class ChunkCache:
             self._recorder.count("publish_errors")
         else:
             if not self._is_suspect(key.path()):  # found corrupt meanwhile: the next save mends it
-                self._repeats.keep(key.path())
+                self._saves.keep(key.path())
 
 
-def _told_at_the_end(arrived: Arrived | None) -> Arrived | None:
+def report_at_end(arrived: Arrived | None) -> Arrived | None:
+    """Reports that bytes come, but none of them: the caller reports all when they are there."""
     return None if arrived is None else lambda _: arrived(0)
 
 

@@ -9,84 +9,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from math import inf
-from queue import SimpleQueue
-from threading import BoundedSemaphore, Lock, Thread
+from threading import BoundedSemaphore
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from objkv.background import Pool
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex, Shards
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Span, Tracing
 
-# A few threads that nobody waits for at the end of the process.
-#
-# ``ThreadPoolExecutor`` joins its threads before the interpreter ends, however long that takes:
-# with an index on a file system whose server is gone, for ever.
-
 T = TypeVar("T")
-
-
-class Threads:
-    """``count`` of them, started at once. Safe from many threads."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = Lock()
-        self._waiting: set[Future[Any]] = set()
-        self._closed = False
-        self._threads = [
-            Thread(target=self._work, name=f"{name}_{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have ``job`` done; what it raises is its future's. Raises RuntimeError once closed."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                outcome = job()
-            except BaseException as exc:  # whoever asks for the outcome gets it
-                future.set_exception(exc)
-            else:
-                future.set_result(outcome)
-
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("no more jobs are taken")
-            self._waiting.add(future)
-        future.add_done_callback(self._done)
-        self._jobs.put(run)
-        return future
-
-    def close(self, seconds: float) -> None:
-        """Cancel what no thread has begun, and wait for the rest, at most so long. Idempotent."""
-        with self._lock:
-            self._closed = True
-            waiting = list(self._waiting)
-        for future in waiting:
-            future.cancel()
-        for _ in self._threads:
-            self._jobs.put(None)
-        end = monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
-
-    def _done(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._waiting.discard(future)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # what it holds must not live until the next one comes
-
-
 Records = tuple[Shards | None, ...]
 """What was found of each chunk of a prompt, in order."""
 _THREADS = 4
@@ -131,6 +64,25 @@ class _Memo:
         return self.known + (None,) * (self.count - len(self.known))
 
 
+class _Job(Generic[T]):
+    """Work whose outcome is asked for later, and which can be cancelled until it begins."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.future: Future[T] = Future()
+        self._work = work
+
+    def run(self) -> None:
+        """Do it; what it raises is the future's."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            outcome = self._work()
+        except BaseException as exc:  # whoever asks for the outcome gets it
+            self.future.set_exception(exc)
+        else:
+            self.future.set_result(outcome)
+
+
 class LookupService:
     """Asks an index in the background for what of each chunk is stored in ``fields``.
 
@@ -155,7 +107,7 @@ class LookupService:
         self._tracing = tracing
         self._slots = BoundedSemaphore(limits.queue_max)
         # Started now: that takes longer than all else that ``ask`` does.
-        self._pool = Threads(_THREADS, "objkv-lookup")
+        self._pool: Pool[_Job[Any]] = Pool("objkv-lookup", _THREADS, _Job.run)
         self._memos: dict[str, _Memo] = {}
 
     def ask(
@@ -213,7 +165,8 @@ class LookupService:
     def close(self) -> None:
         """Stop taking lookups and end the threads. A job that outlasts the deadline is left to end
         by itself, within the index's own time-outs."""
-        self._pool.close(min(self._limits.deadline_s, _CLOSE_S_MAX))
+        seconds = min(self._limits.deadline_s, _CLOSE_S_MAX)
+        self._pool.close(seconds, give_up=lambda jobs: [job.future.cancel() for job in jobs])
 
     def __repr__(self) -> str:
         pending = sum(memo.answer is None for memo in self._memos.values())
@@ -258,13 +211,12 @@ class LookupService:
     def _submit(self, job: Callable[[], T]) -> Future[T] | None:
         if not self._slots.acquire(blocking=False):
             return None
-        try:
-            future = self._pool.submit(job)
-        except RuntimeError:  # closed
+        queued = _Job(job)
+        if not self._pool.put((queued,)):  # closed
             self._slots.release()
             return None
-        future.add_done_callback(lambda _: self._slots.release())
-        return future
+        queued.future.add_done_callback(lambda _: self._slots.release())
+        return queued.future
 
     def _poll(self, memo: _Memo) -> None:
         assert memo.future is not None

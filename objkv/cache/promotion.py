@@ -9,10 +9,11 @@ announced again.
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from threading import Condition, Lock, Thread
+from threading import Lock
 from time import monotonic
 from uuid import uuid4
 
+from objkv.background import Pool
 from objkv.codec.payload import Claim, check_frames, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import ObjkvError, PayloadError, StoreError
@@ -20,10 +21,6 @@ from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
-
-# Which payloads are kept hot as well: small ones at once, larger ones when they are loaded often.
-#
-# Redis pays for every megabyte twice, in memory and in its one thread, so both have a limit.
 
 HOUR_S = 3600.0
 _PATHS_MAX = 65_536
@@ -33,7 +30,8 @@ _BUCKET_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HotLimits:
-    """What the hot store takes, of ``Config``."""
+    """What the hot store takes, of ``Config``: small payloads when they are saved, larger ones when
+    they are loaded often. Redis pays for every megabyte twice, in memory and in its one thread."""
 
     payload_bytes_max: int
     """Larger payloads never become hot; 0: none does."""
@@ -129,73 +127,31 @@ class Promoter:
         self._recorder = recorder
         self._seal = seal
         self._often = OftenLoaded(limits, clock=clock)
-        self._queue: deque[Claim] = deque()
-        self._changed = Condition()
-        self._thread: Thread | None = None
-        self._busy = False
-        self._closed = False
+        self._pool: Pool[Claim] = Pool(
+            "objkv-promote", 1, self._promote, failed=self._failed, lazy=True
+        )
 
     def loaded(self, claim: Claim, nbytes: int) -> None:
         """A payload of ``nbytes`` was loaded from bulk, because it has no hot copy, or no more."""
         path = claim.key.path()
         if not self._often.note(path, nbytes):
             return
-        with self._changed:
-            taken = not self._closed and len(self._queue) < _QUEUE_MAX and self._has_thread()
-            if taken:
-                self._queue.append(claim)
-                self._changed.notify_all()
-        if not taken:
+        if not (self._pool.waiting < _QUEUE_MAX and self._pool.put((claim,))):
             self._often.forget(path)
             self._recorder.count("hot_promote_drops")
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until nothing is left to copy, at most so long; True if nothing is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._busy, deadline_s)
+        return self._pool.drain(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
         """Drop what waits, and end the thread; True if it has ended within the bound."""
-        with self._changed:
-            self._closed = True
-            self._queue.clear()
-            self._changed.notify_all()
-        if self._thread is None:
-            return True
-        self._thread.join(deadline_s)
-        return not self._thread.is_alive()
+        return not self._pool.close(deadline_s)
 
-    def _has_thread(self) -> bool:
-        """Whether there is a thread, which the first one who needs it starts."""
-        if self._thread is None:
-            thread = Thread(target=self._work, name="objkv-promote", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the process may have no more threads, or is about to end
-                return False
-            self._thread = thread
-        return True
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                claim = self._queue.popleft()
-                self._busy = True
-            try:
-                self._promote(claim)
-            except ObjkvError:
-                self._recorder.count("hot_promote_errors")
-                self._often.forget(claim.key.path())
-            except Exception:  # a dead thread would let the queue fill up for ever
-                self._recorder.count("hot_promote_errors")
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+    def _failed(self, claim: Claim, error: Exception) -> None:
+        self._recorder.count("hot_promote_errors")
+        if isinstance(error, ObjkvError):
+            self._often.forget(claim.key.path())
 
     def _promote(self, claim: Claim) -> None:
         key = claim.key

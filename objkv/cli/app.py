@@ -15,7 +15,7 @@ from objkv.cli.diff import diff
 from objkv.cli.doctor import doctor
 from objkv.cli.export import export
 from objkv.cli.exporter import exporter
-from objkv.cli.import_ import bring_in
+from objkv.cli.import_ import import_
 from objkv.cli.ls import ls
 from objkv.cli.match import match
 from objkv.cli.pin import pin, unpin
@@ -92,7 +92,7 @@ app.command("size")(size)
 app.command("top")(top)
 app.command("match")(match)
 app.command("export", short_help="Write chunks as plain safetensors files.")(export)
-app.command("import", short_help="Bring what objkv export wrote into this cache.")(bring_in)
+app.command("import", short_help="Bring what objkv export wrote into this cache.")(import_)
 app.command("pin")(pin)
 app.command("unpin")(unpin)
 app.command("warm", short_help="Compute and save prompts before anybody asks for them.")(warm)

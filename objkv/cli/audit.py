@@ -14,12 +14,11 @@ import typer
 from objkv import __version__
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import Output, age, counted, plain, size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import WORKERS, Deadline, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
 from objkv.ops.audit.figures import LIST_PRICES
-from objkv.ops.audit.html.figures import dollars, share
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -30,8 +29,9 @@ from objkv.ops.audit.report import (
     Prices,
     RootAudit,
 )
-from objkv.ops.audit.spool import Spool
-from objkv.ops.audit.walk import AuditEnds, AuditWalk
+from objkv.ops.audit.spool import AuditSpool
+from objkv.ops.audit.walk import AuditView, AuditWalk
+from objkv.ops.formats import dollars, share
 from objkv.ops.match import load_tokenizer
 from objkv.ops.runs import checkpoint_file
 
@@ -282,9 +282,7 @@ class _Wish:
 @command
 def audit(
     session: Session,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the report as one page, too.", metavar="FILE")
     ] = None,
@@ -319,13 +317,9 @@ def audit(
     price_gets: Annotated[
         float, typer.Option(min=0, help="Dollars for 1,000 GET requests.", metavar="USD")
     ] = LIST_PRICES.per_1000_gets,
-    deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
-    ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    deadline_s: Deadline = None,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Join bucket and index: what is stored, for whom, of what use, and what is wrong."""
     if show_text and tokenizer is None:
@@ -385,12 +379,12 @@ def _is_wrong(report: AuditReport) -> bool:
 
 
 @contextmanager
-def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[Spool]:
+def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[AuditSpool]:
     """Where the walk keeps what it sees; removed once all of it has been told."""
     config = session.config
     place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
     file = checkpoint_file(cache_folder(), "audit", place, namespace).with_suffix(".sqlite")
-    spool = Spool(file, restart=restart)
+    spool = AuditSpool(file, restart=restart)
     try:
         yield spool
     except StoreUnavailable as exc:
@@ -405,26 +399,28 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
         spool.close()
 
 
-def _report(run: Upkeep, spool: Spool, namespace: str | None, options: AuditOptions) -> AuditReport:
-    ends = AuditEnds(
-        bulk=run.ends.bulk,
-        index=run.ends.index,
-        is_own_index=run.ends.is_own_index,
-        seal_of=run.ends.seal_of,
-        unfinished=run.ends.bulk.unfinished,
+def _report(
+    run: Upkeep, spool: AuditSpool, namespace: str | None, options: AuditOptions
+) -> AuditReport:
+    view = AuditView(
+        bulk=run.view.bulk,
+        index=run.view.index,
+        is_own_index=run.view.is_own_index,
+        seal_of=run.view.seal_of,
+        unfinished=run.view.bulk.unfinished,
     )
-    walk = AuditWalk(ends, spool, options.workers)
+    walk = AuditWalk(view, spool, options.workers)
     places: Places | None = None
     with run.interruptible():
         with run.session.out.waiting("reading namespaces"):
-            places = find_places(ends, run.pick(namespace))
+            places = find_places(view, run.pick(namespace))
         _walk(run, walk, places)
     if places is None:
         raise KeyboardInterrupt
-    ending = run.crew.ending
+    ending = run.pool.ending
     assert ending != "limit"
     with run.session.out.waiting("making figures"):
-        return Audit(ends, spool, places, options).report(ending, walk.problems)
+        return Audit(view, spool, places, options).report(ending, walk.problems)
 
 
 def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
@@ -433,5 +429,5 @@ def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
     run.run("reading records", walk.records(places.indexed))
     run.run("listing payloads", walk.payloads(places.parts, namespaces))
     run.run("looking for leftovers", walk.leftovers(places.only))
-    if not walk.ends.is_own_index:
+    if not walk.view.is_own_index:
         run.run("looking again", walk.second_looks(sorted({*namespaces, *places.indexed})))

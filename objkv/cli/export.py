@@ -13,10 +13,10 @@ import typer
 
 from objkv import __version__
 from objkv.assembly.backends import open_bulk
+from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
-from objkv.cli.prompts import find_identity, read_digest, read_prompt
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import MEMORY_BYTES, WORKERS, MemoryBytes, Upkeep, Workers, upkeep
 from objkv.config import local_path
 from objkv.errors import ConfigError, PayloadError
 from objkv.keys.chunk import ChunkKey
@@ -30,8 +30,6 @@ from objkv.ops.show import BEGINNING_CHARS_MIN, is_beginning
 from objkv.ops.verify_payload import Budget
 from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
-
-MEMORY_BYTES = 1 << 30
 
 
 @command
@@ -48,31 +46,17 @@ def export(
     below: Annotated[
         bool, typer.Option("--below", help="With --prefix: all that continues it, too.")
     ] = False,
-    tokens: Annotated[
-        Path | None, typer.Option(help="Of a prompt: its token ids; - is stdin.", metavar="FILE")
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="Of a prompt, with --tokenizer.", metavar="TEXT")
-    ] = None,
-    text_file: Annotated[
-        Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
-    ] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="The prompt's cache_salt.", metavar="TEXT")
-    ] = None,
-    lora_digest: Annotated[
-        str | None, typer.Option(help="Content digest of its adapter.", metavar="HEX")
-    ] = None,
+    tokens: prompts.Tokens = None,
+    text: prompts.Text = None,
+    text_file: prompts.TextFile = None,
+    tokenizer: prompts.TokenizerPath = None,
+    cache_salt: prompts.CacheSalt = None,
+    lora_digest: prompts.LoraDigest = None,
     without_tokens: Annotated[
         bool, typer.Option("--without-tokens", help="Leave out stored token ids.")
     ] = False,
-    memory_bytes: Annotated[
-        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
-    ] = MEMORY_BYTES,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+    memory_bytes: MemoryBytes = MEMORY_BYTES,
+    workers: Workers = WORKERS,
 ) -> int:
     """Write a namespace, a prefix or a prompt's chunks as plain safetensors files.
 
@@ -80,14 +64,14 @@ def export(
     """
     prompt = None
     if any(one is not None for one in (tokens, text, text_file)):
-        prompt = read_prompt(tokens, text, text_file, tokenizer)
-    extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
+        prompt = prompts.read_prompt(tokens, text, text_file, tokenizer)
+    extras = prompts.read_extras(lora_digest, cache_salt)
     wanted = _Wanted(namespace, prefix, below, prompt, extras)
     wanted.check()
     with upkeep(session, "export", writes=False, workers=workers, resumable=False) as run:
         head = _run(run, wanted, out, Budget(memory_bytes), with_tokens=not without_tokens)
         _show(run, out, head)
-        wrong = run.tally.counts["corrupt"] + run.tally.counts["missing"]
+        wrong = run.counters.counts["corrupt"] + run.counters.counts["missing"]
         return run.code(FOUND if wrong else FINE)
 
 
@@ -119,7 +103,7 @@ def _run(
 ) -> Head | None:
     """Export it; None if that was interrupted."""
     with run.session.backends() as backends:
-        identity = find_identity(backends, run.pick(wanted.namespace))
+        identity = prompts.find_identity(backends, run.pick(wanted.namespace))
     if identity.page_layout == HANDOFF_LAYOUT:
         raise ConfigError(
             f"{identity.namespace()} holds hand-offs from engine to engine, and no chunks: there "
@@ -132,16 +116,16 @@ def _run(
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         with closing(ManifestWriter(out)) as manifest, _Folder(run.session, out) as target:
             _warn_of_others(run.session, out)
-            work = Export(run.ends, target, manifest.add, budget=budget, with_tokens=with_tokens)
+            work = Export(run.view, target, manifest.add, budget=budget, with_tokens=with_tokens)
             _export(run, work, identity.namespace(), keys)
-            if run.crew.ending == "complete":
+            if run.pool.ending == "complete":
                 return manifest.finish(__version__, int(time.time()))
     return None
 
 
 def _keys(run: Upkeep, identity: Identity, wanted: _Wanted) -> list[ChunkKey] | None:
     """The payloads that were asked for; None for all. Raises ``PayloadError`` if there are none."""
-    index, name = run.ends.index, identity.namespace()
+    index, name = run.view.index, identity.namespace()
     with run.session.out.waiting("reading the index"):
         if wanted.prefix is not None:
             return chain_keys(index, name, wanted.prefix, below=wanted.below)
@@ -200,18 +184,18 @@ class _Folder:
 
 
 def _export(run: Upkeep, work: Export, name: str, keys: list[ChunkKey] | None) -> None:
-    namespace = read_namespace(run.ends.bulk, name)
-    seal = run.ends.seal_of(namespace)
+    namespace = read_namespace(run.view.bulk, name)
+    seal = run.view.seal_of(namespace)
     work.documents([name])
     if keys is None:
-        parts = stored_parts(run.ends.bulk, [name])
+        parts = stored_parts(run.view.bulk, [name])
         run.run("exporting", work.parts(parts, {name: namespace}))
     else:
         run.run("exporting", work.keys(keys, seal))
 
 
 def _show(run: Upkeep, out: Path, head: Head | None) -> None:
-    counts, tell = run.tally.counts, run.session.out
+    counts, tell = run.counters.counts, run.session.out
     if tell.machine:
         kinds = ("exported", "kept", "gone", "corrupt", "missing")
         tell.document(
@@ -222,7 +206,7 @@ def _show(run: Upkeep, out: Path, head: Head | None) -> None:
         tell.line(f"{head.payloads:,} payloads, {size(head.nbytes)}, in {out}")
     if counts["kept"]:
         tell.line(f"{counts['kept']:,} of them were there already")
-    tell.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.tally.findings])
+    run.print_findings()
     run.tell_end()
-    if run.crew.ending != "complete":
+    if run.pool.ending != "complete":
         tell.line("run it again to go on: what is there is kept")

@@ -17,12 +17,11 @@ from objkv.assembly.redis import describe_index
 from objkv.cli.command import FINE, UNREACHABLE, Session, command
 from objkv.cli.upkeep import refuse_memory
 from objkv.errors import StoreUnavailable
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
-from objkv.ops.exporter.watch import Asks, End, Watch
-from objkv.ops.retrying import PatientIndex, PatientStore
+from objkv.ops.exporter.watch import Asks, BackendsWatch, End
 from objkv.telemetry import NullRecorder
 
 PORT = 9108
@@ -59,11 +58,19 @@ def exporter(
     refuse_memory(session, "exporter")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
     with open_backends(session.config, NullRecorder(), on_change=lambda _: None) as backends:
-        watch = Watch(_asks(session, backends), every_s=every, late_s=max(every, _LATE_MIN_S))
+        watch = BackendsWatch(
+            _asks(session, backends), every_s=every, late_s=max(every, _LATE_MIN_S)
+        )
         scans = None
         if scan_every is not None:
             scans = Scans(
-                _ends(session, backends),
+                BackendsView.of(
+                    session.config,
+                    (backends.bulk, None),
+                    backends.index,
+                    backends.admin,
+                    command="exporter",
+                ),
                 every_s=scan_every,
                 grace_s=session.config.sweep_grace_s,
                 found=lambda scan: watch.want(scan.namespaces),
@@ -82,7 +89,7 @@ def exporter(
 def _serve(
     session: Session,
     registry: CollectorRegistry,
-    watch: Watch,
+    watch: BackendsWatch,
     scans: Scans | None,
     address: tuple[str, int],
 ) -> None:
@@ -106,7 +113,7 @@ def _serve(
 
 
 def _print_once(
-    session: Session, registry: CollectorRegistry, watch: Watch, scans: Scans | None
+    session: Session, registry: CollectorRegistry, watch: BackendsWatch, scans: Scans | None
 ) -> None:
     with session.out.waiting("asking both ends"):
         if scans is not None:
@@ -166,18 +173,6 @@ def _asks(session: Session, backends: Backends) -> Asks:
         usage=None if config.index_url.startswith("bulk:") else backends.index.usage,
         facts=lambda: describe_index(config),
         documents=backends.bulk,
-    )
-
-
-def _ends(session: Session, backends: Backends) -> Ends:
-    return Ends(
-        bulk=PatientStore(backends.bulk),
-        hot=None,
-        index=PatientIndex(backends.index),
-        is_own_index=session.config.index_url.startswith("bulk:"),
-        ttl_s=session.config.ttl_s,
-        lease_ms=session.config.lease_ms,
-        owner="exporter",
     )
 
 

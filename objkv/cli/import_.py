@@ -9,21 +9,19 @@ import typer
 from objkv.assembly.backends import open_bulk
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import MEMORY_BYTES, WORKERS, MemoryBytes, Upkeep, Workers, upkeep
 from objkv.codec.payload import CODECS
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
-from objkv.ops.export.import_ import Arrival, BringIn, arrivals, new_bytes
-from objkv.ops.export.manifest import NAME, Head, Line, read_head, read_lines
+from objkv.ops.export.import_ import Arrival, Import, arrivals, new_bytes
+from objkv.ops.export.manifest import NAME, Head, ManifestLine, read_head, read_lines
 from objkv.ops.listing import list_tenants
 from objkv.ops.verify_payload import Budget
 from objkv.telemetry import NullRecorder
 
-MEMORY_BYTES = 1 << 30
-
 
 @command
-def bring_in(
+def import_(
     session: Session,
     folder: Annotated[Path, typer.Argument(help="What objkv export wrote.", metavar="DIR")],
     codec: Annotated[
@@ -32,10 +30,8 @@ def bring_in(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be brought in.")
     ] = False,
-    memory_bytes: Annotated[
-        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
-    ] = MEMORY_BYTES,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
+    memory_bytes: MemoryBytes = MEMORY_BYTES,
+    workers: Workers = WORKERS,
 ) -> int:
     """Bring an export into this cache: every byte is checked, and nothing is replaced.
 
@@ -54,24 +50,24 @@ def bring_in(
         closing(open_bulk(_source(session, folder), NullRecorder())) as source,
     ):
         names = sorted({line.key.partition("/")[0] for line in lines})
-        found = arrivals(run.ends, source, names)
+        found = arrivals(run.view, source, names)
         for arrival in found:
-            run.ends.seal_of(arrival.namespace)  # raises where the keys are not here
+            run.view.seal_of(arrival.namespace)  # raises where the keys are not here
         _tell_arrivals(session, found)
         if dry_run:
             return _show_plan(session, head, found)
         _refuse_overflow(run, lines, found)
         with run.interruptible():
-            work = BringIn(run.ends, source, found, budget=Budget(memory_bytes), codec=codec)
+            work = Import(run.view, source, found, budget=Budget(memory_bytes), codec=codec)
             new = work.documents()
             run.run("importing", work.lines(lines))
             run.run("announcing", work.shapes())
         _show(run, head, new)
-        wrong = run.tally.counts["missing"] + run.tally.counts["refused"]
+        wrong = run.counters.counts["missing"] + run.counters.counts["refused"]
         return run.code(FOUND if wrong else FINE)
 
 
-def _read(folder: Path) -> tuple[Head, list[Line]]:
+def _read(folder: Path) -> tuple[Head, list[ManifestLine]]:
     """About 0.5 KiB of memory for each payload. Raises ``ConfigError``."""
     try:
         head = read_head(folder)
@@ -98,14 +94,14 @@ def _tell_arrivals(session: Session, found: list[Arrival]) -> None:
                              f"{session.config.tenant}")  # fmt: skip
 
 
-def _refuse_overflow(run: Upkeep, lines: list[Line], found: list[Arrival]) -> None:
+def _refuse_overflow(run: Upkeep, lines: list[ManifestLine], found: list[Arrival]) -> None:
     """Raises ``ConfigError`` where a tenant's quota would be exceeded."""
     quota = run.session.config.quota_bytes
     if not quota:
         return
     with run.session.out.waiting("reading the index"):
-        stored = {one.tenant: one.nbytes for one in list_tenants(run.ends.bulk, run.ends.index)}
-        more = new_bytes(run.ends.index, lines, found)
+        stored = {one.tenant: one.nbytes for one in list_tenants(run.view.bulk, run.view.index)}
+        more = new_bytes(run.view.index, lines, found)
     for tenant, nbytes in more.items():
         used = stored.get(tenant, 0)
         if nbytes and used + nbytes > quota:
@@ -130,7 +126,7 @@ def _show_plan(session: Session, head: Head, found: list[Arrival]) -> int:
 
 
 def _show(run: Upkeep, head: Head, new: int) -> None:
-    counts, out = run.tally.counts, run.session.out
+    counts, out = run.counters.counts, run.session.out
     kinds = ("added", "present", "indexed", "busy", "missing", "refused")
     if out.machine:
         numbers = {kind: counts[kind] for kind in kinds}
@@ -146,7 +142,7 @@ def _show(run: Upkeep, head: Head, new: int) -> None:
     }
     told = [f"{counts[kind]:,} {words[kind]}" for kind in kinds if counts[kind]]
     out.line(f"{head.payloads:,} payloads: {', '.join(told) or 'nothing done'}")
-    out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.tally.findings])
+    run.print_findings()
     run.tell_end()
-    if run.crew.ending != "complete":
+    if run.pool.ending != "complete":
         out.line("run it again to go on: what is stored stays")

@@ -15,7 +15,7 @@ from objkv.ops.listing import (
     BulkCount,
     NamespaceSummary,
     PrefixSummary,
-    TenantUsage,
+    TenantTotals,
     count_bulk,
     list_namespaces,
     list_prefixes,
@@ -73,7 +73,7 @@ def ls(
     return FINE
 
 
-def _indexed(session: Session) -> tuple[BulkCount, list[TenantUsage]]:
+def _indexed(session: Session) -> tuple[BulkCount, list[TenantTotals]]:
     with session.backends() as backends, session.out.waiting("reading the index"):
         found = tuple(list_namespaces(backends.bulk, backends.index))
         return BulkCount(found, 0, 0), list_tenants(backends.bulk, backends.index)
@@ -90,7 +90,7 @@ def _counted(session: Session, namespace: str | None) -> BulkCount:
 
 
 def _show_namespaces(
-    session: Session, count: BulkCount, tenants: list[TenantUsage] | None, limit: int
+    session: Session, count: BulkCount, tenants: list[TenantTotals] | None, limit: int
 ) -> None:
     """``tenants``: what the index's totals say; None where the bulk store itself was counted."""
     out, source = session.out, "bulk" if tenants is None else "index"
@@ -126,7 +126,7 @@ def _show_namespaces(
     _tell_omitted(out, omitted)
 
 
-def _tenant_line(usage: TenantUsage, quota_bytes: int) -> str:
+def _tenant_line(usage: TenantTotals, quota_bytes: int) -> str:
     of = f" of {size(quota_bytes)}" if quota_bytes else ""
     when = f"counted {age(usage.counted_s)} ago" if usage.counted_s else "never counted"
     name = "tenant not known" if usage.tenant is None else f"tenant {usage.tenant}"

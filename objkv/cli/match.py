@@ -1,20 +1,15 @@
 """``objkv match``: which chunks of a prompt are stored, and how much of it would be served."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from objkv.assembly.backends import Backends
+from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Output, age, counted, plain, size
-from objkv.cli.prompts import find_identity, read_digest, read_prompt
-from objkv.cli.upkeep import open_seals
-from objkv.codec.seal import Seal
+from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
-from objkv.keys.prefix import PromptExtras
-from objkv.ops.backends_view import read_namespace
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import explain_match
 from objkv.ops.explain.replicas import ReplicaTold, ask_replica
@@ -24,28 +19,13 @@ from objkv.ops.match import MatchReport, match_prompt
 @command
 def match(
     session: Session,
-    tokens: Annotated[
-        Path | None,
-        typer.Option(help="Token ids: JSON list, or separated; - is stdin.", metavar="FILE"),
-    ] = None,
-    text: Annotated[
-        str | None, typer.Option(help="The prompt, with --tokenizer.", metavar="TEXT")
-    ] = None,
-    text_file: Annotated[
-        Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
-    ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(help="Or its beginning; by default the only one.", metavar="NS")
-    ] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="The request's cache_salt.", metavar="TEXT")
-    ] = None,
-    lora_digest: Annotated[
-        str | None, typer.Option(help="Content digest of the adapter.", metavar="HEX")
-    ] = None,
+    tokens: prompts.Tokens = None,
+    text: prompts.Text = None,
+    text_file: prompts.TextFile = None,
+    tokenizer: prompts.TokenizerPath = None,
+    namespace: prompts.PromptNamespace = None,
+    cache_salt: prompts.CacheSalt = None,
+    lora_digest: prompts.LoraDigest = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why the match ends where it does.")
     ] = False,
@@ -63,10 +43,10 @@ def match(
     """
     if endpoint and not explain:
         raise ConfigError("--endpoint is for --explain")
-    prompt = read_prompt(tokens, text, text_file, tokenizer)
-    extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
+    prompt = prompts.read_prompt(tokens, text, text_file, tokenizer)
+    extras = prompts.read_extras(lora_digest, cache_salt)
     with session.backends() as backends:
-        identity = find_identity(backends, namespace)
+        identity = prompts.find_identity(backends, namespace)
         report = match_prompt(backends.index, identity, prompt, extras)
         why = None
         if explain:
@@ -79,7 +59,7 @@ def match(
                         tokens=prompt,
                         extras=extras,
                         report=report,
-                        seal=_seal(session, backends, report.namespace),
+                        seal=seal_of(session, backends, report.namespace),
                         ttl_s=session.config.ttl_s,
                     )
                 )
@@ -92,15 +72,6 @@ def match(
     if why is not None:
         _print_reason(session.out, why, replicas)
     return FINE
-
-
-def _seal(session: Session, backends: Backends, namespace: str) -> Seal | None:
-    """None also where the keys are not here: then only damage is found."""
-    try:
-        return open_seals(session)(read_namespace(backends.bulk, namespace))
-    except ConfigError as exc:
-        session.out.note(f"seals are not verified: {exc}")
-        return None
 
 
 def _print_reason(out: Output, why: Explanation, replicas: Sequence[ReplicaTold]) -> None:

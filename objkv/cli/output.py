@@ -22,8 +22,9 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from objkv.ops.formats import printable, span
+
 _WIDTH = 10_000
-_AGES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _STYLES = {
     "ok": "green",
     "warning": "yellow",
@@ -132,15 +133,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def printable(text: str) -> str:
-    """``text`` without what a terminal would obey: stored names are not ours to trust.
-
-    >>> printable("tenant\\x1b[2J")
-    'tenant\ufffd[2J'
-    """
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
 def size(nbytes: int | None) -> str:
     """``1.5 MiB``; a dash for None."""
     if nbytes is None:
@@ -166,11 +158,7 @@ def age(moment_s: int | None, now_s: float | None = None) -> str:
     """How long ago, in the largest unit that fits; a dash for None."""
     if moment_s is None:
         return "-"
-    seconds = max(0, int((time.time() if now_s is None else now_s) - moment_s))
-    for length, unit in _AGES:
-        if seconds >= length:
-            return f"{seconds // length} {unit}"
-    return "0 s"
+    return span((time.time() if now_s is None else now_s) - moment_s)
 
 
 def _trimmed(line: Sequence[Segment]) -> list[Segment]:

@@ -3,19 +3,19 @@
 import re
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from objkv.assembly.backends import Backends
+from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.prompts import find_identity, read_digest, read_prompt
 from objkv.errors import ConfigError
 from objkv.index.base import Record
+from objkv.index.guarded import for_operators
 from objkv.keys.identity import NAMESPACE_HEX
-from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
+from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import pick_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
 
@@ -28,35 +28,19 @@ Leaf = Annotated[
     str | None,
     typer.Argument(help="Hash of the prefix's last chunk: the leaf in objkv ls.", metavar="HASH"),
 ]
-Tokens = Annotated[
-    Path | None,
-    typer.Option(help="Token ids: JSON list, or separated; - is stdin.", metavar="FILE"),
-]
-Text = Annotated[str | None, typer.Option(help="The prompt, with --tokenizer.", metavar="TEXT")]
-TextFile = Annotated[
-    Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
-]
-TokenizerPath = Annotated[
-    Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
-]
-Namespace = Annotated[
-    str | None, typer.Option(help="Or its beginning; by default the only one.", metavar="NS")
-]
-Salt = Annotated[str | None, typer.Option(help="The request's cache_salt.", metavar="TEXT")]
-Lora = Annotated[str | None, typer.Option(help="Content digest of the adapter.", metavar="HEX")]
 
 
 @command
 def pin(
     session: Session,
     leaf: Leaf = None,
-    tokens: Tokens = None,
-    text: Text = None,
-    text_file: TextFile = None,
-    tokenizer: TokenizerPath = None,
-    namespace: Namespace = None,
-    cache_salt: Salt = None,
-    lora_digest: Lora = None,
+    tokens: prompts.Tokens = None,
+    text: prompts.Text = None,
+    text_file: prompts.TextFile = None,
+    tokenizer: prompts.TokenizerPath = None,
+    namespace: prompts.PromptNamespace = None,
+    cache_salt: prompts.CacheSalt = None,
+    lora_digest: prompts.LoraDigest = None,
     for_: Annotated[
         str, typer.Option("--for", help="How long: 90m, 12h, 7d, 2w.", metavar="TIME")
     ] = "7d",
@@ -73,13 +57,13 @@ def pin(
         return _list(session, namespace)
     _refuse_both(leaf, prompt)
     lasts_s = _seconds(for_)
-    ids = None if leaf is not None else read_prompt(*prompt)
-    extras = PromptExtras(lora_digest=read_digest(lora_digest), salt=cache_salt)
+    ids = None if leaf is not None else prompts.read_prompt(*prompt)
+    extras = prompts.read_extras(lora_digest, cache_salt)
     _refuse_reader(session)
     with session.backends() as backends:
         if namespace is None and leaf is not None:
             namespace = _only_with(backends, _whole(leaf))
-        identity = find_identity(backends, namespace)
+        identity = prompts.find_identity(backends, namespace)
         name = identity.namespace()
         if leaf is not None:
             chain = chain_of(backends.index, name, _whole(leaf))
@@ -90,7 +74,7 @@ def pin(
             session.out.line("nothing of this prompt is stored: let a replica compute it first")
             return FOUND
         until_s = int(time.time()) + lasts_s
-        pinner = Pinner(backends.bulk, backends.index, session.config.ttl_s)
+        pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.pin(name, chain, until_s=until_s)
     if session.out.machine:
         session.out.document(done)
@@ -109,13 +93,13 @@ def unpin(
         str,
         typer.Argument(help="Of objkv pin --list, or its beginning.", metavar="HASH"),
     ],
-    namespace: Namespace = None,
+    namespace: prompts.PromptNamespace = None,
 ) -> int:
     """End a pin: what it kept lives on as long as any other record."""
     _refuse_reader(session)
     with session.backends() as backends:
         name, whole = _pinned_leaf(backends, namespace, leaf)
-        pinner = Pinner(backends.bulk, backends.index, session.config.ttl_s)
+        pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.unpin(name, whole)
     if done is None:
         raise ConfigError(f"{whole.hex()} is not pinned: objkv pin --list shows what is")

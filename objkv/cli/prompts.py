@@ -2,12 +2,35 @@
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from objkv.assembly.backends import Backends
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, Identity
+from objkv.keys.prefix import PromptExtras
 from objkv.ops.backends_view import pick_namespace, read_identity
 from objkv.ops.match import parse_tokens, tokenize
+
+Tokens = Annotated[
+    Path | None,
+    typer.Option(help="Token ids: JSON list, or separated; - is stdin.", metavar="FILE"),
+]
+Text = Annotated[str | None, typer.Option(help="The prompt, with --tokenizer.", metavar="TEXT")]
+TextFile = Annotated[
+    Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
+]
+TokenizerPath = Annotated[
+    Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
+]
+CacheSalt = Annotated[str | None, typer.Option(help="The request's cache_salt.", metavar="TEXT")]
+LoraDigest = Annotated[
+    str | None, typer.Option(help="Content digest of the adapter.", metavar="HEX")
+]
+PromptNamespace = Annotated[
+    str | None, typer.Option(help="Or its beginning; by default the only one.", metavar="NS")
+]
 
 
 def read_prompt(
@@ -41,8 +64,12 @@ def _read(path: Path | None) -> str:
         raise ConfigError(f"{path}: not UTF-8 text") from exc
 
 
-def read_digest(text: str | None) -> bytes | None:
-    """The bytes of ``--lora-digest``. Raises ``ConfigError``."""
+def read_extras(lora_digest: str | None, cache_salt: str | None) -> PromptExtras:
+    """What ``--lora-digest`` and ``--cache-salt`` give. Raises ``ConfigError``."""
+    return PromptExtras(lora_digest=_digest(lora_digest), salt=cache_salt)
+
+
+def _digest(text: str | None) -> bytes | None:
     try:
         return None if text is None else bytes.fromhex(text)
     except ValueError as exc:

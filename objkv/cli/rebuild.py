@@ -6,7 +6,7 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, Upkeep, refuse_memory, upkeep
+from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, refuse_memory, upkeep
 from objkv.ops.backends_view import Namespace, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
 
@@ -25,14 +25,10 @@ _MEANS = {
 @command
 def rebuild(
     session: Session,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and write nothing.")] = False,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Restore the index from the bulk store: records, pins, totals."""
     refuse_memory(session, "rebuild")
@@ -41,7 +37,7 @@ def rebuild(
     with upkeep(
         session, "rebuild", namespace, dry_run, writes=not dry_run, workers=workers, restart=restart
     ) as run:
-        bulk, found, is_empty = run.ends.bulk, dict[str, Namespace](), False
+        bulk, found, is_empty = run.view.bulk, dict[str, Namespace](), False
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
                 only = run.pick(namespace)
@@ -49,7 +45,7 @@ def rebuild(
                 is_empty = not names
                 found = run.with_keys({name: read_namespace(bulk, name) for name in names})
                 parts = stored_parts(bulk, list(found))
-            work = Rebuild(run.ends, apply=not dry_run)
+            work = Rebuild(run.view, apply=not dry_run)
             run.run("restoring records", work.parts(parts, found))
             run.run("looking for what was lost again", work.lost(parts, found))
             run.run("restoring what stands on them", work.namespaces(found))
@@ -57,7 +53,7 @@ def rebuild(
             run.tell_nothing()
         else:
             _show(run, len(found), dry_run)
-        counts = run.tally.counts
+        counts = run.counters.counts
         return run.code(FOUND if counts["unreadable"] or counts["foreign"] else FINE)
 
 
@@ -71,8 +67,8 @@ def _nothing_to_do(session: Session) -> int:
 
 
 def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
-    tally, out = run.tally, run.session.out
-    numbers = {kind: tally.counts[kind] for kind in _COUNTS}
+    counters, out = run.counters, run.session.out
+    numbers = {kind: counters.counts[kind] for kind in _COUNTS}
     if out.machine:
         document = run.report(
             "rebuild",
@@ -80,23 +76,23 @@ def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
             own_index=False,
             namespaces=namespaces,
             **numbers,
-            pins=tally.counts["pins"],
-            shapes=tally.counts["shapes"],
+            pins=counters.counts["pins"],
+            shapes=counters.counts["shapes"],
         )
         out.document(document)
         return
     rows = [
-        (kind, numbers[kind], size(tally.nbytes[kind]), _MEANS[kind])
+        (kind, numbers[kind], size(counters.nbytes[kind]), _MEANS[kind])
         for kind in _COUNTS
         if numbers[kind] or kind == "restored"
     ]
     out.table(("", ">payloads", ">bytes", ""), rows)
-    pins, shapes = tally.counts["pins"], tally.counts["shapes"]
+    pins, shapes = counters.counts["pins"], counters.counts["shapes"]
     out.line(
         f"{counted(namespaces, 'namespace')}; {counted(pins, 'chunk')} pinned; "
         f"{counted(shapes, 'shard')} announced"
     )
-    for finding in tally.findings:
+    for finding in counters.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
     if dry_run:
         out.line("nothing was written: --dry-run")

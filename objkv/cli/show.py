@@ -7,13 +7,12 @@ import typer
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import Output, age, size
-from objkv.cli.upkeep import open_seals
-from objkv.codec.seal import Seal
+from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.ops.backends_view import pick_namespace, read_namespace
+from objkv.ops.backends_view import pick_namespace
 from objkv.ops.show import (
     BEGINNING_CHARS_MIN,
     PayloadReport,
@@ -38,7 +37,7 @@ def show(
     """Look into the payloads of one chunk, and check every byte."""
     with session.backends() as backends:
         keys = _keys(backends, key, namespace)
-        seals = {ns: _seal(session, backends, ns) for ns in {key.namespace for key in keys}}
+        seals = {ns: seal_of(session, backends, ns) for ns in {key.namespace for key in keys}}
         reports = [inspect_payload(backends.bulk, key, seals[key.namespace]) for key in keys]
     verdicts = {report.verdict for report in reports} or {"missing"}
     worst = next(v for v in ("missing", "corrupt", "ok") if v in verdicts)
@@ -59,15 +58,6 @@ def _seal_rows(report: PayloadReport) -> list[tuple[str, object]]:
     if report.encrypted_by:
         rows.append(("encrypted by", report.encrypted_by))
     return rows
-
-
-def _seal(session: Session, backends: Backends, namespace: str) -> Seal | None:
-    """What the namespace's payloads are sealed with; None also where the keys are not here."""
-    try:
-        return open_seals(session)(read_namespace(backends.bulk, namespace))
-    except ConfigError as exc:
-        session.out.note(f"seals are not verified: {exc}")
-        return None
 
 
 def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey]:

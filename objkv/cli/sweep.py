@@ -7,12 +7,12 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.errors import ConfigError
-from objkv.ops.runs import Tally
+from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
-from objkv.ops.sweep.survey import refuse_wrong_ends, survey
-from objkv.ops.sweep.sweep import RecordSweep, Sweep
+from objkv.ops.sweep.survey import refuse_mismatch, survey
+from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
 _MEANS: dict[Category, str] = {
@@ -39,9 +39,7 @@ def sweep(
             help=f"One of {', '.join(CATEGORIES)}; give it again for more.", metavar="CATEGORY"
         ),
     ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     grace_s: Annotated[
         float | None,
         typer.Option(min=0, help="Leave younger ones alone; sweep_grace_s.", metavar="SECONDS"),
@@ -53,10 +51,8 @@ def sweep(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Remove at most so many.", metavar="N")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Find what nobody can use, and with --apply remove it."""
     config = session.config
@@ -78,20 +74,19 @@ def sweep(
         found = None
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
-                found = survey(run.ends, run.pick(namespace))
+                found = survey(run.view, run.pick(namespace))
                 if not force:
-                    refuse_wrong_ends(run.ends, found)
-            remover = Remover(run.ends, limits, lambda: run.crew.halt("limit"))
-            work = Sweep(run.ends, found, limits, remover)
-            records = RecordSweep(run.ends, found, limits, remover, workers=workers)
+                    refuse_mismatch(run.view, found)
+            remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
+            work = Sweep(run.view, found, limits, remover, workers=workers)
             run.run("sweeping leftovers", work.leftovers())
             run.run("sweeping payloads", work.parts())
-            run.run("sweeping records", records.ghosts())
+            run.run("sweeping records", work.ghosts())
             if namespace is None:  # a tenant's quota is for all of its namespaces
-                quotas = records.quotas(config.quota_bytes, high_percent=high, low_percent=low)
+                quotas = work.quotas(config.quota_bytes, high_percent=high, low_percent=low)
                 run.run("sweeping beyond quotas", quotas)
             run.run("sweeping documents", work.documents())
-        is_found = any(run.tally.counts[category] for category in CATEGORIES)
+        is_found = any(run.counters.counts[category] for category in CATEGORIES)
         is_empty = found is not None and not found.namespaces and not found.indexed
         if is_empty and not is_found and not session.out.machine:
             run.tell_nothing()
@@ -108,8 +103,8 @@ def _categories(only: list[str] | None) -> tuple[Category, ...]:
 
 
 def _show(run: Upkeep, apply: bool) -> None:
-    tally, out = run.tally, run.session.out
-    counts, nbytes = tally.counts, tally.nbytes
+    counters, out = run.counters, run.session.out
+    counts, nbytes = counters.counts, counters.nbytes
     beside = {
         name: counts[name] for name in ("young", "pinned", "busy", "changed", "documents", "other")
     }
@@ -129,9 +124,9 @@ def _show(run: Upkeep, apply: bool) -> None:
     rows = [(one, counts[one], size(nbytes[one]), _MEANS[one]) for one in CATEGORIES if counts[one]]
     if rows:
         out.table(("", ">payloads", ">bytes", ""), rows)
-        out.table(("", ""), list(_some(tally)))
+        out.table(("", ""), list(_some(counters)))
     else:
-        out.line("nothing to sweep" if run.crew.ending == "complete" else "nothing found so far")
+        out.line("nothing to sweep" if run.pool.ending == "complete" else "nothing found so far")
     told = [f"{count:,} {name}" for name, count in beside.items() if count]
     if told:
         out.line("left alone: " + ", ".join(told))
@@ -140,25 +135,25 @@ def _show(run: Upkeep, apply: bool) -> None:
             "uploads in parts may not be listed: a rule of the bucket has to end them", "yellow"
         )
     if apply:
-        out.line(f"removed {_removed(tally)}")
+        out.line(f"removed {_removed(counters)}")
     elif rows:
         out.line("nothing was removed: --apply does it")
     run.tell_end()
 
 
-def _some(tally: Tally) -> Iterator[tuple[str, str]]:
+def _some(counters: Counters) -> Iterator[tuple[str, str]]:
     """The first few of each category, and how many more there are."""
     for one in CATEGORIES:
-        keys = [finding.key for finding in tally.findings if finding.kind == one][:_SHOWN]
+        keys = [finding.key for finding in counters.findings if finding.kind == one][:_SHOWN]
         yield from ((one, key) for key in keys)
-        if keys and tally.counts[one] > len(keys):
-            yield "", f"{tally.counts[one] - len(keys):,} more: --json names them"
+        if keys and counters.counts[one] > len(keys):
+            yield "", f"{counters.counts[one] - len(keys):,} more: --json names them"
 
 
-def _removed(tally: Tally) -> str:
+def _removed(counters: Counters) -> str:
     """What was removed; a record has no bytes in the bulk store."""
-    ghosts = min(tally.counts["ghost"], tally.counts["removed"])
-    entries = tally.counts["removed"] - ghosts
-    told = [f"{entries:,}, {size(tally.nbytes['removed'])}"] if entries or not ghosts else []
+    ghosts = min(counters.counts["ghost"], counters.counts["removed"])
+    entries = counters.counts["removed"] - ghosts
+    told = [f"{entries:,}, {size(counters.nbytes['removed'])}"] if entries or not ghosts else []
     told += [f"{counted(ghosts, 'record')} of payloads that are not there"] if ghosts else []
     return "; ".join(told)

@@ -20,12 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
-from objkv.cli.output import Output, age, plain, printable, size
+from objkv.cli.output import Output, age, plain, size
 from objkv.errors import ConfigError
+from objkv.ops.formats import printable
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
-from objkv.ops.top.rates import Flow, Row
-from objkv.ops.top.scrape import Source
-from objkv.ops.top.watch import View, Watch
+from objkv.ops.top.rates import Flow, ReplicaRow
+from objkv.ops.top.scrape import MetricsSource
+from objkv.ops.top.watch import FleetWatch, View
 
 # What ``objkv top`` shows: the same tables once, or again and again on a terminal.
 
@@ -108,7 +109,7 @@ def screen(
     return Group(*parts)
 
 
-def sort_rows(rows: Sequence[Row], by: str) -> list[Row]:
+def sort_rows(rows: Sequence[ReplicaRow], by: str) -> list[ReplicaRow]:
     """Largest first, but names as they were given."""
     measures: dict[str, Callable[[Flow], float]] = {
         "tokens": lambda flow: flow.tokens,
@@ -162,7 +163,7 @@ def _stored_lines(view: View) -> list[str]:
     return lines
 
 
-def replica_cells(row: Row) -> list[str]:
+def replica_cells(row: ReplicaRow) -> list[str]:
     """One row, as text."""
     if row.state in ("down", "no objkv"):
         return [row.name, row.state, *[""] * 13, row.problem or ""]
@@ -354,9 +355,9 @@ def top(
     with ExitStack() as stack:
         stack.enter_context(ending_in_order())
         backends = stack.enter_context(session.backends()) if wants_index else None
-        sources = [Source(url, deadline_s=deadline_s) for url in urls]
-        told = Source(exporter, deadline_s=deadline_s) if exporter else None
-        watch = Watch(sources, told, backends.index if backends else None)
+        sources = [MetricsSource(url, deadline_s=deadline_s) for url in urls]
+        told = MetricsSource(exporter, deadline_s=deadline_s) if exporter else None
+        watch = FleetWatch(sources, told, backends.index if backends else None)
         if once:
             return _once(session.out, watch, every, look=wants_index)
         return _live(session.out, stack.enter_context(watch), every)
@@ -375,7 +376,7 @@ def _urls(given: list[str] | None, file: Path | None) -> list[str]:
     return list(dict.fromkeys(urls)) or [_DEFAULT]
 
 
-def _once(out: Output, watch: Watch, every_s: float, *, look: bool) -> int:
+def _once(out: Output, watch: FleetWatch, every_s: float, *, look: bool) -> int:
     """Print the rates between two looks."""
     try:
         with out.waiting(f"looking for {every_s:g} s"):
@@ -412,7 +413,7 @@ def _print(out: Output, view: View) -> None:
         out.line(problem, "yellow")
 
 
-def _live(out: Output, watch: Watch, every_s: float) -> int:
+def _live(out: Output, watch: FleetWatch, every_s: float) -> int:
     """Until somebody presses q."""
     console = Console(no_color=None if out.color else True)
     showing, view = Showing(every_s), None

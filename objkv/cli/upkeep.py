@@ -1,25 +1,42 @@
 """What the long commands share (``rebuild``, ``sweep``, ``verify``): both ends, threads, a place to
 go on from, and how a report ends."""
 
-import os
-import secrets
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FOUND, INTERRUPTED, Session
 from objkv.codec.seal import Seal
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.backends_view import Ends, Namespace, pick_namespace, stored_namespaces
-from objkv.ops.retrying import PatientIndex, PatientStore
-from objkv.ops.runs import Checkpoint, Crew, Tally, Unit, checkpoint_file
+from objkv.ops.backends_view import (
+    BackendsView,
+    Namespace,
+    pick_namespace,
+    read_namespace,
+    stored_namespaces,
+)
+from objkv.ops.runs import Checkpoint, Counters, Unit, WorkPool, checkpoint_file
 
 WORKERS = 16
+MEMORY_BYTES = 1 << 30
+OneNamespace = Annotated[
+    str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
+]
+Workers = Annotated[int, typer.Option(min=1, max=256, metavar="N")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
+]
+Deadline = Annotated[
+    float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
+]
+MemoryBytes = Annotated[int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")]
 _GO_ON = "run the same command again to go on"
 
 
@@ -28,14 +45,14 @@ class Upkeep:
     """One run of a long command."""
 
     session: Session
-    ends: Ends
-    crew: Crew
+    view: BackendsView
+    pool: WorkPool
     checkpoint: Checkpoint
 
     def run(self, what: str, units: Iterable[Unit]) -> None:
         """Do them, and show how far they are."""
         with self.session.out.steps(what) as tell:
-            self.crew.run(units, tell)
+            self.pool.run(units, tell)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -43,13 +60,13 @@ class Upkeep:
         try:
             yield
         except KeyboardInterrupt:
-            self.crew.halt("interrupted")
+            self.pool.halt("interrupted")
 
     def pick(self, beginning: str | None) -> str | None:
         """The one namespace that begins so, of both ends; None for None. Raises ``ConfigError``."""
         if beginning is None:
             return None
-        known = sorted({*stored_namespaces(self.ends.bulk), *self.ends.index.namespaces()})
+        known = sorted({*stored_namespaces(self.view.bulk), *self.view.index.namespaces()})
         name = pick_namespace(known, beginning) if known else ""
         if name not in known:
             there = f"there are: {', '.join(known)}" if known else "nothing is stored"
@@ -62,7 +79,7 @@ class Upkeep:
         left, skipped = {}, dict[str, str]()
         for name, namespace in found.items():
             try:
-                self.ends.seal_of(namespace)
+                self.view.seal_of(namespace)
             except ConfigError as exc:
                 skipped[name] = str(exc)
             else:
@@ -74,25 +91,30 @@ class Upkeep:
         return left
 
     @property
-    def tally(self) -> Tally:
+    def counters(self) -> Counters:
         """What was found, by earlier runs that this one continues too."""
-        total = Tally()
-        total.add(self.checkpoint.tally)
-        total.add(self.crew.partial)
+        total = Counters()
+        total.add(self.checkpoint.counters)
+        total.add(self.pool.partial)
         return total
 
     def report(self, command: str, **more: Any) -> dict[str, Any]:
         """The JSON document's common part, and ``more`` before the findings."""
-        tally = self.tally
+        counters = self.counters
         return {
             "command": command,
-            "ending": self.crew.ending,
-            "complete": self.crew.ending == "complete",
+            "ending": self.pool.ending,
+            "complete": self.pool.ending == "complete",
             "resumed": self.checkpoint.resumed,
             **more,
-            "findings": tally.findings,
-            "omitted": tally.omitted,
+            "findings": counters.findings,
+            "omitted": counters.omitted,
         }
+
+    def print_findings(self) -> None:
+        """A line for each."""
+        findings = self.counters.findings
+        self.session.out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in findings])
 
     def tell_nothing(self) -> None:
         """Say that there is nothing to work on, and where that was looked for."""
@@ -102,7 +124,7 @@ class Upkeep:
 
     def tell_end(self) -> None:
         """Say how it ended, if that was early."""
-        out, ending = self.session.out, self.crew.ending
+        out, ending = self.session.out, self.pool.ending
         if ending != "complete" and not out.machine:
             goes_on = self.checkpoint.is_kept or ending == "limit"
             kept = f": {_GO_ON}" if goes_on else ""
@@ -115,9 +137,9 @@ class Upkeep:
 
     def code(self, otherwise: int) -> int:
         """The exit code. What has not looked at everything cannot say that all is fine."""
-        if self.crew.ending == "interrupted":
+        if self.pool.ending == "interrupted":
             return INTERRUPTED
-        return otherwise if self.crew.ending == "complete" else max(otherwise, FOUND)
+        return otherwise if self.pool.ending == "complete" else max(otherwise, FOUND)
 
 
 @contextmanager
@@ -144,14 +166,12 @@ def upkeep(
                 backends.bulk.check()
             if has_bulk or not config.index_url.startswith("bulk:"):
                 backends.index.check()
-        ends = Ends(
-            bulk=PatientStore(backends.bulk),
-            hot=None if backends.hot is None else PatientStore(backends.hot),
-            index=PatientIndex(backends.index),
-            is_own_index=config.index_url.startswith("bulk:"),
-            ttl_s=config.ttl_s,
-            lease_ms=config.lease_ms,
-            owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+        view = BackendsView.of(
+            config,
+            (backends.bulk, backends.hot),
+            backends.index,
+            backends.admin,
+            command=command,
             seal_of=open_seals(session),
         )
         place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
@@ -159,11 +179,11 @@ def upkeep(
         if restart:
             file.unlink(missing_ok=True)
         checkpoint = Checkpoint(file if resumable else None)
-        crew = Crew(checkpoint, workers=workers, deadline_s=deadline_s)
+        pool = WorkPool(checkpoint, workers=workers, deadline_s=deadline_s)
         is_done = False
         try:
-            yield Upkeep(session, ends, crew, checkpoint)
-            is_done = crew.ending in ("complete", "limit")
+            yield Upkeep(session, view, pool, checkpoint)
+            is_done = pool.ending in ("complete", "limit")
         except StoreUnavailable as exc:
             if not checkpoint.is_kept:
                 raise
@@ -200,3 +220,13 @@ def open_seals(session: Session) -> Callable[[Namespace], Seal | None]:
         return seal(namespace.tenant, namespace.seals)
 
     return seal_of
+
+
+def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:
+    """What the namespace's payloads are sealed with; None also where the keys are not here: then
+    only damage is found."""
+    try:
+        return open_seals(session)(read_namespace(backends.bulk, namespace))
+    except ConfigError as exc:
+        session.out.note(f"seals are not verified: {exc}")
+        return None

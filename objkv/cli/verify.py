@@ -6,16 +6,31 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import WORKERS, Upkeep, upkeep
+from objkv.cli.upkeep import (
+    MEMORY_BYTES,
+    WORKERS,
+    Deadline,
+    MemoryBytes,
+    OneNamespace,
+    Restart,
+    Upkeep,
+    Workers,
+    upkeep,
+)
 from objkv.errors import ConfigError
-from objkv.ops.backends_view import Namespace, Part, read_namespace, stored_namespaces, stored_parts
-from objkv.ops.runs import Tally
+from objkv.ops.backends_view import (
+    Namespace,
+    NamespacePart,
+    read_namespace,
+    stored_namespaces,
+    stored_parts,
+)
+from objkv.ops.runs import Counters
 from objkv.ops.sweep.survey import refuse_wrong_bulk
 from objkv.ops.verify import Verify, choose_sample, unindexed
 from objkv.ops.verify_payload import Budget
 
 SAMPLE = 200
-MEMORY_BYTES = 1 << 30
 _WRONG = ("missing", "corrupt", "foreign", "mismatch", "hot")
 _DONE = ("quarantined", "forgotten", "mended")
 
@@ -23,9 +38,7 @@ _DONE = ("quarantined", "forgotten", "mended")
 @command
 def verify(
     session: Session,
-    namespace: Annotated[
-        str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
-    ] = None,
+    namespace: OneNamespace = None,
     sample: Annotated[
         int, typer.Option(min=1, help="Check so many, chosen by chance.", metavar="N")
     ] = SAMPLE,
@@ -38,16 +51,10 @@ def verify(
         bool, typer.Option("--force", help="Quarantine, although most of all is wrong.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Of the sample.", metavar="N")] = None,
-    deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
-    ] = None,
-    memory_bytes: Annotated[
-        int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")
-    ] = MEMORY_BYTES,
-    workers: Annotated[int, typer.Option(min=1, max=256, metavar="N")] = WORKERS,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
-    ] = False,
+    deadline_s: Deadline = None,
+    memory_bytes: MemoryBytes = MEMORY_BYTES,
+    workers: Workers = WORKERS,
+    restart: Restart = False,
 ) -> int:
     """Check stored payloads: every byte, claim and record."""
     with upkeep(
@@ -66,9 +73,9 @@ def verify(
             with session.out.waiting("reading namespaces"):
                 found, parts, indexed = _places(run, run.pick(namespace))
             if quarantine and not force:
-                refuse_wrong_bulk(run.ends, indexed)
+                refuse_wrong_bulk(run.view, indexed)
             work = Verify(
-                run.ends,
+                run.view,
                 found,
                 quarantine=quarantine,
                 force=force,
@@ -84,14 +91,14 @@ def verify(
             run.tell_nothing()
         else:
             _show(run, chosen_of, every=every, quarantine=quarantine)
-        is_wrong = any(run.tally.counts[kind] for kind in _WRONG) or _is_index_lost(run.tally)
+        is_wrong = any(run.counters.counts[kind] for kind in _WRONG) or _is_index_lost(run.counters)
         return run.code(FOUND if is_wrong else FINE)
 
 
 def _check(
     run: Upkeep,
     work: Verify,
-    places: tuple[list[Part], list[str]],
+    places: tuple[list[NamespacePart], list[str]],
     *,
     most: int | None,
     seed: int | None,
@@ -106,21 +113,21 @@ def _check(
             run.run("looking for missing payloads", work.missing(indexed))
         else:
             with run.session.out.waiting("choosing a sample"):
-                sample = choose_sample(run.ends, indexed, parts, size=most, seed=seed)
+                sample = choose_sample(run.view, indexed, parts, size=most, seed=seed)
             chosen_of = sample.chosen_of
             run.run("checking payloads", work.sample(sample.keys))
-            run.run("looking for records", unindexed(run.ends, parts))
-        if quarantine and run.crew.ending == "complete":
-            run.run("taking out of use", work.settle(run.tally))
+            run.run("looking for records", unindexed(run.view, parts))
+        if quarantine and run.pool.ending == "complete":
+            run.run("taking out of use", work.settle(run.counters))
     except ConfigError:  # what was found by wrong settings is not to be gone on from
         run.checkpoint.close(complete=True)
         raise
     return chosen_of
 
 
-def _is_index_lost(tally: Tally) -> bool:
+def _is_index_lost(counters: Counters) -> bool:
     """Whether most of the payloads that were listed have no record."""
-    counts = tally.counts
+    counts = counters.counts
     without = counts["unindexed"]
     checked = sum(counts[kind] for kind in ("ok", *_WRONG)) - counts["missing"]
     return without > (counts["listed"] - without if counts["listed"] else checked)
@@ -128,23 +135,23 @@ def _is_index_lost(tally: Tally) -> bool:
 
 def _places(
     run: Upkeep, namespace: str | None
-) -> tuple[dict[str, Namespace], list[Part], list[str]]:
-    ends = run.ends
-    names = [name for name in stored_namespaces(ends.bulk) if namespace in (None, name)]
-    known = [] if ends.is_own_index else ends.index.namespaces()
-    every = {name: read_namespace(ends.bulk, name) for name in names}
+) -> tuple[dict[str, Namespace], list[NamespacePart], list[str]]:
+    view = run.view
+    names = [name for name in stored_namespaces(view.bulk) if namespace in (None, name)]
+    known = [] if view.is_own_index else view.index.namespaces()
+    every = {name: read_namespace(view.bulk, name) for name in names}
     found = run.with_keys(every)
     skipped = every.keys() - found.keys()
     indexed = [name for name in known if namespace in (None, name) and name not in skipped]
-    return found, stored_parts(ends.bulk, list(found)), indexed
+    return found, stored_parts(view.bulk, list(found)), indexed
 
 
 def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) -> None:
     """``chosen_of``: payloads that a sample was chosen from."""
-    tally, out = run.tally, run.session.out
-    counts = tally.counts
+    counters, out = run.counters, run.session.out
+    counts = counters.counts
     checked = sum(counts[kind] for kind in ("ok", *_WRONG))
-    nbytes = sum(tally.nbytes[kind] for kind in ("ok", *_WRONG))
+    nbytes = sum(counters.nbytes[kind] for kind in ("ok", *_WRONG))
     if out.machine:
         document = run.report(
             "verify",
@@ -166,13 +173,13 @@ def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) 
         out.line("--all checks all of them")
     if counts["unindexed"]:
         out.line(f"{counts['unindexed']:,} more have no record: objkv sweep lists them")
-    if _is_index_lost(tally):
+    if _is_index_lost(counters):
         out.line(
             "that is most: the index was lost, or index_url or redis_prefix is not theirs; objkv "
             "rebuild gives them their records",
             "yellow",
         )
-    out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in tally.findings])
+    run.print_findings()
     done = [f"{counts[kind]:,} {kind}" for kind in _DONE if counts[kind]]
     if done:
         out.line(", ".join(done))
@@ -180,8 +187,8 @@ def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) 
         out.line("nothing was changed: --quarantine takes them out of use")
     elif wrong:
         out.line("nothing was changed: that comes after all has been judged")
-    if quarantine and tally.omitted:
+    if quarantine and counters.omitted:
         out.line(
-            f"{tally.omitted:,} more were found than are taken at once: run it again", "yellow"
+            f"{counters.omitted:,} more were found than are taken at once: run it again", "yellow"
         )
     run.tell_end()

@@ -29,15 +29,16 @@ from objkv.cli.command import (
     command,
     ending_in_order,
 )
-from objkv.cli.output import Output, printable, size
+from objkv.cli.output import Output, size
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError
-from objkv.ops.runs import Checkpoint, Tally, checkpoint_file
+from objkv.ops.formats import printable
+from objkv.ops.runs import Checkpoint, Counters, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import Patience
-from objkv.ops.warm.warm import Watch
+from objkv.ops.warm.run import WarmLimits
+from objkv.ops.warm.warm import WarmProgress
 
 # How ``objkv warm`` shows how far it is, and what it did.
 
@@ -45,7 +46,7 @@ _SHOWN_MAX = 20
 
 
 @contextmanager
-def watching(out: Output, *, promote: bool) -> Iterator[Watch]:
+def watching(out: Output, *, promote: bool) -> Iterator[WarmProgress]:
     """Shown while somebody watches a terminal."""
     console = Console(stderr=True, no_color=None if out.color else True)
     columns = (
@@ -79,7 +80,7 @@ def watching(out: Output, *, promote: bool) -> Iterator[Watch]:
                 task, completed=report.done, total=report.prompts, speed=f"{rate:,.0f} tokens/s"
             )
 
-        yield Watch(stage, prepared, warmed, out.note)
+        yield WarmProgress(stage, prepared, warmed, out.note)
 
 
 def show_report(out: Output, report: WarmReport) -> None:
@@ -190,7 +191,7 @@ def _show_failures(out: Output, report: WarmReport) -> None:
         out.line(f"and {more:,} more: --json names the first thousand")
 
 
-_USUAL = Patience()
+_USUAL = WarmLimits()
 _KEPT = ("warmed", "asked_tokens", "saved_chunks", "saved_bytes")
 _Prompts = Annotated[
     list[str] | None,
@@ -299,7 +300,7 @@ def warm(
         adapters=dict(_pair(text, "--lora") for text in lora or ()),
         at_once=concurrency,
         answer_s=request_s,
-        patience=Patience(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
+        patience=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
         promote_bytes_max=bytes_max,
     )
     with ending_in_order(), _remembering(session, places, options) as (checkpoint, kept):
@@ -307,7 +308,7 @@ def warm(
             given = read_prompts(places) if places else None
             report = run_warm(session.resolved, given, options, watch)
         report.resumed = checkpoint.resumed
-        report.earlier = {name: checkpoint.tally.counts[name] for name in _KEPT}
+        report.earlier = {name: checkpoint.counters.counts[name] for name in _KEPT}
         kept.append(report)
     show_report(session.out, report)
     return _code(report)
@@ -335,7 +336,7 @@ def _remembering(
     finally:
         for report in kept:
             did = {name: int(getattr(report, name)) for name in _KEPT}
-            checkpoint.finish(f"run {time.time():.3f}", Tally(Counter(did)))
+            checkpoint.finish(f"run {time.time():.3f}", Counters(Counter(did)))
         checkpoint.close(complete=bool(kept) and kept[-1].ending == "complete")
 
 

@@ -26,6 +26,8 @@ GAIN_MIN: Final = 0.10
 """A codec that saves less than this share of a frame is not worth decoding: the frame is stored
 as it is."""
 
+PRIVATE_NAMES: Final = {"lz4.block": ("_block",)}
+"""The binding's extension module, for the library inside it. Without it lz4 copies each frame."""
 _ZSTD_LEVEL = 1
 _ZSTD_WINDOW_BYTES_MAX = 8 << 20
 _INT_MAX = 2**31 - 1

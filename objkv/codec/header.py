@@ -43,20 +43,58 @@ from objkv.codec.values import (
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 
-# Frames in a header: the text of each, and the tensor that any safetensors reader sees.
+FORMAT_NAME: Final = "objkv/1"
+ALIGNMENT: Final = 4096
+"""Data starts at a multiple of this, so that pages can be mapped and read directly."""
+HEADER_BYTES_MAX: Final = 4 << 20
+TOKENS_MAX: Final = HEADER_BYTES_MAX // 11
+"""Token ids that a payload may carry: so many of ten digits fit into a header."""
+PARTS_MAX: Final = 1 << 17
+"""Of values in one document: each may take 200 bytes of memory, whatever its length is. A layer has
+twelve, so that over 10,000 layers fit."""
+_FIXED_BYTES_MAX = 4096
+"""Of JSON besides layers, writer and tokens."""
+_FRAME_BYTES_MAX = 640
+"""Of JSON per layer besides its name."""
+_BLANK = b"0" * 32
 
-_TENSOR = frozenset(("dtype", "shape", "data_offsets"))
-_ONLY_INT = frozenset((int,))
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+# What a valid header says: the names in its metadata, in the order in which they are written, each
+# with its form. Both readers and both writers (here and in ``known_header``) follow these.
+_DIGEST = re.compile("[0-9a-f]{64}")
+_INT = re.compile("(?:0|[1-9][0-9]{0,18})")
+CLAIM_FORMS: Final = {
+    "key": re.compile("[ -~]{1,900}"),
+    "parent": re.compile("[0-9a-f]{40}"),
+    "token_start": _INT,
+    "token_end": _INT,
+}
+PROVENANCE_FORMS: Final = {
+    "token_digest": _DIGEST,
+    "writer": re.compile(rf"[ -~]{{0,{WRITER_CHARS_MAX}}}"),
+    "created_s": _INT,
+}
+_TOKENS = re.compile(f"{_INT.pattern}(?: {_INT.pattern})*")
 _FRAME = re.compile(
     r"(?P<codec>[a-z0-9]{1,16})(?P<encrypted>\+aes256gcm)? (?P<dtype>[A-Z0-9_]{1,16}) "
     r"(?P<shape>[1-9][0-9]{0,18}(?:x[1-9][0-9]{0,18}){3}) "
     r"(?P<sums>[0-9a-f]{32}(?: [0-9a-f]{32}){0,2})"
 )
+_TENSOR = frozenset(("dtype", "shape", "data_offsets"))
+_ONLY_INT = frozenset((int,))
+
+
+def claim_values(claim: Claim) -> tuple[str, str, int, int]:
+    """The values of ``CLAIM_FORMS``."""
+    return claim.key.path(), claim.parent_hash.hex(), claim.token_start, claim.token_end
+
+
+def provenance_values(provenance: Provenance) -> tuple[str, str, int]:
+    """The values of ``PROVENANCE_FORMS``."""
+    return provenance.token_digest, provenance.writer, provenance.created_s
 
 
 def frame_metadata(number: int, frame: Frame) -> dict[str, str]:
-    """What metadata says of the frame, in its order."""
+    """The metadata of a frame, in its order."""
     shape = "x".join(map(str, frame.layer.shape))
     parts = [frame.codec, frame.layer.dtype, shape, frame.checksum]
     encrypted = frame.codec.endswith(ENCRYPTED)
@@ -156,13 +194,6 @@ def _layer(name: str, dtype: str, shape: str, scales: str) -> tuple[LayerSpec, i
     return layer, layer.nbytes
 
 
-# JSON as a header's reader wants it: one object, ASCII, no name twice.
-
-PARTS_MAX: Final = 1 << 17
-"""Of values in one document: each may take 200 bytes of memory, whatever its length is. A layer has
-twelve, so that over 10,000 layers fit."""
-
-
 def check_parts(text: bytes | bytearray) -> None:
     """Raise ``PayloadError`` if ``text`` may have more than ``PARTS_MAX`` values."""
     parts = text.count(b",") + text.count(b"[") + text.count(b"{")
@@ -171,7 +202,7 @@ def check_parts(text: bytes | bytearray) -> None:
 
 
 def load_object(text: bytes | bytearray) -> dict[str, Any]:
-    """The object that ``text`` is. Raises ``PayloadError`` for anything else."""
+    """The JSON object ``text``: ASCII, no name twice. Raises ``PayloadError`` for anything else."""
     check_parts(text)
     try:
         document = json.loads(text.decode("ascii"), object_pairs_hook=_unique)
@@ -187,24 +218,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         raise ValueError("a name occurs twice")
     return out
-
-
-FORMAT_NAME: Final = "objkv/1"
-ALIGNMENT: Final = 4096
-"""Data starts at a multiple of this, so that pages can be mapped and read directly."""
-HEADER_BYTES_MAX: Final = 4 << 20
-_BLANK = b"0" * 32
-TOKENS_MAX: Final = HEADER_BYTES_MAX // 11
-"""Token ids that a payload may carry: so many of ten digits fit into a header."""
-_FIXED_BYTES_MAX = 4096
-"""Of JSON besides layers, writer and tokens."""
-_FRAME_BYTES_MAX = 640
-"""Of JSON per layer besides its name."""
-_INT = re.compile(r"0|[1-9][0-9]{0,18}")
-_INTS = re.compile(r"(?:0|[1-9][0-9]{0,18})(?: (?:0|[1-9][0-9]{0,18}))*")
-_KEY = re.compile(r"[ -~]{1,900}")
-_HASH = re.compile(r"[0-9a-f]{40}")
-_WRITER = re.compile(rf"[ -~]{{0,{WRITER_CHARS_MAX}}}")
 
 
 def digest(content: Buffer) -> str:
@@ -225,16 +238,9 @@ def render(
     ``marks`` and ``frames`` are as ``seal`` made them; it signs.
     """
     metadata = {"checksum": _BLANK.decode(), **seal_metadata(marks)}
-    metadata |= {
-        "format": FORMAT_NAME,
-        "key": claim.key.path(),
-        "parent": claim.parent_hash.hex(),
-        "token_start": str(claim.token_start),
-        "token_end": str(claim.token_end),
-        "token_digest": provenance.token_digest,
-        "writer": provenance.writer,
-        "created_s": str(provenance.created_s),
-    }
+    metadata["format"] = FORMAT_NAME
+    metadata |= zip(CLAIM_FORMS, map(str, claim_values(claim)), strict=True)
+    metadata |= zip(PROVENANCE_FORMS, map(str, provenance_values(provenance)), strict=True)
     if sum(frame.layer.nbytes for frame in frames) > RAW_BYTES_MAX:
         raise PayloadError(f"more than {RAW_BYTES_MAX} bytes of pages")
     if provenance.tokens is not None:
@@ -298,8 +304,8 @@ def parse(payload: memoryview, seal: Seal | None = None) -> Header:
 
 
 def opened(header: Header, seal: Seal | None) -> Header:
-    """``header``, of a text that was verified with ``seal``, and what its frames are to be held
-    against. Raises ``PayloadError`` if it is not sealed as ``seal`` wants it."""
+    """``header``, of a text that was verified with ``seal``, with what its frames are compared
+    with. Raises ``PayloadError`` if it is not sealed as ``seal`` requires."""
     return header if seal is None else replace(header, opened=seal.open(header))
 
 
@@ -328,16 +334,8 @@ def parse_verified(text: VerifiedText) -> Header:
     if metadata.pop("format", "") != FORMAT_NAME:
         raise PayloadError("not payload format 1")
     frames = read_frames(document, metadata, len(text.raw))
-    return Header(
-        claim=_claim(metadata),
-        frames=frames,
-        data_start=len(text.raw),
-        nbytes=frames.ends[-1],
-        raw_bytes=sum(layer.nbytes for layer in frames.layers),
-        checksum=text.checksum,
-        provenance=_provenance(metadata),
-        marks=read_marks(metadata),
-    )
+    claim, provenance = _claim(metadata), _provenance(metadata)
+    return Header(claim, frames, text.checksum, provenance, read_marks(metadata))
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -346,23 +344,21 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
-def _text(metadata: dict[str, str], name: str, pattern: re.Pattern[str]) -> str:
-    text = metadata.get(name, "")
-    if name not in metadata or pattern.fullmatch(text) is None:
+def _text(metadata: dict[str, str], name: str, form: re.Pattern[str]) -> str:
+    text = metadata.get(name)
+    if text is None or form.fullmatch(text) is None:
         raise PayloadError(f"metadata {name!r} is missing or malformed")
     return text
 
 
 def _claim(metadata: dict[str, str]) -> Claim:
+    path, parent, start, end = (_text(metadata, *item) for item in CLAIM_FORMS.items())
+    if int(start) >= int(end):
+        raise PayloadError(f"an empty token range {start}-{end}")
     try:
-        key = ChunkKey.parse(_text(metadata, "key", _KEY))
+        return Claim(ChunkKey.parse(path), bytes.fromhex(parent), int(start), int(end))
     except ValueError as exc:
         raise PayloadError(f"metadata 'key': {exc}") from exc
-    start = int(_text(metadata, "token_start", _INT))
-    end = int(_text(metadata, "token_end", _INT))
-    if start >= end:
-        raise PayloadError(f"an empty token range {start}-{end}")
-    return Claim(key, bytes.fromhex(_text(metadata, "parent", _HASH)), start, end)
 
 
 def _provenance(metadata: dict[str, str]) -> Provenance:
@@ -370,11 +366,7 @@ def _provenance(metadata: dict[str, str]) -> Provenance:
     if "tokens" in metadata:
         if metadata["tokens"].count(" ") >= TOKENS_MAX:
             raise PayloadError(f"more than {TOKENS_MAX} token ids")
-        text = metadata["tokens"] and _text(metadata, "tokens", _INTS)
+        text = metadata["tokens"] and _text(metadata, "tokens", _TOKENS)
         tokens = tuple(map(int, text.split()))
-    return Provenance(
-        token_digest=_text(metadata, "token_digest", _DIGEST),
-        writer=_text(metadata, "writer", _WRITER),
-        created_s=int(_text(metadata, "created_s", _INT)),
-        tokens=tokens,
-    )
+    token_digest, writer, created_s = (_text(metadata, *item) for item in PROVENANCE_FORMS.items())
+    return Provenance(token_digest, writer, int(created_s), tokens)

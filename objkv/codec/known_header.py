@@ -1,24 +1,29 @@
-"""The header of a payload whose claim and layers are known already: read and written without JSON.
+"""The header of a payload whose claim and layers are already known, read and written without JSON.
 
-A loader knows both before the header comes, and nearly every header it meets is of them, and new
-only in its provenance and its checksums. One that is byte for byte what ``render`` writes,
-uncompressed and without token ids, is taken apart in its fixed places. Whatever differs in one byte
-goes to ``header.parse_verified``, which alone says what is valid; both begin with the header's own
-checksum. A saver writes the same header over and over, in the same places.
+A loader knows both before the header comes, and nearly every header it reads is of them, and new
+only in its provenance and its checksums. A header that is byte for byte what ``render`` writes,
+uncompressed and without token ids, is taken apart in its fixed places. One that differs in a single
+byte goes to ``header.parse_verified``, which alone decides what is valid; both begin with the
+header's own checksum. A saver writes the same header over and over, in the same places.
 """
 
 import re
 import struct
+from collections.abc import Iterable
 from itertools import accumulate, chain
 from threading import Lock
 from typing import Final, Literal
 
 from objkv.codec.header import (
+    CLAIM_FORMS,
     FORMAT_NAME,
+    PROVENANCE_FORMS,
     bytes_max,
+    claim_values,
     finished,
     opened,
     parse_verified,
+    provenance_values,
     render,
     verified_text,
 )
@@ -48,24 +53,33 @@ FORMS_MAX: Final = 512
 """Tuples of layers whose form is kept, about 10 KiB each; a process reads those of its own groups,
 which are few, and of shards of other shapes, which may be dozens."""
 
+
+def _joined(names: Iterable[str], values: Iterable[str]) -> str:
+    """Metadata from the end of one value up to that of the last, as JSON has it."""
+    return "".join(f'","{name}":"{value}' for name, value in zip(names, values, strict=True))
+
+
 _BEGINNING = OPENING + b"0" * 32
-_OPENING = (
-    f'","format":"{FORMAT_NAME}","key":"%s","parent":"%s",'
-    '"token_start":"%d","token_end":"%d","token_digest":"'
+_CLAIM_TEXT = _joined(("format", *CLAIM_FORMS), (FORMAT_NAME, *["%s"] * len(CLAIM_FORMS)))
+_PROVENANCE_TEXT = _joined(PROVENANCE_FORMS, ["%s"] * len(PROVENANCE_FORMS)) + '"'
+# A writer is printable ASCII that JSON writes as it is.
+_PLAIN_WRITER = rf"[ !#-\[\]-~]{{0,{WRITER_CHARS_MAX}}}"
+_PROVENANCE = re.compile(
+    (
+        _PROVENANCE_TEXT
+        % tuple(
+            f"({_PLAIN_WRITER if name == 'writer' else form.pattern})"
+            for name, form in PROVENANCE_FORMS.items()
+        )
+    ).encode()
 )
 _MARKS = re.compile(
     rf'(?:","signature":"0{{64}} ({KEY_ID}))?'
     rf'(?:","encryption":"([0-9a-f]{{64}}) ({KEY_ID}))?'.encode()
 )
-_PROVENANCE = re.compile(
-    # A writer is printable ASCII that JSON writes as it is.
-    rb'([0-9a-f]{64})","writer":"([ !#-\[\]-~]{0,%d})","created_s":"(0|[1-9][0-9]{0,18})"'
-    % WRITER_CHARS_MAX
-)
-_PROVENANCE_TEXT = '%s","writer":"%s","created_s":"%d"'
 _HEX = b"0123456789abcdef"
 _ANY = "f" * 32
-"""Stands for a frame's checksum in a form; nothing else before the tensors looks like it."""
+"""Stands for a frame's checksum in a form; nothing else between claim and tensors equals it."""
 _SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0, Shard(0, 1, 0, 1)), bytes(20), 0, 1)
 
 Style = Literal["plain", "signed", "encrypted"]
@@ -85,129 +99,107 @@ class Form:
         """Raises ``PayloadError`` for layers that no header, or only another one, can describe."""
         self.layers = layers
         self._style = style
-        codec, proof = "none", "f" * _PROOF_HEX[style]
-        if style == "encrypted":
-            codec += ENCRYPTED
-        sizes = [layer.nbytes for layer in layers]
-        ends = [0, *accumulate(sizes)]
-        frames = [
-            Frame(layer, codec, start, size, _ANY, _ANY, proof)
-            for layer, start, size in zip(layers, ends, sizes, strict=False)
-        ]
-        marks = _SOME_MARKS[style]
-        rendered = render(_SOME_CLAIM, frames, Provenance("0" * 64, "", 0), marks)
-        text = verified_text(memoryview(rendered))
-        # Names that JSON or a dict does not keep apart, and layers beyond the format's bounds.
-        if parse_verified(text).frames.layers != layers:
-            raise PayloadError("layers that a header does not tell apart")
-        opening = _BEGINNING + _marks_text(marks) + _opening(_SOME_CLAIM)
-        provenance = _PROVENANCE.match(text.raw, LENGTH_BYTES + len(opening))
-        assert text.raw.startswith(opening, LENGTH_BYTES)
-        assert provenance is not None
-        tail = rendered[provenance.end() :].rstrip(b" ")
+        self.room = bytes_max(layers, 0)
+        """Upper bound of such a header."""
+        self.ends = tuple(accumulate((layer.nbytes for layer in layers), initial=0))
+        """Where each layer's pages begin after the header, and where the last one's end."""
+        self._codecs = ("none" + ENCRYPTED * (style == "encrypted"),) * len(layers)
+        tail, total = self._example()
         # Of 32 digits each, so two for a SHA-256. The first ones are those of the frames: names,
         # which may hold anything, come after all frames.
         self._holes = 1 + _PROOF_HEX[style] // 32
         self._fixed = tuple(tail.split(_ANY.encode(), self._holes * len(layers)))
         places = "32s".join(f"{len(piece)}s" for piece in self._fixed)
         self._tail = struct.Struct(f"={places}")
-        # Digits of a SHA-256 first, in which those of a checksum are found as well.
-        template = tail.decode("ascii").replace("%", "%%")
-        for hole in sorted({_ANY, proof or _ANY}, reverse=True):
-            count = (1 + (proof == _ANY)) * len(layers)
-            template = template.replace(hole, "%s", count)
-        self._template = template
-        self._codecs = (codec,) * len(layers)
-        self.room = bytes_max(layers, 0)
-        """Upper bound of such a header."""
+        self._template = self._template_of(tail)
         starts = range(0, 32 * self._holes * len(layers), 32 * self._holes)
         self._checksums = [slice(at, at + 32) for at in starts]
         self._proofs = [slice(at + 32, at + 32 * self._holes) for at in starts]
         self._no_proofs = ("",) * len(layers)
-        self.ends = tuple(ends)
-        """Where each layer's pages begin after the header, and where the last one's end."""
-        self._placed = self._place(len(rendered))
+        self._placed = self._place(total)
+
+    def _example(self) -> tuple[bytes, int]:
+        """What ``render`` writes after the provenance, and the length of such a header."""
+        marks, proof = _SOME_MARKS[self._style], "f" * _PROOF_HEX[self._style]
+        frames = [
+            Frame(layer, codec, start, layer.nbytes, _ANY, _ANY, proof)
+            for layer, codec, start in zip(self.layers, self._codecs, self.ends, strict=False)
+        ]
+        rendered = render(_SOME_CLAIM, frames, Provenance("0" * 64, "", 0), marks)
+        text = verified_text(memoryview(rendered))
+        # Names that JSON or a dict does not keep apart, and layers beyond the format's bounds.
+        if parse_verified(text).frames.layers != self.layers:
+            raise PayloadError("layers that a header does not tell apart")
+        opening = _opening(_SOME_CLAIM, marks)
+        assert text.raw.startswith(opening, LENGTH_BYTES)
+        provenance = _PROVENANCE.match(text.raw, LENGTH_BYTES + len(opening))
+        assert provenance is not None
+        return rendered[provenance.end() :].rstrip(b" "), len(rendered)
+
+    def _template_of(self, tail: bytes) -> str:
+        """``tail`` with ``%s`` for every checksum and proof."""
+        proof = "f" * _PROOF_HEX[self._style] or _ANY
+        template = tail.decode("ascii").replace("%", "%%")
+        # Digits of a SHA-256 first, in which those of a checksum are found as well.
+        for hole in sorted({_ANY, proof}, reverse=True):
+            count = (1 + (self._style == "encrypted")) * len(self.layers)
+            template = template.replace(hole, "%s", count)
+        return template
 
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
         """The header ``text`` is, or None if it is not exactly of this form, or of another
         claim."""
-        raw, total, opening = text.raw, len(text.raw), _opening(claim)
+        raw, total = text.raw, len(text.raw)
+        claimed = (_CLAIM_TEXT % claim_values(claim)).encode()
         marks, at = UNSEALED, CHECKSUM_END
         if self._style != "plain":
             marks, at = _read_marks(raw)
             if _style_of(marks) != self._style:
                 return None
-        if not raw.startswith(opening, at):
+        if not raw.startswith(claimed, at):
             return None
-        told = _PROVENANCE.match(raw, at + len(opening))
-        if told is None:
+        written = _PROVENANCE.match(raw, at + len(claimed))
+        if written is None:
             return None
-        end = told.end() + self._tail.size
+        end = written.end() + self._tail.size
         if end > total or raw.count(b" ", end) != total - end:
             return None
-        parts = self._tail.unpack_from(raw, told.end())
+        parts = self._tail.unpack_from(raw, written.end())
         joined = b"".join(parts[1::2])
         if parts[::2] != self._fixed or joined.translate(None, _HEX):
             return None
         part = joined.decode("ascii").__getitem__
         checksums = tuple(map(part, self._checksums))
         proofs = self._no_proofs if self._holes == 1 else tuple(map(part, self._proofs))
-        token_digest, writer, created_s = told.groups()
-        return Header(
-            claim=claim,
-            frames=self._frames(total, checksums, proofs),
-            data_start=total,
-            nbytes=total + self.ends[-1],
-            raw_bytes=self.ends[-1],
-            checksum=text.checksum,
-            provenance=Provenance(
-                token_digest.decode("ascii"), writer.decode("ascii"), int(created_s)
-            ),
-            marks=marks,
-        )
+        token_digest, writer, created_s = written.groups()
+        provenance = Provenance(token_digest.decode(), writer.decode(), int(created_s))
+        frames = self._frames(total, checksums, proofs)
+        return Header(claim, frames, text.checksum, provenance, marks)
 
-    def told(self, provenance: Provenance) -> bytes | None:
+    def provenance_text(self, provenance: Provenance) -> bytes | None:
         """What ``render`` writes for the provenance; None if it does not fit the form."""
-        told = _PROVENANCE_TEXT % (
-            provenance.token_digest,
-            provenance.writer,
-            provenance.created_s,
-        )
-        text = told.encode()
-        if provenance.tokens is not None or _PROVENANCE.fullmatch(text) is None:
-            return None
-        return text
+        text = (_PROVENANCE_TEXT % provenance_values(provenance)).encode()
+        fits = provenance.tokens is None and _PROVENANCE.fullmatch(text) is not None
+        return text if fits else None
 
     def write(
         self,
-        claim: Claim,
-        told: bytes,
+        provenance_text: bytes,
         sums: tuple[tuple[str, ...], tuple[str, ...]],
         sealing: Sealing,
     ) -> tuple[bytes, Header]:
         """What ``render`` writes, and the header it is.
 
         Args:
-            told: ``self.told(sealing.provenance)``.
+            provenance_text: ``self.provenance_text(sealing.provenance)``.
             sums: checksums and proofs of the frames.
         """
         checksums, proofs = sums
         filled = checksums if self._holes == 1 else tuple(chain(*zip(*sums, strict=True)))
         tail = (self._template % filled).encode("ascii")
-        opening = _BEGINNING + _marks_text(sealing.marks) + _opening(claim)
-        header, checksum = finished(opening + told + tail, sealing.seal)
-        total = len(header)
-        return header, Header(
-            claim=claim,
-            frames=self._frames(total, checksums, proofs),
-            data_start=total,
-            nbytes=total + self.ends[-1],
-            raw_bytes=self.ends[-1],
-            checksum=checksum,
-            provenance=sealing.provenance,
-            marks=sealing.marks,
-            opened=sealing.opened,
-        )
+        opening = _opening(sealing.claim, sealing.marks)
+        header, checksum = finished(opening + provenance_text + tail, sealing.seal)
+        return header, sealing.header(self._frames(len(header), checksums, proofs), checksum)
 
     def _frames(self, total: int, checksums: tuple[str, ...], proofs: tuple[str, ...]) -> Frames:
         placed = self._placed  # read once: other threads read headers of other lengths
@@ -222,21 +214,15 @@ class Form:
         return total, ends[:-1], ends[1:]
 
 
-def _opening(claim: Claim) -> bytes:
-    """What ``render`` writes for the claim, from the seal up to the provenance."""
-    key, parent = claim.key.path(), claim.parent_hash.hex()
-    return (_OPENING % (key, parent, claim.token_start, claim.token_end)).encode()
-
-
-def _marks_text(marks: Marks) -> bytes:
-    """What ``render`` writes of the seal, unsigned."""
-    if marks is UNSEALED:
-        return b""
-    return "".join(f'","{name}":"{text}' for name, text in seal_metadata(marks).items()).encode()
+def _opening(claim: Claim, marks: Marks) -> bytes:
+    """What ``render`` writes up to the provenance, unsigned."""
+    sealed = seal_metadata(marks)
+    claimed = _joined(sealed, sealed.values()) + _CLAIM_TEXT % claim_values(claim)
+    return _BEGINNING + claimed.encode()
 
 
 def _read_marks(raw: bytearray) -> tuple[Marks, int]:
-    """What is where ``_marks_text`` is written, and where it ends."""
+    """The seal's metadata, and where it ends."""
     match = _MARKS.match(raw, CHECKSUM_END)
     assert match is not None
     signed_by, salt, encrypted_by = (part.decode() for part in match.groups(b""))
@@ -255,14 +241,14 @@ header. No form for layers that cannot have one."""
 _making = Lock()
 
 
-def parse_expected(
+def parse_known(
     payload: memoryview,
     claim: Claim,
     layers: tuple[LayerSpec, ...],
     seal: Seal | None = None,
 ) -> Header:
-    """What ``header.parse`` returns or raises for ``payload``; sooner if it is that of ``claim``
-    and ``layers``, which are then the very objects it has.
+    """What ``header.parse`` returns or raises for ``payload``; faster if it is the header of
+    ``claim`` and ``layers``, which are then the very objects in the result.
 
     They are not compared: a valid header of others is returned too. ``layers`` should be the same
     object every time, and is kept.

@@ -22,7 +22,7 @@ from objkv.codec.header import (
     parse,
     render,
 )
-from objkv.codec.known_header import Form, form_of, parse_expected
+from objkv.codec.known_header import Form, form_of, parse_known
 from objkv.codec.seal import Seal, proof_of
 from objkv.codec.seal_frames import compressed_memory
 from objkv.codec.sealing import Sealing
@@ -32,10 +32,10 @@ from objkv.codec.values import (
     LAYER_BYTES_MAX,
     Claim,
     Frame,
+    FramePlace,
     Frames,
     Header,
     LayerSpec,
-    Place,
     Provenance,
     check_layers,
 )
@@ -99,8 +99,9 @@ def encode_in_place(
     sealing = Sealing(claim, provenance, len(layers), seal)
     if codec == "none" and isinstance(layers, tuple):
         form = form_of(layers, sealing.marks)
-        if form is not None and (told := form.told(sealing.provenance)) is not None:
-            return _encode_plain(claim, form, buffer, sealing, told)
+        text = None if form is None else form.provenance_text(sealing.provenance)
+        if form is not None and text is not None:
+            return _encode_plain(form, buffer, sealing, text)
     assert len({layer.name for layer in layers}) == len(layers)
     start = header_room(layers, tokens=len(provenance.tokens or ()))
     assert buffer.nbytes >= start + sum(layer.nbytes for layer in layers)
@@ -115,27 +116,27 @@ def encode_in_place(
         used, content = compress(codec, raw, layer.item_bytes)
         raw_checksum = None if used == "none" else digest(raw)
         room = buffer[target : target + len(content)]
-        frame = sealing.store(Place(number, used, layer), content, raw_checksum, room)
+        frame = sealing.store(FramePlace(number, used, layer), content, raw_checksum, room)
         frames.append(frame._replace(offset=target - start))
         source += layer.nbytes
         target += len(content)
-    text = render(claim, frames, sealing.provenance, sealing.marks, seal)
-    assert len(text) <= start
-    buffer[start - len(text) : start] = text
-    payload = buffer[start - len(text) : target]
-    return payload, _header(claim, frames, sealing, text)
+    header = render(claim, frames, sealing.provenance, sealing.marks, seal)
+    assert len(header) <= start
+    buffer[start - len(header) : start] = header
+    placed = Frames.of(frame._replace(offset=frame.offset + len(header)) for frame in frames)
+    return buffer[start - len(header) : target], sealing.header(placed, checksum_of(header))
 
 
 def _encode_plain(
-    claim: Claim, form: Form, buffer: memoryview, sealing: Sealing, told: bytes
+    form: Form, buffer: memoryview, sealing: Sealing, provenance_text: bytes
 ) -> tuple[memoryview, Header]:
-    """``encode_in_place`` where nothing moves but the header comes."""
+    """``encode_in_place`` where no page moves and only a header is added."""
     start = form.room
     assert buffer.nbytes >= start + form.ends[-1]
     pages = buffer[start : start + form.ends[-1]]
     spans = [pages[begin:end] for begin, end in pairwise(form.ends)]
     sums = sealing.store_pages(form.layers, spans)
-    text, header = form.write(claim, told, sums, sealing)
+    text, header = form.write(provenance_text, sums, sealing)
     assert len(text) <= start
     buffer[start - len(text) : start] = text
     return buffer[start - len(text) : start + len(pages)], header
@@ -153,21 +154,6 @@ def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
     """Upper bound of a payload of ``layers`` in any codec, with ``tokens`` token ids in its
     provenance: what a slab must hold."""
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
-
-
-def _header(claim: Claim, frames: Sequence[Frame], sealing: Sealing, text: bytes) -> Header:
-    placed = Frames.of(frame._replace(offset=frame.offset + len(text)) for frame in frames)
-    return Header(
-        claim=claim,
-        frames=placed,
-        data_start=len(text),
-        nbytes=placed.ends[-1],
-        raw_bytes=sum(layer.nbytes for layer in placed.layers),
-        checksum=checksum_of(text),
-        provenance=sealing.provenance,
-        marks=sealing.marks,
-        opened=sealing.opened,
-    )
 
 
 def _view(buffer: Buffer) -> memoryview:
@@ -226,7 +212,7 @@ def read_claimed(
     """``read_header`` for who knows the claim, and what the layers most probably are: much sooner
     if they are, uncompressed. ``layers`` should be the same object every time, and is kept. Length
     and layers remain to be compared. Raises ``PayloadError``, also for another claim."""
-    header = parse_expected(_view(payload), claim, layers, seal)
+    header = parse_known(_view(payload), claim, layers, seal)
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"claims to be {header.claim}, expected {claim}")
     return header
@@ -294,7 +280,7 @@ def _decrypted(header: Header, index: int, stored: memoryview, pages: memoryview
     assert header.opened is not None
     cipher = header.opened.cipher
     assert cipher is not None
-    place = Place(index, frames.codecs[index], frames.layers[index])
+    place = FramePlace(index, frames.codecs[index], frames.layers[index])
     codec, tag = place.codec.removesuffix(ENCRYPTED), frames.proofs[index]
     if codec == "none":
         cipher.decrypt(place, stored, pages, tag)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from objkv.codec.compress import Buffer
-from objkv.codec.values import Claim, LayerSpec, Place
+from objkv.codec.values import Claim, FramePlace, LayerSpec
 from objkv.errors import KeyMismatch, PayloadError
 
 SALT_BYTES: Final = 32
@@ -54,7 +54,7 @@ class AesFrames:
         """Before any frame: what the header says of the tokens belongs to the claim."""
         self._claim += f"{token_digest}\n"
 
-    def encrypt(self, place: Place, source: Buffer, target: memoryview) -> str:
+    def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
         """See ``FrameCipher``."""
         lib = load_aes()
         context = lib.Cipher(self._aes, lib.modes.GCM(_nonce(place.number))).encryptor()
@@ -64,7 +64,7 @@ class AesFrames:
         tag: str = context.tag.hex()
         return tag
 
-    def decrypt(self, place: Place, stored: memoryview, out: memoryview, tag: str) -> None:
+    def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
         """See ``FrameCipher``."""
         lib = load_aes()
         if len(tag) != _TAG_HEX:  # never a shorter one, which would be easier to guess
@@ -90,7 +90,7 @@ class AesFrames:
         could be compared with."""
         return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
 
-    def _about(self, place: Place) -> bytes:
+    def _about(self, place: FramePlace) -> bytes:
         """Which frame of which payload it is, and what it holds: authenticated with its bytes."""
         layer = place.layer
         text = (

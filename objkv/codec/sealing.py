@@ -1,6 +1,6 @@
-"""One payload on its way to being sealed: what its header says of that, and what its frames become.
+"""Seals the frames of one new payload in place, and makes its header's values.
 
-Frames are sealed where they lie: nothing here takes memory as long as a frame.
+Nothing here takes memory as long as a frame.
 """
 
 import ctypes
@@ -16,30 +16,34 @@ from objkv.codec.values import (
     UNSEALED,
     Claim,
     Frame,
+    FramePlace,
+    Frames,
+    Header,
     LayerSpec,
     Marks,
     Opened,
-    Place,
     Provenance,
 )
 
 
 class Sealing:
-    """Of one new payload of ``claim`` and so many frames. Belongs to one thread."""
+    """Seals one new payload of ``claim`` and ``frames`` frames, or leaves it unsealed without
+    ``seal``. Belongs to one thread."""
 
     def __init__(
         self, claim: Claim, provenance: Provenance, frames: int, seal: Seal | None
     ) -> None:
+        self.claim = claim
         self.seal = seal
         self.marks: Marks = UNSEALED
         self.provenance = provenance
-        """As the header tells it."""
+        """As it stands in the header."""
         self.opened: Opened | None = None
         if seal is not None:
             self.marks, self.provenance, self.opened = seal.begin(claim, provenance, frames)
 
     def store(
-        self, place: Place, content: Buffer, raw_checksum: str | None, room: memoryview
+        self, place: FramePlace, content: Buffer, raw_checksum: str | None, room: memoryview
     ) -> Frame:
         """Write a frame into ``room``, as long as ``content``, which may overlap it; the frame, at
         offset 0.
@@ -71,10 +75,14 @@ class Sealing:
         if self.opened is None:
             return tuple([digest(raw) for raw in pages]), ("",) * len(layers)
         frames = [
-            self.store(Place(number, "none", layer), raw, None, raw)
+            self.store(FramePlace(number, "none", layer), raw, None, raw)
             for number, (layer, raw) in enumerate(zip(layers, pages, strict=True))
         ]
         return tuple([frame.checksum for frame in frames]), tuple([f.proof for f in frames])
+
+    def header(self, frames: Frames, checksum: str) -> Header:
+        """The header of the payload as it would be read with the seal."""
+        return Header(self.claim, frames, checksum, self.provenance, self.marks, self.opened)
 
 
 def _move(source: Buffer, target: memoryview) -> None:

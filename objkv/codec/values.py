@@ -11,18 +11,17 @@ from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-# The scales of a quantised layer as text: ``<k> <v>``, each number in its shortest form.
-#
-# Pages of such a layer mean nothing without them: each value is what the page holds times its
-# scale. Text, so that two of them are equal exactly when their numbers are, and no float is ever
-# compared.
-
 _NUMBER = r"[0-9]{1,20}\.[0-9]{1,20}(?:e[+-][0-9]{1,3})?|[0-9]{1,20}e[+-][0-9]{1,3}"
 _SCALES = re.compile(rf"({_NUMBER}) ({_NUMBER})")
 
 
 def scales_text(k_scale: float, v_scale: float) -> str:
-    """The scales of K and V; raises ValueError unless both are finite and positive."""
+    """The scales of K and V of a quantised layer as ``<k> <v>``, each number in its shortest form;
+    raises ValueError unless both are finite and positive.
+
+    Pages of such a layer mean nothing without them: a value is the page's number times the scale.
+    They are text so that two are equal exactly when their numbers are: no floats are compared.
+    """
     for scale in (k_scale, v_scale):
         if not (isfinite(scale) and scale > 0):
             raise ValueError(f"{scale!r} is no scale")
@@ -42,12 +41,12 @@ METADATA_NAME: Final = "__metadata__"
 LAYER_BYTES_MAX: Final = 1 << 30
 """Bound on the pages of one layer in one payload; lz4 and blosc2 end shortly below 2 GiB."""
 RAW_BYTES_MAX: Final = 16 << 30
-"""Bound on the pages of all layers in one payload: what a few bytes may ask a reader to decode."""
+"""Bound on the pages of all layers in one payload, however few bytes store them."""
 NAME_CHARS_MAX: Final = 512
 """Of a layer's name."""
 WRITER_CHARS_MAX: Final = 256
 ENCRYPTED: Final = "+aes256gcm"
-"""Ends the codec's name of a frame that is encrypted, so that whoever cannot open it refuses it."""
+"""Ends the codec's name of an encrypted frame, so that readers without the key refuse it."""
 TYPED_BYTES: Final = {
     "U8": 1,
     "I8": 1,
@@ -95,7 +94,7 @@ class LayerSpec:
     """``[blocks, heads, block_size, content]``."""
     scales: str | None = ""
     """What K and V were divided by before they were quantised, as ``scales_text`` writes it; empty
-    where nothing was. None: not known to whoever expects this layer, which then may have any."""
+    where nothing was. None in a layer that a reader expects: any scales match."""
 
     def __post_init__(self) -> None:
         assert self.name != METADATA_NAME
@@ -137,8 +136,8 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a payload in forward order of the layers, by columns: whoever reads thousands
-    of payloads a second looks at columns, and no frame is made that nobody asked for."""
+    """The frames of a payload in forward order of the layers, by columns: readers of thousands of
+    payloads a second use columns, and a ``Frame`` is made only on demand."""
 
     layers: tuple[LayerSpec, ...]
     codecs: tuple[str, ...]
@@ -202,7 +201,7 @@ class Provenance:
 
 
 class Marks(NamedTuple):
-    """What a header says of its seal: no more than a claim until a ``Seal`` has looked at it."""
+    """What a header says about its seal: only a claim until a ``Seal`` has verified it."""
 
     signed_by: str = ""
     """Id of the key; empty where nothing is signed."""
@@ -216,9 +215,9 @@ class Marks(NamedTuple):
 UNSEALED: Final = Marks()
 
 
-class Place(NamedTuple):
-    """Which frame of its payload something is, and what it holds: an encrypted frame is of no other
-    place."""
+class FramePlace(NamedTuple):
+    """Which frame of its payload something is, and what it holds: an encrypted frame can be
+    decrypted at no other place."""
 
     number: int
     codec: str
@@ -229,16 +228,16 @@ class Place(NamedTuple):
 class FrameCipher(Protocol):
     """The frames of one payload, encrypted with its own key. Safe from many threads."""
 
-    def encrypt(self, place: Place, source: Buffer, target: memoryview) -> str:
+    def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
         """``source`` into ``target`` of the same length, which may be the same memory, but must not
         overlap otherwise; the tag, 32 hex digits."""
 
-    def decrypt(self, place: Place, stored: memoryview, out: memoryview, tag: str) -> None:
+    def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
         """``stored`` into ``out`` of the same length, elsewhere. Raises ``PayloadError`` if it is
         not what was encrypted for this claim and place; what ``out`` holds then is undefined."""
 
     def blinded(self, number: int, checksum: str) -> str:
-        """What a header may tell of the ``checksum`` of decoded pages, 32 hex digits each."""
+        """What a header may reveal of the ``checksum`` of decoded pages, 32 hex digits each."""
 
 
 class Opened(NamedTuple):
@@ -254,12 +253,6 @@ class Header:
 
     claim: Claim
     frames: Frames
-    data_start: int
-    """Bytes before the first frame: what ``read_header`` needs."""
-    nbytes: int
-    """Of the whole payload."""
-    raw_bytes: int
-    """Of all pages before compression."""
     checksum: str
     """xxh3_128 of the header itself, which holds every frame's: 32 hex digits that stand for the
     whole payload."""
@@ -267,6 +260,21 @@ class Header:
     marks: Marks = UNSEALED
     opened: Opened | None = field(default=None, repr=False, compare=False)
     """None if it was read without a seal."""
+
+    @property
+    def data_start(self) -> int:
+        """Bytes before the first frame: the length of the header."""
+        return self.frames.starts[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole payload."""
+        return self.frames.ends[-1]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of all pages before compression."""
+        return sum(layer.nbytes for layer in self.frames.layers)
 
     @property
     def codec(self) -> str:
@@ -283,7 +291,7 @@ class VerifiedText(NamedTuple):
     checksum: str
 
 
-# Where in a header the few things are that are found before its JSON is read.
+# Places in a header that are read before its JSON is.
 
 LENGTH_BYTES: Final = 8
 OPENING: Final = f'{{"{METADATA_NAME}":{{"checksum":"'.encode()

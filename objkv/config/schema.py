@@ -52,7 +52,7 @@ class Config(BaseModel):
     s3_addressing: Literal["auto", "path", "virtual"] = "auto"
     """Bucket in the path or in the host name; many servers other than AWS need ``path``."""
     s3_access_key_id: str | None = Field(default=None, repr=False)
-    """Better left unset: the AWS client finds roles, profiles and variables by itself."""
+    """Better left unset: the AWS client finds roles, profiles and variables."""
     s3_secret_access_key: str | None = Field(default=None, repr=False)
     """Belongs to ``s3_access_key_id``."""
     s3_multipart_bytes: int = Field(default=64 << 20, ge=5 << 20)
@@ -60,18 +60,17 @@ class Config(BaseModel):
     s3_range_bytes: int = Field(default=8 << 20, ge=1 << 20)
     """Payloads above this size are read by several ranged requests at once."""
     s3_ranges_max: int = Field(default=56, ge=0, le=256)
-    """Such requests under way besides the first of each payload, per process. 0: one request
+    """Concurrent ranged requests besides the first of each payload, per process. 0: one request
     reads a whole payload."""
     s3_hedge_percent_max: int = Field(default=5, ge=0, le=100)
-    """A request slower to answer than 95 of 100 is sent once more, and whichever answers first is
-    read; at most this share of requests. 0: never."""
+    """Hedge requests slower than p95, for at most this percentage of requests. 0: never."""
     bulk_calls_max: int = Field(default=64, ge=1)
-    """Calls to the bulk store at once, per process."""
+    """Concurrent calls to the bulk store, per process."""
 
     redis_ca_file: Path | None = None
     """PEM file that signs the server's certificate; unset: the system's authorities."""
     redis_cert_file: Path | None = None
-    """PEM certificate that this client shows, where the server asks for one."""
+    """PEM certificate of this client, where the server requires one."""
     redis_key_file: Path | None = None
     """PEM private key of ``redis_cert_file``."""
     redis_username: str | None = None
@@ -79,20 +78,21 @@ class Config(BaseModel):
     redis_password: str | None = Field(default=None, repr=False)
     """Overrides the URL's, so that secrets can stay out of URLs."""
     redis_prefix: str = Field(default="objkv", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Every key in Redis begins with it and a colon: tenants that must not read each other's have
-    one each, and rights to no other."""
+    """Every key in Redis begins with it and a colon: tenants that must not read each other's data
+    have one prefix each, and rights to no other."""
     redis_calls_max: int = Field(default=16, ge=1)
-    """Connections to Redis, per process: so many for the index, and as many for payloads."""
+    """Connections to Redis, per process: this many for the index, and as many for payloads."""
 
     chunk_tokens: int = Field(default=256, ge=1)
-    """A wish: the effective chunk is the smallest multiple of all block sizes that reaches it."""
+    """Requested chunk size: the effective one is the smallest multiple of all block sizes that
+    reaches it."""
     codec: CodecName = "auto"
-    """How payloads are compressed: ``none`` suits fast links, ``blosc`` and ``blosclz4`` pay on
-    slow ones; ``auto`` chooses for each chunk by what it measured, and leaves those for a directory
-    or a server on this machine as they are."""
+    """How payloads are compressed: ``none`` suits fast links, ``blosc`` and ``blosclz4`` pay off on
+    slow ones; ``auto`` chooses for each chunk by measurements, and compresses nothing for a
+    directory or a server on this machine."""
     load_mode: LoadMode = "async"
     """``async``: between steps, hidden by other requests' compute; ``layerwise``: within the step,
-    layer by layer (not with asynchronous scheduling); ``auto``: by what is left to compute."""
+    layer by layer (not with asynchronous scheduling); ``auto``: by how much is left to compute."""
     save_decode: bool = False
     """Whether chunks that end in generated tokens are saved too, not only prompts."""
     hot_payload_bytes_max: int = Field(default=1 << 20, ge=0)
@@ -101,22 +101,25 @@ class Config(BaseModel):
     """Payloads up to this size are kept in Redis as soon as they are saved; larger ones when they
     are loaded often."""
     hot_promote_loads: int = Field(default=3, ge=1)
-    """A payload that a worker loaded so often from the bulk store is copied to Redis."""
+    """A payload that a worker loaded this many times from the bulk store is copied to Redis."""
     hot_promote_bytes_max: int = Field(default=256 << 20, ge=0)
-    """Bytes that a worker copies to Redis in this way within an hour. 0: none."""
+    """Bytes of such copies per worker and hour. 0: none."""
     tenant: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Part of the identity: tenants never share."""
     role: Role = "writer"
-    """What this process may do in both stores, as its rights are: ``reader`` loads, and writes
-    nothing, no hits either; ``sweeper`` is for operators' commands, and no replica starts with
-    it."""
+    """What this process may do in store and index: ``reader`` loads and writes nothing, not even
+    hits; ``sweeper`` is for operators' commands, and no replica starts with it."""
     allow_plaintext: bool = False
     """Whether stores on other machines may be reached without TLS: credentials, keys and payloads
-    then cross the network in clear. This machine's own always may."""
+    then cross the network in clear. Those on this machine always may."""
     model_id: str | None = None
     """Overrides the model's name in the identity, e.g. when mount paths differ."""
     weights_epoch: int = Field(default=0, ge=0)
-    """Raise it to start afresh after weights changed in place."""
+    """Raise it to start with an empty cache after weights changed in place."""
+    vllm_patches: bool = True
+    """Whether objkv wraps methods of vLLM that inform no connector when weights change in place,
+    adapters come and go, or an engine sleeps. Without it call
+    ``reset_prefix_cache(reset_connector=True)`` after each such change."""
     weights_digest: Literal["sampled", "full"] = "sampled"
     """How weights are told from others: ``sampled``, by headers and some pages of every tensor
     (files other than safetensors by all bytes); ``full``, by all bytes, a minute for 100 GB at the
@@ -124,17 +127,16 @@ class Config(BaseModel):
     ttl_s: int = Field(default=86_400, ge=1)
     """Life of an index record after its last save or hit."""
     quota_bytes: int = Field(default=0, ge=0)
-    """Bytes of payloads that each tenant may have in this place, all namespaces together. Above
-    ``quota_high_percent`` of it nothing more is saved, and ``objkv sweep`` gives up what is used
-    least. 0: no quota. Left unset with the default ``bulk_url``: 50 GiB, or a fifth of the disk if
-    that is less."""
+    """Bytes of payloads per tenant, all namespaces together. Above ``quota_high_percent`` of it
+    saves stop, and ``objkv sweep`` evicts the least used chunks. 0: no quota. Left unset with the
+    default ``bulk_url``: 50 GiB, or a fifth of the disk if that is less."""
     quota_high_percent: int = Field(default=95, ge=1, le=100)
-    """Of the quota: when this is reached saves stop, and a sweep begins to give chunks up."""
+    """Saves stop and a sweep starts to evict when usage reaches this percentage of the quota."""
     quota_low_percent: int = Field(default=85, ge=0, le=100)
-    """Of the quota: down to this a sweep gives chunks up."""
+    """Sweep evicts until usage falls to this percentage of the quota."""
     sweep_grace_s: int = Field(default=21_600, ge=0)
-    """What ``objkv sweep`` finds without use is left alone until it is so old: longer than a save
-    takes by far, since whoever saves announces last."""
+    """Objects younger than this are never swept. Must exceed the longest save, because writers
+    publish last."""
     pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
     """Pinned (page-locked) memory per worker, for loads and saves together. Payloads of replicas
     of larger shards take up to a quarter as much again, or twice the largest of them if that is
@@ -143,7 +145,7 @@ class Config(BaseModel):
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
     load_deadline_ms: int = Field(default=30_000, ge=1)
-    """A load that takes longer is a miss: the rest of it is recomputed."""
+    """A load that takes longer is a miss: the rest is recomputed."""
     step_load_deadline_ms: int = Field(default=5_000, ge=1)
     """The same for a load within the step, which holds up every request of the replica."""
     encoder_deadline_ms: int = Field(default=1_000, ge=1)
@@ -151,9 +153,9 @@ class Config(BaseModel):
     save_deadline_ms: int = Field(default=60_000, ge=1)
     """A save that takes longer is dropped."""
     drain_deadline_ms: int = Field(default=10_000, ge=0)
-    """How long a shutdown waits for saves in flight."""
+    """How long a shutdown waits for in-flight saves."""
     load_threads: int = Field(default=8, ge=1, le=256)
-    """Threads that fetch and decode chunks, per worker: fewer work at once where processors are few
+    """Threads that fetch and decode chunks, per worker: fewer run at once where processors are few
     and the store is near."""
     save_threads: int = Field(default=16, ge=1, le=256)
     """Threads that encode and upload chunks, per worker."""
@@ -166,47 +168,50 @@ class Config(BaseModel):
     near_records_max: int = Field(default=65_536, ge=0)
     """Index records kept in the scheduler's memory."""
     near_ttl_ms: int = Field(default=30_000, ge=0)
-    """How long a record in the scheduler's memory is believed."""
+    """How long a record in the scheduler's memory is valid."""
     near_miss_ttl_ms: int = Field(default=500, ge=0)
-    """How long the scheduler believes that a chunk is not stored. 0: it asks every time."""
+    """How long the scheduler remembers that a chunk is not stored. 0: every lookup goes to the
+    index."""
     lease_ms: int = Field(default=30_000, ge=1)
-    """How long one replica alone may be saving a chunk."""
+    """How long one replica holds the lease for saving a chunk."""
     breaker_failures: int = Field(default=5, ge=1)
-    """Failures in a row after which reads, or writes, of a store are left alone for a while."""
+    """Failures in a row that open the circuit breaker of a store's reads, or of its writes."""
     breaker_reset_ms: int = Field(default=1_000, ge=1)
-    """How long they are left alone at most before one call tries again; twice as long each time it
+    """How long at most the circuit stays open before one call tries again; doubled each time it
     fails."""
     breaker_reset_max_ms: int = Field(default=15_000, ge=1)
-    """The longest such pause: so long after a store is back, it is tried at the latest."""
+    """The longest such pause: a store that is back is used again after this time at the latest."""
 
     admission: AdmissionMode = "auto"
-    """Which matches are loaded: ``auto``, those that were measured to be sooner loaded than
-    computed; ``always``; ``never``, which only saves."""
+    """Which matches are loaded: ``auto``, those where measurements show that loading beats
+    recomputing; ``always``; ``never``, which only saves."""
     at_start: Literal["degraded", "strict"] = "degraded"
-    """An unreachable store at start: serve without it until it is back, or refuse to start."""
+    """If a store is unreachable at start: serve without it until it is back, or refuse to start."""
     load_failure: Literal["recompute", "vllm"] = "recompute"
-    """``recompute`` sets vLLM's ``kv_load_failure_policy`` so; ``vllm`` leaves it alone."""
+    """``recompute`` sets vLLM's ``kv_load_failure_policy`` to it; ``vllm`` does not set it."""
     store_tokens: bool = False
     """Whether payloads carry their token ids, for audits. They are the prompt in plain sight."""
 
     signing_keys_file: Path | None = None
     """Keys to sign payloads with, a line each: id, tenant or ``*``, 32 bytes as hex or base64.
-    Nothing unsigned is loaded then. Nobody but its owner may be able to read the file."""
+    Unsigned payloads are then not loaded. Only its owner may be able to read the file."""
     signing_keys_command: str | None = Field(default=None, repr=False)
-    """Prints what would be in ``signing_keys_file``. Run once at start, without a shell."""
+    """Command that prints the content of a ``signing_keys_file``. Run once at start, without a
+    shell."""
     encryption_keys_file: Path | None = None
-    """Keys to encrypt payloads with, written as those to sign with. Nothing that is not encrypted
-    is loaded then."""
+    """Keys to encrypt payloads with, in the format of ``signing_keys_file``. Unencrypted payloads
+    are then not loaded."""
     encryption_keys_command: str | None = Field(default=None, repr=False)
-    """Prints what would be in ``encryption_keys_file``. Run once at start, without a shell."""
+    """Command that prints the content of an ``encryption_keys_file``. Run once at start, without a
+    shell."""
     keys_command_deadline_ms: int = Field(default=10_000, ge=1)
     """How long such a command may take."""
 
     @model_validator(mode="before")
     @classmethod
     def _a_folder_is_its_own_index(cls, values: Any) -> Any:
-        """Whoever shares a folder, by a mount perhaps, shares all of it: an index of this machine
-        alone would keep others from finding what they can read."""
+        """A shared folder, by a mount perhaps, is shared with its index: a separate index on this
+        machine would hide the chunks from others who can read them."""
         if isinstance(values, dict) and "index_url" not in values:
             bulk_url = values.get("bulk_url")
             if isinstance(bulk_url, str) and bulk_url.strip().startswith("file:"):

@@ -29,11 +29,11 @@ _SERVICE_LINK = re.compile(
     r"OBJKV(_.+)?_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 _KEY_ID_CHARS_MIN = 8
-"""A shorter access key id is somebody's word, ``minio`` say: to mask it would hide that everywhere.
-It is a name: the secret that belongs to it is masked all the same."""
+"""A shorter access key id is a common word, ``minio`` say: masking it would hide that word
+everywhere. It is only a name; the secret that belongs to it is masked in any case."""
 
 _KINDS = {"int_": "an integer", "float_": "a number", "bool_": "true or false"}
-"""By what pydantic calls errors of settings of a wrong type."""
+"""By the types of pydantic's errors."""
 _NUMBER_CHARS = 12
 
 Source = Literal["default", "file", "environment", "option"]
@@ -65,7 +65,7 @@ def resolve_config(
     file: Path | None = None,
     origin: str = "the options",
 ) -> Resolved:
-    """Resolve all sources, and tell which one each setting comes from.
+    """Resolve all sources, and record the source of each setting.
 
     ``file`` replaces ``OBJKV_CONFIG_FILE``; ``origin`` names ``overrides`` in messages. Empty
     variables count as unset. Raises ``ConfigError`` as ``load_config`` does.
@@ -92,7 +92,7 @@ def resolve_config(
 
 
 def _keep_secrets(values: Mapping[str, Any]) -> None:
-    """Also those of settings that turn out to be wrong."""
+    """Also those of invalid settings."""
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     for name in SECRET_SETTINGS:
         if name != "s3_access_key_id" or len(texts.get(name, "")) >= _KEY_ID_CHARS_MIN:
@@ -121,12 +121,12 @@ def _explain(
 
 
 def _plainly(error: ErrorDetails) -> str:
-    """What is wrong, in words that name no library's types."""
+    """The error in words that name no library's types."""
     message = error["msg"].removeprefix("Value error, ")
     for beginning, kind in _KINDS.items():
         if error["type"].startswith(beginning):
             value = repr(error["input"])
-            # Whatever is longer may be a secret in the wrong place.
+            # A longer value may be a secret in the wrong place.
             return f"{value if len(value) <= _NUMBER_CHARS else 'what is written'} is not {kind}"
     return message.replace("Input should be", "it must be")
 

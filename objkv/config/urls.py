@@ -1,4 +1,4 @@
-"""URLs and paths in settings: what is allowed, where defaults lie, and what may be shown."""
+"""URLs and paths in settings: which are allowed, the defaults, and their form without passwords."""
 
 import ipaddress
 import os
@@ -26,8 +26,7 @@ def cache_folder() -> Path:
 
 
 def default_quota_bytes() -> int:
-    """What the default place may take of the user's disk: 50 GiB, or a fifth of it if that is
-    less."""
+    """Quota of the default directory: 50 GiB, or a fifth of its disk if that is less."""
     place = cache_folder()
     while True:
         try:
@@ -79,7 +78,7 @@ def _parts(url: str) -> tuple[str, str, str]:
 
 
 def passwords_in(url: str) -> list[str]:
-    """What ``without_password`` masks."""
+    """The passwords that ``without_password`` masks."""
     scheme, _, rest = _parts(url)
     found = [match[1] for match in _PARAMETER.finditer(rest)]
     login, at, _ = rest.rpartition("@")
@@ -89,8 +88,8 @@ def passwords_in(url: str) -> list[str]:
 
 
 def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
-    """Raise ``ValueError`` that says what to write unless ``url`` can be used as ``name``."""
-    shown = without_secrets(without_password(url))  # also what was pasted in the wrong place
+    """Raise ``ValueError``, with the valid form, unless ``url`` can be used as ``name``."""
+    shown = without_secrets(without_password(url))  # a secret may be pasted in the wrong place
     scheme, _, rest = url.partition(":")
     if scheme not in known:
         raise ValueError(f"{name} {shown!r}: use one of {', '.join(known)}")
@@ -106,7 +105,7 @@ def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
 
 def is_this_machine(host: str) -> bool:
     """Whether ``host`` is a name or an address of the loopback interface. Names are not resolved:
-    whoever answers for DNS would decide what is sent in clear."""
+    a DNS server would decide what is sent in clear."""
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -117,7 +116,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def clear_hosts(url: str) -> list[str]:
-    """The hosts that ``url`` names and that would be spoken to in clear over a network.
+    """The hosts in ``url`` to which traffic would cross a network in clear.
 
     >>> clear_hosts("redis://10.0.0.7:6379"), clear_hosts("redis://127.0.0.1:6379")
     (['10.0.0.7'], [])
@@ -134,8 +133,7 @@ def clear_hosts(url: str) -> list[str]:
 
 
 def refuse_clear(name: str, url: str) -> None:
-    """Raise ``ValueError``, naming what to write, if ``url`` leads to another machine without
-    TLS."""
+    """Raise ``ValueError``, with the fix, if ``url`` leads to another machine without TLS."""
     if clear_hosts(url):
         scheme = url.partition("://")[0]
         secure = "https" if scheme.lower() == "http" else scheme.replace("redis", "rediss", 1)

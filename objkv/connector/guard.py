@@ -1,4 +1,4 @@
-"""The last line: a bug in objkv costs a miss, not the engine; and what is said is heard."""
+"""A bug in objkv costs a miss, not the engine; and its log lines reach vLLM's log."""
 
 import copy
 import functools
@@ -44,7 +44,7 @@ def speak_as_vllm() -> None:
 
 
 class _Named(logging.Handler):
-    """Hands on what objkv says with its name before it: vLLM's lines name only files."""
+    """Prefixes objkv's lines with its name: vLLM's lines name only files."""
 
     def __init__(self, inner: logging.Handler) -> None:
         super().__init__(inner.level)
@@ -53,7 +53,7 @@ class _Named(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except Exception:  # whatever the arguments raise; logging's own way to say so
+        except Exception:  # arguments that cannot be formatted: reported as logging does
             self.handleError(record)
             return
         if not text.startswith("objkv"):

@@ -1,18 +1,18 @@
-"""Hears what vLLM tells no connector: weights that change in place, adapters that come and go.
+"""What objkv patches in vLLM, which of its private names it uses, and what it does to its blocks.
 
-EngineCore carries such calls out between steps, on the thread that schedules. It tells a connector
-only where it also drops its own prefix cache: ``sleep`` and a pause call ``reset_cache``. A weight
-update without a pause (``collective_rpc("reload_weights")``, ``update_weights``, any function that
-is sent to the workers) tells nobody, and KV of the old weights would go on being loaded. So these
-methods of vLLM's classes are wrapped; what is heard never raises into them. Source: vLLM 0.31-0.33,
-``v1/engine/core.py`` (``collective_rpc``, ``add_lora``, ``remove_lora``, ``_reset_caches``) and
-``v1/worker/gpu_worker.py`` (``sleep``, ``wake_up``, ``discard``).
+EngineCore carries out calls that change weights or adapters between steps, on the thread that
+schedules. It informs a connector only where it also drops its own prefix cache: ``sleep`` and a
+pause call ``reset_cache``. After a weight update without a pause
+(``collective_rpc("reload_weights")``, ``update_weights``, any function that is sent to the workers)
+KV of the old weights would go on being loaded. So these methods of vLLM's classes are wrapped;
+nothing that happens in a wrapper raises into them. ``vllm_patches=false`` wraps none.
 """
 
 import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
@@ -26,15 +26,44 @@ if TYPE_CHECKING:
 
     from objkv.connector.model.adapters import Adapters
 
+logger = logging.getLogger(__name__)
 
-# Blocks that a load failed to fill leave vLLM's own prefix cache, or are given back.
-#
-# vLLM hashes blocks that a load within a step is to fill, and those computed after them, before
-# it knows of the failure, and with ``recompute`` leaves the hashes to the request that computes
-# them again in the next step. A preemption or an abort right there would leave them to whoever
-# asks next. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``, ``_handle_invalid_blocks``;
-# aborts that came during a step are carried out before its output is looked at,
-# ``v1/engine/core.py``, ``step``.
+_CORE = "vllm.v1.engine.core", "EngineCore"
+_WORKER = "vllm.v1.worker.gpu_worker", "Worker"
+PATCHED = {
+    "collective_rpc": _CORE,
+    "add_lora": _CORE,
+    "remove_lora": _CORE,
+    "reset_encoder_cache": _CORE,
+    "sleep": _WORKER,
+    "wake_up": _WORKER,
+    "discard": _WORKER,
+}
+"""By method, the module and the class in it. Read against vLLM 0.31-0.33."""
+_KV, _EC = "distributed.kv_transfer.kv_connector.", "distributed.ec_transfer.ec_connector."
+PRIVATE = {
+    "_registry": (f"{_KV}factory", f"{_EC}factory"),
+    "_kv_transfer_config": (f"{_KV}v1.base",),
+    "_vllm_config": (f"{_KV}v1.base",),
+    "_kv_cache_manager": (f"{_KV}v1.base",),
+    "_get_connector_metadata": (f"{_KV}v1.base", f"{_EC}base"),
+    "_is_producer": (f"{_EC}base",),
+    "_is_consumer": (f"{_EC}base",),
+    "_counter_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
+    "_gauge_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
+    "_histogram_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
+    "_get_attn_isa": ("v1.attention.backends.cpu_attn",),
+    "_k_scale": ("model_executor.layers.quantization.kv_cache",),
+    "_v_scale": ("model_executor.layers.quantization.kv_cache",),
+    "_k_scale_float": ("model_executor.layers.quantization.kv_cache",),
+    "_v_scale_float": ("model_executor.layers.quantization.kv_cache",),
+    "NONE_HASH": ("v1.core.kv_cache_utils",),
+    "maybe_convert_block_hash": ("v1.core.kv_cache_utils",),
+    "generate_block_hash_extra_keys": ("v1.core.kv_cache_utils",),
+    "cached_block_hash_to_block": ("v1.core.block_pool",),
+    "evict_blocks": ("v1.core.kv_cache_manager",),
+}
+"""Private and internal names that objkv uses, with the modules in ``vllm`` that define them."""
 
 
 def evict_failed(
@@ -43,10 +72,18 @@ def evict_failed(
     ended: Iterable[Sequence[int]],
     failed: set[int],
 ) -> set[int]:
-    """Forget, of each request, the first failed block and all after it; single-group models.
+    """Evict from vLLM's prefix cache, of each request, the first block that a load failed to fill
+    and all after it; single-group models. Returns what was evicted.
+
+    vLLM hashes blocks that a load within a step is to fill, and those computed after them, before
+    it knows of the failure, and with ``recompute`` leaves the hashes to the request that computes
+    them again in the next step. A preemption or an abort right there would leave them to the next
+    request with that prefix. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``,
+    ``_handle_invalid_blocks``; aborts that came during a step are carried out before its output is
+    looked at, ``v1/engine/core.py``, ``step``.
 
     ``ended``: blocks of those that ended in the step that failed. The others' blocks stay with
-    their requests. Returns what was evicted.
+    their requests.
     """
     evicted = set(failed)
     tables = [manager.get_block_ids(request_id)[0] for request_id in request_ids]
@@ -61,9 +98,9 @@ def evict_failed(
 def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
     """Give the blocks of requests back whose whole load failed, and ended on all workers.
 
-    vLLM does so itself, but one request after the other as each comes to be scheduled again: if the
-    first then needs more blocks than are free, as one does that computes what a window need not
-    have loaded, it waits for ever for those behind it. Source: vLLM 0.31-0.33, ``schedule`` and
+    vLLM does so itself, but one request after the other as each is scheduled again: if the first
+    then needs more blocks than are free, because it computes what a window need not have loaded, it
+    waits for ever for those behind it. Source: vLLM 0.31-0.33, ``schedule`` and
     ``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``; freeing twice is harmless.
     """
     for request in requests:
@@ -86,12 +123,11 @@ def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
     return len(manager.block_pool.cached_block_hash_to_block) == 0
 
 
-logger = logging.getLogger(__name__)
 _CHANGES = re.compile(r"weight|param|apply_model|load_|checkpoint|state_dict|refit", re.IGNORECASE)
 """Calls on all workers that may change weights: vLLM's own, and those of training frameworks
 (``update_weights_from_ipc``, ``load_weights``), by their names."""
 KEEPS_WEIGHTS = "objkv_keeps_weights"
-"""An attribute of functions, by which who wrote one says that it leaves weights alone."""
+"""An attribute that marks functions as leaving weights alone."""
 _CHANGES_NOTHING = frozenset(
     {
         "compute_weight_checksums",
@@ -113,7 +149,7 @@ class Sleeper(Protocol):
         """It is back. Idempotent."""
 
 
-class Hearer(Protocol):
+class Listener(Protocol):
     """A scheduler's side."""
 
     adapters: "Adapters"
@@ -127,25 +163,37 @@ class Hearer(Protocol):
         """Use nothing that was stored so far."""
 
 
-class EngineHooks:
-    """What the scheduler's side of one connector makes of what it hears."""
+class EncoderListener(Protocol):
+    """A scheduler's side of the encoder cache."""
 
-    def __init__(self, side: Hearer, manager: Callable[[], "KVCacheManager | None"]) -> None:
-        """``manager``: vLLM's, or None until the connector was bound to it."""
+    def outputs_dropped(self) -> bool:
+        """vLLM dropped all of its own outputs."""
+
+
+class EngineHooks:
+    """Forwards what vLLM reports to no connector to the scheduler's side of one."""
+
+    def __init__(
+        self,
+        side: Listener,
+        manager: Callable[[], "KVCacheManager | None"],
+        *,
+        patches: bool = True,
+    ) -> None:
+        """``manager``: vLLM's, or None until the connector was bound to it. ``patches``: whether
+        vLLM's classes may be wrapped."""
         self._side = side
         self._manager = manager
         _engine_hooks.add(self)
-        from vllm.v1.engine.core import EngineCore
-
-        heard = [
-            wrap(EngineCore, "collective_rpc", after=_heard_call),
-            wrap(EngineCore, "add_lora", before=_heard_adapter),
-            wrap(EngineCore, "remove_lora", after=_heard_no_adapter),
+        wrapped = patches and [
+            wrap("collective_rpc", after=_on_call),
+            wrap("add_lora", before=_on_adapter),
+            wrap("remove_lora", before=_on_adapter_removed),
         ]
-        if not all(heard):
+        if not wrapped or not all(wrapped):
             logger.warning(
-                "weights that change in place are not noticed in this version of vLLM: "
-                "reset_prefix_cache(reset_connector=True) after each change"
+                "weights that change in place are not noticed in this version of vLLM, or with "
+                "these settings: reset_prefix_cache(reset_connector=True) after each change"
             )
 
     @guarded(None)
@@ -158,7 +206,7 @@ class EngineHooks:
     @guarded(None)
     def reopen(self) -> None:
         """If nothing is loaded or saved because vLLM held blocks of the old weights: it may have
-        dropped them since, without the connector being told."""
+        dropped them since, without a call to the connector."""
         if not self._side.open and holds_no_prefix(self._manager()):
             self._side.reset(clean=True)
 
@@ -174,33 +222,43 @@ class EngineHooks:
 
 
 _engine_hooks: WeakSet[EngineHooks] = WeakSet()
+_encoder_listeners: WeakSet[Any] = WeakSet()
 _sleepers: WeakSet[Any] = WeakSet()
 
 
-def follow_sleep(sleeper: Sleeper) -> None:
+def follow_sleep(sleeper: Sleeper, *, patches: bool = True) -> None:
     """Have a worker's side called before its paged cache is unmapped and after it is mapped again.
 
     vLLM 0.33 does that by itself.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    if hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+    if not patches or hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return
-    from vllm.v1.worker.gpu_worker import Worker
-
     _sleepers.add(sleeper)
-    wrap(Worker, "sleep", before=_heard_sleep)
-    wrap(Worker, "discard", before=_heard_discard)
-    wrap(Worker, "wake_up", after=_heard_wake)
+    wrap("sleep", before=_on_sleep)
+    wrap("discard", before=_on_discard)
+    wrap("wake_up", after=_on_wake)
+
+
+def follow_encoder_resets(listener: EncoderListener, *, patches: bool = True) -> None:
+    """Have a side called when vLLM drops its own encoder outputs, as it does after weights
+    changed."""
+    if patches:
+        _encoder_listeners.add(listener)
+        wrap("reset_encoder_cache", after=_on_encoder_reset)
 
 
 def may_change_weights(method: Any, args: Any = ()) -> bool:
     """Whether a call on all workers may change the model's weights.
 
-    ``method``: a name, a function, or a pickled function. Nobody can say what functions do, so each
-    may, unless its ``objkv_keeps_weights`` is True. ``args``: those of the call; the only one of
-    ``apply_model`` is such a function. Source: vLLM 0.31-0.33, ``run_method`` in
-    ``v1/serial_utils.py`` and ``apply_model`` in ``v1/engine/llm_engine.py``.
+    Args:
+        method: a name, a function, or a pickled function. Functions may do anything: each counts
+            as a change, unless its ``objkv_keeps_weights`` is True.
+        args: those of the call; the only one of ``apply_model`` is such a function.
+
+    Source: vLLM 0.31-0.33, ``run_method`` in ``v1/serial_utils.py`` and ``apply_model`` in
+    ``v1/engine/llm_engine.py``.
     """
     if method == "apply_model" and isinstance(args, tuple | list) and len(args) == 1:
         (method,) = args
@@ -211,7 +269,7 @@ def may_change_weights(method: Any, args: Any = ()) -> bool:
     return method not in _CHANGES_NOTHING and _CHANGES.search(method) is not None
 
 
-def _heard_call(
+def _on_call(
     method: Any = None, _timeout: Any = None, args: Any = (), *_args: Any, **_more: Any
 ) -> None:
     if may_change_weights(method, args):
@@ -220,60 +278,66 @@ def _heard_call(
             hooks.weights_changed(str(how))
 
 
-def _heard_adapter(lora_request: Any, **_more: Any) -> None:
+def _on_adapter(lora_request: Any, **_more: Any) -> None:
     for hooks in list(_engine_hooks):
         hooks.adapter_loaded(lora_request)
 
 
-def _heard_no_adapter(lora_id: int, **_more: Any) -> None:
+def _on_adapter_removed(lora_id: int, **_more: Any) -> None:
     for hooks in list(_engine_hooks):
         hooks.adapter_unloaded(lora_id)
 
 
-def _heard_sleep(*_args: Any, **_more: Any) -> None:
+def _on_encoder_reset(*_args: Any, **_more: Any) -> None:
+    for listener in list(_encoder_listeners):
+        listener.outputs_dropped()
+
+
+def _on_sleep(*_args: Any, **_more: Any) -> None:
     for sleeper in list(_sleepers):
         sleeper.unregister_kv_caches()
 
 
-def _heard_discard(tags: Iterable[str] = (), **_more: Any) -> None:
+def _on_discard(tags: Iterable[str] = (), **_more: Any) -> None:
     if "kv_cache" in tags:
-        _heard_sleep()
+        _on_sleep()
 
 
-def _heard_wake(tags: Iterable[str] | None = None, **_more: Any) -> None:
+def _on_wake(tags: Iterable[str] | None = None, **_more: Any) -> None:
     if tags is None or "kv_cache" in tags:
         for sleeper in list(_sleepers):
             sleeper.restore_kv_caches()
 
 
 def wrap(
-    owner: type[Any],
     name: str,
     *,
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
 ) -> bool:
-    """Have ``before`` and ``after`` called with the method's arguments, once per class, whatever
-    becomes of the call between them. False if the class has no such method."""
+    """Have ``before`` and ``after`` called with the arguments of a method in ``PATCHED``, once per
+    class, even if the call between them fails. False if this vLLM has no such method."""
+    module, owner_name = PATCHED[name]
+    owner = getattr(import_module(module), owner_name)
     original = owner.__dict__.get(name)
     if original is None:
         return False
-    if hasattr(original, "heard_by_objkv"):
+    if hasattr(original, "wrapped_by_objkv"):
         return True
-    hear_before, hear_after = (guarded(None)(heard or _nothing) for heard in (before, after))
+    call_before, call_after = (guarded(None)(call or _nothing) for call in (before, after))
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        hear_before(*args, **kwargs)
+        call_before(*args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:  # a change that failed half-way is a change
-            hear_after(*args, **kwargs)
+            call_after(*args, **kwargs)
 
-    call.heard_by_objkv = True  # type: ignore[attr-defined]
+    call.wrapped_by_objkv = True  # type: ignore[attr-defined]
     setattr(owner, name, call)
     return True
 
 
 def _nothing(*_args: Any, **_more: Any) -> None:
-    """Hear nothing."""
+    """Do nothing."""

@@ -1,90 +1,131 @@
-"""What the wrappers of an index share: every verb passes one method that a wrapper overrides."""
+"""An index whose calls pass a guard: the breakers, deadlines and counters of one place.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+Also the base of indexes that change a few verbs of another one: without a guard all others pass
+through as they are.
+"""
 
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards, Usage, WriteIndex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
-T = TypeVar("T")
+from objkv.errors import StoreDenied
+from objkv.index.base import (
+    ChunkEntry,
+    PruneIndex,
+    Record,
+    ShardRecord,
+    Shards,
+    Usage,
+    WriteIndex,
+)
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.net.guard import Unguarded, Verb
 
-Verb = Literal[
-    "lookup",
-    "find",
-    "scan",
-    "namespaces",
-    "usage",
-    "publish",
-    "touch",
-    "forget",
-    "lease",
-    "release",
-]
+_CALLS: Final = ("calls", "errors")
 
 
-class WrappedIndex:
-    """Delegates everything to ``inner``, whose owner it becomes: closing it closes ``inner``.
+def _found(result: Any, _args: object) -> tuple[tuple[str, float], ...]:
+    missing = result.count(None)
+    return (("records_found", len(result) - missing), ("records_missing", missing))
 
-    A ``WriteIndex``: what operators do by hand goes to the index itself. ``check`` and ``close``
-    pass by ``_around``; a scan passes through it once per record.
+
+INDEX_VERBS: Final[Mapping[str, Verb]] = {
+    "lookup": Verb("read", _CALLS, outcome=_found),
+    "find": Verb("read", _CALLS, outcome=_found),
+    "scan": Verb("read", walks=True),
+    "namespaces": Verb("read", _CALLS, walks=True),
+    "usage": Verb("read", _CALLS, walks=True),
+    **{verb: Verb("write", _CALLS) for verb in ("publish", "touch", "forget", "lease", "release")},
+}
+"""What an index's guard counts: over all verbs but scans ``index_calls`` and ``index_errors``, over
+all lookups ``index_records_found`` and ``index_records_missing``. A scan is guarded and counted per
+record."""
+
+
+class GuardedIndex:
+    """``inner`` behind ``guard``, whose owner it becomes: closing it closes ``inner``.
+
+    A ``WriteIndex``: what operators do by hand goes to the index itself. So do ``check`` and
+    ``close``. For the read-only role nothing is published, touched or forgotten, and no lease is
+    granted, so that savers do not save: what a replica writes to an index are hints that others can
+    do without, so this is no error.
     """
 
-    def __init__(self, inner: WriteIndex) -> None:
+    def __init__(self, inner: WriteIndex, guard: Unguarded | None = None) -> None:
         self._inner = inner
+        self._guard = guard or Unguarded()
 
-    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
-        """Make ``call``, which is ``verb`` of the inner index (for ``scan``: its next record)."""
-        return call()
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """As the inner index."""
-        return self._around("lookup", lambda: self._inner.lookup(namespace, prefix_hashes))
+        """See ``ReadIndex``."""
+        return self._guard.call("lookup", self._inner.lookup, namespace, prefix_hashes)
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """As the inner index."""
-        return self._around("find", lambda: self._inner.find(namespace, prefix_hashes, fields))
+        """See ``ReadIndex``."""
+        return self._guard.call("find", self._inner.find, namespace, prefix_hashes, fields)
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """As the inner index."""
+        """See ``ReadIndex``."""
         records = self._inner.scan(namespace)
-        while (record := self._around("scan", lambda: next(records, None))) is not None:
+        while (record := self._guard.call("scan", next, records, None)) is not None:
             yield record
 
     def namespaces(self) -> list[str]:
-        """As the inner index."""
-        return self._around("namespaces", self._inner.namespaces)
+        """See ``ReadIndex``."""
+        return self._guard.call("namespaces", self._inner.namespaces)
 
     def usage(self) -> list[Usage]:
-        """As the inner index."""
-        return self._around("usage", self._inner.usage)
+        """See ``ReadIndex``."""
+        return self._guard.call("usage", self._inner.usage)
 
     def check(self) -> None:
-        """As the inner index."""
-        self._inner.check()
+        """See ``ReadIndex``. The read-only role looks up one record: an index may try to write
+        when it is checked."""
+        if not self._guard.may_write:
+            self.lookup("0" * NAMESPACE_HEX, [bytes(PREFIX_HASH_BYTES)])
+            return
+        with self._guard.deadline():
+            self._inner.check()
 
     def close(self) -> None:
         """Close the inner index."""
         self._inner.close()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """As the inner index."""
-        self._around("publish", lambda: self._inner.publish(chunk, shards, ttl_s=ttl_s))
+        """See ``WriteIndex``."""
+        if self._guard.may_write:
+            self._guard.call("publish", self._inner.publish, chunk, shards, ttl_s=ttl_s)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """As the inner index."""
-        self._around("touch", lambda: self._inner.touch(namespace, prefix_hashes, ttl_s=ttl_s))
+        """See ``WriteIndex``."""
+        if self._guard.may_write:
+            self._guard.call("touch", self._inner.touch, namespace, prefix_hashes, ttl_s=ttl_s)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """As the inner index."""
-        return self._around(
-            "forget", lambda: self._inner.forget(namespace, prefix_hash, field, expected)
+        """See ``WriteIndex``."""
+        return self._guard.may_write and self._guard.call(
+            "forget", self._inner.forget, namespace, prefix_hash, field, expected
         )
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """As the inner index."""
-        return self._around("lease", lambda: self._inner.lease(name, owner, ttl_ms=ttl_ms))
+        """See ``WriteIndex``."""
+        return self._guard.may_write and self._guard.call(
+            "lease", self._inner.lease, name, owner, ttl_ms=ttl_ms
+        )
 
     def release(self, name: str, owner: str) -> None:
-        """As the inner index."""
-        self._around("release", lambda: self._inner.release(name, owner))
+        """See ``WriteIndex``."""
+        if self._guard.may_write:
+            self._guard.call("release", self._inner.release, name, owner)
+
+
+def for_operators(admin: PruneIndex | None) -> PruneIndex:
+    """The index on which operators pin, drop and count; None is the read-only role's. Raises
+    ``StoreDenied``."""
+    if admin is None:
+        raise StoreDenied("role is reader, and this would write: set role to sweeper")
+    return admin

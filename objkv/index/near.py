@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from threading import Lock
 
 from objkv.index.base import ChunkEntry, ShardRecord, Shards, WriteIndex
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 
 SETTLE_S = 5
 """Records with a younger shard are not kept: other ranks may still be adding theirs. The
@@ -21,7 +21,7 @@ _SECOND_CHANCES = 64
 """Used records that are passed over for one that is not; bounds how long the lock is held."""
 
 
-class NearIndex(WrappedIndex):
+class NearIndex(GuardedIndex):
     """Keeps up to ``records_max`` records of ``inner``, each for ``ttl_s``; the least used go.
 
     Only what is found with exactly these ``fields``, all of them, and of the namespace that was
@@ -67,13 +67,13 @@ class NearIndex(WrappedIndex):
         """As the inner index, which is asked once, for what is not kept; nothing is asked for from
         the first chunk on that is known to be missing."""
         if len(fields) != len(self._fields) or not self._fields.issuperset(fields):
-            return super().find(namespace, prefix_hashes, fields)
+            return self._inner.find(namespace, prefix_hashes, fields)
         asked_s = self._clock()
         found, places = self._kept(namespace, prefix_hashes, asked_s)
         if places:
             wanted = [prefix_hashes[place] for place in places]
             with self._ask(namespace) as asking:
-                fresh = super().find(namespace, wanted, fields)
+                fresh = self._inner.find(namespace, wanted, fields)
                 self._keep(asking, wanted, fresh, asked_s)
             for place, shards in zip(places, fresh, strict=True):
                 found[place] = shards
@@ -82,14 +82,14 @@ class NearIndex(WrappedIndex):
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """As the inner index."""
         try:
-            super().publish(chunk, shards, ttl_s=ttl_s)
+            self._inner.publish(chunk, shards, ttl_s=ttl_s)
         finally:
             self.invalidate(chunk.namespace, chunk.prefix_hash)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """As the inner index."""
         try:
-            return super().forget(namespace, prefix_hash, field, expected)
+            return self._inner.forget(namespace, prefix_hash, field, expected)
         finally:
             self.invalidate(namespace, prefix_hash)
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 
 SHAPES_HASH: Final = hashlib.sha256(b"objkv-shapes-1").digest()[:20]
@@ -37,7 +37,7 @@ def is_shapes(record: Record) -> bool:
     return record.prefix_hash == SHAPES_HASH
 
 
-class ShapesIndex(WrappedIndex):
+class ShapesIndex(GuardedIndex):
     """Asks ``near`` for the fields of all shapes in use, whichever it is asked for itself.
 
     Thread-safe; ``find`` is for background threads, and may ask the index once more.

@@ -1,10 +1,9 @@
-"""Sockets that wait in the kernel, and sockets that know when a call has to be over.
+"""Deadlines of calls, and sockets that keep them.
 
-The former make one call where Python would poll, receive a little, and begin again, each time
-without and with the interpreter's lock. See ``docs/decisions/0009``.
-
-The latter are what clients get that know time-outs only: a server that sends a byte now and then
-never lets one pass. See ``docs/decisions/0020``.
+A client library knows only time-outs, each for one piece that is sent or received: a server that
+sends a byte now and then never lets one pass. Its connections are therefore made of deadline
+sockets (``docs/decisions/0020``). objkv's own readers wait in the kernel instead: one call where
+Python would poll, receive a little and begin again (``docs/decisions/0009``).
 """
 
 import math
@@ -21,12 +20,12 @@ WAITS_IN_KERNEL: Final = sys.platform == "linux"
 
 
 def can_wait(sock: socket.socket) -> bool:
-    """Whether ``bound_waits`` is for it: TLS has a state of its own between two calls."""
+    """Whether ``bound_waits`` works for ``sock``: TLS has a state of its own between two calls."""
     return WAITS_IN_KERNEL and not isinstance(sock, ssl.SSLSocket)
 
 
 def bound_waits(sock: socket.socket, seconds: float) -> None:
-    """From now on a single call on ``sock`` waits at most so long; 0 is for ever.
+    """From now on a single call on ``sock`` waits in the kernel, at most ``seconds``; 0 is forever.
 
     A call whose time is over returns what it has done, or raises BlockingIOError if that is
     nothing. One that a signal interrupts begins again: a timer that fires more often than
@@ -39,18 +38,13 @@ def bound_waits(sock: socket.socket, seconds: float) -> None:
     sock.settimeout(None)
 
 
-def receive_all(sock: socket.socket, into: memoryview) -> int:
-    """Receive until ``into`` is full, the other side has ended, or the time is over."""
-    return sock.recv_into(into, 0, socket.MSG_WAITALL)
-
-
 _ENDS_S: ContextVar[float] = ContextVar("ends_s", default=math.inf)
 _IS_TRIAL: ContextVar[bool] = ContextVar("is_trial", default=False)
 
 
 class EndsBy:
-    """A context manager: what this thread does on punctual sockets meanwhile ends by ``ends_s``, a
-    time of ``time.monotonic``, or by an earlier one around it."""
+    """A context manager: what this thread does on deadline sockets inside ends by ``ends_s``, a
+    time of ``time.monotonic``, or by the earlier deadline of an outer ``EndsBy``."""
 
     __slots__ = ("_ends_s", "_token")
 
@@ -65,13 +59,13 @@ class EndsBy:
 
 
 def ends_s() -> float:
-    """When what this thread does now has to be over, of ``time.monotonic``; infinite: never."""
+    """The deadline of this thread's call, a time of ``time.monotonic``; infinite if it has none."""
     return _ENDS_S.get()
 
 
 class Trial:
-    """A context manager: what this thread asks for meanwhile is to find out whether a server is
-    back, and is not worth asking twice."""
+    """A context manager: this thread's calls inside only test whether a server is back, and are
+    not retried."""
 
     __slots__ = ("_token",)
 
@@ -83,30 +77,31 @@ class Trial:
 
 
 def is_trial() -> bool:
-    """Whether this thread only tries a server."""
+    """Whether this thread only tests a server."""
     return _IS_TRIAL.get()
 
 
 def check_end() -> None:
-    """Raise TimeoutError if what this thread does had to be over by now."""
+    """Raise TimeoutError if the deadline of this thread's call has passed."""
     if time.monotonic() >= _ENDS_S.get():
         raise TimeoutError("the deadline passed")
 
 
-def punctual(sock: socket.socket) -> socket.socket:
-    """The same connection, as a socket that heeds ``EndsBy``; use the result only."""
+def deadline_socket(sock: socket.socket) -> socket.socket:
+    """The same connection as a socket that keeps ``EndsBy``; use only the result. A TLS connection
+    is converted once its handshake is over."""
     timeout_s = sock.gettimeout()
     if isinstance(sock, ssl.SSLSocket):
-        sock.__class__ = _PunctualTls
-        sock.settimeout(timeout_s)
-        return sock
-    made = _PunctualSocket(fileno=sock.detach())
+        sock.__class__ = _DeadlineTlsSocket
+        made: socket.socket = sock
+    else:
+        made = _DeadlineSocket(fileno=sock.detach())
     made.settimeout(timeout_s)
     return made
 
 
-class _PunctualSocket(socket.socket):
-    """Heeds ``EndsBy`` wherever Python keeps the time, not while calls wait in the kernel."""
+class _DeadlineSocket(socket.socket):
+    """Keeps ``EndsBy`` wherever Python keeps the time, not while calls wait in the kernel."""
 
     _usual_s: float | None = None
     _is_hurried = False
@@ -117,58 +112,37 @@ class _PunctualSocket(socket.socket):
         super().settimeout(value)
 
     def recv(self, *args: Any) -> bytes:
-        _hurry(self)
+        self._hurry()
         return super().recv(*args)
 
     def recv_into(self, *args: Any) -> int:
-        _hurry(self)
+        self._hurry()
         return super().recv_into(*args)
 
     def send(self, *args: Any) -> int:
-        _hurry(self)
+        self._hurry()
         return super().send(*args)
 
     def sendall(self, *args: Any) -> None:
-        _hurry(self)
+        self._hurry()
         super().sendall(*args)
 
-
-class _PunctualTls(ssl.SSLSocket):
-    """The same, of a TLS connection. A socket becomes one when its handshake is over."""
-
-    _usual_s: float | None = None
-    _is_hurried = False
-
-    def settimeout(self, value: float | None) -> None:
-        self._usual_s = value
-        self._is_hurried = False
-        super().settimeout(value)
-
-    def recv(self, *args: Any) -> bytes:
-        _hurry(self)
-        return super().recv(*args)
-
-    def recv_into(self, *args: Any) -> int:
-        _hurry(self)
-        return super().recv_into(*args)
-
-    def send(self, *args: Any) -> int:
-        _hurry(self)
-        return super().send(*args)
+    def _hurry(self) -> None:
+        """The next call waits no longer than the deadline allows, nor than usual."""
+        end_s = _ENDS_S.get()
+        if end_s == math.inf:
+            if self._is_hurried:
+                self.settimeout(self._usual_s)
+            return
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the deadline passed")
+        usual_s = self._usual_s
+        if usual_s is None or (left_s >= usual_s and not self._is_hurried):
+            return
+        self.settimeout(min(usual_s, left_s))
+        self._usual_s, self._is_hurried = usual_s, True
 
 
-def _hurry(sock: _PunctualSocket | _PunctualTls) -> None:
-    """Have the next call on it wait no longer than there is time, nor than usual."""
-    end_s = _ENDS_S.get()
-    if end_s == math.inf:
-        if sock._is_hurried:
-            sock.settimeout(sock._usual_s)
-        return
-    left_s = end_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the deadline passed")
-    usual_s = sock._usual_s
-    if usual_s is None or (left_s >= usual_s and not sock._is_hurried):
-        return
-    sock.settimeout(min(usual_s, left_s))
-    sock._usual_s, sock._is_hurried = usual_s, True
+class _DeadlineTlsSocket(_DeadlineSocket, ssl.SSLSocket):
+    """The same methods before those of TLS."""

@@ -1,8 +1,10 @@
-"""One connection of redis-py, whose socket is written and read directly.
+"""Connections of redis-py whose sockets are written and read directly.
 
 redis-py makes the connections and knows where they lead: log-in, TLS, retries, topology. A call
-that moves a payload, or asks for a thousand chunks, sends its command and reads the answer on the
+that moves a payload, or looks up a thousand chunks, sends its command and reads the answer on the
 socket itself, because the client reads every answer through buffers and objects of its own.
+Whatever is out of the ordinary is left to the client: a call that gets no connection here is made
+with the client, which knows what to do about it.
 """
 
 import os
@@ -14,29 +16,48 @@ from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from threading import Event
-from typing import Any
+from typing import Any, Final
 
 import redis
 from redis import exceptions
 
-from objkv.net.deadline import bound_waits, can_wait, check_end, ends_s, punctual
+from objkv.net.deadline import bound_waits, can_wait, check_end, deadline_socket, ends_s
 
 Arrived = Callable[[int], None]
 Pool = Any
 """A connection pool of redis-py, which has no types for what is used here."""
 KEEP_S = 10.0
 """How long a connection is lent before its pool sees it again, which may replace it."""
+CLIENT_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
+"""All that redis-py raises."""
+PRIVATE_NAMES: Final = {
+    "connection": (
+        "_sock",
+        "pid",
+        "socket_timeout",
+        "should_reconnect",
+        "check_health",
+        "disconnect",
+    ),
+    "connection class": ("_connect",),
+    "pool": ("pool", "max_connections", "connection_class", "get_connection", "release"),
+}
+"""What is used here of redis-py that it does not document, by owner. The calls of a connection that
+lacks one of its names are left to the client."""
+_IS_KNOWN = tuple(map(int, redis.__version__.split(".")[:2])) >= (5, 3)
+"""Before, a connection was asked for with the command it was for, among other differences."""
 _LINE_BYTES_MAX = 4_096
 _RECEIVE_BYTES = 65_536
 _PIECE_BYTES = 524_288
-"""So often ``arrived`` is told: what it looks at is in the cache still, and the server goes on
-sending meanwhile."""
+"""``arrived`` is called for each: its bytes are still in the cache, and the server goes on sending
+meanwhile."""
 _CRLF = b"\r\n"
 _CLOSED = "Connection closed by server."
 
 
-class Line:
-    """One connection, lent to one thread at a time. Raises redis-py's exceptions for lost ones.
+class RespConnection:
+    """A connection of ``pool``, lent to one thread at a time. Raises redis-py's exceptions for lost
+    ones.
 
     ``clean`` is False from the first byte sent to the last one read.
     """
@@ -150,10 +171,10 @@ class Line:
             raise exceptions.ConnectionError(_CLOSED)
         return data
 
-    def read_line(self, expected: int) -> bytes:
-        """The next line, without its end. ``expected`` bytes are received first, not more: what
-        follows is to be received where it belongs."""
-        data = self._rest or self.receive(expected)
+    def read_line(self, nbytes: int) -> bytes:
+        """The next line, without its end. At most ``nbytes`` are received at first: what follows
+        the line is to be received where it belongs."""
+        data = self._rest or self.receive(nbytes)
         while (end := data.find(_CRLF)) < 0:
             if len(data) > _LINE_BYTES_MAX:
                 raise exceptions.InvalidResponse("a line without an end")
@@ -164,8 +185,8 @@ class Line:
     def read_bulk(self, head: bytes, buffer: memoryview, arrived: Arrived | None) -> None:
         """Receive the value that line ``head`` announced into ``buffer``, which is as long.
 
-        ``arrived`` is told of all of it when nothing can fail any more: whoever was told of a whole
-        value may use the buffer, which another store would fill anew after an error.
+        ``arrived`` gets the whole length only when nothing can fail any more: the caller may then
+        use the buffer, which another store would fill anew after an error.
         """
         nbytes = len(buffer)
         got, end = 0, self._rest
@@ -208,30 +229,18 @@ def packed(*words: bytes | int) -> bytes:
     return b"".join(parts)
 
 
-# Connections lent from the pools of a redis-py client, some of them kept between calls.
-#
-# Whatever is out of the ordinary is left to the client: a call that gets no line makes itself with
-# the client, which knows what to do about it.
-
-_IS_KNOWN = tuple(map(int, redis.__version__.split(".")[:2])) >= (5, 3)
-"""Before, a connection was asked for with the command it was for, among other differences."""
-_USED = ("pid", "socket_timeout", "should_reconnect", "check_health", "disconnect")
-CLIENT_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
-"""All that redis-py raises."""
-
-
-class Lines:
+class RespConnections:
     """Lends connections of ``client``, and keeps some of them from one call to the next.
 
     Taking a connection from its pool and bringing it back costs as much as a small value does. So
-    up to half of a pool's connections stay here, and never the last one, for which somebody else
+    up to half of a pool's connections stay here, and never the last one, for which another thread
     may be waiting; a pool whose connections are all in use gets every one of them back.
     """
 
     def __init__(self, client: Any) -> None:
         self.is_cluster = isinstance(client, redis.RedisCluster)
         self._client = client
-        self._kept: dict[Pool, deque[Line]] = {}
+        self._kept: dict[Pool, deque[RespConnection]] = {}
         self._closed = Event()
 
     def pool_of(self, key: str) -> Pool | None:
@@ -243,8 +252,8 @@ class Lines:
             client = client.get_redis_connection(client.get_node_from_key(key))
         return client.connection_pool if client.connection is None else None
 
-    def take(self, key: str) -> Line | None:
-        """A line to the server of ``key``, for ``give``. None where the client has to do it.
+    def take(self, key: str) -> RespConnection | None:
+        """A connection to the server of ``key``, for ``give``. None: left to the client.
 
         Raises redis-py's exceptions, but on a cluster, whose client then looks for the server.
         """
@@ -255,66 +264,66 @@ class Lines:
                 return None
             raise
 
-    def take_from(self, pool: Pool | None) -> Line | None:
-        """A line on a connection of ``pool``, for ``give``. None where the pool's connections are
-        not as we know them: no sockets (in tests, with a cache), another protocol."""
+    def take_from(self, pool: Pool | None) -> RespConnection | None:
+        """A connection of ``pool``, for ``give``. None where the pool's connections are not as we
+        know them: no sockets (in tests, with a cache), another protocol."""
         if pool is None:
             return None
-        lines = self._kept.get(pool)
-        while lines and (line := _popped(lines)):
-            if line.is_fresh():
-                return line
-            line.end()
+        kept = self._kept.get(pool)
+        while kept and (one := _popped(kept)):
+            if one.is_fresh():
+                return one
+            one.end()
         return _opened(pool)
 
-    def give(self, line: Line) -> None:
+    def give(self, one: RespConnection) -> None:
         """The end of a call. What is not clean is closed."""
-        pool = line.pool
-        if not line.clean or self._closed.is_set() or not _has_more(pool):
-            line.end()
+        pool = one.pool
+        if not one.clean or self._closed.is_set() or not _has_more(pool):
+            one.end()
             return
-        lines = self._kept.get(pool)
-        if lines is None:
-            lines = self._kept.setdefault(pool, deque())
+        kept = self._kept.get(pool)
+        if kept is None:
+            kept = self._kept.setdefault(pool, deque())
             self._end_old()
-        if len(lines) >= pool.max_connections // 2:
-            line.end()
+        if len(kept) >= pool.max_connections // 2:
+            one.end()
             return
-        lines.append(line)
+        kept.append(one)
         if self._closed.is_set():  # meanwhile
             self.close()
 
     def close(self) -> None:
         """Bring everything back. Idempotent; what is lent goes back when its call ends."""
         self._closed.set()
-        for lines in list(self._kept.values()):
-            while line := _popped(lines):
-                line.end()
+        for kept in list(self._kept.values()):
+            while one := _popped(kept):
+                one.end()
 
     def _end_old(self) -> None:
         """Bring back what nobody uses: pools of nodes that have left a cluster are not asked for
         again. Their empty queues stay, because another thread may be about to fill one."""
-        for lines in list(self._kept.values()):
-            while (line := _popped(lines)) and not line.is_fresh():
-                line.end()
-            if line:
-                lines.append(line)
+        for kept in list(self._kept.values()):
+            while (one := _popped(kept)) and not one.is_fresh():
+                one.end()
+            if one:
+                kept.append(one)
 
 
 def can_lend(connection: Any) -> bool:
     """Whether a connected connection is as we know them: RESP2 on a socket of its own."""
     is_socket = isinstance(getattr(connection, "_sock", None), socket.socket)
-    is_known = all(hasattr(connection, name) for name in _USED)
+    is_known = all(hasattr(connection, name) for name in PRIVATE_NAMES["connection"])
     return is_socket and is_known and str(getattr(connection, "protocol", None)) == "2"
 
 
-def _opened(pool: Pool) -> Line | None:
-    """A line on a connection of ``pool``, which waits for one and connects it."""
+def _opened(pool: Pool) -> RespConnection | None:
+    """A connection of ``pool``, which waits for one and connects it."""
     connection = pool.get_connection()
     try:
         connection.check_health()
         if can_lend(connection):
-            return Line(pool, connection)
+            return RespConnection(pool, connection)
     except BaseException:
         pool.release(connection)
         raise
@@ -328,34 +337,28 @@ def _has_more(pool: Pool) -> bool:
     return free is None or bool(getattr(free, "queue", ()))
 
 
-def _popped(lines: deque[Line]) -> Line | None:
+def _popped(kept: deque[RespConnection]) -> RespConnection | None:
     try:
-        return lines.pop()
+        return kept.pop()
     except IndexError:  # empty, or another thread was faster
         return None
 
 
-# Connections of redis-py that end with the call they are for.
-#
-# The client knows time-outs only, each for one piece that is sent or received: a server that
-# sends a byte now and then keeps a call for ever.
+def keep_deadlines(pool: Any) -> None:
+    """``pool``, which has no connection yet, makes its connections of deadline sockets."""
+    pool.connection_class = _deadline_class(pool.connection_class)
 
 
-def make_punctual(pool: Any) -> None:
-    """Have ``pool`` connect so from now on; nothing was connected yet."""
-    pool.connection_class = _punctual_class(pool.connection_class)
-
-
-class PunctualPool(redis.BlockingConnectionPool):
-    """Makes such connections from the beginning: what a cluster's client makes pools of."""
+class DeadlinePool(redis.BlockingConnectionPool):
+    """Makes such connections from the beginning: the pool class of a cluster's client."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # type: ignore[no-untyped-call]  # its base class is
-        make_punctual(self)
+        keep_deadlines(self)
 
 
-class _Punctual:
-    """Comes before a class of connections."""
+class _Deadline:
+    """Mixed in before a class of connections."""
 
     socket_connect_timeout: float
 
@@ -366,11 +369,11 @@ class _Punctual:
         self.socket_connect_timeout = min(usual_s, left_s)
         try:
             made: socket.socket = super()._connect()  # type: ignore[misc]  # of the class after it
-            return punctual(made)
+            return deadline_socket(made)
         finally:
             self.socket_connect_timeout = usual_s
 
 
 @lru_cache
-def _punctual_class(kind: type) -> type:
-    return type(f"Punctual{kind.__name__}", (_Punctual, kind), {})
+def _deadline_class(kind: type) -> type:
+    return type(f"Deadline{kind.__name__}", (_Deadline, kind), {})

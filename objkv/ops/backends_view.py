@@ -1,18 +1,24 @@
 """Both ends as commands that change them see them, and what the bulk store says of namespaces."""
 
 import json
+import os
 import re
+import secrets
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, get_args
 
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
+from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import PruneIndex, Record, ShardRecord
+from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
+from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
 from objkv.keys.identity import (
@@ -27,6 +33,7 @@ from objkv.keys.identity import (
     seals_of,
 )
 from objkv.keys.topology import Shard
+from objkv.ops.retrying import retrying
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
 QUARANTINE = "quarantine"
@@ -45,12 +52,12 @@ _DOCUMENT_BYTES_MAX = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """Both ends, and what their users agreed on."""
+class BackendsView:
+    """Stores and index, and what their users agreed on."""
 
     bulk: PruneStore
     hot: PruneStore | None
-    index: PruneIndex
+    index: WriteIndex
     is_own_index: bool
     """Whether the bulk store is its own index, so that there are no records beside payloads."""
     ttl_s: int
@@ -60,6 +67,33 @@ class Ends:
     seal_of: Callable[["Namespace"], Seal | None] = lambda namespace: None
     """What its payloads are sealed with. Raises ``ConfigError`` if the keys for that are not
     here."""
+    admin: PruneIndex | None = None
+    """The index itself, on which operators pin and count; None for the read-only role."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        stores: tuple[PruneStore, PruneStore | None],
+        index: WriteIndex,
+        admin: PruneIndex | None,
+        *,
+        command: str,
+        seal_of: Callable[["Namespace"], Seal | None] = lambda namespace: None,
+    ) -> "BackendsView":
+        """The view of ``command``: calls to ``stores`` (bulk, hot) and ``index`` are retried."""
+        bulk, hot = stores
+        return cls(
+            bulk=retrying(bulk),
+            hot=None if hot is None else retrying(hot),
+            index=retrying(index),
+            admin=None if admin is None else retrying(admin),
+            is_own_index=config.index_url.startswith("bulk:"),
+            ttl_s=config.ttl_s,
+            lease_ms=config.lease_ms,
+            owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+            seal_of=seal_of,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +114,7 @@ class Namespace:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class NamespacePart:
     """A folder of a namespace: about a 256th of it, chosen by hash."""
 
     namespace: str
@@ -93,7 +127,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredPayload:
     """A payload, and what the index says of its chunk."""
 
     key: ChunkKey
@@ -130,14 +164,17 @@ def stored_namespaces(bulk: ReadStore) -> list[str]:
     return [name for name in bulk.folders("") if _NAMESPACE.fullmatch(name)]
 
 
-def stored_parts(bulk: ReadStore, namespaces: Sequence[str]) -> list[Part]:
+def stored_parts(bulk: ReadStore, namespaces: Sequence[str]) -> list[NamespacePart]:
     """The parts of ``namespaces`` in which there may be something."""
     return [
-        Part(name, fan) for name in namespaces for fan in bulk.folders(name) if _FAN.fullmatch(fan)
+        NamespacePart(name, fan)
+        for name in namespaces
+        for fan in bulk.folders(name)
+        if _FAN.fullmatch(fan)
     ]
 
 
-def stored_entries(bulk: ReadStore, part: Part) -> Iterator[tuple[ChunkKey | None, Entry]]:
+def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[ChunkKey | None, Entry]]:
     """The payloads in ``part``, and, without a key, what is none."""
     for entry in bulk.scan(f"{part.name}/"):
         try:
@@ -147,29 +184,52 @@ def stored_entries(bulk: ReadStore, part: Part) -> Iterator[tuple[ChunkKey | Non
 
 
 def stored_payloads(
-    ends: Ends, part: Part, *, other: Callable[[Entry], None] = lambda entry: None
-) -> Iterator[list[Stored]]:
+    view: BackendsView, part: NamespacePart, *, other: Callable[[Entry], None] = lambda entry: None
+) -> Iterator[list[StoredPayload]]:
     """The payloads in ``part`` with their records, some hundreds at a time; ``other`` hears of
     entries that are no payloads. About 1 KiB of memory each."""
     batch: list[tuple[ChunkKey, Entry]] = []
-    for key, entry in stored_entries(ends.bulk, part):
+    for key, entry in stored_entries(view.bulk, part):
         if key is None:
             other(entry)
             continue
         batch.append((key, entry))
         if len(batch) == CHUNKS_AT_ONCE:
-            yield _with_records(ends, batch)
+            yield _with_records(view, batch)
             batch = []
     if batch:
-        yield _with_records(ends, batch)
+        yield _with_records(view, batch)
 
 
-def _with_records(ends: Ends, batch: list[tuple[ChunkKey, Entry]]) -> list[Stored]:
-    if ends.is_own_index:
-        return [Stored(key, entry, None) for key, entry in batch]
+def _with_records(view: BackendsView, batch: list[tuple[ChunkKey, Entry]]) -> list[StoredPayload]:
+    if view.is_own_index:
+        return [StoredPayload(key, entry, None) for key, entry in batch]
     hashes = list(dict.fromkeys(key.prefix_hash for key, _ in batch))
-    found = dict(zip(hashes, ends.index.lookup(batch[0][0].namespace, hashes), strict=True))
-    return [Stored(key, entry, found[key.prefix_hash]) for key, entry in batch]
+    found = dict(zip(hashes, view.index.lookup(batch[0][0].namespace, hashes), strict=True))
+    return [StoredPayload(key, entry, found[key.prefix_hash]) for key, entry in batch]
+
+
+def recorded(index: ReadIndex, key: ChunkKey) -> tuple[Record | None, ShardRecord | None]:
+    """The record of a payload's chunk, and the part of it that is the payload's."""
+    [record] = index.lookup(key.namespace, [key.prefix_hash])
+    return record, None if record is None else record.shards.get(key.field)
+
+
+def publish_payload(view: BackendsView, header: Header, *, is_hot: bool = False) -> None:
+    """Record a payload that is in the bulk store, as its header describes it."""
+    claim, key = header.claim, header.claim.key
+    chunk = ChunkEntry(
+        key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+    )
+    shard = replace(shard_record(header), hot=is_hot)
+    view.index.publish(chunk, {key.field: shard}, ttl_s=view.ttl_s)
+
+
+def publish_shapes(view: BackendsView, namespace: str, fields: Iterable[str], now_s: float) -> None:
+    """Say that these shards are in use, so that replicas of every shape look for them."""
+    empty = ShardRecord(0, 0, "none", False, "", int(now_s))
+    entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+    view.index.publish(entry, dict.fromkeys(fields, empty), ttl_s=view.ttl_s)
 
 
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
@@ -222,11 +282,11 @@ class Lease:
     """The lease of what lies at ``path``. For one thread. Raises ``StoreError``."""
 
     def __init__(
-        self, ends: Ends, path: str, *, clock: Callable[[], float] = time.monotonic
+        self, view: BackendsView, path: str, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._index = ends.index
-        self._owner = ends.owner
-        self._ms = ends.lease_ms
+        self._index = view.index
+        self._owner = view.owner
+        self._ms = view.lease_ms
         self._path = path
         self._clock = clock
         self._end_s = 0.0

@@ -197,7 +197,7 @@ class PrefixSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantUsage:
+class TenantTotals:
     """What one tenant has, by the index's totals."""
 
     tenant: str | None
@@ -253,13 +253,13 @@ def count_bulk(
     return BulkCount(summaries, other_entries, other_bytes)
 
 
-def list_tenants(bulk: ReadStore, index: ReadIndex) -> list[TenantUsage]:
+def list_tenants(bulk: ReadStore, index: ReadIndex) -> list[TenantTotals]:
     """What each tenant has, by the running totals of the index."""
     found: defaultdict[str | None, list[Usage]] = defaultdict(list)
     for usage in index.usage():
         found[read_tenant(bulk, usage.namespace)].append(usage)
     return [
-        TenantUsage(
+        TenantTotals(
             tenant,
             len(usages),
             sum(one.nbytes for one in usages),

@@ -14,10 +14,21 @@ from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Usage
+from objkv.index.base import Record, ShardRecord, Usage
+from objkv.index.guarded import for_operators
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
-from objkv.ops.backends_view import Ends, Namespace, Part, Stored, stored_header, stored_payloads
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.backends_view import (
+    BackendsView,
+    Namespace,
+    NamespacePart,
+    StoredPayload,
+    publish_payload,
+    publish_shapes,
+    recorded,
+    stored_header,
+    stored_payloads,
+)
+from objkv.ops.runs import Check, Counters, Unit
 
 HOT_ASK_BYTES_MAX = 1 << 20
 """Larger payloads are not looked for in the hot store."""
@@ -26,27 +37,33 @@ HOT_ASK_BYTES_MAX = 1 << 20
 class Rebuild:
     """Units that restore records, and, after them, units that restore what stands on these."""
 
-    def __init__(self, ends: Ends, *, apply: bool, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, view: BackendsView, *, apply: bool, clock: Callable[[], float] = time.time
+    ) -> None:
         """``apply``: False counts only."""
-        assert not ends.is_own_index
-        self._ends = ends
+        assert not view.is_own_index
+        self._view = view
         self._apply = apply
         self._clock = clock
 
-    def parts(self, parts: list[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+    def parts(
+        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+    ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (a record said
         otherwise), ``present``, ``written`` (meanwhile, by others), ``other`` (no payloads), and
         finds ``unreadable`` and ``foreign`` (of another key)."""
         for part in parts:
-            seal = self._ends.seal_of(namespaces[part.namespace])
+            seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(f"records {part.name}", self._part_work(part, seal))
 
-    def lost(self, parts: list[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+    def lost(
+        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+    ) -> Iterator[Unit]:
         """Restore what has no record now, although its part is done: the index may have lost what
         was written, since an earlier run or during this one. Counts ``restored`` only, once more;
         reads no header of a payload that has its record."""
         for part in parts if self._apply else ():
-            seal = self._ends.seal_of(namespaces[part.namespace])
+            seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(f"lost {part.name}", self._lost_work(part, seal), again=True)
 
     def namespaces(self, namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
@@ -54,125 +71,116 @@ class Rebuild:
         for namespace in namespaces.values():
             yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace), again=True)
 
-    def _part_work(self, part: Part, seal: Seal | None) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _part_work(
+        self, part: NamespacePart, seal: Seal | None
+    ) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             def other(_: object) -> None:
-                tally.count("other")
+                counters.count("other")
 
-            batches = stored_payloads(self._ends, part, other=other)
+            batches = stored_payloads(self._view, part, other=other)
             for batch in batches:
                 for stored in batch:
                     check()
-                    self._restore(stored, seal, tally)
+                    self._restore(stored, seal, counters)
 
         return work
 
-    def _lost_work(self, part: Part, seal: Seal | None) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            for batch in stored_payloads(self._ends, part):
+    def _lost_work(
+        self, part: NamespacePart, seal: Seal | None
+    ) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            for batch in stored_payloads(self._view, part):
                 for stored in batch:
                     check()
                     if stored.shard is None:
-                        found = Tally()  # what else there is to say of it has been said
+                        found = Counters()  # what else there is to say of it has been said
                         self._restore(stored, seal, found)
-                        tally.counts["restored"] += found.counts["restored"]
-                        tally.nbytes["restored"] += found.nbytes["restored"]
+                        counters.counts["restored"] += found.counts["restored"]
+                        counters.nbytes["restored"] += found.nbytes["restored"]
 
         return work
 
-    def _restore(self, stored: Stored, seal: Seal | None, tally: Tally) -> None:
+    def _restore(self, stored: StoredPayload, seal: Seal | None, counters: Counters) -> None:
         entry, known = stored.entry, stored.shard
         try:
-            header = stored_header(self._ends.bulk, entry, seal)
+            header = stored_header(self._view.bulk, entry, seal)
         except PayloadError as exc:
-            tally.find("unreadable", entry.key, entry.nbytes, str(exc))
+            counters.find("unreadable", entry.key, entry.nbytes, str(exc))
             return
         if header is None:  # deleted meanwhile
             return
         if header.claim.key != stored.key:
             claimed = f"claims to be {header.claim.key.path()}"
-            tally.find("foreign", entry.key, entry.nbytes, claimed)
+            counters.find("foreign", entry.key, entry.nbytes, claimed)
             return
         if known is not None and is_same(known, header) and is_chunk_same(stored.record, header):
-            tally.count("present", entry.nbytes)
+            counters.count("present", entry.nbytes)
             return
         if self._apply and not self._publish(stored, header, seal):
-            tally.count("written", entry.nbytes)
+            counters.count("written", entry.nbytes)
             return
-        tally.count("restored" if known is None else "corrected", entry.nbytes)
+        counters.count("restored" if known is None else "corrected", entry.nbytes)
 
-    def _publish(self, stored: Stored, header: Header, seal: Seal | None) -> bool:
+    def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
         """False if somebody else writes or has written this payload or its record."""
-        ends, key = self._ends, stored.key
-        if not ends.index.lease(key.path(), ends.owner, ttl_ms=ends.lease_ms):
+        view, key = self._view, stored.key
+        if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
             return False  # whoever saves it publishes it
         try:
             # What was read of both may be old by now; with the lease it stays as it is.
-            [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
-            if replace(stored, record=record).shard != stored.shard:
+            if recorded(view.index, key)[1] != stored.shard:
                 return False
-            now = stored_header(ends.bulk, stored.entry, seal)
+            now = stored_header(view.bulk, stored.entry, seal)
             if now is None or now.checksum != header.checksum:
                 return False
-            claim = header.claim
-            chunk = ChunkEntry(
-                key.namespace,
-                key.prefix_hash,
-                claim.parent_hash,
-                claim.token_start,
-                claim.token_end,
-            )
-            shard = replace(shard_record(header), hot=self._is_hot(header))
-            ends.index.publish(chunk, {key.field: shard}, ttl_s=ends.ttl_s)
+            publish_payload(view, header, is_hot=self._is_hot(header))
         finally:
-            ends.index.release(key.path(), ends.owner)
+            view.index.release(key.path(), view.owner)
         return True
 
     def _is_hot(self, header: Header) -> bool:
-        hot = self._ends.hot
+        hot = self._view.hot
         if hot is None or header.nbytes > HOT_ASK_BYTES_MAX:
             return False
         copy = hot.head(header.claim.key.path())
         return copy is not None and copy.nbytes == header.nbytes
 
-    def _namespace_work(self, namespace: Namespace) -> Callable[[Tally, Check], None]:
-        ends, name = self._ends, namespace.name
+    def _namespace_work(self, namespace: Namespace) -> Callable[[Counters, Check], None]:
+        view, name = self._view, namespace.name
 
-        def work(tally: Tally, check: Check) -> None:
+        def work(counters: Counters, check: Check) -> None:
             fields, nbytes, payloads = set[str](), 0, 0
-            for record in ends.index.scan(name):
+            for record in view.index.scan(name):
                 check()
                 if record.prefix_hash == SHAPES_HASH:
                     continue
                 fields |= record.shards.keys()
                 nbytes, payloads = nbytes + record.nbytes, payloads + len(record.shards)
             if namespace.has_shapes and fields:
-                tally.counts["shapes"] += self._announce(name, fields)
+                counters.counts["shapes"] += self._announce(name, fields)
             if not self._apply:
                 return
-            ends.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
-            self._restore_pins(name, tally)
+            for_operators(view.admin).set_usage(Usage(name, nbytes, payloads, int(self._clock())))
+            self._restore_pins(name, counters)
 
         return work
 
     def _announce(self, namespace: str, fields: set[str]) -> int:
         """Say which shards are in use, those that are not said to be; how many."""
-        index = self._ends.index
-        [known] = index.lookup(namespace, [SHAPES_HASH])
+        [known] = self._view.index.lookup(namespace, [SHAPES_HASH])
         missing = sorted(fields.difference(known.shards if known else ()))[:FIELDS_MAX]
         if missing and self._apply:
-            empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
-            entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            index.publish(entry, dict.fromkeys(missing, empty), ttl_s=self._ends.ttl_s)
+            publish_shapes(self._view, namespace, missing, self._clock())
         return len(missing)
 
-    def _restore_pins(self, namespace: str, tally: Tally) -> None:
+    def _restore_pins(self, namespace: str, counters: Counters) -> None:
         now_s = self._clock()
-        for prefix_hash, until_s in read_pins(self._ends.bulk, namespace).items():
-            if until_s > now_s and self._ends.index.pin(
-                namespace, prefix_hash, until_s=until_s, ttl_s=self._ends.ttl_s
+        for prefix_hash, until_s in read_pins(self._view.bulk, namespace).items():
+            if until_s > now_s and for_operators(self._view.admin).pin(
+                namespace, prefix_hash, until_s=until_s, ttl_s=self._view.ttl_s
             ):
-                tally.count("pins")
+                counters.count("pins")
 
 
 def is_same(record: ShardRecord, header: Header) -> bool:

@@ -37,7 +37,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """One thread at a time."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class Tally:
         self.count(kind, nbytes)
         self._keep(Finding(kind, key, nbytes, detail))
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "Counters") -> None:
         """Count what ``other`` has counted as well."""
         self.counts += other.counts
         self.nbytes += other.nbytes
@@ -78,7 +78,7 @@ class Tally:
         }
 
     @classmethod
-    def parse(cls, values: dict[str, Any]) -> "Tally":
+    def parse(cls, values: dict[str, Any]) -> "Counters":
         """What ``plain`` wrote. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             Counter({str(kind): int(n) for kind, n in values["counts"].items()}),
@@ -114,7 +114,7 @@ class Checkpoint:
         self._clock = clock
         self._begun_s = self._written_s = clock()
         self.done: set[str] = set()
-        self.tally = Tally()
+        self.counters = Counters()
         self.resumed = False
         """Whether an earlier run is continued."""
         self._fd = -1 if file is None else _locked(file)
@@ -126,10 +126,10 @@ class Checkpoint:
         """Whether a later run can go on from here."""
         return self._fd >= 0
 
-    def finish(self, unit: str, found: Tally) -> None:
+    def finish(self, unit: str, found: Counters) -> None:
         """``unit`` is done, and that is what it found."""
         self.done.add(unit)
-        self.tally.add(found)
+        self.counters.add(found)
         if self._clock() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 
@@ -151,12 +151,12 @@ class Checkpoint:
         try:
             kept = json.loads(text)
             begun_s, done = float(kept["begun_s"]), {str(unit) for unit in kept["done"]}
-            tally = Tally.parse(kept["tally"])
+            counters = Counters.parse(kept["tally"])
             known = kept["format"] == _FORMAT
         except (AttributeError, KeyError, TypeError, ValueError):
             return  # empty, cut short, or another version's
         if known and 0 <= self._clock() - begun_s < AGE_MAX_S:
-            self._begun_s, self.done, self.tally = begun_s, done, tally
+            self._begun_s, self.done, self.counters = begun_s, done, counters
             self.resumed = bool(done)
 
     def _write(self) -> None:
@@ -167,7 +167,7 @@ class Checkpoint:
             "format": _FORMAT,
             "begun_s": self._begun_s,
             "done": sorted(self.done),
-            "tally": self.tally.plain(),
+            "tally": self.counters.plain(),
         }
         # Cut short by a crash it is unreadable, and read as none.
         with suppress(OSError), open(self._fd, "r+b", closefd=False) as opened:
@@ -200,7 +200,7 @@ def _locked(file: Path) -> int:
 
 Ending = Literal["complete", "interrupted", "deadline", "limit"]
 Check = Callable[[], None]
-Tell = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Told how many units are done, and of how many."""
 _AHEAD = 2
 """Units under way or waiting, per thread."""
@@ -215,13 +215,13 @@ class Unit:
     """Some work, whose name is the same in every run."""
 
     name: str
-    work: Callable[[Tally, Check], None]
+    work: Callable[[Counters, Check], None]
     """Counts what it finds; calls the check now and then, and lets what that raises pass."""
     again: bool = False
     """Never done for good: a run that continues another does it anew, and counts it anew."""
 
 
-class Crew:
+class WorkPool:
     """Runs units, as often as it is asked. Its owner's thread waits, and may be interrupted."""
 
     def __init__(
@@ -240,10 +240,10 @@ class Crew:
         self._stop = Event()
         self._lock = Lock()
         self.ending: Ending = "complete"
-        self.partial = Tally()
+        self.partial = Counters()
         """What units found that did not finish, or never do for good: it will be found again."""
 
-    def run(self, units: Iterable[Unit], tell: Tell = lambda done, total: None) -> None:
+    def run(self, units: Iterable[Unit], tell: OnProgress = lambda done, total: None) -> None:
         """Run those that are not done yet; nothing, if an earlier run of this crew was stopped.
 
         Raises the first error of a unit, after those under way have ended.
@@ -253,7 +253,7 @@ class Crew:
         if self.ending != "complete":
             return
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-ops")
-        running: dict[Future[Tally | None], Unit] = {}
+        running: dict[Future[Counters | None], Unit] = {}
         try:
             begun = self._begin(pool, left, running)
             self._wait_for(begun, running, lambda n: tell(len(every) - len(left) + n, len(every)))
@@ -283,7 +283,10 @@ class Crew:
             raise Halted
 
     def _begin(
-        self, pool: ThreadPoolExecutor, left: list[Unit], running: dict[Future[Tally | None], Unit]
+        self,
+        pool: ThreadPoolExecutor,
+        left: list[Unit],
+        running: dict[Future[Counters | None], Unit],
     ) -> Iterator[None]:
         """Begins as many as there is room for, each time it is asked; ends when all have begun."""
         for unit in left:
@@ -294,7 +297,7 @@ class Crew:
     def _wait_for(
         self,
         begun: Iterator[None],
-        running: dict[Future[Tally | None], Unit],
+        running: dict[Future[Counters | None], Unit],
         tell: Callable[[int], None],
     ) -> None:
         done = 0
@@ -306,7 +309,7 @@ class Crew:
                 del running[future]
             tell(done)
 
-    def _take(self, unit: Unit, found: Tally | None) -> bool:
+    def _take(self, unit: Unit, found: Counters | None) -> bool:
         if found is None:
             return False
         if unit.again:
@@ -316,8 +319,8 @@ class Crew:
             self._checkpoint.finish(unit.name, found)
         return True
 
-    def _work(self, unit: Unit) -> Tally | None:
-        found = Tally()
+    def _work(self, unit: Unit) -> Counters | None:
+        found = Counters()
         try:
             self.check()
             unit.work(found, self.check)

@@ -11,29 +11,28 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
 
-from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError, StoreError
-from objkv.index.base import ChunkEntry, Record, ShardRecord
+from objkv.index.base import Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     QUARANTINE,
-    Ends,
+    BackendsView,
     Namespace,
-    Part,
+    NamespacePart,
     looks,
+    publish_payload,
     record_keys,
     stored_entries,
     stored_payloads,
 )
 from objkv.ops.retrying import once, pauses
-from objkv.ops.runs import Check, Finding, Tally, Unit
+from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
 
@@ -43,7 +42,7 @@ LISTED_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class VerifySample:
     """Payloads that stand for many."""
 
     keys: list[ChunkKey]
@@ -52,46 +51,53 @@ class Sample:
 
 
 def choose_sample(
-    ends: Ends, names: Sequence[str], parts: Sequence[Part], *, size: int, seed: int | None
-) -> Sample:
+    view: BackendsView,
+    names: Sequence[str],
+    parts: Sequence[NamespacePart],
+    *,
+    size: int,
+    seed: int | None,
+) -> VerifySample:
     """``size`` payloads, each as likely as any other; walks over all records (or, without an
     index, all entries) and keeps no more than it returns."""
     chance, chosen = random.Random(seed), list[ChunkKey]()  # noqa: S311  # not a secret
     number = -1
-    for number, key in enumerate(_every_key(ends, names, parts)):
+    for number, key in enumerate(_every_key(view, names, parts)):
         if len(chosen) < size:
             chosen.append(key)
         elif (place := chance.randrange(number + 1)) < size:
             chosen[place] = key
-    return Sample(list(dict.fromkeys(chosen)), number + 1)
+    return VerifySample(list(dict.fromkeys(chosen)), number + 1)
 
 
-def unindexed(ends: Ends, parts: Sequence[Part]) -> Iterator[Unit]:
+def unindexed(view: BackendsView, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
     """Of about ``LISTED_MAX`` payloads, or all if there are fewer, counts as ``unindexed`` those
     that have no record, which no sample of records has; all of them as ``listed``."""
 
-    def work(tally: Tally, check: Check) -> None:
+    def work(counters: Counters, check: Check) -> None:
         for part in parts:
-            for batch in stored_payloads(ends, part):
+            for batch in stored_payloads(view, part):
                 check()
                 for stored in batch:
-                    tally.count("listed")
+                    counters.count("listed")
                     if stored.shard is None:
-                        tally.count("unindexed", stored.entry.nbytes)
-                if tally.counts["listed"] >= LISTED_MAX:
+                        counters.count("unindexed", stored.entry.nbytes)
+                if counters.counts["listed"] >= LISTED_MAX:
                     return
 
-    if not ends.is_own_index:
+    if not view.is_own_index:
         yield Unit("records of some", work)
 
 
-def _every_key(ends: Ends, names: Sequence[str], parts: Sequence[Part]) -> Iterator[ChunkKey]:
-    if ends.is_own_index:
+def _every_key(
+    view: BackendsView, names: Sequence[str], parts: Sequence[NamespacePart]
+) -> Iterator[ChunkKey]:
+    if view.is_own_index:
         for part in parts:
-            yield from (key for key, _ in stored_entries(ends.bulk, part) if key is not None)
+            yield from (key for key, _ in stored_entries(view.bulk, part) if key is not None)
         return
     for name in names:
-        for record in ends.index.scan(name):
+        for record in view.index.scan(name):
             if not is_shapes(record):
                 yield from record_keys(name, record)
 
@@ -119,7 +125,7 @@ class Verify:
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         namespaces: Mapping[str, Namespace],
         *,
         quarantine: bool,
@@ -129,17 +135,17 @@ class Verify:
     ) -> None:
         """``workers``: looks at payloads at once, of a unit that looks for what is missing.
         ``force``: take out of use also where most of all payloads are wrong."""
-        self._ends = ends
+        self._view = view
         self._namespaces = namespaces
         self._quarantine = quarantine
         self._budget = budget
-        self._checker = Checker(ends, budget)
+        self._checker = Checker(view, budget)
         self._workers = workers
         self._force = force
         self._lock = Lock()
         self._payloads, self._records = _Share(), _Share()
 
-    def parts(self, parts: Sequence[Part]) -> Iterator[Unit]:
+    def parts(self, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
         """Check every payload that the index knows; where there is no index, every payload."""
         for part in parts:
             yield Unit(f"payloads {part.name}", self._part_work(part))
@@ -154,7 +160,7 @@ class Verify:
         for key in keys:
             yield Unit(f"payload {key.path()}", self._one_work(key))
 
-    def settle(self, found: Tally) -> Iterator[Unit]:
+    def settle(self, found: Counters) -> Iterator[Unit]:
         """Take out of use, or mend, what the units above have found, in earlier runs too; as
         many as a tally names: the others are found again.
 
@@ -166,17 +172,17 @@ class Verify:
             some = found.findings[start : start + _FINDINGS_AT_ONCE]
             yield Unit(f"settle {start}", self._settle_work(some), again=True)
 
-    def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             for finding in findings:
                 check()
                 done = self._set_right(ChunkKey.parse(finding.key), finding.kind)
                 if done is not None:
-                    tally.count(done, finding.nbytes)
+                    counters.count(done, finding.nbytes)
 
         return work
 
-    def _refuse_wrong_keys(self, found: Tally) -> None:
+    def _refuse_wrong_keys(self, found: Counters) -> None:
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:
@@ -187,28 +193,28 @@ class Verify:
                     "was taken out of use; with --force they are"
                 )
 
-    def _one_work(self, key: ChunkKey) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            self._verify(key, tally)
+    def _one_work(self, key: ChunkKey) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            self._verify(key, counters)
 
         return work
 
-    def _part_work(self, part: Part) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            for batch in stored_payloads(self._ends, part):
+    def _part_work(self, part: NamespacePart) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            for batch in stored_payloads(self._view, part):
                 for stored in batch:
                     check()
-                    if stored.shard is None and not self._ends.is_own_index:
-                        tally.count("unindexed", stored.entry.nbytes)
+                    if stored.shard is None and not self._view.is_own_index:
+                        counters.count("unindexed", stored.entry.nbytes)
                     else:
-                        self._verify(stored.key, tally)
+                        self._verify(stored.key, counters)
 
         return work
 
-    def _missing_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            bulk = self._ends.bulk
-            records = (one for one in self._ends.index.scan(name) if not is_shapes(one))
+    def _missing_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            bulk = self._view.bulk
+            records = (one for one in self._view.index.scan(name) if not is_shapes(one))
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
                     check()
@@ -217,25 +223,25 @@ class Verify:
                     gone = [key for key, one in zip(keys, found, strict=True) if one is None]
                     self._judge_all(self._records, len(keys), len(gone), "they are not there")
                     for key in gone:
-                        self._tell(key, self._checker.check(key, self._seal(key))[0], tally)
+                        self._tell(key, self._checker.check(key, self._seal(key))[0], counters)
 
         return work
 
-    def _verify(self, key: ChunkKey, tally: Tally) -> None:
+    def _verify(self, key: ChunkKey, counters: Counters) -> None:
         checked, _ = self._checker.check(key, self._seal(key))
         is_wrong = checked.verdict in ("corrupt", "foreign", "missing")
         self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
         if checked.verdict != "changed":
-            tally.count(f"seen {key.namespace}")
+            counters.count(f"seen {key.namespace}")
         if checked.is_of_other_keys:
-            tally.count(f"other keys {key.namespace}")
-        self._tell(key, checked, tally)
+            counters.count(f"other keys {key.namespace}")
+        self._tell(key, checked, counters)
 
-    def _tell(self, key: ChunkKey, checked: Checked, tally: Tally) -> None:
+    def _tell(self, key: ChunkKey, checked: Checked, counters: Counters) -> None:
         if checked.verdict in ("ok", "changed"):
-            tally.count(checked.verdict, checked.nbytes)
+            counters.count(checked.verdict, checked.nbytes)
             return
-        tally.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
+        counters.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
 
     def _judge_all(self, share: _Share, seen: int, wrong: int, why: str) -> None:
         """Raises ``ConfigError`` where payloads seem to be wrong because something else is."""
@@ -255,44 +261,44 @@ class Verify:
         """What was done about it, None if that was not possible or somebody else did."""
         if not self._has_lease(key):
             return None
-        ends, path = self._ends, key.path()
+        view, path = self._view, key.path()
         try:
             now, now_record = self._checker.look(key, self._seal(key))
             if now.verdict != verdict:
                 return None
             if not self._has_lease(key):  # to look may have taken longer than it lasts
                 return None
-            if now.verdict == "hot" and ends.hot is not None:
-                ends.hot.delete(path)
+            if now.verdict == "hot" and view.hot is not None:
+                view.hot.delete(path)
             if now.verdict in ("mismatch", "hot"):
                 assert now.header is not None
                 assert now_record is not None
                 is_hot = now.verdict != "hot" and now_record.shards[key.field].hot
-                self._publish(key, now.header, is_hot=is_hot)
+                publish_payload(view, now.header, is_hot=is_hot)
                 return "mended"
             return self._take_away(key, now, now_record)
         finally:
-            ends.index.release(path, ends.owner)
+            view.index.release(path, view.owner)
 
     def _take_away(self, key: ChunkKey, found: Checked, record: Record | None) -> str | None:
-        ends, path = self._ends, key.path()
-        shard = _shard(record, key)
-        if shard is not None and not ends.index.forget(
+        view, path = self._view, key.path()
+        shard = None if record is None else record.shards.get(key.field)
+        if shard is not None and not view.index.forget(
             key.namespace, key.prefix_hash, key.field, shard
         ):
             return None
-        if shard is not None and shard.hot and ends.hot is not None:
-            ends.hot.delete(path)
+        if shard is not None and shard.hot and view.hot is not None:
+            view.hot.delete(path)
         if found.verdict == "missing":
             return "forgotten"
         entry = Entry(path, found.nbytes, found.written_s)
-        if ends.bulk.head(path) != entry or not self._copy(key, entry.nbytes):
+        if view.bulk.head(path) != entry or not self._copy(key, entry.nbytes):
             return None
         return "quarantined" if self._delete(key, entry) else None
 
     def _copy(self, key: ChunkKey, nbytes: int) -> bool:
         """Copy to the quarantine what is wrong; False if it is not, or no longer."""
-        bulk, path = self._ends.bulk, key.path()
+        bulk, path = self._view.bulk, key.path()
         if nbytes > COPY_BYTES_MAX:
             return True
         with self._budget.taking(nbytes):
@@ -310,7 +316,7 @@ class Verify:
     def _delete(self, key: ChunkKey, entry: Entry) -> bool:
         """Delete ``entry``; False if it is, or may be, another's by now. A delete that failed may
         have been done all the same, and something saved since: so it is looked at before each."""
-        bulk = self._ends.bulk
+        bulk = self._view.bulk
         waits = pauses()
         while self._has_lease(key) and bulk.head(entry.key) == entry:
             try:
@@ -328,23 +334,11 @@ class Verify:
 
     def _has_lease(self, key: ChunkKey) -> bool:
         """Take the lease that savers take, or renew it; False if somebody else has it."""
-        ends = self._ends
-        return ends.index.lease(key.path(), ends.owner, ttl_ms=ends.lease_ms)
-
-    def _publish(self, key: ChunkKey, header: Header, *, is_hot: bool) -> None:
-        claim = header.claim
-        chunk = ChunkEntry(
-            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-        )
-        shard = replace(shard_record(header), hot=is_hot)
-        self._ends.index.publish(chunk, {key.field: shard}, ttl_s=self._ends.ttl_s)
+        view = self._view
+        return view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms)
 
     def _seal(self, key: ChunkKey) -> Seal | None:
         return self._seal_of(key.namespace)
 
     def _seal_of(self, namespace: str) -> Seal | None:
-        return self._ends.seal_of(self._namespaces.get(namespace, _NO_NAMESPACE))
-
-
-def _shard(record: Record | None, key: ChunkKey) -> ShardRecord | None:
-    return None if record is None else record.shards.get(key.field)
+        return self._view.seal_of(self._namespaces.get(namespace, _NO_NAMESPACE))

@@ -15,7 +15,7 @@ from objkv.codec.values import ENCRYPTED
 from objkv.errors import KeyMismatch, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import Ends, stored_header
+from objkv.ops.backends_view import BackendsView, recorded, stored_header
 from objkv.ops.rebuild import is_chunk_same, is_same
 from objkv.stores.base import Entry
 
@@ -73,14 +73,14 @@ class Checker:
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         budget: Budget,
         *,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._ends = ends
+        self._view = view
         self._budget = budget
         self._sleep = sleep
 
@@ -97,11 +97,11 @@ class Checker:
     def look(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
         """The same, once."""
         record = None
-        if not self._ends.is_own_index:
-            [record] = self._ends.index.lookup(key.namespace, [key.prefix_hash])
-            if record is None or key.field not in record.shards:
+        if not self._view.is_own_index:
+            record, shard = recorded(self._view.index, key)
+            if shard is None:
                 return Checked("changed", 0), None
-        entry = self._ends.bulk.head(key.path())
+        entry = self._view.bulk.head(key.path())
         if entry is None:
             if record is None:
                 return Checked("changed", 0), None
@@ -116,9 +116,9 @@ class Checker:
         nbytes = entry.nbytes
         try:
             if nbytes > LARGE_BYTES:
-                stored_header(self._ends.bulk, entry, seal)
+                stored_header(self._view.bulk, entry, seal)
             with self._budget.taking(nbytes):
-                payload = self._ends.bulk.get(key.path())
+                payload = self._view.bulk.get(key.path())
                 if payload is None:
                     return Checked("changed", 0)
                 header = self.read(payload, seal)
@@ -156,5 +156,5 @@ class Checker:
             frame_pages(header, index, payload, scratch)
 
     def _is_copy_wrong(self, key: ChunkKey, payload: bytes) -> bool:
-        copy = None if self._ends.hot is None else self._ends.hot.get(key.path())
+        copy = None if self._view.hot is None else self._view.hot.get(key.path())
         return copy is not None and copy != payload

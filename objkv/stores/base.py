@@ -70,21 +70,17 @@ class ReadStore(Protocol):
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Bytes ``[start, end)`` of the value, fewer if it is shorter, None if there is none."""
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Write the whole value to the beginning of ``buffer``; return its length in bytes.
-
-        None if there is none. ``buffer`` is writable, contiguous, of format ``B``; the caller owns
-        it, and the store does not touch it after returning or raising. A value longer than
-        ``buffer`` is ``ValueTooLong``; what ``buffer`` holds after any error is undefined.
-        """
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Write bytes ``[start, start + len(buffer))`` of the value to the beginning of ``buffer``.
+        """Write the value to the beginning of ``buffer``; return how many bytes, None if there is
+        no value.
 
-        Returns how many there were: fewer than ``len(buffer)`` if the value ends before, 0 if it
-        ends before ``start``; None if there is no value. Else as ``get_into``.
+        Without ``start`` all of it: a value longer than ``buffer`` is ``ValueTooLong``. With
+        ``start``, bytes ``[start, start + len(buffer))``: fewer if the value ends before, 0 if it
+        ends before ``start``. ``buffer`` is writable, contiguous, of format ``B``; the caller owns
+        it, and the store does not touch it after returning or raising. What it holds after an
+        error is undefined.
         """
 
     def head(self, key: str) -> Entry | None:
@@ -174,24 +170,19 @@ def check_fits(key: str, nbytes: int, buffer: memoryview) -> None:
         raise ValueTooLong(f"get_into {key}: {nbytes} bytes do not fit into {len(buffer)}")
 
 
-def copy_into(key: str, value: Buffer, buffer: memoryview, arrived: Arrived | None = None) -> int:
-    """``get_into`` for a value that is already in memory; returns its length in bytes."""
+def copy_into(
+    key: str,
+    value: Buffer,
+    buffer: memoryview,
+    arrived: Arrived | None = None,
+    start: int | None = None,
+) -> int:
+    """``get_into`` for a value that is already in memory; returns how many bytes."""
+    if start is not None:
+        value = memoryview(value)[start : start + len(buffer)]
     nbytes = len(value)
     check_fits(key, nbytes, buffer)
     copy_bytes(buffer, value, nbytes)
-    if arrived is not None:
-        arrived(nbytes)
-    return nbytes
-
-
-def copy_range_into(
-    value: Buffer, start: int, buffer: memoryview, arrived: Arrived | None = None
-) -> int:
-    """``get_range_into`` for a value that is already in memory; returns how many bytes."""
-    with memoryview(value) as whole:
-        part = whole[start : start + len(buffer)]
-        copy_bytes(buffer, part, len(part))
-        nbytes = len(part)
     if arrived is not None:
         arrived(nbytes)
     return nbytes

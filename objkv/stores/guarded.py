@@ -1,98 +1,120 @@
-"""What all wrappers share: every verb goes through one method that a wrapper overrides."""
+"""A store whose calls pass a guard: the breakers, limits, deadlines and counters of one place.
 
-from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar
+Also the base of stores that change a few verbs of another one: without a guard all others pass
+through as they are.
+"""
 
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from objkv.net.guard import Unguarded, Verb
 from objkv.stores.base import Arrived, Buffer, Entry, PruneStore, Unfinished
 
-T = TypeVar("T")
-
-Verb = Literal[
-    "get",
-    "get_range",
-    "get_into",
-    "get_range_into",
-    "head",
-    "scan",
-    "folders",
-    "put_if_absent",
-    "put",
-    "delete",
-]
+_READS: Final = ("reads", "read_errors")
+_WRITES: Final = ("writes", "write_errors")
 
 
-class WrappedStore:
-    """Delegates everything to ``inner``, whose owner it becomes: closing it closes ``inner``.
+def _read(verb: str) -> Verb:
+    misses = ((f"{verb}_misses", 1.0),)
 
-    ``check``, ``close`` and what concerns leftovers pass by ``_around``: they ask the place itself.
-    A scan passes through it once per entry, so whoever holds something there does not hold it while
-    the consumer works.
+    def outcome(result: Any, _args: object) -> tuple[tuple[str, float], ...]:
+        if result is None:
+            return misses
+        if isinstance(result, Entry):
+            return ()
+        return (("read_bytes", result if isinstance(result, int) else len(result)),)
+
+    return Verb("read", _READS, outcome=outcome)
+
+
+def _put(result: Any, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
+    if result is False:  # ``put_if_absent`` that found the key
+        return (("duplicates", 1),)
+    return (("written_bytes", len(args[1])),)
+
+
+STORE_VERBS: Final[Mapping[str, Verb]] = {
+    **{verb: _read(verb) for verb in ("get", "get_range", "get_into", "get_range_into", "head")},
+    "scan": Verb("read", walks=True),
+    "folders": Verb("read", walks=True),
+    "put_if_absent": Verb("write", _WRITES, outcome=_put),
+    "put": Verb("write", _WRITES, outcome=_put),
+    "delete": Verb("write"),
+}
+"""What a store's guard counts. ``get_into`` with a start counts as ``get_range_into``. By verb:
+``<name>_<verb>_misses`` of reads that found nothing. Over all: ``<name>_reads``, ``_read_errors``,
+``_writes``, ``_write_errors``, ``_read_bytes``, ``_written_bytes`` (of puts that wrote) and
+``_duplicates`` (``put_if_absent`` that found the key). A scan is guarded and counted per entry."""
+
+
+class GuardedStore:
+    """``inner`` behind ``guard``, whose owner it becomes: closing it closes ``inner``.
+
+    ``check``, ``close`` and the verbs for leftovers go to the place itself: an operator wants its
+    own answer. A scan passes the guard once per entry: its consumer holds no slot while it works.
     """
 
-    def __init__(self, inner: PruneStore) -> None:
+    def __init__(self, inner: PruneStore, guard: Unguarded | None = None) -> None:
         self._inner = inner
+        self._guard = guard or Unguarded()
 
-    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
-        """Make ``call``, which is ``verb`` of the inner store (for ``scan``: its next entry)."""
-        return call()
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
 
     def get(self, key: str) -> bytes | None:
-        """As the inner store."""
-        return self._around("get", lambda: self._inner.get(key))
+        """See ``ReadStore``."""
+        return self._guard.call("get", self._inner.get, key)
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """As the inner store."""
-        return self._around("get_range", lambda: self._inner.get_range(key, start, end))
+        """See ``ReadStore``."""
+        return self._guard.call("get_range", self._inner.get_range, key, start, end)
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """As the inner store."""
-        return self._around("get_into", lambda: self._inner.get_into(key, buffer, arrived))
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """As the inner store."""
-        return self._around(
-            "get_range_into", lambda: self._inner.get_range_into(key, start, buffer, arrived)
-        )
+        """See ``ReadStore``."""
+        verb = "get_into" if start is None else "get_range_into"
+        return self._guard.call(verb, self._inner.get_into, key, buffer, arrived, start)
 
     def head(self, key: str) -> Entry | None:
-        """As the inner store."""
-        return self._around("head", lambda: self._inner.head(key))
+        """See ``ReadStore``."""
+        return self._guard.call("head", self._inner.head, key)
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """As the inner store."""
+        """See ``ReadStore``."""
         entries = self._inner.scan(prefix)
-        while (entry := self._around("scan", lambda: next(entries, None))) is not None:
+        while (entry := self._guard.call("scan", next, entries, None)) is not None:
             yield entry
 
     def folders(self, folder: str) -> list[str]:
-        """As the inner store."""
-        return self._around("folders", lambda: self._inner.folders(folder))
+        """See ``ReadStore``."""
+        return self._guard.call("folders", self._inner.folders, folder)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """As the inner store."""
-        return self._around("put_if_absent", lambda: self._inner.put_if_absent(key, value))
+        """See ``WriteStore``."""
+        return self._guard.call("put_if_absent", self._inner.put_if_absent, key, value)
 
     def put(self, key: str, value: Buffer) -> None:
-        """As the inner store."""
-        self._around("put", lambda: self._inner.put(key, value))
+        """See ``WriteStore``."""
+        self._guard.call("put", self._inner.put, key, value)
 
     def delete(self, key: str) -> bool:
-        """As the inner store."""
-        return self._around("delete", lambda: self._inner.delete(key))
+        """See ``PruneStore``."""
+        return self._guard.call("delete", self._inner.delete, key)
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """As the inner store."""
+        """See ``PruneStore``."""
         return self._inner.unfinished()
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """As the inner store."""
+        """See ``PruneStore``."""
+        self._guard.check_may_write(f"discard {unfinished.key}")
         return self._inner.discard(unfinished)
 
     def check(self) -> None:
-        """As the inner store."""
-        self._inner.check()
+        """See ``ReadStore``; within the guard's deadline."""
+        with self._guard.deadline():
+            self._inner.check()
 
     def close(self) -> None:
         """Close the inner store."""

@@ -32,12 +32,9 @@ from objkv.stores.base import (
 )
 from objkv.stores.local_paths import FOLDER, PLACE, VALUE, Beneath
 
-# What a directory's store asks of the file system: reading into buffers, and errors that say what
-# to fix.
-
 _SLICE_BYTES = 2 << 20
-"""About what is read at once where somebody waits for the first bytes: still in the processor's
-caches when they are verified."""
+"""About how much is read at once for a caller that verifies bytes as they arrive: it is still in
+the processor's caches then."""
 _FIX = {
     errno.EACCES: "give this user read, write and search permission on the folder",
     errno.EPERM: "the file system refuses this; it must allow hard links and belong to this user",
@@ -87,7 +84,7 @@ def some_of(part: bytes, key: str) -> bytes:
 
 @contextmanager
 def translated(verb: str, key: str) -> Iterator[None]:
-    """Raise as ``StoreError`` what the file system raises inside."""
+    """Raise the file system's errors as ``StoreError``."""
     try:
         yield
     except OSError as exc:
@@ -95,7 +92,7 @@ def translated(verb: str, key: str) -> Iterator[None]:
 
 
 def failed(verb: str, key: str, exc: OSError) -> StoreError:
-    """What the file system's ``exc`` is, to whoever uses a store."""
+    """The ``StoreError`` for the file system's ``exc``."""
     reason = f"{verb} {key}: {exc.strerror or exc}"
     if exc.errno in _MENDS:
         return StoreUnavailable(reason)
@@ -104,12 +101,6 @@ def failed(verb: str, key: str, exc: OSError) -> StoreError:
     return StoreError(reason)
 
 
-# Walks a directory's store: all that is below a folder, in the order of keys.
-#
-# Others may write below a shared folder. What they can plant there ends no walk: it enters no
-# folder that no key can name, so none that is nested deeper than a key is long, and leaves out
-# those that this user may not read.
-
 logger = logging.getLogger(__name__)
 _LEFT_OUT = {errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
 Listed = list[tuple[str, os.stat_result | None]]
@@ -117,7 +108,12 @@ Listed = list[tuple[str, os.stat_result | None]]
 
 
 class Walks:
-    """Of one store; thread-safe."""
+    """Walks one store's folders, in the order of keys; thread-safe.
+
+    Others may write below a shared folder. Nothing that they plant there ends a walk: it enters no
+    folder that no key can name, so none that is nested deeper than a key is long, and leaves out
+    those that this user may not read.
+    """
 
     def __init__(self, beneath: Beneath) -> None:
         self._beneath = beneath
@@ -233,24 +229,17 @@ class LocalStore:
                 value += some_of(os.pread(fd, end - at, at), key)
             return value
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Read the file straight into ``buffer``: no copy in between."""
-        with self._opened(key) as opened:
-            if opened is None:
-                return None
-            fd, nbytes = opened
-            check_fits(key, nbytes, buffer)
-            read_into(key, fd, 0, buffer[:nbytes], arrived)
-            return nbytes
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Read the bytes straight into ``buffer``."""
+        """Read the file, or a part of it, straight into ``buffer``: no copy in between."""
         with self._opened(key) as opened:
             if opened is None:
                 return None
             fd, nbytes = opened
+            if start is None:
+                start = 0
+                check_fits(key, nbytes, buffer)
             part = buffer[: max(0, nbytes - start)]
             read_into(key, fd, start, part, arrived)
             return len(part)

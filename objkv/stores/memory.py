@@ -12,7 +12,6 @@ from objkv.stores.base import (
     check_key,
     check_prefix,
     copy_into,
-    copy_range_into,
     folders_of,
 )
 
@@ -38,17 +37,12 @@ class MemoryStore:
         found = self._find(key)
         return None if found is None else found[0][start:end]
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Copy the value into ``buffer``."""
-        found = self._find(key)
-        return None if found is None else copy_into(key, found[0], buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Copy bytes of the value into ``buffer``."""
+        """Copy the value, or a part of it, into ``buffer``."""
         found = self._find(key)
-        return None if found is None else copy_range_into(found[0], start, buffer, arrived)
+        return None if found is None else copy_into(key, found[0], buffer, arrived, start)
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the value, or None."""

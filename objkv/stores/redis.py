@@ -2,7 +2,7 @@
 
 Values may go earlier than that, by the server's eviction: to readers both are a miss. The client
 keeps connections, TLS, retries, time-outs and topology, whether one server, Sentinel or Cluster;
-payloads pass between its sockets and the caller's buffer, see ``objkv.stores.redis``.
+payloads pass between its sockets and the caller's buffer: ``RedisValues``.
 """
 
 import re
@@ -14,10 +14,9 @@ from typing import Any, Final
 
 import redis
 from redis import exceptions
-from redis import exceptions as failures
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.net.resp import CLIENT_ERRORS, Line, Lines, packed
+from objkv.net.resp import CLIENT_ERRORS, RespConnection, RespConnections, packed
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -27,139 +26,130 @@ from objkv.stores.base import (
     check_key,
     check_prefix,
     copy_into,
-    copy_range_into,
     folders_of,
     is_key,
 )
 
-# Values between Redis and the caller's memory, without another copy on the way.
-#
-# The client's own reading of a value assembles it from blocks of 64 KiB and copies it twice more;
-# its packing of a command copies what is sent. Here a value is received into the buffer it is
-# for, and sent from the one it is in.
-
 UNDONE: Final = -1
-"""The call has done nothing that counts, and is to be made with the client: what a server refused,
-a connection that was lost, a cluster that has changed are what the client knows how to mend."""
+"""Nothing was read or written: the call is left to the client, which knows what to do about a
+server that refused, a connection that was lost, a cluster that has changed."""
 _GET = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
 _WRITTEN = b"+OK"
 _NOTHING = b"$-1"
 
 
 class RedisValues:
-    """Gets and puts through connections of ``client``, which stays its owner's.
+    """Gets and puts through connections of ``client``, which stays its owner's, without a copy.
 
-    Raises redis-py's exceptions, and what ``arrived`` raises.
+    The client's own reading of a value assembles it from blocks of 64 KiB and copies it twice more;
+    its packing of a command copies what is sent. Here a value is received into the buffer it is
+    for, and sent from the one it is in. Raises redis-py's exceptions, and what ``arrived`` raises.
     """
 
     def __init__(self, client: Any) -> None:
-        self._lines = Lines(client)
+        self._connections = RespConnections(client)
 
-    def get_into(self, name: str, buffer: memoryview, arrived: Arrived | None) -> int | None:
-        """The value's length, None if there is none, or ``UNDONE``. A length greater than the
-        buffer's is only told: nothing of such a value is received."""
-        line = self._lines.take(name)
-        if line is None:
-            return UNDONE
-        try:
-            expected = len(b"$%d\r\n" % len(buffer))
-            head = self._asked(line, expected, _GET % (len(name), name.encode()))
-            if head is None or head[:1] != b"$":
-                line.clean = head is not None and head[:1] == b"-"
-                return UNDONE
-            line.clean = head == _NOTHING
-            return None if line.clean else _received(line, head, buffer, arrived)
-        finally:
-            self._lines.give(line)
-
-    def get_range_into(
-        self, name: str, start: int, buffer: memoryview, arrived: Arrived | None
+    def get_into(
+        self, name: str, buffer: memoryview, arrived: Arrived | None, start: int | None = None
     ) -> int | None:
-        """How many of the bytes from ``start`` there were, None if no value, or ``UNDONE``."""
-        line = self._lines.take(name) if len(buffer) else None  # GETRANGE has no word for none
-        if line is None:
+        """The number of bytes read, None if there is no value, or ``UNDONE``.
+
+        Without ``start`` it is the value's length: where that exceeds the buffer, nothing of the
+        value is received.
+        """
+        # GETRANGE cannot ask for an empty range.
+        is_possible = start is None or len(buffer) > 0
+        one = self._connections.take(name) if is_possible else None
+        if one is None:
             return UNDONE
         try:
-            key, end = name.encode(), start + len(buffer) - 1
-            expected = len(b":1\r\n$%d\r\n" % len(buffer))
-            command = packed(b"EXISTS", key) + packed(b"GETRANGE", key, start, end)
-            exists = self._asked(line, expected, command)
-            head = self._asked(line, expected) if exists in (b":0", b":1") else None
-            if head is None or head[:1] != b"$":
-                return UNDONE  # closes the connection: there may be another answer
-            if exists == b":0":
-                _received(line, head, buffer, None)
-                return None
-            return _received(line, head, buffer, arrived)
+            key, is_missing = name.encode(), False
+            head_bytes = len(b"$%d\r\n" % len(buffer))
+            if start is None:
+                head = self._asked(one, head_bytes, _GET % (len(key), key))
+                one.clean = head == _NOTHING or head[:1] == b"-"
+                if head == _NOTHING:
+                    return None
+            else:
+                end = start + len(buffer) - 1
+                command = packed(b"EXISTS", key) + packed(b"GETRANGE", key, start, end)
+                exists = self._asked(one, len(b":1\r\n") + head_bytes, command)
+                head = self._asked(one, head_bytes) if exists in (b":0", b":1") else b""
+                is_missing = exists == b":0"
+            if head[:1] != b"$":
+                return UNDONE  # a connection that is not clean is closed: more may be coming
+            nbytes = _received(one, head, buffer, None if is_missing else arrived)
+            return None if is_missing else nbytes
         finally:
-            self._lines.give(line)
+            self._connections.give(one)
 
     def put(self, name: str, value: Buffer, *options: bytes | int) -> bool | None:
         """SET with ``options``: whether it wrote; None is ``UNDONE``."""
-        line = self._lines.take(name)
-        if line is None:
+        one = self._connections.take(name)
+        if one is None:
             return None
         try:
-            # Built as one command, then cut where the value belongs: it is sent from where it is.
+            # Built as one command, then cut where the value belongs, which is not copied.
             command = packed(b"SET", name.encode(), b"", *options)
             before, after = command.split(b"$0\r\n\r\n", 1)
             before += b"$%d\r\n" % len(value)
             with memoryview(value) as view:
                 parts = (before, view, b"\r\n" + after)
-                answer = self._asked(line, len(b"+OK\r\n"), *parts)
-            line.clean = (answer is not None and answer[:1] in (b"+", b"-")) or answer == _NOTHING
+                answer = self._asked(one, len(b"+OK\r\n"), *parts)
+            one.clean = answer[:1] in (b"+", b"-") or answer == _NOTHING
             return answer == _WRITTEN if answer in (_WRITTEN, _NOTHING) else None
         finally:
-            self._lines.give(line)
+            self._connections.give(one)
 
     def close(self) -> None:
         """Bring the connections back. Idempotent."""
-        self._lines.close()
+        self._connections.close()
 
-    def _asked(self, line: Line, expected: int, *parts: bytes | memoryview) -> bytes | None:
-        """The first line of the answer; None if it was lost before it: the client asks again."""
+    def _asked(self, one: RespConnection, nbytes: int, *parts: bytes | memoryview) -> bytes:
+        """The first line of the answer, received by ``nbytes`` at first; empty if the connection
+        was lost before it: the call is left to the client."""
         try:
             if parts:
-                line.send(*parts)
-            return line.read_line(expected)
+                one.send(*parts)
+            return one.read_line(nbytes)
         except (exceptions.ConnectionError, exceptions.InvalidResponse):
-            return None
+            return b""
         except exceptions.TimeoutError:
-            if self._lines.is_cluster:
-                return None
+            if self._connections.is_cluster:
+                return b""
             raise
 
 
-def _received(line: Line, head: bytes, buffer: memoryview, arrived: Arrived | None) -> int:
-    """Receive what ``head`` announces, unless it is too long. What is lost from here on is an
-    error: of another value the beginning may differ, and ``arrived`` has been told of this one."""
+def _received(one: RespConnection, head: bytes, buffer: memoryview, arrived: Arrived | None) -> int:
+    """Receive what ``head`` announces, unless it is too long. A loss from here on is an error:
+    another value may begin otherwise, and ``arrived`` has been called for this one."""
     if not head[1:].isdigit():
         raise exceptions.InvalidResponse(f"{head[:20]!r} announces no value")
     nbytes = int(head[1:])
     if nbytes <= len(buffer):
-        line.read_bulk(head, buffer[:nbytes], arrived)
-        line.clean = True
+        one.read_bulk(head, buffer[:nbytes], arrived)
+        one.clean = True
     return nbytes
 
 
 SCAN_BATCH = 500
 _GLOB = re.compile(r"([\\*?\[\]])")
 _DENIED = (
-    failures.AuthenticationError,
-    failures.AuthorizationError,
-    failures.AuthenticationWrongNumberOfArgsError,
-    failures.NoPermissionError,
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+    exceptions.NoPermissionError,
 )
 _DENIED_WORDS = ("NOAUTH", "NOPERM", "WRONGPASS", "DENIED")
 _LATER = (
-    failures.ConnectionError,
-    failures.TimeoutError,
-    failures.ReadOnlyError,
-    failures.OutOfMemoryError,
-    failures.ClusterError,
-    failures.RedisClusterException,
-    failures.AskError,
-    failures.TryAgainError,
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+    exceptions.ClusterError,
+    exceptions.RedisClusterException,
+    exceptions.AskError,
+    exceptions.TryAgainError,
 )
 _LATER_WORDS = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "TRYAGAIN", "OOM",
                 "NOREPLICAS", "MISCONF", "UNKILLABLE")  # fmt: skip
@@ -208,31 +198,23 @@ class RedisStore:
             exists, *values = batch.execute()
             return b"".join(values) if exists else None
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """GET, received into ``buffer``."""
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        """GET, or EXISTS and GETRANGE in one round trip, received into ``buffer``."""
         name = self._name(key)
         try:  # rather than _translated: its generator takes 2 us, a twentieth of a call
-            nbytes = self._values.get_into(name, buffer, arrived)
+            nbytes = self._values.get_into(name, buffer, arrived, start)
         except CLIENT_ERRORS as exc:
             raise _translation(f"get_into {key}: {exc}", exc) from exc
-        if nbytes != UNDONE:
-            if nbytes is not None:
-                check_fits(key, nbytes, buffer)
-            return nbytes
-        value = self.get(key)
-        return None if value is None else copy_into(key, value, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
-    ) -> int | None:
-        """EXISTS and GETRANGE, received into ``buffer``; one round trip."""
-        name = self._name(key)
-        with _translated("get_range_into", key):
-            nbytes = self._values.get_range_into(name, start, buffer, arrived)
-        if nbytes != UNDONE:
-            return nbytes
-        value = self.get_range(key, start, start + len(buffer))
-        return None if value is None else copy_range_into(value, 0, buffer, arrived)
+        if nbytes == UNDONE:
+            value = (
+                self.get(key) if start is None else self.get_range(key, start, start + len(buffer))
+            )
+            return None if value is None else copy_into(key, value, buffer, arrived)
+        if nbytes is not None:
+            check_fits(key, nbytes, buffer)
+        return nbytes
 
     def head(self, key: str) -> Entry | None:
         """Size and age, or None. The age is what has passed of this store's ``ttl_s``."""

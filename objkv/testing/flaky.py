@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from threading import Event, Lock
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-from objkv.stores.base import Arrived, PruneStore, copy_into, copy_range_into
-from objkv.stores.guarded import Verb, WrappedStore
+from objkv.net.guard import Unguarded
+from objkv.stores.base import Arrived, PruneStore, copy_into
+from objkv.stores.guarded import GuardedStore
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 GATE_WAIT_S = 60.0
 
 
-class FlakyStore(WrappedStore):
+class FlakyStore(GuardedStore, Unguarded):
     """Delegates to ``inner`` except for the faults that were asked for. Thread-safe.
 
     ``calls`` holds the verbs that arrived so far, in order, those that failed included; a scan
@@ -20,13 +22,13 @@ class FlakyStore(WrappedStore):
     """
 
     def __init__(self, inner: PruneStore) -> None:
-        super().__init__(inner)
+        super().__init__(inner, guard=self)
         self._lock = Lock()
         self._errors: list[BaseException] = []
         self._down: BaseException | None = None
         self._gate: Event | None = None
         self._spoil: Callable[[bytes], bytes] | None = None
-        self.calls: list[Verb] = []
+        self.calls: list[str] = []
         self.arrived = Event()
         """Set by every call before it waits at the gate; clear it to wait for the next."""
 
@@ -74,37 +76,32 @@ class FlakyStore(WrappedStore):
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """As the inner store; the whole value is spoilt, then cut."""
-        value = self._around("get_range", lambda: self._inner.get(key))
+        value = self.call("get_range", self._inner.get, key)
         spoilt = self._spoilt(value)
         return None if spoilt is None else spoilt[start:end]
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """As the inner store, spoilt if asked for."""
-        if self._spoil is None:
-            return super().get_into(key, buffer, arrived)
-        value = self._spoilt(self._around("get_into", lambda: self._inner.get(key)))
-        return None if value is None else copy_into(key, value, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """As the inner store; the whole value is spoilt, then cut."""
+        """As the inner store; if asked for the whole value is spoilt, then cut."""
         if self._spoil is None:
-            return super().get_range_into(key, start, buffer, arrived)
-        value = self._spoilt(self._around("get_range_into", lambda: self._inner.get(key)))
-        return None if value is None else copy_range_into(value, start, buffer, arrived)
+            return super().get_into(key, buffer, arrived, start)
+        verb = "get_into" if start is None else "get_range_into"
+        value = self._spoilt(self.call(verb, self._inner.get, key))
+        return None if value is None else copy_into(key, value, buffer, arrived, start)
 
     def check(self) -> None:
         """As the inner store, unless it is down."""
         if self._down is not None:
             raise self._down
-        super().check()
+        self._inner.check()
 
     def _spoilt(self, value: bytes | None) -> bytes | None:
         spoil = self._spoil
         return value if value is None or spoil is None else spoil(value)
 
-    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
+    def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make ``call``, or fail as asked for."""
         with self._lock:
             self.calls.append(verb)
             error = self._errors.pop(0) if self._errors else self._down
@@ -114,4 +111,4 @@ class FlakyStore(WrappedStore):
             gate.wait(GATE_WAIT_S)
         if error is not None:
             raise error
-        return call()
+        return call(*args, **kwargs)

@@ -337,7 +337,7 @@ class StoreContract:
     def test_nothing_arrives_of_what_is_not_there(self, store: PruneStore) -> None:
         arrivals = Arrivals(memoryview(b""), b"")
         assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
-        assert store.get_range_into("none", 3, memoryview(bytearray(8)), arrivals) is None
+        assert store.get_into("none", memoryview(bytearray(8)), arrivals, start=3) is None
         assert arrivals.told == []
 
     @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
@@ -350,7 +350,7 @@ class StoreContract:
             with pytest.raises(Unwilling):
                 store.get_into("k", buffer, refuse)
             with pytest.raises(Unwilling):
-                store.get_range_into("k", 1, buffer[1:], refuse)
+                store.get_into("k", buffer[1:], refuse, start=1)
         assert store.get("k") == value
         assert store.get_into("k", buffer) == len(value)
         assert buffer == value
@@ -374,7 +374,7 @@ class StoreContract:
         outside = bytearray(b"." * (size + 4))
         inside = memoryview(outside)[2 : 2 + size]
         arrivals = Arrivals(inside, expected)
-        assert store.get_range_into("k", start, inside, arrivals) == len(expected)
+        assert store.get_into("k", inside, arrivals, start=start) == len(expected)
         assert outside == b".." + expected.ljust(size, b".") + b".."
         assert arrivals.true
         assert arrivals.told[-1] == len(expected)
@@ -383,7 +383,7 @@ class StoreContract:
         store.put("k", _LARGE)
         buffer = memoryview(bytearray(3_000_000))
         arrivals = Arrivals(buffer, _LARGE[1_000_001:4_000_001])
-        assert store.get_range_into("k", 1_000_001, buffer, arrivals) == 3_000_000
+        assert store.get_into("k", buffer, arrivals, start=1_000_001) == 3_000_000
         assert arrivals.true
         assert buffer == _LARGE[1_000_001:4_000_001]
 
@@ -401,7 +401,7 @@ class StoreContract:
 
         with pytest.raises(Unwilling):
             store.get_into("k", memoryview(buffer), refuse)
-        store.get_range_into("k", 1, memoryview(buffer))
+        store.get_into("k", memoryview(buffer), start=1)
         buffer.clear()  # would raise BufferError if the store still held a view
 
     # races, each decided the same way whoever comes first

@@ -1,163 +1,161 @@
-"""Threads that save what a queue holds, in order, and how that ends.
+"""Saves in the background: deadline, lease, payload, store, counters, for whatever is saved.
 
-What is saved, and how long it may wait, is its owner's business; here it is a callable. No thread
-dies of what it saves: an error is counted and told to the log, a store that keeps failing once, and
-the next save begins.
+A save that fails is counted and logged, a store that keeps failing once; saves are the first to
+give way to a store that has too much to do.
 """
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterable
-from threading import Condition, Thread
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
+from objkv.background import JOIN_S, Pool
+from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.codec.payload import Claim, Header
 from objkv.errors import LeftAlone, ObjkvError, StoreBusy
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 
-_JOIN_S = 1.0
-"""At least so long ``close`` waits for threads that have nothing left to do."""
 _SHED_S = 0.1
-"""So long nothing is tried after a save that was not wanted."""
+"""How long nothing is tried after the store refused a save."""
 
 
 class Save(Protocol):
-    """Something to be saved."""
+    """Something to be saved; its key was given to ``ChunkCache.begin_save``."""
 
     @property
-    def path(self) -> str:
-        """Where to, for the log."""
+    def claim(self) -> Claim:
+        """What its payload is."""
+
+    @property
+    def deadline(self) -> float:
+        """When it has waited for too long, on the pool's clock."""
+
+    def encode(self) -> tuple[memoryview, Header]:
+        """Its payload, which stays valid until ``release``. May wait for the device."""
+
+    def release(self) -> None:
+        """Let go of what it holds. Called once, on a thread of the pool."""
 
 
 Item = TypeVar("Item", bound=Save)
 
 
-class SaveCrew(Generic[Item]):
+class SavePool(Generic[Item]):
     """Safe from many threads; nothing waits, except ``drain`` and ``close``."""
 
     def __init__(
         self,
         name: str,
         threads: int,
-        save: Callable[[Item], None],
+        cache: ChunkCache,
         recorder: Recorder,
         *,
-        start: Callable[[], None] = lambda: None,
+        late: Callable[[Item], object],
+        saved: Callable[[Header, float, SaveOutcome], None] = lambda *_: None,
+        begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
-            name: what is saved, in the plural, as the log calls it.
-            save: saves one item and lets go of what it holds, also when it raises.
-            start: called by each thread before anything else.
+            name: what is saved, in the plural, for the log.
+            late: counts an item whose deadline has passed.
+            saved: takes the header, the seconds and the outcome of each save.
+            begin: called by each thread first.
         """
         self._name = name
-        self._save = save
-        self._start = start
+        self._cache = cache
         self._recorder = recorder
+        self._late = late
+        self._saved = saved
         self._clock = clock
         self._trouble = Trouble(logger, name)
-        self._changed = Condition()
-        self._queue: deque[Item] = deque()
-        self._busy = 0
-        self._closed = False
         self._shed_until = -math.inf
         label = name.removesuffix("s").replace(" ", "-")
-        self._threads = [
-            Thread(target=self._work, name=f"objkv-{label}-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._pool = Pool(f"objkv-{label}", threads, self._save, failed=self._failed, begin=begin)
 
     @property
     def waiting(self) -> int:
         """Items that no thread has taken yet."""
-        return len(self._queue)
+        return self._pool.waiting
 
     @property
     def is_shedding(self) -> bool:
-        """Whether the store was just found to be left alone, or asked too much: nothing is worth
-        being taken for a moment. Saves are the first to give way."""
+        """Whether the store refused a save a moment ago: nothing is worth being taken until this
+        ends."""
         return self._clock() < self._shed_until
 
     @property
     def is_closed(self) -> bool:
         """Whether nothing more is taken."""
-        return self._closed
+        return self._pool.is_closed
 
     def put(self, items: Iterable[Item]) -> bool:
         """Queue them all; False, and none is, once ``close`` was called."""
-        with self._changed:
-            if self._closed:
-                return False
-            self._queue.extend(items)
-            self._changed.notify_all()
-        return True
+        return self._pool.put(items)
 
-    def drain(self, deadline_s: float) -> bool:
-        """Wait until all saves are through, at most so long; True if they are."""
-        end = self._clock() + deadline_s
-        with self._changed:
-            while self._queue or self._busy:
-                left = end - self._clock()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+    def drain(self, seconds: float) -> bool:
+        """Wait until all saves are through, at most ``seconds``; True if they are."""
+        return self._pool.drain(seconds)
 
-    def close(self, drain_deadline_s: float, give_up: Callable[[Iterable[Item]], object]) -> None:
-        """Drain within the bound, then stop: ``give_up`` is handed what is left. A thread whose
-        store does not answer keeps what it saves until then. Idempotent."""
-        end = monotonic() + drain_deadline_s
-        if not self.drain(drain_deadline_s):
-            left_over = len(self._queue) + self._busy
-            logger.warning("%s dropped at shutdown count=%d", self._name, left_over)
-        with self._changed:
-            self._closed = True
-            left, self._queue = self._queue, deque()
-            self._changed.notify_all()
-        give_up(left)
-        end = max(end, monotonic() + _JOIN_S)
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
-        if stuck := [thread.name for thread in self._threads if thread.is_alive()]:
+    def close(self, drain_s: float, give_up: Callable[[Sequence[Item]], object]) -> None:
+        """Drain within the bound, then stop: ``give_up`` takes what no thread began. A thread whose
+        store does not answer keeps its item until the store does. Idempotent."""
+        end = monotonic() + drain_s
+        if not self._pool.drain(drain_s):
+            count = self._pool.waiting + self._pool.busy
+            logger.warning("%s dropped at shutdown count=%d", self._name, count)
+        stuck = self._pool.close(max(end - monotonic(), JOIN_S), give_up=give_up)
+        if stuck:
             logger.warning("threads still saving at shutdown names=%s", ",".join(stuck))
 
     def __str__(self) -> str:
-        return f"{len(self._queue)} waiting, {self._busy} under way"
+        return str(self._pool)
 
-    def __repr__(self) -> str:
-        return f"<SaveCrew {self._name}: {self}>"
+    def _save(self, item: Item) -> None:
+        try:
+            self._store(item)
+        finally:
+            item.release()
+            self._cache.end_save(item.claim.key)
+        self._trouble.worked()
 
-    def _work(self) -> None:
-        self._start()
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                item = self._queue.popleft()
-                self._busy += 1
-            try:
-                self._save(item)
-                self._trouble.worked()
-            except (LeftAlone, StoreBusy):  # told by the breaker
-                self._recorder.count("saves_shed")
-                if not self.is_shedding:
-                    self._shed_until = self._clock() + _SHED_S
-            except ObjkvError as exc:
-                self._recorder.count("save_errors")
-                self._trouble.failed(exc)
-            except Exception:  # a dead thread would let the queue fill up for ever
-                self._recorder.count("save_errors")
-                logger.exception("%s failed unexpectedly key=%s", self._name, item.path)
-            finally:
-                del item  # what it holds must not live until the next one comes
-                with self._changed:
-                    self._busy -= 1
-                    self._changed.notify_all()
+    def _store(self, item: Item) -> None:
+        key = item.claim.key
+        if self._clock() >= item.deadline:
+            self._late(item)
+            return
+        if self.is_shedding:
+            raise LeftAlone("saves give way")
+        if not self._cache.take_lease(key):
+            self._recorder.count("save_leased_elsewhere")
+            return
+        started = self._clock()
+        try:
+            payload, header = item.encode()
+            outcome = self._cache.save(item.claim, payload, header)
+        finally:
+            self._cache.release_lease(key)
+        seconds = self._clock() - started
+        self._recorder.observe("save_seconds", seconds)
+        if outcome is SaveOutcome.SAVED:
+            self._recorder.count("saves")
+            self._recorder.count("save_bytes", header.nbytes)
+        else:
+            self._recorder.count("save_existed")
+        self._saved(header, seconds, outcome)
+
+    def _failed(self, item: Item, error: Exception) -> None:
+        if isinstance(error, LeftAlone | StoreBusy):  # logged by the circuit breaker
+            self._recorder.count("saves_shed")
+            if not self.is_shedding:
+                self._shed_until = self._clock() + _SHED_S
+            return
+        self._recorder.count("save_errors")
+        if isinstance(error, ObjkvError):
+            self._trouble.failed(error)
+        else:
+            path = item.claim.key.path()
+            logger.error("%s failed unexpectedly key=%s", self._name, path, exc_info=error)

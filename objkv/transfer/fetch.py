@@ -1,212 +1,85 @@
-"""Fetching: one span of one payload through memory of the caller's into its blocks.
+"""Fetching one span of one payload: its bytes are verified while they arrive, and given to a lane.
 
-A move is what its header says from the first byte to the last: nothing shorter, nothing longer.
+Each frame is decoded as soon as its last byte is there, when it is still in the processor's cache.
+Nothing is written that was not verified: the header with its claim and layers first, then each
+frame. A payload is what its header says from the first byte to the last: nothing shorter, nothing
+longer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import Claim, Header, frame_pages, header_bytes_needed, read_claimed
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, TransferError
+from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
-from objkv.stores.base import Arrived
-from objkv.telemetry import Recorder
 from objkv.tracing import NO_SPAN, Span, now_ns
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane
 from objkv.transfer.plan import LoadMove
 from objkv.transfer.queue import FetchSpan, Task, opening_bytes, remaining, span_count
-from objkv.transfer.sources import Source, Sources
-
-# Landing: a payload is verified and written into its blocks while it is still arriving.
-#
-# Each frame as soon as its last byte is there, when it is still in the processor's cache. Nothing
-# is written that was not verified: the header with its claim and layers first, then each frame.
+from objkv.transfer.slabs import Slab, SlabPool
+from objkv.transfer.sources import Source
 
 _LENGTH_BYTES = 8
 _BURST_BYTES = 1 << 20
-"""Pages written between ``enter`` and ``leave``: whoever closes the job waits for no more, and
-many small frames share the cost of the two."""
+"""Pages written between ``enter`` and ``leave``: closing a job waits for no more, and many small
+frames share the cost of the two."""
+_TRACED_PAYLOADS_MAX = 64
+"""Of one load; the hundreds of a long prompt all look alike."""
 
 
 class UnwantedError(TransferError):
-    """Nobody needs the bytes any more: the job was closed, or an earlier chunk failed."""
+    """The bytes are not needed any more: the job was closed, or an earlier chunk failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
-    """Where one span's pages go, and through which memory."""
+class Cuts:
+    """Into how many requests a payload may be cut."""
 
-    job: LoadJob
-    index: int
-    """Which move of the job's plan."""
-    source: Source
-    """The payload, as it most probably is."""
-    lane: Lane
-    payload: memoryview
-    """Each byte of the payload has its place here, wherever its span begins."""
-    lease_scratch: Callable[[], memoryview]
-    """Memory to decode the span's frames into, all side by side; leased for as long as
-    ``payload``. Raises ``TransferError``."""
-    seal: Seal | None = None
-    """What payloads must be sealed with."""
-
-
-class Landing:
-    """One span of one move. Belongs to one thread."""
-
-    def __init__(self, strip: Strip, span: FetchSpan, header: Header | None = None) -> None:
-        self._strip = strip
-        self._span = span
-        self.header = header
-        """None until it was verified; the first span brings it."""
-        self.layer = span.first
-        """The first that is not in its blocks yet."""
-        self._scratch: memoryview | None = None
-        self._scratch_at = 0
-        move = strip.job.plan.moves[strip.index].move
-        self._first_block = move.first_block
-        self._block_ids = move.block_ids
-        self._placed: Any = None
-        self._source = strip.source
-        if header is not None:
-            self._source = strip.source.reading(header.frames.layers)
-
-    def open(self, nbytes: int, claim: Claim) -> None:
-        """The payload's first ``nbytes`` are there: take the header if that is enough.
-
-        Raises ``PayloadError`` if it is not the one of ``claim``, or holds other layers.
-        """
-        if self.header is not None or nbytes < _LENGTH_BYTES:
-            return
-        payload, room = self._strip.payload, self._span.nbytes
-        header_bytes = header_bytes_needed(payload[:_LENGTH_BYTES])
-        if header_bytes > room:
-            raise PayloadError(f"a header of {header_bytes} bytes, at most {room} can be")
-        if nbytes < header_bytes:
-            return
-        header = read_claimed(
-            payload[:header_bytes], claim, self._source.layers, seal=self._strip.seal
-        )
-        self._source = self._source.reading(header.frames.layers)
-        if header.nbytes > len(payload):
-            raise PayloadError(f"{header.nbytes} bytes, at most {len(payload)} can be")
-        self.header = header
-
-    def arrived(self, nbytes: int) -> None:
-        """The span's first ``nbytes`` are there: write what is complete of it.
-
-        Raises ``PayloadError`` for a frame that is not what the header says, ``UnwantedError`` if
-        the job may write no more.
-        """
-        if self.header is None:
-            return
-        until = self._span.start + nbytes
-        while self._is_complete(until):
-            self._write_burst(until)
-
-    def check_end(self, nbytes: int) -> None:
-        """The span's bytes have all come, ``nbytes`` of them, one more having been asked for of
-        the last span: raise ``PayloadError`` unless that is what the header says."""
-        if nbytes != self._span.nbytes:
-            raise PayloadError(
-                f"{nbytes} bytes from {self._span.start} on, where {self._span.nbytes} are due"
-            )
-        assert self.layer == self._span.end
-
-    def _is_complete(self, until: int) -> bool:
-        if self.layer == self._span.end:
-            return False
-        assert self.header is not None
-        return self.header.frames.ends[self.layer] <= until
-
-    def _write_burst(self, until: int) -> None:
-        job, index, lane = self._strip.job, self._strip.index, self._strip.lane
-        if not job.enter(index):
-            raise UnwantedError("nobody waits for it any more")
-        first, mark = self.layer, None
-        try:
-            if self._placed is None:
-                self._placed = lane.place(self._block_ids)
-            written = 0
-            while written < _BURST_BYTES and self._is_complete(until):
-                written += self._write_frame(self._placed)
-        finally:
-            try:
-                mark = lane.mark()  # also on a fault: something may have been given to the lane
-            finally:  # whoever closes the job waits for this
-                job.leave(index, self._source.fills(range(first, self.layer)), lane, mark)
-
-    def _write_frame(self, placed: Any) -> int:
-        """The bytes that were written; none of a layer that is other ranks'."""
-        assert self.header is not None
-        strip, source, frame = self._strip, self._source, self.layer
-        nbytes = 0
-        if source.fills(range(frame, frame + 1)):
-            nbytes = source.layer_bytes[frame]
-            room = None
-            if self.header.frames.codecs[frame] != "none":
-                if self._scratch is None:
-                    self._scratch = strip.lease_scratch()
-                room = self._scratch[self._scratch_at : self._scratch_at + nbytes]
-                self._scratch_at += nbytes
-            pages = frame_pages(self.header, frame, strip.payload, room)
-            source.scatter(strip.lane, frame, pages, self._first_block, placed)
-        self.layer += 1  # last: what raised was not written
-        return nbytes
-
-
-# Where the time of one payload goes, as spans: got, decoded while it came, copied at the end.
-
-_PAYLOADS_MAX = 64
-"""Of one load; a prompt of hundreds of chunks tells the same hundreds of times."""
+    step_spans_max: int = 4
+    """For loads within the step, so that the first layers of all chunks come first. Between steps
+    it is one: no layer is waited for by itself."""
+    span_bytes_min: int = 1 << 20
+    """What a request of its own is worth; smaller payloads come in one."""
 
 
 class PayloadTrace:
-    """One get of a payload, or of a span of its layers. Belongs to one thread."""
+    """Where the time of one get goes, as spans: decoded while it came, copied at the end. Belongs
+    to one thread."""
 
-    def __init__(self, load: Span, chunk: int, index: int) -> None:
-        """``index``: of the move in its plan."""
+    def __init__(self, job: LoadJob, index: int) -> None:
+        """``index``: of the move in the job's plan."""
         self._get: Span = NO_SPAN
-        if load.is_on and index < _PAYLOADS_MAX:
-            self._get = load.child("objkv.get", chunk=chunk)
-        self._first_ns = self._last_ns = self._busy_ns = 0
+        if job.span.is_on and index < _TRACED_PAYLOADS_MAX:
+            self._get = job.span.child("objkv.get", chunk=job.plan.moves[index].move.chunk)
+        self.is_on = self._get.is_on
         self.hot = False
         """Whether the bytes came from the hot store."""
+        self._first_ns = self._last_ns = 0
+        self._busy_s = 0.0
 
     def came_hot(self) -> None:
         """The hot copy is what was read."""
         self.hot = True
 
-    def decoding(self, arrived: Arrived) -> Arrived:
-        """``arrived``, which decodes what has come, and is timed if anybody wants to know."""
-        if not self._get.is_on:
-            return arrived
-
-        def timed(nbytes: int) -> None:
-            begun_ns = now_ns()
-            try:
-                arrived(nbytes)
-            finally:
-                self._first_ns = self._first_ns or begun_ns
-                self._last_ns = now_ns()
-                self._busy_ns += self._last_ns - begun_ns
-
-        return timed
+    def decoded(self, begun_ns: int, seconds: float) -> None:
+        """Some of the bytes were verified and given to the lane."""
+        self._first_ns = self._first_ns or begun_ns
+        self._last_ns = now_ns()
+        self._busy_s += seconds
 
     def copied(self, nbytes: int, codec: str) -> None:
         """All was verified, and is in its blocks."""
-        if not self._get.is_on:
-            return
-        # Frames are decoded, and given to the lane, as they come: the copy is what was left to do.
-        busy_ms = self._busy_ns / 1e6
-        self._get.part("objkv.decode", self._first_ns, self._last_ns, busy_ms=busy_ms, codec=codec)
-        self._get.part("objkv.copy", self._last_ns, now_ns())
-        self._get.end(store=self._store, bytes=nbytes)
+        if self.is_on:
+            # Frames are decoded, and given to the lane, as they come: the copy is what was left.
+            first, last, busy_ms = self._first_ns, self._last_ns, 1e3 * self._busy_s
+            self._get.part("objkv.decode", first, last, busy_ms=busy_ms, codec=codec)
+            self._get.part("objkv.copy", last, now_ns())
+            self._get.end(store=self._store, bytes=nbytes)
 
     def failed(self, reason: str) -> None:
         """It is a miss."""
@@ -217,157 +90,195 @@ class PayloadTrace:
         return "hot" if self.hot else "bulk"
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Into how many requests a payload may be cut."""
+class Decoder:
+    """Decodes one span into the blocks of one move. Belongs to one thread.
 
-    step_spans_max: int = 4
-    """For loads within the step, so that the first layers of all chunks come first. Between steps
-    it is one: nobody waits for a layer."""
-    span_bytes_min: int = 1 << 20
-    """What a request of its own is worth; smaller payloads come in one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A span that was verified and is in its blocks, or on its lane's way there."""
-
-    claim: Claim
-    header: Header
-    nbytes: int
-    """Of the span."""
-    hot: bool
-    """Whether the record promised a hot copy."""
-    rest: list[FetchSpan]
-    """What remains to be fetched of the payload, if this was its first span."""
-    seconds: float | None
-    """How long the store took for it, without what became of its bytes meanwhile; None unless it
-    was the whole payload."""
-
-
-class Fetcher:
-    """Safe from many threads, each with a lane of its own."""
+    A context manager: it holds slabs until all that it gave to the lane was copied. What it raises
+    is ``PayloadError`` for bytes that are not the payload that is due, ``UnwantedError`` once the
+    job may write no more, and ``TransferError`` where no slab is free.
+    """
 
     def __init__(
         self,
-        cache: ChunkCache,
-        sources: Sources,
+        task: Task,
+        source: Source,
+        lane: Lane,
+        slabs: SlabPool,
+        *,
         cuts: Cuts,
-        recorder: Recorder,
+        seal: Seal | None,
     ) -> None:
-        self._cache = cache
-        self._sources = sources
-        self._cuts = cuts
-        self._recorder = recorder
-
-    def fetch(
-        self, lane: Lane, task: Task, lease: Callable[[], memoryview], trace: PayloadTrace
-    ) -> Fetched | None:
-        """Fetch the task's span, verify it, give it to ``lane``; None if there is no payload.
-
-        ``trace`` is told on the way. ``lease`` gives memory for one payload, once or twice; it is
-        used until a later mark of ``lane`` is done, also after an error. Raises ``StoreError``,
-        ``PayloadError``, what ``lease`` raises, and ``UnwantedError`` once nobody waits for the
-        move any more.
-        """
+        """``source``: the payload, as it most probably is. ``seal``: what payloads must be sealed
+        with."""
         job, index, span = task
-        load = job.plan.moves[index]
-        source = self._sources.of(load)
-        strip = Strip(job, index, source, lane, lease(), lease, self._cache.seal)
-        if span is None:
-            return self._open(strip, load, trace)
-        return self._go_on(strip, load, span, trace)
+        self._job, self._index, self._load = job, index, job.plan.moves[index]
+        self._lane, self._slabs, self._seal = lane, slabs, seal
+        self._leased: list[Slab] = []
+        self._placed: Any = None
+        self._scratch_at, self._busy_s = 0, 0.0
+        self.trace = PayloadTrace(job, index)
+        self.header = header = None if span is None else job.header(index)
+        """None until it was verified; the first span brings it."""
+        self.claim = header.claim if header else claim_of(job.plan.namespace, self._load, source)
+        self._source = source.reading(header.frames.layers) if header else source
+        record = dict(self._load.records).get(self.claim.key.field)
+        self.hot = record is not None and record.hot
+        """Whether the record promised a copy in the hot store."""
+        self._count = 1 if header else self._spans(record, cuts)
+        self._span = span or self._opening()
+        self._layer = self._span.first  # that is not in its blocks yet
+        self.seconds: float | None = None
+        """How long the store took for all of a payload, without decoding; None for a part of it."""
+        self._started = monotonic()
 
-    def _open(self, strip: Strip, load: LoadMove, trace: PayloadTrace) -> Fetched | None:
-        job, layers, room = strip.job, strip.source.layers, len(strip.payload)
-        move, key = load.move, chunk_key(strip.job.plan.namespace, load, strip.source)
-        claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        count = self._count(strip, load, key)
-        nbytes = room
-        if count > 1:
-            nbytes = min(
-                room, opening_bytes(layers, count, tokens=move.token_end - move.token_start)
-            )
-        landing = Landing(strip, FetchSpan(0, 0, len(layers), 0, nbytes, last=count == 1))
-        landing_s = 0.0
+    def __enter__(self) -> Self:
+        self._payload = self._lease()
+        return self
 
-        def landed(nbytes: int) -> None:
-            nonlocal landing_s
-            since = monotonic()
-            job.began()
-            landing.open(nbytes, claim)
-            landing.arrived(nbytes)
-            landing_s += monotonic() - since
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._lane.mark().wait()  # only then may others have the slabs
+        finally:
+            for slab in self._leased:
+                slab.release()
 
-        arrived = trace.decoding(landed)
-        hot, started = is_hot(load, key), monotonic()
-        buffer, on_hot = strip.payload[:nbytes], trace.came_hot
-        if count == 1:
-            got = self._cache.get_into(key, buffer, hot=hot, arrived=arrived, on_hot=on_hot)
-        else:
-            got = self._cache.get_range_into(
-                key, 0, buffer, hot=hot, arrived=arrived, on_hot=on_hot
-            )
-        if got is None:
+    @property
+    def buffer(self) -> memoryview:
+        """Where the span's bytes go. Each byte of a payload has its place in the slab, wherever its
+        span begins. Of the last of several spans one byte more is asked for than is due."""
+        start, nbytes = self._span.start, self._span.nbytes
+        more = self._span.last and self._span.number > 0
+        return self._payload[start : start + nbytes + more]
+
+    @property
+    def start(self) -> int | None:
+        """Where to read from; None: all of the payload is due, in one span."""
+        if self._span.number == 0 and self._count == 1:
             return None
-        seconds = monotonic() - started - landing_s
-        job.came(got)
-        arrived(got)
-        header = landing.header
-        ended = count == 1 or got < nbytes
-        if header is None or header.nbytes < got or (ended and header.nbytes > got):
+        return self._span.start
+
+    def arrived(self, nbytes: int) -> None:
+        """The span's first ``nbytes`` are there: verify and write what is complete of it."""
+        begun = monotonic()
+        begun_ns = now_ns() if self.trace.is_on else 0
+        if self.header is None:
+            self._job.began()
+            if nbytes >= _LENGTH_BYTES:
+                self._open(nbytes)
+        if self.header is not None:
+            until, end = self._span.start + nbytes, self._span.end
+            ends = self.header.frames.ends
+            while self._layer < end and ends[self._layer] <= until:
+                self._write_burst(self.header, until)
+        seconds = monotonic() - begun
+        self._busy_s += seconds
+        if begun_ns:
+            self.trace.decoded(begun_ns, seconds)
+
+    def end(self, nbytes: int) -> list[FetchSpan]:
+        """``nbytes`` of the span have come and no more will. What remains to be fetched of the
+        payload, if this was its first span. Raises unless that is what the header says."""
+        seconds = monotonic() - self._started - self._busy_s
+        self._job.came(nbytes)
+        self.arrived(nbytes)
+        span = self._span
+        if span.number:
+            if nbytes != span.nbytes:
+                raise PayloadError(f"{nbytes} bytes from {span.start} on, {span.nbytes} are due")
+            assert self._layer == span.end
+            return []
+        header = self.header
+        is_whole = self._count == 1 or nbytes < span.nbytes
+        if header is None or header.nbytes < nbytes or (is_whole and header.nbytes > nbytes):
             due = "more" if header is None else header.nbytes
-            raise PayloadError(f"{got} bytes where the header says {due}")
-        if not ended and header.nbytes == room:  # the last span asks for a byte more
-            raise PayloadError(f"{room} bytes, fewer than that can be")
-        self._loaded(got, trace)
-        if ended:
-            return Fetched(claim, header, got, hot, [], seconds)
-        rest = remaining(header, landing.layer, count - 1)
-        job.opened(strip.index, header, len(rest))
-        return Fetched(claim, header, got, hot, rest, None)
+            raise PayloadError(f"{nbytes} bytes where the header says {due}")
+        if is_whole:
+            self.seconds = seconds
+            return []
+        if header.nbytes == len(self._payload):  # the last span asks for a byte more
+            raise PayloadError(f"{header.nbytes} bytes, fewer than that can be")
+        rest = remaining(header, self._layer, self._count - 1)
+        self._job.opened(self._index, header, len(rest))
+        return rest
 
-    def _go_on(
-        self, strip: Strip, load: LoadMove, span: FetchSpan, trace: PayloadTrace
-    ) -> Fetched | None:
-        header = strip.job.header(strip.index)
-        key = header.claim.key
-        landing = Landing(strip, span, header)
-        hot = is_hot(load, key)
-        buffer = strip.payload[span.start : span.start + span.nbytes + span.last]
-        arrived = trace.decoding(landing.arrived)
-        got = self._cache.get_range_into(
-            key, span.start, buffer, hot=hot, arrived=arrived, on_hot=trace.came_hot
-        )
-        if got is None:
-            return None
-        strip.job.came(got)
-        arrived(got)
-        landing.check_end(got)
-        self._loaded(got, trace)
-        return Fetched(header.claim, header, got, hot, [], None)
-
-    def _loaded(self, nbytes: int, trace: PayloadTrace) -> None:
-        self._recorder.count("load_bytes", nbytes)
-        self._recorder.count("hot_load_bytes" if trace.hot else "bulk_load_bytes", nbytes)
-
-    def _count(self, strip: Strip, load: LoadMove, key: ChunkKey) -> int:
-        if not strip.job.plan.sync:
+    def _spans(self, record: ShardRecord | None, cuts: Cuts) -> int:
+        """In how many the payload is fetched."""
+        if not self._job.plan.sync:
             return 1
-        record = dict(load.records).get(key.field)
         return span_count(
-            sum(strip.source.layer_bytes) if record is None else record.nbytes,
-            len(strip.source.layers),
-            spans_max=self._cuts.step_spans_max,
-            span_bytes_min=self._cuts.span_bytes_min,
+            sum(self._source.layer_bytes) if record is None else record.nbytes,
+            len(self._source.layers),
+            spans_max=cuts.step_spans_max,
+            span_bytes_min=cuts.span_bytes_min,
         )
 
+    def _opening(self) -> FetchSpan:
+        layers, nbytes = self._source.layers, self._slabs.slab_bytes
+        if self._count > 1:
+            tokens = self.claim.token_end - self.claim.token_start
+            nbytes = min(nbytes, opening_bytes(layers, self._count, tokens=tokens))
+        return FetchSpan(0, 0, len(layers), 0, nbytes, last=self._count == 1)
 
-def chunk_key(namespace: str, load: LoadMove, source: Source) -> ChunkKey:
-    """The payload that this rank reads for a move."""
-    return ChunkKey(namespace, load.move.prefix_hash, load.move.group, source.shard)
+    def _open(self, nbytes: int) -> None:
+        """Take the header if the payload's first ``nbytes`` are enough for it."""
+        payload, room = self._payload, self._span.nbytes
+        header_bytes = header_bytes_needed(payload[:_LENGTH_BYTES])
+        if header_bytes > room:
+            raise PayloadError(f"a header of {header_bytes} bytes, at most {room} can be")
+        if nbytes < header_bytes:
+            return
+        layers = self._source.layers
+        header = read_claimed(payload[:header_bytes], self.claim, layers, seal=self._seal)
+        self._source = self._source.reading(header.frames.layers)
+        if header.nbytes > len(payload):
+            raise PayloadError(f"{header.nbytes} bytes, at most {len(payload)} can be")
+        self.header = header
+
+    def _write_burst(self, header: Header, until: int) -> None:
+        job, index, lane, source = self._job, self._index, self._lane, self._source
+        if not job.enter(index):
+            raise UnwantedError("the load was given up")
+        first, mark, written = self._layer, None, 0
+        ends, end, move = header.frames.ends, self._span.end, self._load.move
+        try:
+            if self._placed is None:
+                self._placed = lane.place(move.block_ids)
+            while written < _BURST_BYTES and self._layer < end and ends[self._layer] <= until:
+                frame = self._layer
+                if frame in source.frames:  # others are of layers that other ranks have
+                    scratch = None
+                    if header.frames.codecs[frame] != "none":
+                        scratch = self._scratch(source.layer_bytes[frame])
+                    pages = frame_pages(header, frame, self._payload, scratch)
+                    source.scatter(lane, frame, pages, move.first_block, self._placed)
+                    written += source.layer_bytes[frame]
+                self._layer = frame + 1  # last: what raised was not written
+        finally:
+            try:
+                mark = lane.mark()  # also on a fault: something may have been given to the lane
+            finally:  # closing the job waits for this
+                job.leave(index, source.fills(range(first, self._layer)), lane, mark)
+
+    def _scratch(self, nbytes: int) -> memoryview:
+        """Memory to decode a frame into, beside that of the span's other frames."""
+        memory = self._leased[1].view if len(self._leased) > 1 else self._lease()
+        start = self._scratch_at
+        self._scratch_at = start + nbytes
+        return memory[start : start + nbytes]
+
+    def _lease(self) -> memoryview:
+        slab = self._slabs.lease()
+        self._leased.append(slab)
+        return slab.view
 
 
-def is_hot(load: LoadMove, key: ChunkKey) -> bool:
-    """Whether the record promised a copy in the hot store."""
-    return any(record.hot for field, record in load.records if field == key.field)
+def claim_of(namespace: str, load: LoadMove, source: Source) -> Claim:
+    """What the payload that this rank reads for a move must say it is."""
+    move = load.move
+    key = ChunkKey(namespace, move.prefix_hash, move.group, source.shard)
+    return Claim(key, move.parent_hash, move.token_start, move.token_end)

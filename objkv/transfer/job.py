@@ -5,7 +5,7 @@ and after ``close`` returns nothing is, or ever will be, written by this job. So
 hands as soon as a job is closed. Nobody is on the network between ``enter`` and ``leave``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Condition
 
 from objkv.codec.payload import Header
@@ -20,11 +20,11 @@ class LoadJob:
     def __init__(
         self,
         plan: LoadPlan,
-        layers: Callable[[LoadMove], range],
+        filled: Sequence[range],
         deadline: float,
         clock: Callable[[], float],
     ) -> None:
-        """``layers``: which of the rank's layers a move fills."""
+        """``filled``: which of the rank's layers each move fills."""
         self.plan = plan
         self.deadline = deadline
         """On ``clock``; what is not loaded by then is a miss."""
@@ -36,7 +36,6 @@ class LoadJob:
         self._unfinished = set(range(len(plan.moves)))
         self._spans_left = [1] * len(plan.moves)
         self._headers: dict[int, Header] = {}
-        filled = [layers(load) for load in plan.moves]
         self._filled = [(1 << r.stop) - (1 << r.start) for r in filled]
         self._written = [0] * len(plan.moves)  # one bit a layer
         # Of the marks of one lane a later one stands for all before it.

@@ -184,7 +184,7 @@ class HostLane:
         array = cache.numpy()
         if recast is not None:
             pages = recast(pages)
-        assert len(pages) == len(placed)  # else one page would fill them all
+        assert len(pages) == len(placed.ids)  # else one page would fill them all
         if len(placed.runs) > _RUNS_MAX:
             array[list(placed.ids)] = pages
             return

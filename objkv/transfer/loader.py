@@ -7,17 +7,17 @@ raises into the caller's thread.
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from time import monotonic, thread_time
 
+from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.fetch import Cuts, Fetched, Fetcher, PayloadTrace, UnwantedError, chunk_key
+from objkv.transfer.fetch import Cuts, Decoder, UnwantedError, claim_of
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import Lane
 from objkv.transfer.paging import PagedGroup
@@ -79,22 +79,17 @@ class Loader:
         self._trouble = Trouble(logger, "loads")
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
-        self._fetcher = Fetcher(cache, self._sources, limits.cuts, recorder)
         self._queue = TaskQueue(limits.queue_max, overdue_s=limits.deadline_s / _OVERDUE_SHARE)
         self._lanes = [lane_for_thread() for _ in range(limits.threads)]
-        self._threads = [
-            Thread(target=self._work, args=(lane,), name=f"objkv-load-{i}", daemon=True)
-            for i, lane in enumerate(self._lanes)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [self._start_thread(i, lane) for i, lane in enumerate(self._lanes)]
 
     def submit(self, plan: LoadPlan) -> None:
         """Start a plan; its outcome comes from ``take_finished``. Never waits, never raises."""
         plan = self._sources.spread(plan)
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
-        job = LoadJob(plan, lambda load: self._sources.of(load).filled, deadline, self._clock)
+        filled = [self._sources.of(load).filled for load in plan.moves]
+        job = LoadJob(plan, filled, deadline, self._clock)
         job.span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
         assert plan.request_id not in self._jobs
         for lane in self._lanes:
@@ -157,10 +152,7 @@ class Loader:
         self._queue.close()
         for job in self._jobs.values():
             job.ended(job.close())
-        end = monotonic() + self._limits.join_s
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
-        if left := [thread.name for thread in self._threads if thread.is_alive()]:
+        if left := join_all(self._threads, self._limits.join_s):
             logger.warning("loads still on the network at shutdown threads=%s", ",".join(left))
 
     def __repr__(self) -> str:
@@ -171,6 +163,12 @@ class Loader:
         system hangs, and nobody can call them back. Then nothing is worth waiting for."""
         longest_s = max(self._limits.deadline_s, self._limits.step_deadline_s)
         return self._queue.hanging(longest_s) >= len(self._threads)
+
+    def _start_thread(self, number: int, lane: Lane) -> Thread:
+        name = f"objkv-load-{number}"
+        thread = Thread(target=self._work, args=(lane,), name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _work(self, lane: Lane) -> None:
         lane.adopt_thread()
@@ -183,25 +181,17 @@ class Loader:
             del task  # not kept while waiting for the next one
 
     def _run(self, lane: Lane, task: Task) -> None:
-        wide = self._wide if self._is_wide(task) else None
-        if wide is None:
-            self._run_in(self._slabs, lane, task)
-        elif wide.enter(task):
-            try:
-                self._run_in(wide, lane, task)
-            finally:
-                if (other := wide.leave()) is not None:
-                    self._queue.put_back(other)
-
-    def _run_in(self, slabs: SlabPool | WideSlabs[Task], lane: Lane, task: Task) -> None:
+        """Load one span. Every fault is a miss."""
         job, index, _ = task
+        wide = self._wide_slabs(task)
+        if wide is not None and not wide.enter(task):
+            return  # until another task leaves
         done = False
         try:
             if job.wanted(index):
-                left_s = job.deadline - self._clock()
-                pool = slabs.pool() if isinstance(slabs, WideSlabs) else slabs
-                with EndsBy(monotonic() + left_s):
-                    done = self._load(pool, lane, task)
+                slabs = self._slabs if wide is None else wide.pool()
+                with EndsBy(monotonic() + job.deadline - self._clock()):
+                    done = self._fetch(slabs, lane, task)
                 self._trouble.worked()
         except UnwantedError:
             self._recorder.count("load_given_up")
@@ -214,68 +204,75 @@ class Loader:
         except ObjkvError as exc:
             self._recorder.count("load_errors")
             self._trouble.failed(exc)
-        except Exception:  # A dead thread would hang every later load: fail the move, keep going.
+        except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
+        finally:
+            if wide is not None and (other := wide.leave()) is not None:
+                self._queue.put_back(other)
         if not done:
             job.fail(index, rejected=False)
         if job.is_over():
             self._over.set()
 
-    def _load(self, pool: SlabPool, lane: Lane, task: Task) -> bool:
-        """Fetch, verify and write one span; True if all of it is in its blocks."""
+    def _fetch(self, slabs: SlabPool, lane: Lane, task: Task) -> bool:
+        """Bring one span into its blocks; False if there is no payload."""
         job, index, _ = task
-        trace = PayloadTrace(job.span, job.plan.moves[index].move.chunk, index)
+        source, cuts = self._sources.of(job.plan.moves[index]), self._limits.cuts
+        decoder = Decoder(task, source, lane, slabs, cuts=cuts, seal=self._cache.seal)
+        trace = decoder.trace
         try:
-            fetched = self._fetch(pool, lane, task, trace)
+            with decoder:
+                nbytes = self._cache.get_into(
+                    decoder.claim.key,
+                    decoder.buffer,
+                    hot=decoder.hot,
+                    arrived=decoder.arrived,
+                    on_hot=trace.came_hot,
+                    start=decoder.start,
+                )
+                if nbytes is not None:
+                    rest = decoder.end(nbytes)
+                    self._recorder.count("load_bytes", nbytes)
+                    where = "hot_load_bytes" if trace.hot else "bulk_load_bytes"
+                    self._recorder.count(where, nbytes)
+                    if rest:
+                        self._queue.add_spans(job, index, rest)
+                    if job.plan.sync:  # the last layer waits for nothing but its copies
+                        self._span_done(job, index, decoder)
         except Exception as exc:
             trace.failed(str(exc) or type(exc).__name__)
             raise
-        if fetched is None:
+        if nbytes is None:
             trace.failed("indexed, but gone")
             self._recorder.count("load_ghosts")
             self._reject(job, index, corrupt=False)
             return False
-        trace.copied(fetched.nbytes, fetched.header.codec)
+        assert decoder.header is not None
+        trace.copied(nbytes, decoder.header.codec)
         if not job.plan.sync:
-            self._span_done(job, index, fetched)
+            self._span_done(job, index, decoder)
         return True
 
-    def _fetch(self, pool: SlabPool, lane: Lane, task: Task, trace: PayloadTrace) -> Fetched | None:
+    def _wide_slabs(self, task: Task) -> WideSlabs[Task] | None:
+        """Where its payload goes if it does not fit into this rank's own slabs."""
         job, index, _ = task
-        with ExitStack() as leases:
-            # The slabs are this span's, for its time only: chunks may be more than slabs.
-            def lease() -> memoryview:
-                return leases.enter_context(pool.lease()).view
-
-            try:
-                fetched = self._fetcher.fetch(lane, task, lease, trace)
-                if fetched is not None:
-                    self._queue.add_spans(job, index, fetched.rest)
-                    if job.plan.sync:  # the last layer waits for nothing but its copies
-                        self._span_done(job, index, fetched)
-            finally:
-                lane.mark().wait()  # only then may others have the slabs
-        return fetched
-
-    def _is_wide(self, task: Task) -> bool:
-        """Whether its payload does not fit into this rank's own slabs."""
-        job, index, _ = task
-        load = job.plan.moves[index]
-        if load.part is None or self._wide is None:
-            return False
+        load, wide = job.plan.moves[index], self._wide
+        if load.part is None or wide is None:
+            return None
         tokens = load.move.token_end - load.move.token_start
-        return self._sources.of(load).payload_bytes_max(tokens) > self._slabs.slab_bytes
+        nbytes = self._sources.of(load).payload_bytes_max(tokens)
+        return wide if nbytes > self._slabs.slab_bytes else None
 
-    def _span_done(self, job: LoadJob, index: int, fetched: Fetched) -> None:
+    def _span_done(self, job: LoadJob, index: int, decoder: Decoder) -> None:
+        header = decoder.header
+        assert header is not None
         if job.span_done(index):
-            self._cache.note_load(
-                fetched.claim, fetched.header, hot=fetched.hot, seconds=fetched.seconds
-            )
+            self._cache.note_load(decoder.claim, header, hot=decoder.hot, seconds=decoder.seconds)
 
     def _reject(self, job: LoadJob, index: int, *, corrupt: bool) -> None:
         load = job.plan.moves[index]
-        key = chunk_key(job.plan.namespace, load, self._sources.of(load))
+        key = claim_of(job.plan.namespace, load, self._sources.of(load)).key
         self._cache.reject(key, dict(load.records), corrupt=corrupt)
         job.fail(index, rejected=True)
 

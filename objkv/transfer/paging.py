@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -119,23 +118,6 @@ class PagedGroup:
         """``[num_blocks, heads, block_size, content]`` of each layer, as integers of an element's
         size."""
         return self._caches
-
-    def scatter(
-        self, lane: Lane, layer: int, pages: memoryview, first_block: int, placed: Any
-    ) -> None:
-        """Write pages ``[first_block, first_block + n)`` of one layer's frame into its blocks.
-
-        Args:
-            pages: the frame's raw bytes, verified; alive until the lane's next mark is done.
-            placed: ``n`` block ids, from ``lane.place``.
-        """
-        cache, shape = self._caches[layer], self.layers[layer].shape
-        array = np.frombuffer(pages, ARRAY_WORDS[cache.dtype]).reshape(shape)
-        count = len(placed)
-        if count != shape[0]:
-            assert first_block + count <= shape[0]  # else one page would fill them all
-            array = array[first_block : first_block + count]
-        lane.scatter(array, cache, placed)
 
     def gather_many(
         self, lane: Lane, block_ids: Sequence[Sequence[int]], pages: Sequence[torch.Tensor]

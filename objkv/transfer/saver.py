@@ -12,43 +12,29 @@ from time import monotonic, sleep, time
 
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
-from objkv.codec.seal import Seal
-from objkv.errors import LeftAlone
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
-from objkv.transfer.background import SaveCrew
+from objkv.transfer.background import SavePool
 from objkv.transfer.codec_choice import CodecChooser
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
-# From gathered pages to a payload, within one slab.
 
-
-class Encoder:
-    """Makes payloads where their pages lie. Safe from many threads, each with slabs of its own."""
+class PayloadEncoder:
+    """Makes payloads where their pages lie, in a slab. Safe from many threads, each with slabs of
+    its own."""
 
     def __init__(
-        self,
-        groups: Mapping[int, PagedGroup],
-        *,
-        codec: str,
-        writer: str,
-        link: Callable[[], float | None],
-        seal: Seal | None = None,
+        self, groups: Mapping[int, PagedGroup], cache: ChunkCache, limits: "SaveLimits"
     ) -> None:
-        """
-        Args:
-            codec: an id of the format, or ``auto``.
-            link: bytes/s of the way to the bulk store, None while unknown; for ``auto``.
-            seal: what payloads are sealed with.
-        """
         self._groups = groups
-        self._codec = codec
-        self._writer = writer
-        self._seal = seal
-        self._chooser = CodecChooser(link) if codec == "auto" else None
+        self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
+        self._writer = limits.writer
+        self._seal = cache.seal
+        chooses = self._codec == "auto"
+        self._chooser = CodecChooser(lambda: cache.link.bytes_per_s) if chooses else None
 
     def room(self, save: SaveMove) -> int:
         """Where in its slab the pages of a chunk must begin."""
@@ -109,27 +95,33 @@ class SaveLimits:
     directory takes for a put is the disk's; its loads come from memory, faster than any codec."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A chunk that has a slab."""
+@dataclass(slots=True)
+class SavedChunk:
+    """A chunk that has a slab; ``mark`` says when its pages are in it."""
 
     request_id: str
     claim: Claim
-    save: SaveMove
+    move: SaveMove
     slab: Slab
+    encoder: PayloadEncoder
+    mark: Mark | None = None
+    """None until its copies were given to the lane."""
+    deadline: float = 0.0
 
+    def encode(self) -> tuple[memoryview, Header]:
+        """See ``Save``; waits for the copies."""
+        self.wait()
+        return self.encoder.encode(self.claim, self.move, self.slab)
 
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """A chunk whose pages are in its slab once ``mark`` is done."""
+    def release(self) -> None:
+        """See ``Save``: the slab is given back once no copy is under way to it."""
+        self.wait()
+        self.slab.release()
 
-    chunk: _Taken
-    mark: Mark
-    deadline: float
-
-    @property
-    def path(self) -> str:
-        return self.chunk.claim.key.path()
+    def wait(self) -> None:
+        """Until its pages are in its slab."""
+        assert self.mark is not None
+        self.mark.wait()
 
 
 class Saver:
@@ -154,17 +146,18 @@ class Saver:
         self._limits = limits
         self._recorder = recorder
         self._clock = clock
-        self._encoder = Encoder(
-            groups,
-            codec=limits.codec if limits.codec != "auto" or limits.far else "none",
-            writer=limits.writer,
-            link=lambda: cache.link.bytes_per_s,
-            seal=cache.seal,
-        )
+        self._encoder = PayloadEncoder(groups, cache, limits)
         self._marks: dict[str, Mark] = {}
         self._last_mark: Mark | None = None
-        self._crew = SaveCrew(
-            "saves", limits.threads, self._save, recorder, start=lane.adopt_thread, clock=clock
+        self._pool: SavePool[SavedChunk] = SavePool(
+            "saves",
+            limits.threads,
+            cache,
+            recorder,
+            late=lambda chunk: self._count_drop(chunk.claim.key),
+            saved=self._saved,
+            begin=lane.adopt_thread,
+            clock=clock,
         )
 
     def gather(self, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
@@ -175,8 +168,8 @@ class Saver:
         """
         self._lane.follow_compute()
         dropped: set[tuple[str, int]] = set()
-        taken: dict[int, list[_Taken]] = {}
-        room = self._limits.queue_max - self._crew.waiting
+        taken: dict[int, list[SavedChunk]] = {}
+        room = self._limits.queue_max - self._pool.waiting
         is_full = not self._cache.has_room()
         for plan in plans:
             for save in plan.moves:
@@ -186,7 +179,7 @@ class Saver:
                 key = _key(plan, save, group)
                 if is_full:  # no drop, which would be planned again for the next step
                     self._recorder.count("save_over_quota")
-                elif self._crew.is_shedding:  # nor here: the store would be asked at each step
+                elif self._pool.is_shedding:  # nor here: the store would be asked at each step
                     self._recorder.count("saves_shed")
                 elif not self._cache.begin_save(key):
                     self._recorder.count("save_repeats")
@@ -222,7 +215,7 @@ class Saver:
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until all saves are through, at most so long; True if they are."""
-        return self._crew.drain(deadline_s)
+        return self._pool.drain(deadline_s)
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop; what is left is dropped. No block is read any more
@@ -234,10 +227,10 @@ class Saver:
             logger.error("the device does not end the copies of saves, shutting down without them")
             give_up = self._strand
         left_s = max(0.0, end - self._clock())
-        self._crew.close(left_s, lambda left: give_up(item.chunk for item in left))
+        self._pool.close(left_s, give_up)
 
     def __repr__(self) -> str:
-        return f"<Saver {self._crew}>"
+        return f"<Saver {self._pool}>"
 
     def _copies_end(self, until_s: float) -> bool:
         """Blocks and slabs may be unmapped next: no copy may come late. Asked rather than waited
@@ -249,25 +242,25 @@ class Saver:
             sleep(_LOOK_S)
         return True
 
-    def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> _Taken | None:
+    def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> SavedChunk | None:
         move = save.move
         assert move.first_block == 0
         assert len(move.block_ids) == self._groups[key.group].shape.blocks
-        if self._crew.is_closed:
+        if self._pool.is_closed:
             return None
         try:
             slab = self._slabs.lease()
         except SlabsExhaustedError:
             return None
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        return _Taken(plan.request_id, claim, save, slab)
+        return SavedChunk(plan.request_id, claim, save, slab, self._encoder)
 
-    def _gather(self, chunks: list[_Taken]) -> set[tuple[str, int]]:
+    def _gather(self, chunks: list[SavedChunk]) -> set[tuple[str, int]]:
         """Give the copies of some chunks of one group to the lane; those dropped."""
         group = self._groups[chunks[0].claim.key.group]
-        block_ids = [c.save.move.block_ids for c in chunks]
+        block_ids = [c.move.move.block_ids for c in chunks]
         try:
-            pages = [c.slab.tensor[self._encoder.room(c.save) :] for c in chunks]
+            pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
             group.gather_many(self._lane, block_ids, pages)
             mark = self._lane.mark()
         except Exception:  # e.g. no room for staging: a drop, as without a slab
@@ -277,63 +270,34 @@ class Saver:
         if not mark.done():
             self._last_mark = mark
             self._marks |= {c.request_id: mark for c in chunks}
-        deadline = self._clock() + self._limits.deadline_s
-        if self._crew.put(_Gathered(c, mark, deadline) for c in chunks):
+        for chunk in chunks:
+            chunk.mark, chunk.deadline = mark, self._clock() + self._limits.deadline_s
+        if self._pool.put(chunks):
             return set()
         mark.wait()  # without a bound: what computes next on this thread waits for the device too
         return self._give_up(chunks)
 
-    def _give_up(self, chunks: Iterable[_Taken]) -> set[tuple[str, int]]:
+    def _give_up(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
         dropped = set()
         for c in chunks:
             c.slab.release()
-            dropped.add(self._drop(c.request_id, c.save, c.claim.key))
+            dropped.add(self._drop(c.request_id, c.move, c.claim.key))
         return dropped
 
-    def _strand(self, chunks: Iterable[_Taken]) -> set[tuple[str, int]]:
+    def _strand(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
         stranded = list(chunks)
         _STRANDED.extend(c.slab for c in stranded)
-        return {self._drop(c.request_id, c.save, c.claim.key) for c in stranded}
+        return {self._drop(c.request_id, c.move, c.claim.key) for c in stranded}
 
     def _drop(self, request_id: str, save: SaveMove, key: ChunkKey) -> tuple[str, int]:
         self._cache.end_save(key)
         self._count_drop(key)
         return request_id, save.move.chunk
 
-    def _save(self, item: _Gathered) -> None:
-        try:
-            self._store(item)
-        finally:
-            item.mark.wait()
-            item.chunk.slab.release()
-            self._cache.end_save(item.chunk.claim.key)
-
-    def _store(self, item: _Gathered) -> None:
-        chunk, key = item.chunk, item.chunk.claim.key
-        if self._clock() >= item.deadline:
-            self._count_drop(key)
-            return
-        if self._crew.is_shedding:
-            raise LeftAlone("saves give way")
-        if not self._cache.take_lease(key):
-            self._recorder.count("save_leased_elsewhere")
-            return
-        started = self._clock()
-        try:
-            item.mark.wait()
-            payload, header = self._encoder.encode(chunk.claim, chunk.save, chunk.slab)
-            outcome = self._cache.save(chunk.claim, payload, header)
-        finally:
-            self._cache.release_lease(key)
-        seconds = self._clock() - started
-        self._recorder.observe("save_seconds", seconds)
+    def _saved(self, header: Header, seconds: float, outcome: SaveOutcome) -> None:
         self._encoder.saved(seconds)
         if outcome is SaveOutcome.SAVED:
-            self._recorder.count("saves")
-            self._recorder.count("save_bytes", header.nbytes)
             self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
-        else:
-            self._recorder.count("save_existed")
 
     def _count_drop(self, key: ChunkKey) -> None:
         self._recorder.count("save_drops")

@@ -29,9 +29,9 @@ class Source:
         own, shape = group.shape.rank_shard.shard, group.shape
         self._group = group
         self._part = part
-        self._is_own = part.source == own and block_size == shape.block_size
+        is_own = part.source == own and block_size == shape.block_size
         self.shard = part.source
-        self.layers = group.layers if self._is_own else _specs(group, part.source, block_size)
+        self.layers = group.layers if is_own else _specs(group, part.source, block_size)
         """What a payload's frames must be, in their order."""
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
         """Of each frame, decoded."""
@@ -39,13 +39,17 @@ class Source:
             part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
         )
         """The rank's own layers that come out of it."""
-        self._skipped = part.take.layer_start - part.source.layer_start
+        skipped = part.take.layer_start - part.source.layer_start
+        self.frames = range(skipped, skipped + len(self.filled))
+        """Which frames those come out of."""
         first = part.take.head_start - part.source.head_start
         self._heads = (first, first + part.take.head_end - part.take.head_start)
+        self._recasts = not is_own
         heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
         self._room = (-1, 0)
         self._resized: dict[int, Source] = {}
-        self._targets = [group.caches[layer][:, heads] for layer in self.filled]
+        caches = [group.caches[layer] for layer in self.filled]
+        self._targets = caches if is_own else [cache[:, heads] for cache in caches]
 
     def payload_bytes_max(self, tokens: int) -> int:
         """Upper bound of such a payload, in any codec, with ``tokens`` token ids."""
@@ -55,24 +59,32 @@ class Source:
 
     def fills(self, frames: range) -> range:
         """The rank's layers that these frames fill; frames of others' layers fill none."""
-        first, end = frames.start - self._skipped, frames.stop - self._skipped
-        count = len(self.filled)
+        skipped, count = self.frames.start, len(self.filled)
+        first, end = frames.start - skipped, frames.stop - skipped
         return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
 
     def scatter(
         self, lane: Lane, frame: int, pages: memoryview, first_block: int, placed: Any
     ) -> None:
-        """Write what the rank wants of one frame into its blocks; see ``PagedGroup.scatter``.
+        """Write what the rank wants of one frame into its blocks.
 
-        ``frame`` is one that fills a layer; ``first_block`` counts the rank's own blocks.
+        Args:
+            frame: one of ``frames``.
+            pages: the frame's raw bytes, verified; alive until the lane's next mark is done.
+            first_block: of the rank's own blocks, where those to write begin.
+            placed: block ids to write, from ``lane.place``.
         """
-        if self._is_own:
-            self._group.scatter(lane, frame, pages, first_block, placed)
+        target, shape = self._targets[frame - self.frames.start], self.layers[frame].shape
+        array = np.frombuffer(pages, ARRAY_WORDS[target.dtype]).reshape(shape)
+        count = len(placed)
+        if self._recasts:
+            recast = Recast(self._heads, self._group.shape.block_size, first_block, count)
+            lane.scatter(array, target, placed, recast)
             return
-        target = self._targets[frame - self._skipped]
-        array = np.frombuffer(pages, ARRAY_WORDS[target.dtype]).reshape(self.layers[frame].shape)
-        recast = Recast(self._heads, self._group.shape.block_size, first_block, len(placed))
-        lane.scatter(array, target, placed, recast)
+        if count != shape[0]:
+            assert first_block + count <= shape[0]  # else one page would fill them all
+            array = array[first_block : first_block + count]
+        lane.scatter(array, target, placed)
 
     def reading(self, found: tuple[LayerSpec, ...]) -> "Source":
         """The source for a payload whose frames are ``found``: this one, or one of another block

@@ -17,17 +17,17 @@ from objkv.assembly.backends import (
     open_hot,
     open_index,
 )
-from objkv.assembly.redis import describe_index
+from objkv.assembly.redis import call_s, describe_index
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
-from objkv.net.breaker import Change
+from objkv.net.breaker import Attempt, Change
 from objkv.net.deadline import EndsBy, ends_s
 from objkv.ops.doctor.probes import probe_index, probe_store
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
-from tests.ops.world import NAMESPACE, WHOLE, save
+from tests.support.samples import NAMESPACE, WHOLE, save
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.redis import valkey_server
 
@@ -51,12 +51,12 @@ def test_a_folder_alone_is_bulk_store_and_index(tmp_path: Path) -> None:
     with open_backends(config, NullRecorder()) as backends:
         assert list(tmp_path.iterdir()) == []
         check_backends(backends, config)
-        assert order(repr(backends.index), ["BreakerIndex", "ObserveIndex", "BulkIndex"])
+        assert order(repr(backends.index), ["GuardedIndex", "BulkIndex"])
         keys = save(backends.bulk, None)
         field = f"0.{WHOLE}"
         found = backends.index.find(NAMESPACE, [key.prefix_hash for key in keys], [field])
         assert all(shards is not None for shards in found)
-        assert backends.index.pin(NAMESPACE, keys[0].prefix_hash, until_s=2**33, ttl_s=1)
+        assert backends.admin.pin(NAMESPACE, keys[0].prefix_hash, until_s=2**33, ttl_s=1)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
@@ -74,13 +74,14 @@ def test_opening_creates_nothing_and_connects_to_nobody(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_order_of_the_wrappers_is_the_stated_one(tmp_path: Path) -> None:
-    config = config_of(tmp_path, index_url=NOBODY)
+def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_path: Path) -> None:
+    config = config_of(tmp_path, index_url=NOBODY, bulk_calls_max=7)
     with open_backends(config, NullRecorder()) as backends:
-        wrappers = ["SingleflightStore", "LimitStore", "BreakerStore", "ObserveStore", "LocalStore"]
-        assert order(repr(backends.bulk), wrappers)
-        assert order(repr(backends.hot), ["BreakerStore", "ObserveStore", "RedisStore"])
-        assert order(repr(backends.index), ["BreakerIndex", "ObserveIndex", "RedisIndex"])
+        assert order(repr(backends.bulk), ["SharedGets", "GuardedStore", "LocalStore"])
+        assert "closed, 7 calls, of" in repr(backends.bulk)
+        for backend, kind in ((backends.hot, "Store"), (backends.index, "Index")):
+            assert order(repr(backend), [f"Guarded{kind}", f"Redis{kind}"])
+            assert f"closed, {call_s(config):g} s, of" in repr(backend)
 
 
 def order(text: str, names: list[str]) -> bool:
@@ -166,8 +167,12 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
     for given_s, opens in ((is_cut_s, False), (counts_s, True)):
         for _ in range(5):
             assert not told
-            with pytest.raises(StoreUnavailable, match="passed"), EndsBy(clock.now_s + given_s):
-                reads.call("get", stall)
+            with (
+                pytest.raises(StoreUnavailable, match="passed"),
+                EndsBy(clock.now_s + given_s),
+                Attempt(reads, "get"),
+            ):
+                stall()
         assert bool(told) is opens
 
 

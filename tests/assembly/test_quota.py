@@ -10,7 +10,7 @@ from objkv.cache.quota import Quota, Unlimited
 from objkv.config import Config
 from objkv.index.base import Usage
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:
@@ -53,7 +53,7 @@ def test_what_other_tenants_have_does_not_count(tmp_path: Path) -> None:
     with open_backends(settings, NullRecorder()) as backends:
         save_identity(backends.bulk)
         save(backends.bulk, backends.index)
-        backends.index.set_usage(Usage(NAMESPACE, 1, 1, 1))
+        backends.admin.set_usage(Usage(NAMESPACE, 1, 1, 1))
         room = open_room(settings, backends, MemoryRecorder())
         assert isinstance(room, Quota)
         room.read()

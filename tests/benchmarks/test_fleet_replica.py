@@ -12,7 +12,7 @@ from benchmarks.fleet.loading import load
 from benchmarks.fleet.simulate import STEP_TOKENS, Replay
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
 from benchmarks.fleet.world import Job, World
-from objkv.cache.admission import OBSERVATIONS_MIN, Admission, ChunkSize, LoadTime
+from objkv.cache.admission import OBSERVATIONS_MIN, AdmissionPolicy, ChunkSize, LoadTime
 from objkv.telemetry import NullRecorder
 from tests.benchmarks.worlds import timeless, with_settings
 
@@ -57,7 +57,7 @@ def loads(rule: str, load_token_s: float, waiting: int) -> bool:
 
 def admits(load_token_s: float, waiting: int) -> bool:
     """What objkv's own rule says, once it has measured what is simulated."""
-    admission = Admission("auto", NullRecorder(), clock=lambda: 0.0)
+    admission = AdmissionPolicy("auto", NullRecorder(), clock=lambda: 0.0)
     token_bytes = 1000
     for _ in range(OBSERVATIONS_MIN):
         nbytes = TOKENS * token_bytes

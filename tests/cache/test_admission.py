@@ -8,7 +8,7 @@ from objkv.cache.admission import (
     OBSERVATIONS_MIN,
     RETRY_S,
     STEP_TOKENS_MIN,
-    Admission,
+    AdmissionPolicy,
     ChunkSize,
     LoadTime,
     Tier,
@@ -31,9 +31,9 @@ def taught(
     hot_mb_s: float | None = None,
     prefill: float = 10_000,
     recorder: MemoryRecorder | None = None,
-) -> Admission:
+) -> AdmissionPolicy:
     """One that has measured all this, and has just let a load of each tier through."""
-    admission = Admission("auto", recorder or NullRecorder(), clock=clock)
+    admission = AdmissionPolicy("auto", recorder or NullRecorder(), clock=clock)
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 2_000 / prefill)
         admission.loaded("bulk", LoadTime(10 * MB, latency_s + 10 / bulk_mb_s, latency_s))
@@ -47,7 +47,7 @@ def taught(
 
 def test_always_and_never_ask_nobody() -> None:
     for mode, admitted in (("always", 9), ("never", 0)):
-        admission = Admission(mode, NullRecorder(), clock=ManualClock(1e6))
+        admission = AdmissionPolicy(mode, NullRecorder(), clock=ManualClock(1e6))
         for _ in range(9):
             admission.computed(2_000, 1e-9)
             admission.loaded("bulk", LoadTime(1, 100.0, 99.0))
@@ -55,7 +55,7 @@ def test_always_and_never_ask_nobody() -> None:
 
 
 def test_nothing_measured_means_everything_is_loaded() -> None:
-    admission = Admission("auto", NullRecorder(), clock=ManualClock(1e6))
+    admission = AdmissionPolicy("auto", NullRecorder(), clock=ManualClock(1e6))
     assert admission.admit(chunks(5)) == 5
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 1e-6)
@@ -153,7 +153,7 @@ def test_one_step_that_took_very_long_changes_nothing() -> None:
 
 
 def test_loads_and_steps_that_took_no_time_are_not_counted() -> None:
-    admission = Admission("auto", NullRecorder(), clock=ManualClock(1e6))
+    admission = AdmissionPolicy("auto", NullRecorder(), clock=ManualClock(1e6))
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 0.0)
         admission.loaded("bulk", LoadTime(MB, 0.0, 0.0))

@@ -266,6 +266,7 @@ def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
     answer(lambda: index.asked or None)
     service.close()
     assert any(thread.name.startswith("objkv-lookup") for thread in enumerate_threads())
+    assert service.ask("63", NS, HASHES) == (None, None, None)  # cancelled: no thread began it
     index.gate.set()
 
 

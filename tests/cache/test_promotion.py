@@ -274,8 +274,8 @@ def test_closing_ends_the_thread_and_later_loads_change_nothing(make: Make) -> N
     world.load(2)
     assert world.cache.close(PATIENCE_S)
     assert world.cache._promoter is not None
-    assert world.cache._promoter._thread is not None
-    assert not world.cache._promoter._thread.is_alive()
+    [thread] = world.cache._promoter._pool._threads
+    assert not thread.is_alive()
     world.bulk.put(PATH, b"x")
     for _ in range(10):
         world.cache.note_load(replace(CLAIM, token_start=0), HEADER, hot=False)

@@ -1,17 +1,20 @@
 """The command as users run it, on a folder and an SQLite file of their own."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.app import app
+from objkv.config import load_config
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
-from tests.ops.world import LEFT, RIGHT, save, save_identity
+from objkv.telemetry import NullRecorder
+from tests.support.samples import LEFT, RIGHT, save, save_identity
 
 Run = Callable[..., "Ran"]
 
@@ -56,10 +59,17 @@ def machine(home: Path) -> Machine:
 
 
 @pytest.fixture
+def ends(home: Path) -> Iterator[Backends]:
+    """Stores and index of the default settings, which ``run`` uses, too."""
+    with open_backends(load_config({}), NullRecorder()) as opened:
+        yield opened
+
+
+@pytest.fixture
 def run(home: Path) -> Run:
     def run(*arguments: str, stdin: str = "") -> Ran:
         result = CliRunner().invoke(app, list(arguments), input=stdin)
-        assert "Traceback" not in result.stderr + result.stdout or "--debug" in arguments
+        assert "Traceback (most" not in result.stderr + result.stdout or "--debug" in arguments
         return Ran(result.exit_code, result.stdout, result.stderr)
 
     return run

@@ -9,26 +9,18 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from objkv.assembly.backends import Backends, open_backends
-from objkv.config import load_config
+from objkv.assembly.backends import Backends
 from objkv.errors import StoreUnavailable
 from objkv.ops.audit.audit import Audit
 from objkv.ops.audit.report import AuditReport, FindingKind
 from objkv.ops.audit.walk import AuditWalk
 from objkv.stores.local import LocalStore
-from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Machine, Run
-from tests.ops.audit_world import save_with_tokens
-from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+from tests.support.audit import save_with_tokens
+from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "audit.md"
-
-
-@pytest.fixture
-def ends(home: Path) -> Any:
-    with open_backends(load_config({}), NullRecorder()) as opened:
-        yield opened
 
 
 def progress(home: Path) -> list[Path]:

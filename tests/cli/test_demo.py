@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -160,8 +161,9 @@ def test_the_command_says_how_to_look_at_what_it_stored(
     run: Run, home: Path, replicas: list[tuple[DemoRow, ...]]
 ) -> None:
     out = run("demo").out
-    assert f"export OBJKV_BULK_URL=file://{home}/objkv/demo/store/chunks" in out
-    tokens = next(line for line in out.splitlines() if "--tokens" in line).split()[-1]
+    url = shlex.quote(f"file://{home}/objkv/demo/store/chunks")
+    assert f"export OBJKV_BULK_URL={url}" in out
+    tokens = shlex.split(next(line for line in out.splitlines() if "--tokens" in line))[-1]
     assert json.loads(Path(tokens).read_text()) == list(prompts_of("normal")[-1].tokens)
 
 

@@ -10,7 +10,7 @@ import pytest
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.identity import Identity, identity_path
 from tests.cli.conftest import Machine, Run
-from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 OTHER = replace(IDENTITY, tenant="other", chunk_tokens=32)
 KEYS = ["share", "reason", "a", "b", "differences"]

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.conftest import Machine, Ran, Run
-from tests.ops.world import IDENTITY, NAMESPACE
+from tests.support.samples import IDENTITY, NAMESPACE
 
 UNREACHABLE = "redis://127.0.0.1:1/0"
 

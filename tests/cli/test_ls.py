@@ -7,7 +7,7 @@ import pytest
 
 from objkv.keys.identity import identity_path
 from tests.cli.conftest import Machine, Run
-from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, save, save_identity
+from tests.support.samples import CHUNK, IDENTITY, NAMESPACE, save, save_identity
 
 NAMESPACE_KEYS = [
     "namespace", "model", "tenant", "kv_dtype", "chunk_tokens", "chunks", "payloads", "tokens",

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.index.base import ChunkEntry, ShardRecord
 from tests.cli.conftest import Machine, Run
-from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save_identity
+from tests.support.samples import CHUNK, IDENTITY, NAMESPACE, TOKENS, save_identity
 
 REPORT_KEYS = [
     "namespace", "model", "chunk_tokens", "prompt_tokens", "usable_tokens", "stored_chunks",

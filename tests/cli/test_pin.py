@@ -9,7 +9,7 @@ import pytest
 from objkv.cache.pins import read_pins
 from objkv.index.base import ChunkEntry, ShardRecord
 from tests.cli.conftest import Machine, Run
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
 PINNED_KEYS = ["namespace", "leaf", "tokens", "chunks", "until_s", "nbytes", "missing"]
 DAY_S = 86_400

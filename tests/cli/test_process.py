@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.cli.conftest import Machine
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
 OBJKV = Path(sys.executable).with_name("objkv")
 
@@ -51,7 +51,7 @@ def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
         timeout=280,
     )
     assert ran.stdout == "{"
-    assert "Traceback" not in ran.stderr
+    assert "Traceback (most" not in ran.stderr
 
 
 def test_a_reader_that_goes_away_is_not_what_a_check_found(home: Path) -> None:

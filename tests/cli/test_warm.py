@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.conftest import Machine, Run
 from tests.ops.warm.fake_vllm import ADAPTER, ADAPTER_DIGEST, LONGEST, FakeVllm, Gate, Place
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS, save, save_identity
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, save_identity
 from tests.support.servers.redis import valkey_server, wait_until
 
 OBJKV = Path(sys.executable).with_name("objkv")

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from objkv.codec import header as header_module
 from objkv.codec.header import bytes_max, parse
-from objkv.codec.known_header import parse_expected
+from objkv.codec.known_header import parse_known
 from objkv.codec.payload import (
     CODECS,
     Claim,
@@ -34,7 +34,7 @@ from objkv.codec.payload import (
 )
 from objkv.codec.seal import Seal, SealKey
 from objkv.codec.seal_frames import AesFrames
-from objkv.codec.values import Place, scales_text
+from objkv.codec.values import FramePlace, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, layer_lists, noise, pages_of, smooth
 from tests.codec.seals import ENCRYPTER, KEYS, SEALS, SIGNER
@@ -102,7 +102,7 @@ def test_both_ways_of_writing_and_reading_a_header_agree(
     slow = encode(CLAIM, layers, pages, codec="none", provenance=PROVENANCE, seal=seal)
     quick = encode(CLAIM, tuple(layers), pages, codec="none", provenance=PROVENANCE, seal=seal)
     assert slow == quick
-    assert parse(quick, seal) == parse_expected(quick, CLAIM, tuple(layers), seal)
+    assert parse(quick, seal) == parse_known(quick, CLAIM, tuple(layers), seal)
     assert quick.nbytes <= payload_bytes_max(layers)
 
 
@@ -111,9 +111,9 @@ def test_a_sealed_uncompressed_header_of_known_layers_is_read_without_json(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payload, seal = memoryview(sealed(kind)), SEALS[kind]
-    parse_expected(payload, CLAIM, LAYERS, seal)
+    parse_known(payload, CLAIM, LAYERS, seal)
     monkeypatch.setattr(header_module, "load_object", lambda _: pytest.fail("JSON was parsed"))
-    assert parse_expected(payload, CLAIM, LAYERS, seal).frames.layers is LAYERS
+    assert parse_known(payload, CLAIM, LAYERS, seal).frames.layers is LAYERS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +261,7 @@ def test_encryption_is_the_documented_one(kind: str) -> None:
         assert pages == pages_of(LAYERS)[number]
 
 
-PLACE = Place(1, "none+aes256gcm", LAYERS[0])
+PLACE = FramePlace(1, "none+aes256gcm", LAYERS[0])
 ELSEWHERE = {
     "number": (CLAIM, 3, "cd", PLACE._replace(number=2)),
     "codec": (CLAIM, 3, "cd", PLACE._replace(codec="lz4+aes256gcm")),

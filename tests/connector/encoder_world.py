@@ -26,7 +26,7 @@ from tests.index.flaky_index import FlakyIndex
 EMBEDS, WIDTH = 4, 16
 IDENTITY = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
 FORM = OutputForm("BF16", lambda modality: WIDTH)
-ANSWERS_S = 10.0
+ANSWERS_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from vllm.v1.engine.core import EngineCore
 
 import objkv.connector
 from objkv.connector import ObjKVECConnector
-from objkv.connector.encoder.metrics import ENCODER_COUNTERS, ObjKVECStats
-from objkv.connector.kv.metrics import COUNTERS
+from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS
+from objkv.connector.encoder.connector import ObjKVECStats
 from objkv.errors import ConfigError
 from tests.connector.encoder_engine import engine, make_model
 from tests.connector.encoder_world import request

@@ -107,7 +107,7 @@ def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Pla
         place.store.hold(gate)
         seen = request("b", "x")
         assert not second.side.is_ready(seen, 0)
-        assert place.store.arrived.wait(10)
+        assert place.store.arrived.wait(120)
         second.clock.advance(4.9)
         second.step()
         assert not second.side.is_ready(seen, 0)
@@ -133,7 +133,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -
         place.store.hold(gate)
         seen = request("b", "x")
         assert not second.side.is_ready(seen, 0)
-        assert place.store.arrived.wait(10)
+        assert place.store.arrived.wait(120)
         second.side.finish(seen)
         gate.set()
         place.store.mend()
@@ -216,7 +216,7 @@ def stuck(place: Place, second: Replica, *names: str) -> Event:
     for number, name in enumerate(names):
         place.store.arrived.clear()
         assert not second.side.is_ready(request(f"stuck-{number}", name), 0)
-        assert place.store.arrived.wait(10)
+        assert place.store.arrived.wait(120)
     return gate
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.encoder.fetch import Entry, Room, State
-from objkv.connector.encoder.items import Output
+from objkv.connector.encoder.fetch import OutputMemory, State, WantedOutput
+from objkv.connector.encoder.items import EncoderOutput
 from tests.connector.encoder_world import Limits, Place, Replica, replica, request, saved
 
 
@@ -133,7 +133,7 @@ class Crowd:
     """Requests and their outputs, as a fetcher with its threads moves them."""
 
     def __init__(self, nbytes_max: int, requests: list[set[int]], sizes: list[int]) -> None:
-        self.room, self.nbytes_max = Room(nbytes_max), nbytes_max
+        self.room, self.nbytes_max = OutputMemory(nbytes_max), nbytes_max
         self.sizes = sizes
         self.entries = {image: entry(image) for image in set().union(*requests)}
         self.requests = {f"r{i}": images for i, images in enumerate(requests)}
@@ -188,8 +188,8 @@ class Crowd:
         assert self.room.held_bytes <= self.nbytes_max
 
 
-def entry(image: int) -> Entry:
-    return Entry(Output("ns", bytes([image]) * 32, image, 1, "BF16"), 0.0)
+def entry(image: int) -> WantedOutput:
+    return WantedOutput(EncoderOutput("ns", bytes([image]) * 32, image, 1, "BF16"), 0.0)
 
 
 @given(st.data())

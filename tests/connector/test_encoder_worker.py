@@ -213,7 +213,7 @@ def test_what_workers_counted_is_told_by_the_scheduler(place: Place) -> None:
         assert report is not None
         sent: EncoderReport = pickle.loads(pickle.dumps(report))
         both = sent.aggregate(EncoderReport({"saves": 2.0, "save_seconds_max": 99.0}))
-        output: Any = type("Output", (), {"ec_connector_worker_meta": both})
+        output: Any = type("EncoderOutput", (), {"ec_connector_worker_meta": both})
         first.side.update(output)
         numbers = first.side.take_numbers()
         assert numbers["saves"] == 3

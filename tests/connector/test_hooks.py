@@ -1,10 +1,14 @@
-"""What is heard of vLLM where it tells no connector."""
+"""What objkv patches in vLLM, and what it does to blocks of failed loads."""
 
+import ast
+import importlib.util
 import inspect
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,9 +17,19 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.version import __version__ as vllm_version
 
 from objkv.connector import hooks as module
-from objkv.connector.hooks import EngineHooks, follow_sleep, may_change_weights
+from objkv.connector.hooks import (
+    EngineHooks,
+    evict_failed,
+    follow_encoder_resets,
+    follow_sleep,
+    holds_nothing,
+    may_change_weights,
+)
+
+pytestmark = pytest.mark.usefixtures("vllm_as_before")
 
 
 class Executor:
@@ -61,22 +75,6 @@ def manager(*, usage: float = 0.0, blocks: int = 0) -> Any:
     return SimpleNamespace(usage=usage, block_pool=pool)
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """vLLM's classes as they were."""
-    methods = [
-        (owner, name, owner.__dict__[name])
-        for owner, names in (
-            (EngineCore, ("collective_rpc", "add_lora", "remove_lora")),
-            (Worker, ("sleep", "wake_up", "discard")),
-        )
-        for name in names
-    ]
-    yield
-    for owner, name, method in methods:
-        setattr(owner, name, method)
-
-
 @pytest.fixture
 def engine() -> Any:
     """An EngineCore without a model."""
@@ -87,6 +85,13 @@ def engine() -> Any:
 
 def hooks_of(side: Side, kept: Any) -> EngineHooks:
     return EngineHooks(cast("Any", side), lambda: kept)
+
+
+def hooked() -> Side:
+    """A side whose hooks live as long as it does, of an engine that holds no blocks."""
+    side: Any = Side()
+    side.hooks = hooks_of(side, manager())
+    return cast("Side", side)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +114,10 @@ def hooks_of(side: Side, kept: Any) -> EngineHooks:
     ],
 )
 def test_a_weight_update_leaves_the_namespace(engine: Any, method: str) -> None:
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     assert engine.collective_rpc(method, None, (), {"weights_path": "x"}) == ["done"]
     assert engine.model_executor.calls == [method]
     assert side.resets == [True]
-    assert hooks is not None
 
 
 def look(worker: Any) -> None:
@@ -160,26 +163,22 @@ def compute_weight_checksums(worker: Any) -> None:
 )
 def test_a_function_may_change_weights_whatever_its_name(engine: Any, method: Any) -> None:
     """vLLM takes functions, pickled ones too: nobody can say what they do."""
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     assert engine.collective_rpc(method=method) == ["done"]
     assert engine.collective_rpc("apply_model", None, (method,)) == ["done"]
     assert side.resets == [True, True]
-    assert hooks is not None
 
 
 @pytest.mark.parametrize(
     "function", [look_only, Looker(), cloudpickle.loads(cloudpickle.dumps(look_only))]
 )
 def test_unless_it_says_that_it_keeps_them(engine: Any, function: Any) -> None:
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     engine.collective_rpc(function)
     engine.collective_rpc(function, args=(look,))
     engine.collective_rpc("apply_model", args=(function,))
     engine.collective_rpc("apply_model", 1.0, [function], {})  # as it comes from a client
     assert side.resets == []
-    assert hooks is not None
 
 
 @pytest.mark.parametrize("args", [(), (look_only, look_only), ("get_model",), None, 5])
@@ -204,21 +203,17 @@ def test_other_calls_change_nothing(method: str) -> None:
 
 
 def test_an_update_that_failed_half_way_is_one(engine: Any) -> None:
-    side = Side()
-    hooks = hooks_of(side, manager())
+    side = hooked()
     engine.model_executor.error = RuntimeError("out of memory")
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.collective_rpc("update_weights")
     assert side.resets == [True]
-    assert hooks is not None
 
 
 def test_what_goes_wrong_in_objkv_does_not_reach_the_engine(engine: Any) -> None:
-    side = Side()
+    side = hooked()
     side.reset = lambda *, clean: 1 / 0  # type: ignore[method-assign,return-value]
-    hooks = hooks_of(side, manager())
     assert engine.collective_rpc("update_weights") == ["done"]
-    assert hooks is not None
 
 
 @pytest.mark.parametrize("kept", [manager(blocks=1), manager(usage=0.1), None])
@@ -256,12 +251,10 @@ def test_connectors_that_are_gone_hear_nothing_and_each_class_is_wrapped_once(en
 def test_adapters_are_read_before_they_are_loaded_and_forgotten_after_they_are_put_away(
     engine: Any,
 ) -> None:
-    side, request = Side(), SimpleNamespace(lora_int_id=4)
-    hooks = hooks_of(side, manager())
+    side, request = hooked(), SimpleNamespace(lora_int_id=4)
     assert engine.add_lora(request)
     assert engine.remove_lora(4)
     assert side.heard == [request, 4]
-    assert hooks is not None
 
 
 def test_a_version_of_vllm_that_works_otherwise_is_told_to_the_operator(
@@ -330,3 +323,108 @@ def test_where_vllm_tells_connectors_itself_its_worker_is_left_alone(
     follow_sleep(worker.asleep)
     worker.sleep(1)
     assert worker.asleep.heard == ["sleep"]
+
+
+class Manager:
+    """What is used of vLLM's ``KVCacheManager``."""
+
+    usage = 0.0
+
+    def __init__(self, tables: dict[str, list[int]]) -> None:
+        self._tables = tables
+        self.evicted: set[int] = set()
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return (self._tables.get(request_id, []),)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted |= block_ids
+
+
+def test_the_first_failed_block_and_all_after_it_are_forgotten_in_every_request() -> None:
+    manager = Manager({"a": [1, 2, 3, 4], "b": [1, 2, 9], "c": [7, 8], "waiting": []})
+    evict_failed(cast(Any, manager), ["a", "b", "c", "waiting", "unknown"], [], {2})
+    assert manager.evicted == {2, 3, 4, 9}
+
+
+def test_they_are_forgotten_in_a_request_that_was_aborted_in_that_step_too() -> None:
+    """It has no blocks any more, but the prefix cache knows those computed after the failed one."""
+    manager = Manager({"b": [1, 2, 9]})
+    evict_failed(cast(Any, manager), ["b"], [[1, 2, 3, 4], [5, 6]], {2})
+    assert manager.evicted == {2, 3, 4, 9}
+
+
+def test_a_cache_holds_nothing_when_no_block_is_in_use() -> None:
+    manager = Manager({})
+    assert holds_nothing(cast(Any, manager))
+    manager.usage = 0.1
+    assert not holds_nothing(cast(Any, manager))
+    assert not holds_nothing(None)
+
+
+# What is private in vLLM, and which version broke it.
+
+
+@pytest.mark.parametrize("method", module.PATCHED)
+def test_what_is_patched_exists_in_this_vllm(method: str) -> None:
+    where, owner = module.PATCHED[method]
+    found = getattr(importlib.import_module(where), owner).__dict__
+    assert method in found, f"vLLM {vllm_version} has no {owner}.{method}"
+
+
+@pytest.mark.parametrize("name", module.PRIVATE)
+def test_private_names_exist_in_this_vllm(name: str) -> None:
+    for where in module.PRIVATE[name]:
+        spec = importlib.util.find_spec(f"vllm.{where}")
+        assert spec is not None, f"vLLM {vllm_version} has no {where}"
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text()
+        assert re.search(rf"\b{name}\b", source), f"{where} of vLLM {vllm_version} has no {name}"
+
+
+def test_no_private_name_of_another_object_is_used_that_is_not_in_the_table() -> None:
+    own = {"_getframe", "_job"}  # Python's, and of one class of objkv for another in its module
+    for path in Path(module.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        own |= {node.attr for node in ast.walk(tree) if is_stored_on_self(node)}
+        own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    used = {
+        name
+        for path in Path(module.__file__).parent.rglob("*.py")
+        for name in private_names(ast.parse(path.read_text()))
+    }
+    assert used - own <= module.PRIVATE.keys()
+
+
+def is_stored_on_self(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Attributes that are read by a private name, also by ``getattr``."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {
+        node.args[1].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") in ("getattr", "hasattr")
+        and isinstance(node.args[1], ast.Constant)
+    }
+    return {name for name in names if re.match(r"_[a-z]", name)}
+
+
+def test_the_switch_leaves_vllm_as_it_is(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    before = [dict(owner.__dict__) for owner in (EngineCore, Worker)]
+    EngineHooks(cast("Any", Side()), lambda: None, patches=False)
+    follow_sleep(worker.asleep, patches=False)
+    follow_encoder_resets(cast("Any", Side()), patches=False)
+    assert [dict(owner.__dict__) for owner in (EngineCore, Worker)] == before
+    assert "reset_prefix_cache(reset_connector=True)" in caplog.text

@@ -1,13 +1,21 @@
-"""Single observations cross processes as lists, and become histograms."""
+"""The connectors' numbers as Prometheus metrics."""
 
 import pickle
 from types import SimpleNamespace
 from typing import Any, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from objkv.connector.counters import BUCKETS_S, COUNTERS, GAUGES, HISTOGRAMS
-from objkv.connector.kv.metrics import ObjKVPromMetrics, ObjKVStats
+from objkv.connector.counters import BREAKER_GAUGES, BUCKETS_S, COUNTERS, HISTOGRAMS
+from objkv.connector.encoder.connector import ObjKVECPromMetrics
+from objkv.connector.metrics import (
+    ObjKVPromMetrics,
+    ObjKVStats,
+    tier_metric_definitions,
+    tier_stats,
+)
 from objkv.telemetry import MemoryRecorder, is_level
 
 LABELS = {"engine": "0"}
@@ -49,7 +57,7 @@ def test_what_several_workers_observed_is_one_histogram() -> None:
 def test_what_never_happened_is_told_as_0() -> None:
     _, registry = shown()
     names = [f"vllm:objkv_{name}_total" for name in COUNTERS]
-    names += [f"vllm:objkv_{name}" for name in GAUGES]
+    names += [f"vllm:objkv_{name}" for name in BREAKER_GAUGES]
     names += [f"vllm:objkv_{name}_count" for name in HISTOGRAMS]
     assert {registry.get_sample_value(name, LABELS) for name in names} == {0.0}
 
@@ -77,9 +85,50 @@ def test_observations_without_end_are_not_kept_but_counted() -> None:
 
 
 def test_names_do_not_collide() -> None:
-    assert not COUNTERS.keys() & GAUGES.keys()
+    assert not COUNTERS.keys() & BREAKER_GAUGES.keys()
     suffixes = ("", "_sum", "_count", "_bucket", "_created")
     taken = {name + suffix for name in HISTOGRAMS for suffix in suffixes}
-    assert not taken & (COUNTERS.keys() | GAUGES.keys())
-    assert all(is_level(name) for name in GAUGES)
+    assert not taken & (COUNTERS.keys() | BREAKER_GAUGES.keys())
+    assert all(is_level(name) for name in BREAKER_GAUGES)
     assert list(BUCKETS_S) == sorted(set(BUCKETS_S))
+
+
+NAME = "breaker_open_bulk_write"
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [(ObjKVPromMetrics, "vllm:objkv_"), (ObjKVECPromMetrics, "vllm:objkv_encoder_")],
+)
+def test_gauges_follow_the_state_and_counters_add_up(
+    kind: type[KVConnectorPromMetrics], prefix: str
+) -> None:
+    registry = CollectorRegistry()
+
+    def kept(metric: Any) -> Any:
+        return lambda **given: metric(**given, registry=registry)
+
+    types = {cls: kept(cls) for cls in (Counter, Gauge, Histogram)}
+    config = cast("Any", SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None))
+    shown = kind(config, types, ["engine"], {0: ["0"]})
+    for level in (1.0, 1.0, 0.0, 1.0):
+        shown.observe({NAME: level, "breaker_refused_bulk_write": 2.0}, 0)
+    assert registry.get_sample_value(prefix + NAME, {"engine": "0"}) == 1
+    refused = f"{prefix}breaker_refused_bulk_write_total"
+    assert registry.get_sample_value(refused, {"engine": "0"}) == 8
+    assert NAME not in {metric.name for metric in REGISTRY.collect()}
+
+
+def test_of_several_ranks_one_that_is_open_counts() -> None:
+    stats = ObjKVStats(data=cast("Any", {NAME: 1.0, "saves": 1.0}))
+    stats.aggregate(ObjKVStats(data=cast("Any", {NAME: 0.0, "saves": 2.0})))
+    stats.aggregate(ObjKVStats(data=cast("Any", {NAME: 1.0})))
+    assert stats.data == {NAME: 1.0, "saves": 3.0}
+    assert stats.reduce() == {NAME: 1.0, "saves": 3.0}
+
+
+def test_a_tier_has_names_of_its_own() -> None:
+    assert f"vllm:objkv_tier_{NAME}" in tier_metric_definitions()
+    stats = tier_stats({NAME: 1.0, "breaker_refused_bulk_read": 3.0})
+    assert stats is not None
+    assert f"vllm:objkv_tier_{NAME}" in str(stats.to_dict())

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from objkv.connector.programs.warm import LlmAsker
-from objkv.ops.warm.asking import Ask, AskError, Reply
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 
 BOUND_S = 60
 """Against a hang; nothing takes this long."""
-ASK = Ask([1, 2], None, None)
+ASK = PrefillRequest([1, 2], None, None)
 
 
 class EngineDeadError(Exception):
@@ -71,8 +71,8 @@ def asker(engine: Engine) -> Iterator[LlmAsker]:
     asker.close()
 
 
-def trouble(future: "Future[Reply]") -> str:
-    with pytest.raises(AskError) as raised:
+def trouble(future: "Future[PrefillReply]") -> str:
+    with pytest.raises(PrefillError) as raised:
         future.result(BOUND_S)
     return raised.value.trouble
 
@@ -81,11 +81,11 @@ def trouble(future: "Future[Reply]") -> str:
 def test_an_engine_that_dies_fails_what_it_has_and_all_that_comes(
     asker: LlmAsker, engine: Engine, of: type[BaseException]
 ) -> None:
-    assert asker.begin(ASK).result(BOUND_S) == Reply(0)
+    assert asker.begin(ASK).result(BOUND_S) == PrefillReply(0)
     engine.dies, engine.of = True, of
     for _ in range(3):
         assert trouble(asker.begin(ASK)) == "down"
-    with pytest.raises(AskError, match="EngineCore encountered an issue"):
+    with pytest.raises(PrefillError, match="EngineCore encountered an issue"):
         asker.check()
 
 
@@ -94,13 +94,13 @@ def test_an_engine_that_is_dead_already_fails_the_request_that_finds_out(
 ) -> None:
     engine.is_dead = True
     assert trouble(asker.begin(ASK)) == "down"
-    with pytest.raises(AskError, match="the engine failed"):
+    with pytest.raises(PrefillError, match="the engine failed"):
         asker.check()
 
 
 def test_an_adapter_without_a_folder_is_refused_and_others_are_computed(asker: LlmAsker) -> None:
-    assert trouble(asker.begin(Ask([1], None, "known-by-its-digest"))) == "refused"
-    assert asker.begin(ASK).result(BOUND_S) == Reply(0)
+    assert trouble(asker.begin(PrefillRequest([1], None, "known-by-its-digest"))) == "refused"
+    assert asker.begin(ASK).result(BOUND_S) == PrefillReply(0)
 
 
 def test_what_the_engine_does_not_take_is_refused_and_it_lives_on(
@@ -114,5 +114,5 @@ def test_what_the_engine_does_not_take_is_refused_and_it_lives_on(
 def test_after_its_end_nothing_is_taken_and_the_check_says_so(asker: LlmAsker) -> None:
     asker.close()
     assert trouble(asker.begin(ASK)) == "down"
-    with pytest.raises(AskError, match="given up"):
+    with pytest.raises(PrefillError, match="given up"):
         asker.check()

@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
-from objkv.ops.retrying import PatientIndex, PatientStore
 from objkv.stores.s3.client import open_s3_client
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ceph import ceph_radosgw
@@ -43,20 +42,18 @@ class Place:
         self.used = open_backends(config, NullRecorder())
 
     @property
-    def ends(self) -> Ends:
+    def view(self) -> BackendsView:
         """For this process's own look."""
-        return self.ends_of(self.used)
+        return self.view_of(self.used)
 
-    def ends_of(self, backends: Backends) -> Ends:
+    def view_of(self, backends: Backends) -> BackendsView:
         """As operators' commands see them."""
-        return Ends(
-            bulk=PatientStore(backends.bulk),
-            hot=None if backends.hot is None else PatientStore(backends.hot),
-            index=PatientIndex(backends.index),
-            is_own_index=self.config.index_url == "bulk:",
-            ttl_s=self.config.ttl_s,
-            lease_ms=self.config.lease_ms,
-            owner=f"crash-{os.getpid()}",
+        return BackendsView.of(
+            self.config,
+            (backends.bulk, backends.hot),
+            backends.index,
+            backends.admin,
+            command="crash",
         )
 
     def wipe(self) -> None:
@@ -87,7 +84,7 @@ class FolderPlace(Place):
         shutil.rmtree(self._folder / "chunks", ignore_errors=True)
         if self.config.index_url != "bulk:":
             for record in _records(self.used):
-                self.used.index.drop(*record)
+                self.used.admin.drop(*record)
 
 
 class ServerPlace(Place):

@@ -11,7 +11,7 @@ from objkv.index.base import Record
 from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import record_keys
-from objkv.ops.runs import Tally
+from objkv.ops.runs import Counters
 from tests.crash.places import LEASE_MS, Place
 from tests.crash.saving import (
     NAMESPACE,
@@ -120,12 +120,12 @@ class Rounds:
         self._wanted += wanted
         save_all(self._place.used, wanted, "before")
         if self._place.config.index_url != "bulk:":
-            self._place.used.index.drop(NAMESPACE, wanted[0].key.prefix_hash)
+            self._place.used.admin.drop(NAMESPACE, wanted[0].key.prefix_hash)
             self._place.used.bulk.delete(wanted[1].key.path())
             self._ghosts_planted = 1
             wanted = wanted[2:]
         self._promised = {save.key.path() for save in wanted}
-        self._step_kill("sweep", lambda: sweep_all(self._place.ends_of(self._place.fresh)).counts)
+        self._step_kill("sweep", lambda: sweep_all(self._place.view_of(self._place.fresh)).counts)
 
     def _rebuild(self) -> None:
         """A rebuild that is killed."""
@@ -133,10 +133,10 @@ class Rounds:
         self._wanted += wanted
         save_all(self._place.used, wanted, "before")
         for save in wanted:
-            self._place.used.index.drop(NAMESPACE, save.key.prefix_hash)
-        ends = self._place.ends_of(self._place.fresh)
-        self._step_kill("rebuild", lambda: rebuild_all(ends).counts)
-        rebuild_all(self._place.ends)
+            self._place.used.admin.drop(NAMESPACE, save.key.prefix_hash)
+        view = self._place.view_of(self._place.fresh)
+        self._step_kill("rebuild", lambda: rebuild_all(view).counts)
+        rebuild_all(self._place.view)
         if len(_payloads(_records(self._place))) != len(wanted):
             raise Violation("a rebuild after one that was killed did not restore everything")
 
@@ -191,8 +191,8 @@ class Rounds:
 
     def _settle(self, lost: str) -> None:
         """Look at everything, then sweep, wipe the index, rebuild: and look again."""
-        ends = self._place.ends
-        verified = verify_all(ends)
+        view = self._place.view
+        verified = verify_all(view)
         _demand(verified, WRONG, "verify")
         self.seen.ghosts += verified.counts["missing"]
         # A record is written last, and no server here loses payloads that it acknowledged.
@@ -205,14 +205,14 @@ class Rounds:
             self._what_is_stored_is_found_again()
             records = _records(self._place)
         self._compare(records)
-        swept = sweep_all(ends)
+        swept = sweep_all(view)
         if swept.counts["busy"]:
             time.sleep(2 * LEASE_MS / 1000)
-            swept.add(sweep_all(ends))
+            swept.add(sweep_all(view))
         self.seen.orphans += swept.counts["orphan"]
         self.seen.leftovers += swept.counts["temporary"]
         self._nothing_else_is_left()
-        if not ends.is_own_index:
+        if not view.is_own_index:
             self._wiped_index_comes_back()
 
     def _compare(self, records: dict[bytes, Record]) -> None:
@@ -226,7 +226,7 @@ class Rounds:
 
     def _what_is_stored_is_found_again(self) -> None:
         """An index that lost what it had: every payload of the bucket is indexed again."""
-        restored = rebuild_all(self._place.ends)
+        restored = rebuild_all(self._place.view)
         _demand(restored, ("unreadable", "foreign"), "rebuild after a loss")
         stored = {e.key for e in self._place.used.bulk.scan("") if e.key.endswith(".safetensors")}
         if stored != _payloads(_records(self._place)):
@@ -234,28 +234,28 @@ class Rounds:
         self.seen.restored += restored.counts["restored"]
 
     def _nothing_else_is_left(self) -> None:
-        ends = self._place.ends
+        view = self._place.view
         indexed = _payloads(_records(self._place))
-        left = {e.key for e in ends.bulk.scan("") if "/shapes/" not in e.key}
+        left = {e.key for e in view.bulk.scan("") if "/shapes/" not in e.key}
         if left - {identity_path(NAMESPACE)} != indexed:
             raise Violation(f"after a sweep: {sorted(left ^ indexed)}")
-        if unfinished := list(ends.bulk.unfinished()):
+        if unfinished := list(view.bulk.unfinished()):
             raise Violation(f"after a sweep: {unfinished}")
 
     def _wiped_index_comes_back(self) -> None:
         before = _records(self._place)
         for prefix_hash in before:
-            self._place.used.index.drop(NAMESPACE, prefix_hash)
-        restored = rebuild_all(self._place.ends)
+            self._place.used.admin.drop(NAMESPACE, prefix_hash)
+        restored = rebuild_all(self._place.view)
         _demand(restored, ("unreadable", "foreign", "written"), "rebuild")
         if _records(self._place) != before:
             raise Violation(f"rebuilt {_records(self._place)}, was {before}")
         self.seen.restored += restored.counts["restored"]
 
 
-def _demand(tally: Tally, kinds: Sequence[str], what: str) -> None:
-    if any(tally.counts[kind] for kind in kinds):
-        raise Violation(f"{what}: {tally.findings} {dict(tally.counts)}")
+def _demand(counters: Counters, kinds: Sequence[str], what: str) -> None:
+    if any(counters.counts[kind] for kind in kinds):
+        raise Violation(f"{what}: {counters.findings} {dict(counters.counts)}")
 
 
 def _records(place: Place) -> dict[bytes, Record]:

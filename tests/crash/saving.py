@@ -10,12 +10,12 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash
-from objkv.ops.backends_view import Ends, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.backends_view import BackendsView, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
-from objkv.ops.runs import Checkpoint, Crew, Tally
+from objkv.ops.runs import Checkpoint, Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import survey
-from objkv.ops.sweep.sweep import RecordSweep, Sweep
+from objkv.ops.sweep.sweep import Sweep
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
 from objkv.telemetry import NullRecorder
@@ -77,44 +77,43 @@ def save_all(
     return saved
 
 
-def crew_of() -> tuple[Crew, Checkpoint]:
+def pool_of() -> tuple[WorkPool, Checkpoint]:
     """Two threads, nothing kept on disk."""
     checkpoint = Checkpoint(None)
-    return Crew(checkpoint, workers=2), checkpoint
+    return WorkPool(checkpoint, workers=2), checkpoint
 
 
-def sweep_all(ends: Ends) -> Tally:
+def sweep_all(view: BackendsView) -> Counters:
     """As ``objkv sweep --apply --force --grace-s 0``."""
-    crew, checkpoint = crew_of()
+    pool, checkpoint = pool_of()
     limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
-    found = survey(ends)
-    remover = Remover(ends, limits, lambda: None)
-    work = Sweep(ends, found, limits, remover)
-    records = RecordSweep(ends, found, limits, remover, workers=2)
-    for units in (work.leftovers(), work.parts(), records.ghosts(), work.documents()):
-        crew.run(units)
-    return checkpoint.tally
+    found = survey(view)
+    remover = Remover(view, limits, lambda: None)
+    work = Sweep(view, found, limits, remover)
+    for units in (work.leftovers(), work.parts(), work.ghosts(), work.documents()):
+        pool.run(units)
+    return checkpoint.counters
 
 
-def rebuild_all(ends: Ends) -> Tally:
+def rebuild_all(view: BackendsView) -> Counters:
     """As ``objkv rebuild``."""
-    crew, checkpoint = crew_of()
-    found = {name: read_namespace(ends.bulk, name) for name in stored_namespaces(ends.bulk)}
-    work = Rebuild(ends, apply=True)
-    parts = stored_parts(ends.bulk, list(found))
-    crew.run(work.parts(parts, found))
-    crew.run(work.lost(parts, found))
-    crew.run(work.namespaces(found))
-    return checkpoint.tally
+    pool, checkpoint = pool_of()
+    found = {name: read_namespace(view.bulk, name) for name in stored_namespaces(view.bulk)}
+    work = Rebuild(view, apply=True)
+    parts = stored_parts(view.bulk, list(found))
+    pool.run(work.parts(parts, found))
+    pool.run(work.lost(parts, found))
+    pool.run(work.namespaces(found))
+    return checkpoint.counters
 
 
-def verify_all(ends: Ends) -> Tally:
+def verify_all(view: BackendsView) -> Counters:
     """As ``objkv verify --all``."""
-    crew, checkpoint = crew_of()
-    names = stored_namespaces(ends.bulk)
-    found = {name: read_namespace(ends.bulk, name) for name in names}
-    work = Verify(ends, found, quarantine=False, budget=Budget(1 << 30), workers=2)
-    crew.run(work.parts(stored_parts(ends.bulk, names)))
-    if not ends.is_own_index:
-        crew.run(work.missing(ends.index.namespaces()))
-    return checkpoint.tally
+    pool, checkpoint = pool_of()
+    names = stored_namespaces(view.bulk)
+    found = {name: read_namespace(view.bulk, name) for name in names}
+    work = Verify(view, found, quarantine=False, budget=Budget(1 << 30), workers=2)
+    pool.run(work.parts(stored_parts(view.bulk, names)))
+    if not view.is_own_index:
+        pool.run(work.missing(view.index.namespaces()))
+    return checkpoint.counters

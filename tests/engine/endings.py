@@ -1,27 +1,44 @@
 """What is left of a replica: threads when its engine has stopped, processes when it has ended."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
+import warnings
 import weakref
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from objkv.stores.base import Buffer
 from tests.engine.job import Call
+from tests.engine.loglines import PACKAGE
 from tests.support.servers.redis import wait_until
 
-END_S = 300.0
-AGAIN_S = 5.0
+if TYPE_CHECKING:
+    from tests.engine.nursery import Fork
+
+# Who waits for the end of whom, from the inside: each has time to see the one before it give up.
+DRAIN_S = 60
+"""objkv, for what it still saves."""
+WORKER_S = 120
+"""vLLM's engine core, for its workers, which it kills then."""
+ENGINE_S = 240
+"""vLLM's server or script, for its engine core, which it kills then."""
+END_S = 600.0
+"""The tests, for all of it; twice ``ENGINE_S`` for an engine that a terminal tells first."""
+ORPHANS_S = 60.0
+"""What ends after the process that started it: Python's own that cleans up."""
+AGAIN_S = 20.0
 """How long an engine that was told to end may take to hear it before it is told again."""
-CTRL_C_S = 60.0
-"""How long an engine that a terminal told to end may take before its parent tells it too."""
 STOPPED = "tests.engine.endings:objkv_threads_after_shutdown"
 SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"seconds": 0.5})
+_BEGINS_THREAD = re.compile(r'threading\.py", line \d+ in _bootstrap$')
+_JOINS_THREADS = re.compile(r" in (_shutdown|_python_exit)$", re.MULTILINE)
 EXIT = "tests.engine.endings:end_of_script"
 
 
@@ -65,7 +82,7 @@ def give_time_to_end(llm: Any, *, told: bool) -> None:
     """
     manager = llm.llm_engine.engine_core.resources.engine_manager
     manager._finalizer.detach()
-    wait_s = CTRL_C_S if told else 0.0
+    wait_s = ENGINE_S if told else 0.0
     manager._finalizer = weakref.finalize(manager, _wait_and_tell, manager.processes, wait_s)
 
 
@@ -75,7 +92,7 @@ def _wait_and_tell(processes: list[BaseProcess], wait_s: float) -> None:
     until = time.monotonic() + wait_s
     for process in processes:
         process.join(max(until - time.monotonic(), 0))
-    shutdown(processes, END_S)
+    shutdown(processes, ENGINE_S)
 
 
 def end_of_script(_llm: Any) -> None:
@@ -110,6 +127,46 @@ class EngineTold:
         return False
 
 
+def exit_status(process: "subprocess.Popen[bytes] | Fork", log_file: Path) -> int | None:
+    """Wait until a process that leads a session has ended, and all others of its session; its exit
+    status. The log file is where they write, started with PYTHONFAULTHANDLER.
+
+    What hangs is killed, and its stacks are in the log file. Raises RuntimeError if it is objkv
+    that it waited for. Otherwise vLLM hung, which is not ours to mend: a warning, and None.
+    """
+    leader = process.pid
+    try:
+        status = process.wait(END_S)
+        wait_for_end(leader, ORPHANS_S)
+        return status
+    except (subprocess.TimeoutExpired, TimeoutError):
+        said = _tail(log_file)
+    stacks = []
+    # Children first: some end with their parents, unread.
+    for pid in sorted(session_processes(leader), reverse=True):
+        before = log_file.stat().st_size
+        dump_stacks(pid)
+        stacks.append(log_file.read_bytes()[before:].decode(errors="replace"))
+    process.wait()
+    if any(map(waits_for_objkv, stacks)):
+        raise RuntimeError(f"objkv did not end, its stacks are in {log_file}: {said}")
+    warnings.warn(f"vLLM did not end, its stacks are in {log_file}", stacklevel=2)
+    return None
+
+
+def waits_for_objkv(stacks: str) -> bool:
+    """Whether a process can end only when objkv has done something: its main thread is in objkv's
+    code, or waits for all other threads and one of them is there. ``stacks`` are faulthandler's."""
+    threads = [
+        list(itertools.takewhile(lambda line: line.startswith("  "), said.splitlines()))
+        for said in re.split(r"(?:Current thread|Thread) 0x.*\n", stacks)[1:]
+    ]
+    ours = [thread for thread in threads if any(f'File "{PACKAGE}' in line for line in thread)]
+    main = [thread for thread in threads if not _BEGINS_THREAD.search("\n".join(thread))]
+    joins = [thread for thread in main if _JOINS_THREADS.search("\n".join(thread))]
+    return any(thread in main for thread in ours) or bool(joins and ours)
+
+
 def session_processes(leader: int) -> list[int]:
     """Processes of the session that ``leader`` began which still run, whoever their parent is."""
     numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
@@ -130,11 +187,15 @@ def dump_stacks(pid: int) -> None:
     wait_until(lambda: not _session(pid), f"process {pid} to end")
 
 
-def wait_for_end(leader: int, bound_s: float = END_S) -> None:
+def wait_for_end(leader: int, bound_s: float) -> None:
     """Wait until nothing of the session runs. Raises TimeoutError."""
     wait_until(
         lambda: not session_processes(leader), f"all of session {leader} to end", bound_s=bound_s
     )
+
+
+def _tail(log_file: Path) -> str:
+    return log_file.read_text(errors="replace")[-4000:]
 
 
 def _objkv_threads() -> list[str]:

@@ -10,7 +10,7 @@ The functions at the end are for ``Call`` steps: they run in the replica and tak
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
+from tests.engine.endings import DRAIN_S
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
 from tests.support.servers.redis import wait_until
 
@@ -34,7 +35,7 @@ PATIENT = {
     "step_load_deadline_ms": 300_000,
     "save_deadline_ms": 600_000,
     "save_queue_max": 1_024,
-    "drain_deadline_ms": 120_000,
+    "drain_deadline_ms": 1_000 * DRAIN_S,
     "lease_ms": 600_000,
 }
 """A busy machine must not change what is cached: nothing is late, and nothing is dropped."""
@@ -158,7 +159,7 @@ def hold_gets(_llm: Any, gate: str) -> None:
 
         return wait_and_get
 
-    _replace_gets(LocalStore, held)
+    LocalStore.get_into = held(LocalStore.get_into)  # type: ignore[method-assign]
 
 
 def slow_gets(_llm: Any, seconds: float) -> None:
@@ -172,12 +173,7 @@ def slow_gets(_llm: Any, seconds: float) -> None:
 
         return wait_and_get
 
-    _replace_gets(LocalStore, slowed)
-
-
-def _replace_gets(store: Any, wrapped: Callable[[Any], Any]) -> None:
-    for verb in ("get_into", "get_range_into"):
-        setattr(store, verb, wrapped(getattr(store, verb)))
+    LocalStore.get_into = slowed(LocalStore.get_into)  # type: ignore[method-assign]
 
 
 def asked(gate: Path) -> Path:

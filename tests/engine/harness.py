@@ -20,23 +20,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.engine.endings import WORKER_S
 from tests.engine.job import Job, Result
 from tests.engine.nursery import Fork, Nursery
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICA = "tests.engine.replica"
 LOG_TAIL_LINES = 60
-# One thread: sums in one order, and two replicas do not fight over two cores.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
+    "NO_COLOR": "1",
+    "PYTHONFAULTHANDLER": "1",
     "PYTHONPATH": str(ROOT),
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
-    # How long an engine in processes of its own may take to end: vLLM kills it after 5 s, which on
-    # a busy machine says nothing of what it still had to save.
-    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "300",
+    # vLLM kills workers after 5 s, which on a busy machine says nothing of what they had to save.
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(WORKER_S),
 }
 
 
@@ -121,7 +121,7 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 
 def _start(job: Job, files: tuple[str, str], log_file: Path) -> subprocess.Popen[bytes] | Fork:
     log_file.touch()
-    environment = _environment(job)
+    environment = _environment_of(job)
     if not (job.fresh or job.processes):
         return nursery().fork(REPLICA, *files, environment=environment, log=log_file)
     with log_file.open("wb") as log:
@@ -138,14 +138,17 @@ def _start(job: Job, files: tuple[str, str], log_file: Path) -> subprocess.Popen
 @functools.cache
 def nursery() -> Nursery:
     """What this process forks replicas off."""
-    return Nursery(ROOT, _environment(Job(steps=())))
+    return Nursery(ROOT, _environment_of(Job(steps=())))
 
 
-def _environment(job: Job) -> dict[str, str]:
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("OBJKV_", "VLLM_")) and name != "PYTHONHASHSEED"
-    }
-    mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if job.processes else "0"}
-    return own | _ENVIRONMENT | mode | job.env
+def environment() -> dict[str, str]:
+    """What every process with an engine starts with, whatever is set where the tests are run."""
+    foreign = ("OBJKV_", "VLLM_", "AWS_", "PYTHONHASHSEED")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return own | _ENVIRONMENT
+
+
+def _environment_of(job: Job) -> dict[str, str]:
+    # One thread: sums in one order, and two replicas do not fight over two cores.
+    mode = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(job.processes)), "OMP_NUM_THREADS": "1"}
+    return environment() | mode | job.env

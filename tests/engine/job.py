@@ -94,7 +94,7 @@ class Job(_Value):
     """Engine core and workers in processes of their own, as ``vllm serve`` has them. Slower."""
     fresh: bool = False
     """A Python of its own, not a fork of one: for what is told of a process's start and end."""
-    timeout_s: float = 900.0
+    timeout_s: float = 1_200.0
     """From start to exit; the whole process group is killed then. Far more than a busy machine
     needs: it is there for what hangs."""
 

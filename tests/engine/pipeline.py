@@ -6,10 +6,8 @@ worker does not do without compiling. Source: vLLM 0.32, ``_dummy_run`` in
 """
 
 import faulthandler
+import signal
 from typing import Any
-
-LIFE_S = 60
-"""A stage that is still there so long after its buffers were made tells where it waits."""
 
 
 def make_buffers(llm: Any) -> list[bool]:
@@ -20,7 +18,8 @@ def make_buffers(llm: Any) -> list[bool]:
 def _make(worker: Any) -> bool:
     from vllm.distributed.parallel_state import get_pp_group
 
-    faulthandler.dump_traceback_later(LIFE_S)
+    # vLLM sends it to stages that do not end, before it kills them: they tell where they wait.
+    faulthandler.register(signal.SIGTERM, chain=True)
     runner = worker.model_runner
     if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
         return False

@@ -8,7 +8,6 @@ Ready after half a minute or more, so start several at once.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,21 +20,21 @@ from typing import Any, Self
 
 from tests.engine import model
 from tests.engine.endings import (
+    END_S,
+    ENGINE_S,
     EngineTold,
-    dump_stacks,
+    exit_status,
     kill_session,
     session_processes,
-    wait_for_end,
 )
-from tests.engine.harness import ROOT
+from tests.engine.harness import environment
 from tests.engine.job import Prompt
 from tests.support.servers.redis import free_port, wait_until
 
-READY_S = 240.0
+READY_S = 600.0
 """On a busy machine with one core a server."""
-ANSWER_S = 120.0
-END_S = 120.0
-ORPHANS_S = 20.0
+ANSWER_S = 300.0
+"""More than objkv's deadlines of a lookup and a load together."""
 NAME = "tiny"
 _CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 _ARGUMENTS = {
@@ -47,7 +46,7 @@ _ARGUMENTS = {
     "--block-size": "32",
     "--kv-cache-memory-bytes": str(256 << 20),
     "--seed": "0",
-    "--shutdown-timeout": str(int(END_S)),
+    "--shutdown-timeout": str(ENGINE_S),
     "--kv-transfer-config": json.dumps(_CONNECTOR),
 }
 _FLAGS = ("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details")
@@ -92,7 +91,7 @@ class Server:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=_environment(cpu) | settings,
+                env=environment() | {"VLLM_CPU_OMP_THREADS_BIND": str(cpu)} | settings,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -177,41 +176,11 @@ class Server:
             EngineTold(self.log_file), f"the engine to be told, see {self.log_file}", bound_s=END_S
         )
 
-    def wait_for_end(self) -> int:
-        """Wait until it has ended; its exit status. If it, or a process of its session, does not
-        end, raises RuntimeError with what it logged last, and the stacks of all their threads are
-        in the log file."""
-        try:
-            status = self._process.wait(END_S)
-            # Python's own process that cleans up after the others ends a moment after them.
-            wait_for_end(self._process.pid, ORPHANS_S)
-            return status
-        except (subprocess.TimeoutExpired, TimeoutError):
-            said = self.log[-4000:]
-            for pid in sorted(self.processes(), reverse=True):  # children first, or they die unread
-                dump_stacks(pid)
-            raise RuntimeError(
-                f"the server did not end, its stacks are in {self.log_file}: {said}"
-            ) from None
+    def wait_for_end(self) -> int | None:
+        """Wait until it has ended; its exit status, or None if it hung in vLLM and was killed.
+        Raises RuntimeError if it hung in objkv."""
+        return exit_status(self._process, self.log_file)
 
     def processes(self) -> list[int]:
         """Processes of its session that still run: it, its engine, its workers."""
         return session_processes(self._process.pid)
-
-
-def _environment(cpu: int) -> dict[str, str]:
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("OBJKV_", "VLLM_", "AWS_")) and name != "PYTHONHASHSEED"
-    }
-    return own | {
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(int(END_S)),
-    }

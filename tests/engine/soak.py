@@ -150,8 +150,7 @@ def spoil_reads(_llm: Any, seed: int) -> None:
     from objkv.stores.local import LocalStore
 
     dice, lock = random.Random(seed), threading.Lock()
-    get_into, get_range_into = LocalStore.get_into, LocalStore.get_range_into
-    put_if_absent = LocalStore.put_if_absent
+    get_into, put_if_absent = LocalStore.get_into, LocalStore.put_if_absent
 
     def draw() -> tuple[int, float]:
         with lock:
@@ -182,18 +181,13 @@ def spoil_reads(_llm: Any, seed: int) -> None:
         return get(flip_and_tell)
 
     def spoiled_get(
-        self: LocalStore, key: str, buffer: memoryview, arrived: Arrived | None = None
-    ) -> int | None:
-        return spoiled(lambda told: get_into(self, key, buffer, told), buffer, arrived)
-
-    def spoiled_range(
         self: LocalStore,
         key: str,
-        start: int,
         buffer: memoryview,
         arrived: Arrived | None = None,
+        start: int | None = None,
     ) -> int | None:
-        return spoiled(lambda told: get_range_into(self, key, start, buffer, told), buffer, arrived)
+        return spoiled(lambda told: get_into(self, key, buffer, told, start), buffer, arrived)
 
     def spoiled_put(self: LocalStore, key: str, value: Buffer) -> bool:
         kind, share = draw()
@@ -203,7 +197,6 @@ def spoil_reads(_llm: Any, seed: int) -> None:
         return put_if_absent(self, key, value)
 
     LocalStore.get_into = spoiled_get  # type: ignore[method-assign]
-    LocalStore.get_range_into = spoiled_range  # type: ignore[method-assign]
     LocalStore.put_if_absent = spoiled_put  # type: ignore[method-assign]
 
 

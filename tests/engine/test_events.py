@@ -17,6 +17,7 @@ CHUNKS = 3
 PLAIN = prompt_of(CHUNKS * CHUNK + 9)
 UNKNOWN = prompt_of(CHUNKS * CHUNK + 9, seed=1)
 EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+FIRST_S = 120.0
 LISTEN = Call(function="tests.engine.test_events:listen")
 HEARD = Call(function="tests.engine.test_events:heard")
 _BATCHES: list[Any] = []
@@ -43,18 +44,18 @@ def subscribe(_llm: Any, endpoint: str) -> None:
     socket.connect(endpoint)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     _BATCHES.append(socket)
-    time.sleep(1)  # until both know of each other; nothing is kept for who comes late
+    time.sleep(5)  # until both know of each other; nothing is kept for who comes late
 
 
 def received(_llm: Any, seconds: float) -> list[dict[str, Any]]:
-    """What came on the wire, until nothing came for so long."""
+    """What came on the wire, until nothing came for so long; the first may take longer."""
     import msgspec
     from vllm.distributed.kv_events import KVEventBatch
 
     (socket,) = _BATCHES
     decoder = msgspec.msgpack.Decoder(KVEventBatch)
     events = []
-    while socket.poll(seconds * 1000):
+    while socket.poll((seconds if events else FIRST_S) * 1000):
         _, _, payload = socket.recv_multipart()
         events += [plain(event) for event in decoder.decode(payload).events]
     socket.close(0)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from tests.engine.cache import Values, scenario
+from tests.engine.endings import waits_for_objkv
 from tests.engine.fleet import SAVED, SharedStore
-from tests.engine.harness import ROOT, run_replica
+from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.model import ModelName
 from tests.engine.prompts import prompt_of
@@ -74,7 +75,4 @@ def test_a_replica_of_one_stage_loads_what_both_saved(model: ModelName) -> None:
 
 @EACH_MODEL
 def test_where_a_stage_waits_at_its_end_is_not_in_objkv(model: ModelName) -> None:
-    _, *stuck = two_stages_and_one(model)["first"].log.split("Timeout (0:01:00)!")
-    threads = [thread for told in stuck for thread in told.split("\nThread 0x")]
-    main_threads = [thread for thread in threads if "in <module>" in thread]
-    assert not [thread for thread in main_threads if f"{ROOT}/objkv/" in thread]
+    assert not waits_for_objkv(two_stages_and_one(model)["first"].log)

@@ -19,8 +19,8 @@ from objkv.config import load_config
 from objkv.keys.prefix import PromptExtras
 from objkv.ops.match import match_prompt
 from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.warm.lookup import known_identities
 from objkv.ops.warm.prompts import read_prompts
-from objkv.ops.warm.stock import known_identities
 from objkv.telemetry import NullRecorder
 from tests.engine import model
 from tests.engine.cache import Values, scenario
@@ -103,7 +103,7 @@ def warm(folder: Path, settings: dict[str, str], *arguments: str) -> "subprocess
 
 
 def told(process: "subprocess.Popen[bytes]") -> Values:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=900)
     report = json.loads(out) if out else {}
     return {"code": process.returncode, "report": report, "stderr": err.decode()}
 
@@ -143,7 +143,7 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
         ends = [word for server in (one, two) for word in ("--endpoint", server.url)]
         given = (str(file), *ends, "--concurrency", "1")
         process = warm(folder, settings, *given)
-        wait_until(lambda: stored(settings) > chunks // 3, "a third to be stored", bound_s=240)
+        wait_until(lambda: stored(settings) > chunks // 3, "a third to be stored", bound_s=600)
         process.send_signal(signal.SIGINT)
         runs = {"first": told(process)}
         runs["second"] = told(warm(folder, settings, *given))

@@ -9,7 +9,7 @@ import pytest
 from tests.examples import tiny
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 1_800
+TIMEOUT_S = 3_600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from botocore.retries.standard import ExponentialBackoff
 
 from objkv.assembly import redis as assembly_redis
-from objkv.cache.chunks import Repeats
+from objkv.cache.chunks import InFlightSaves
 from objkv.index.near import NearIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import ShapesIndex
@@ -60,7 +60,7 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         for cls in (SqliteIndex, RedisIndex, NearIndex, ShapesIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
-    for paused in (Breakers, Repeats, Saver):
+    for paused in (Breakers, InFlightSaves, Saver):
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)

@@ -25,7 +25,7 @@ from tests.faults.test_quick import OWN_ENGINE
 from tests.support.servers.ceph import ceph_missing
 from tests.support.servers.listener import Listener
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(1_200)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(3_600)]
 
 CHUNKS = 3
 FOUND, LOADED, NEW, OTHER = (prompt_of(CHUNKS * CHUNK + 9, seed=70 + i) for i in range(4))

@@ -1,7 +1,6 @@
 """The page shows the matrix that is tested, all of it and nothing else."""
 
-from objkv.connector.counters import BREAKER_COUNTERS
-from objkv.connector.kv.metrics import COUNTERS
+from objkv.connector.counters import COUNTERS
 from tests.faults import table
 from tests.faults.rows import CELLS, ROWS, VERBS, cell_id
 
@@ -16,7 +15,7 @@ def test_the_page_is_as_it_would_be_written() -> None:
 
 def test_every_fault_is_counted_by_a_metric_that_operators_can_see() -> None:
     counted = {row.cell(verb).counted for row in ROWS for verb in VERBS} - {""}
-    assert counted <= set(COUNTERS) | set(BREAKER_COUNTERS)
+    assert counted <= set(COUNTERS)
 
 
 def test_a_loss_that_is_not_counted_is_one_that_nobody_can_notice() -> None:

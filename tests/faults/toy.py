@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from objkv.keys.identity import GroupIdentity
-from tests.connector.hybrid_engine import Answer, Engine, Layout, digest, next_token
+from tests.connector.kv.hybrid_engine import Answer, Engine, Layout, digest, next_token
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
 CHUNKS = 3
@@ -22,7 +22,7 @@ TAIL = 3
 """Tokens of a prompt after its last chunk."""
 STORED_TOKENS = CHUNKS * LAYOUT.chunk_tokens
 ANSWER_TOKENS = 1
-LOOKUP_S = 20.0
+LOOKUP_S = 120.0
 """How long a lookup may take where nobody is in a hurry, whatever clients of Redis were told."""
 
 

@@ -9,7 +9,7 @@ import pytest
 from objkv.cache.chunks import ChunkCache
 from objkv.transfer.job import LoadJob
 from objkv.transfer.loader import Loader
-from objkv.transfer.saver import Saver
+from objkv.transfer.saver import SavedChunk, Saver
 from tests.fences import device
 from tests.fences.explorer import (
     WORLDS,
@@ -99,21 +99,12 @@ def _close_without_writers(self: LoadJob) -> Any:
     return _close(self)
 
 
-def _store_and_go(self: Saver, item: Any) -> None:
-    """Without waiting for copies that nobody stores."""
-    try:
-        self._store(item)
-    finally:
-        item.chunk.slab.release()
-        self._cache.end_save(item.chunk.claim.key)
-
-
 def _close_without_copies(self: Saver, seconds: float) -> None:
-    self._crew.close(seconds, lambda left: self._give_up(item.chunk for item in left))
+    self._pool.close(seconds, self._give_up)
 
 
 def _keep_slab(self: Saver, chunks: Any) -> set[tuple[str, int]]:
-    return {self._drop(c.request_id, c.save, c.claim.key) for c in chunks}
+    return {self._drop(c.request_id, c.move, c.claim.key) for c in chunks}
 
 
 _close = LoadJob.close
@@ -139,9 +130,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
         "save finish 0",
     ),
     "slabs are free before their copies have passed": (
-        Saver,
-        "_save",
-        _store_and_go,
+        SavedChunk,
+        "release",
+        lambda self: self.slab.release(),  # without waiting for copies that are not stored
         "save finish 0",
     ),
     "the end does not wait for copies": (

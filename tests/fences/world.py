@@ -21,8 +21,9 @@ import torch
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
-from objkv.connector.kv import worker as worker_module
+from objkv.connector.kv import wiring
 from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.errors import StoreUnavailable
@@ -30,7 +31,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import Arrived, Buffer, PruneStore
-from objkv.stores.guarded import WrappedStore
+from objkv.stores.guarded import GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
@@ -40,7 +41,7 @@ from objkv.transfer.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.fences.device import GONE, Hands, Stream, WatchedLane, WatchedPool
 from tests.fences.stage import Broken, Stage, the_stage
-from tests.transfer.paged_cache import paged_group
+from tests.support.paged_cache import paged_group
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -92,20 +93,17 @@ class Knobs:
     """Where the bulk store is; None: in memory."""
 
 
-class GateStore(WrappedStore):
+class GateStore(GuardedStore):
     """Others go on before, within and after each call; some calls fail, as the dice say."""
 
     def __init__(self, inner: PruneStore, faults_of_100: int, dice: random.Random) -> None:
         super().__init__(inner)
         self._faults_of_100, self._dice = faults_of_100, dice
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        return self._got(key, 0, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        return self._got(key, start, buffer, arrived)
+        return self._got(key, start or 0, buffer, arrived)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         fault = self._begin("put")
@@ -508,13 +506,13 @@ class Engine:
         cuts = Cuts(step_spans_max=knobs.spans, span_bytes_min=1)
         with ExitStack() as stack:
             for module, name, value in (
-                (worker_module, "open_lane", self._open_lane),
-                (worker_module, "SlabPool", WatchedPool),
+                (wiring, "open_lane", self._open_lane),
+                (wiring, "SlabPool", WatchedPool),
                 (slabs_module, "SlabPool", WatchedPool),
-                (worker_module, "LoadLimits", partial(LoadLimits, cuts=cuts)),
+                (wiring, "LoadLimits", partial(LoadLimits, cuts=cuts)),
             ):
                 stack.enter_context(patch.object(module, name, value))
-            side = WorkerSide(
+            side = make_worker_side(
                 Config(
                     pinned_bytes_max=1 << 20,
                     load_threads=knobs.load_threads,
@@ -549,8 +547,8 @@ class Engine:
         if self.index._leases:
             raise Broken(f"leases are left: {sorted(self.index._leases)}")
         for keys in self.keys:
-            if keys._repeats._under_way:
-                raise Broken(f"saves never ended: {sorted(keys._repeats._under_way)}")
+            if keys._saves._under_way:
+                raise Broken(f"saves never ended: {sorted(keys._saves._under_way)}")
         for entry in self.inner.scan(""):
             self._check_payload(self.inner.get(entry.key) or b"")
         for epoch in range(self.epoch + 1):
@@ -564,7 +562,7 @@ class Engine:
 
     def _check_payload(self, payload: bytes) -> None:
         header = read_header(payload)
-        layers = self.sides[0]._groups[0].layers
+        layers = self.sides[0]._saver._groups[0].layers
         open_payload(payload, header.claim, layers)
         epoch = int(header.claim.key.namespace, 16)
         chunk = header.claim.token_start // CHUNK

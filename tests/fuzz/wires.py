@@ -11,9 +11,9 @@ from redis import exceptions
 
 from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question, _RefusedError
-from objkv.net.resp import CLIENT_ERRORS, Line
+from objkv.net.resp import CLIENT_ERRORS, RespConnection
 from objkv.stores.redis import _received
-from objkv.stores.s3.http import Answer, NoAnswer
+from objkv.stores.s3.http import HttpResponse, NoAnswer
 from objkv.testing.index_contract import shard
 from tests.fuzz.mutation import NUMBERS, changed_bytes, spoiled
 from tests.fuzz.target import Finding, Target, outcome, require
@@ -24,7 +24,7 @@ _ROUNDS_MAX = 10_000
 
 
 class Wire:
-    """What a ``Line`` is to a question: takes what is sent, and hands out prepared pieces."""
+    """In place of a ``RespConnection``: takes what is sent, and hands out prepared pieces."""
 
     def __init__(self, pieces: list[bytes], answer_to: Any = None) -> None:
         self.tls = self.clean = False
@@ -134,7 +134,7 @@ def check_find(example: tuple[int, tuple[str, ...], list[bytes], bool]) -> str:
     return "read"
 
 
-class _NoSocketLine(Line):
+class _NoSocketLine(RespConnection):
     """A line on a wire that is no socket."""
 
     def __init__(self, wire: Wire) -> None:
@@ -193,7 +193,7 @@ def _answer(raw: bytes) -> str:
     if b"\r\n\r\n" not in raw:
         return "refused"
     line: Any = _S3Line()
-    answer = Answer(line, raw)
+    answer = HttpResponse(line, raw)
     body = raw.partition(b"\r\n\r\n")[2]
     require(answer.left >= len(body), "more than was announced")
     require(isinstance(answer.etag, str), "no tag")

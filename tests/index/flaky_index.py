@@ -1,22 +1,28 @@
 """An index that fails on request and remembers what it was asked."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-from objkv.index.guarded import Verb, WrappedIndex
+from objkv.index.base import WriteIndex
+from objkv.index.guarded import GuardedIndex
+from objkv.net.guard import Unguarded
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class FlakyIndex(WrappedIndex):
+class FlakyIndex(GuardedIndex, Unguarded):
     error: Exception | None = None
     after: Callable[[], object] = staticmethod(lambda: None)
-    calls: tuple[Verb, ...] = ()
+    calls: tuple[str, ...] = ()
 
-    def _around(self, verb: Verb, call: Callable[[], T]) -> T:
+    def __init__(self, inner: WriteIndex) -> None:
+        super().__init__(inner, guard=self)
+
+    def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self.calls += (verb,)
         if self.error is not None:
             raise self.error
-        result = call()
+        result = call(*args, **kwargs)
         self.after()
         return result

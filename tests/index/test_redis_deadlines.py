@@ -14,16 +14,15 @@ from objkv.assembly import redis as assembly_redis
 from objkv.assembly.redis import call_s, connect_redis
 from objkv.config import Config, load_config
 from objkv.errors import StoreError
-from objkv.index import deadline as index_deadline
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
-from objkv.index.deadline import DeadlineIndex
+from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.stores import deadline as store_deadline
 from objkv.stores.base import PruneStore
-from objkv.stores.deadline import DeadlineStore
+from objkv.stores.guarded import GuardedStore
 from objkv.stores.redis import RedisStore
-from tests.stores.slow_servers import DROP_S, Reluctant, full_listener
+from tests.stores.guards import guard_of
 from tests.support.servers.listener import Listener
+from tests.support.servers.slow import DROP_S, Reluctant, full_listener
 
 PATIENCE_S = 60.0
 """Far more than the deadline, and less than what is waited for takes."""
@@ -53,7 +52,7 @@ STORE_CALLS: dict[str, Callable[[PruneStore], object]] = {
     "get": lambda store: store.get("k"),
     "get_range": lambda store: store.get_range("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(1 << 20))),
-    "get_range_into": lambda store: store.get_range_into("k", 1, memoryview(bytearray(9))),
+    "get_range_into": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
     "head": lambda store: store.head("k"),
     "scan": lambda store: list(store.scan("")),
     "put": lambda store: store.put("k", bytes(4 << 20)),
@@ -92,8 +91,7 @@ class SlowRedis(Listener):
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.1)
     monkeypatch.setattr(assembly_redis, "READ_FLOOR_S", 0.2)
-    monkeypatch.setattr(index_deadline, "_WALK_FACTOR", 1)
-    monkeypatch.setattr(store_deadline, "_WALK_FACTOR", 1)
+    monkeypatch.setattr("objkv.net.guard._WALK_FACTOR", 1)
 
 
 def config_of(address: tuple[str, int], scheme: str) -> Config:
@@ -137,9 +135,14 @@ CASES += [
 def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
     with SERVERS[server]() as address:
         config = config_of(address, scheme)
-        index = DeadlineIndex(RedisIndex(connect_redis(config.index_url, config)), call_s(config))
+        seconds = call_s(config)
+        index = GuardedIndex(
+            RedisIndex(connect_redis(config.index_url, config)),
+            guard_of("index", verbs=INDEX_VERBS, seconds=seconds),
+        )
         client = connect_redis(config.index_url, config)
-        store = DeadlineStore(RedisStore(client, prefix="p:", ttl_s=9), call_s(config))
+        place = RedisStore(client, prefix="p:", ttl_s=9)
+        store = GuardedStore(place, guard_of("hot", seconds=seconds))
         calls = {f"index {name}": (call, index) for name, call in INDEX_CALLS.items()}
         calls |= {f"store {name}": (call, store) for name, call in STORE_CALLS.items()}
         assert_end(calls)

@@ -1,6 +1,5 @@
 """``RedisIndex.find``: one round trip, taken apart exactly, and left to the client if refused."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -206,13 +205,6 @@ def test_a_server_that_reads_on_only_when_its_answers_are_read_is_no_deadlock() 
     server.join()
 
 
-@pytest.fixture
-def client(valkey: RedisServer) -> Iterator[redis.Redis]:
-    with valkey.client() as client:
-        client.flushall()
-        yield client
-
-
 def filled(client: redis.Redis) -> RedisIndex:
     index = RedisIndex(client)
     index.publish(chunk(), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=LONG_S)
@@ -240,7 +232,7 @@ def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(
     index = filled(client)
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
     # It looks open until it is used, as one does that a firewall has forgotten.
-    monkeypatch.setattr("objkv.net.resp.Line._is_quiet", lambda _: True)
+    monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
     client.client_kill_filter(_type="normal", skipme=True)
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
 

@@ -1,5 +1,4 @@
 import json
-from collections.abc import Iterator
 
 import fakeredis
 import pytest
@@ -23,7 +22,7 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from tests.index.redis_clock import flushed
+from tests.support.servers.fixtures import flushed
 from tests.support.servers.redis import RedisServer, wait_until
 from tests.support.servers.round_trips import RoundTrips
 
@@ -46,13 +45,6 @@ class TestRedisIndexOnValkey(IndexContract):
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         assert isinstance(index, RedisIndex)
         index._client.set(f"objkv:i:{NAMESPACE}:{prefix_hash(number).hex()}", "theirs")
-
-
-@pytest.fixture
-def client(valkey: RedisServer) -> Iterator[redis.Redis]:
-    with valkey.client() as client:
-        client.flushall()
-        yield client
 
 
 def counted(server: RedisServer, trips: RoundTrips) -> redis.Redis:

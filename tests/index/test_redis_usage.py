@@ -1,6 +1,6 @@
 """Running totals in Redis: what drifts, what mends it, and what a save pays for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -8,7 +8,7 @@ import redis
 
 from objkv.errors import StoreUnavailable
 from objkv.index.base import Usage
-from objkv.index.redis.index import RedisIndex, Totals, read_totals
+from objkv.index.redis.index import PendingTotals, RedisIndex, read_totals
 from objkv.testing.clock import ManualClock
 from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, OTHER, chunk, prefix_hash, shard
 from tests.index.test_redis_index import counted
@@ -18,16 +18,9 @@ from tests.support.servers.round_trips import RoundTrips
 KEY = "objkv:u:totals"
 
 
-@pytest.fixture
-def client(valkey: RedisServer) -> Iterator[redis.Redis]:
-    with valkey.client() as client:
-        client.flushall()
-        yield client
-
-
 def timed(client: redis.Redis) -> tuple[RedisIndex, ManualClock]:
     index, clock = RedisIndex(client), ManualClock()
-    index._totals = Totals(KEY, clock=clock)
+    index._totals = PendingTotals(KEY, clock=clock)
     return index, clock
 
 

@@ -105,7 +105,7 @@ def prometheus(
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(120)
         finally:
             process.kill()
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from objkv.connector.counters import COUNTERS, HISTOGRAMS
-from objkv.connector.kv.metrics import ObjKVPromMetrics
+from objkv.connector.metrics import ObjKVPromMetrics
 
 
 def pages_of_a_replica() -> list[str]:

@@ -15,15 +15,15 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import AuditReport, Prices
-from objkv.ops.audit.spool import Spool, Told
-from objkv.ops.audit.walk import AuditEnds
+from objkv.ops.audit.spool import AuditSpool, Told
+from objkv.ops.audit.walk import AuditView
 from objkv.stores.base import Entry, Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from objkv.testing.damage import IDENTITY as DAMAGED
 from objkv.testing.damage import DamagedStore, Defects
-from tests.ops.audit_world import Auditor, hash_of, save_prompts
-from tests.ops.world import IDENTITY, NAMESPACE, WHOLE, save, save_identity
+from tests.support.audit import Auditor, hash_of, save_prompts
+from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity
 
 DAY_S = 86_400
 NOW_S = 20_000 * DAY_S + 3_600.0
@@ -150,7 +150,7 @@ def test_what_was_not_walked_is_not_judged() -> None:
     save_prompts(bulk, index, [(0, 1), (2,)])
     auditor = Auditor(bulk, index)
     auditor.records()
-    auditor.crew.halt("interrupted")
+    auditor.pool.halt("interrupted")
     auditor.payloads()
     report = auditor.report()
     assert counts(report) == {}
@@ -171,11 +171,11 @@ def test_writers_leftovers_are_found_and_who_may_not_list_them_is_told() -> None
         raise StoreDenied("unfinished: HTTP 403")
 
     auditor = Auditor(bulk, index)
-    auditor.walk.ends = AuditEnds(bulk, index, False, unfinished=left)
+    auditor.walk.view = AuditView(bulk, index, False, unfinished=left)
     [found] = [one for one in auditor.all().findings.counts if one.count]
     assert (found.kind, found.nbytes) == ("leftover", 77)
     auditor = Auditor(bulk, index)
-    auditor.walk.ends = AuditEnds(bulk, index, False, unfinished=denied)
+    auditor.walk.view = AuditView(bulk, index, False, unfinished=denied)
     assert any("HTTP 403" in problem for problem in auditor.all().problems)
 
 
@@ -263,7 +263,7 @@ def test_days_that_are_too_long_ago_are_told_as_one() -> None:
 
 
 def test_numbers_that_no_record_can_have_do_no_harm() -> None:
-    spool = Spool(None)
+    spool = AuditSpool(None)
     shard_free = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
     spool.add_records([Told(NAMESPACE, shard_free, True)])
     [(start, hits)] = spool.some("SELECT token_start, hits FROM records")

@@ -10,18 +10,21 @@ from objkv.errors import ConfigError
 from objkv.index.base import Record, ShardRecord
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.audit.spool import AGE_MAX_S, Spool, Told, make_chunks
+from objkv.ops.audit.audit import find_places
+from objkv.ops.audit.html.page import html_report
+from objkv.ops.audit.report import AuditReport, FindingCount
+from objkv.ops.audit.spool import AGE_MAX_S, AuditSpool, Told, make_chunks
 from objkv.ops.audit.tree import read_roots, read_tree
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
-from tests.ops.audit_world import Auditor, save_prompts
-from tests.ops.world import CHUNK, NAMESPACE, WHOLE
+from tests.support.audit import Auditor, save_prompts
+from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save
 
 FIELD = f"0.{WHOLE}"
 
 
-def count(spool: Spool) -> int:
+def count(spool: AuditSpool) -> int:
     return int(spool.some("SELECT count(*) FROM payloads")[0][0])
 
 
@@ -35,12 +38,12 @@ def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> N
     save_prompts(bulk, index, [(0, 1, 2), (0, 3), (4,)])
     whole = Auditor(bulk, index).all()
     file = tmp_path / "audit.sqlite"
-    first = Auditor(bulk, index, spool=Spool(file))
+    first = Auditor(bulk, index, spool=AuditSpool(file))
     first.records()
     first.spool.close()
-    second = Auditor(bulk, index, spool=Spool(file))
+    second = Auditor(bulk, index, spool=AuditSpool(file))
     assert second.spool.resumed
-    second.ends.index.scan = lambda namespace: pytest.fail("read again")  # type: ignore[method-assign]
+    second.view.index.scan = lambda namespace: pytest.fail("read again")  # type: ignore[method-assign]
     second.records()
     second.payloads()
     second.again()
@@ -53,7 +56,7 @@ def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> N
 
 
 def test_what_is_seen_twice_counts_once() -> None:
-    spool = Spool(None)
+    spool = AuditSpool(None)
     for _ in range(2):
         spool.add_payloads([payload(1)])
     assert count(spool) == 1
@@ -65,19 +68,19 @@ def test_what_is_seen_twice_counts_once() -> None:
 def test_what_lies_there_and_is_none_of_ours_is_replaced(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "audit.sqlite"
     file.write_bytes(content)
-    spool = Spool(file)
+    spool = AuditSpool(file)
     spool.add_payloads([payload(1)])
     assert spool.is_kept
     assert not spool.resumed
     spool.close()
-    assert count(Spool(file)) == 1
+    assert count(AuditSpool(file)) == 1
 
 
 def test_after_a_day_or_when_asked_to_it_begins_anew(tmp_path: Path) -> None:
     clock, file = ManualClock(), tmp_path / "audit.sqlite"
 
     def seen(*, restart: bool = False) -> int:
-        spool = Spool(file, restart=restart, clock=clock)
+        spool = AuditSpool(file, restart=restart, clock=clock)
         found = count(spool)
         spool.add_payloads([payload(1)])
         spool.finish("unit")
@@ -90,27 +93,27 @@ def test_after_a_day_or_when_asked_to_it_begins_anew(tmp_path: Path) -> None:
 
 
 def test_two_audits_at_once_do_not_mix(tmp_path: Path) -> None:
-    first = Spool(tmp_path / "audit.sqlite")
+    first = AuditSpool(tmp_path / "audit.sqlite")
     first.add_payloads([payload(1)])
-    second = Spool(tmp_path / "audit.sqlite")
+    second = AuditSpool(tmp_path / "audit.sqlite")
     assert (second.is_kept, count(second)) == (False, 0)
     second.add_payloads([payload(2), payload(3)])
     second.is_told = True
     second.close()
     assert count(first) == 1
     first.close()
-    assert count(Spool(tmp_path / "audit.sqlite")) == 1
+    assert count(AuditSpool(tmp_path / "audit.sqlite")) == 1
 
 
 def test_where_no_file_can_be_made_it_keeps_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    spool = Spool(tmp_path / "file" / "audit.sqlite")
+    spool = AuditSpool(tmp_path / "file" / "audit.sqlite")
     spool.add_payloads([payload(1)])
     assert (spool.is_kept, count(spool)) == (False, 1)
 
 
 def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "audit.sqlite")
+    spool = AuditSpool(tmp_path / "audit.sqlite")
     pages = spool.some("PRAGMA page_count")[0][0]
     spool.run(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(ConfigError, match=r"full; .* make room"):
@@ -119,7 +122,7 @@ def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_file_is_the_users_own(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "audit.sqlite")
+    spool = AuditSpool(tmp_path / "audit.sqlite")
     spool.finish("unit")
     assert (tmp_path / "audit.sqlite").stat().st_mode & 0o077 == 0
     spool.close()
@@ -131,7 +134,7 @@ def test_pythons_memory_does_not_grow_with_the_store() -> None:
     """What SQLite takes is bounded by a setting of its own; benchmarks/audit.py measures all."""
 
     def peak(chunks: int) -> int:
-        spool = Spool(None)
+        spool = AuditSpool(None)
         tracemalloc.start()
         for start in range(0, chunks, 500):
             numbers = range(start, min(start + 500, chunks))
@@ -157,3 +160,105 @@ def chain(number: int) -> Record:
     start = place * CHUNK
     own, parent = (n.to_bytes(20, "big") for n in (number, max(0, number - 1)))
     return Record(own, parent, start, start + CHUNK, {FIELD: shard})
+
+
+NOW_S = 20_000 * 86_400.0
+GRACE_S = 600.0
+HOUR_S = 3_600.0
+
+
+def orphans(report: AuditReport) -> FindingCount:
+    return next(one for one in report.findings.counts if one.kind == "orphan")
+
+
+def walked(monkeypatch: pytest.MonkeyPatch, *, early: int, late: int) -> AuditReport:
+    """The index is read; an hour later payloads are saved, the store is listed an hour after that.
+    ``early`` payloads have lain there without a record before, ``late`` are saved meanwhile."""
+    monkeypatch.setattr("objkv.ops.audit.walk.LOOKED_TWICE_MAX", 2)
+    clock = ManualClock(NOW_S)
+    bulk, index = MemoryStore(clock=clock), MemoryIndex()
+    save_prompts(bulk, index, [(0,)])
+    for number in range(early):
+        save(bulk, None, [100 + number] * 16)
+    clock.advance(GRACE_S + HOUR_S)
+    auditor = Auditor(bulk, index, clock=clock, grace_s=GRACE_S, ttl_s=86_400)
+    auditor.records()
+    clock.advance(HOUR_S)
+    for number in range(late):
+        save(bulk, index, [1_000 + number] * 16)
+    clock.advance(HOUR_S)
+    auditor.places = find_places(auditor.view)
+    auditor.payloads()
+    auditor.again()
+    return auditor.report()
+
+
+def test_what_was_saved_after_the_index_was_read_is_young_and_no_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = walked(monkeypatch, early=0, late=60)
+    found = orphans(report)
+    assert found.count == found.young > 20
+    assert [told for told in report.problems if "lost" in told] == []
+
+
+def test_what_had_no_record_before_the_walk_began_is_a_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = walked(monkeypatch, early=60, late=0)
+    found = orphans(report)
+    assert (found.count, found.young) == (60, 0)
+    assert "most of the index was lost" in report.problems[0]
+    assert report.problems[0].startswith("60 of 61 payloads")
+
+
+def test_a_walk_that_is_continued_later_says_how_old_its_beginning_is(tmp_path: Path) -> None:
+    clock, file = ManualClock(NOW_S), tmp_path / "audit.sqlite"
+    bulk, index = MemoryStore(clock=clock), MemoryIndex()
+    save_prompts(bulk, index, [(0,), (1,)])
+    first = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock)
+    first.records()
+    first.payloads()
+    first.spool.close()
+    for entry in list(bulk.scan("")):
+        bulk.delete(entry.key)
+    clock.advance(5 * HOUR_S)
+    report = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock).all()
+    assert report.totals.payloads == 2
+    assert report.begun_s == NOW_S
+    assert "5 h ago" in report.problems[0]
+    assert "--restart" in report.problems[0]
+    assert_no_agreement(report)
+
+
+def test_a_continued_walk_of_a_store_that_lost_its_payloads_does_not_say_that_all_is_well(
+    tmp_path: Path,
+) -> None:
+    clock, file = ManualClock(NOW_S), tmp_path / "audit.sqlite"
+    bulk, index = MemoryStore(clock=clock), MemoryIndex()
+    save_prompts(bulk, index, [(0,), (1,)])
+    first = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock)
+    first.records()
+    first.payloads()
+    first.spool.close()
+    for entry in list(bulk.scan("")):
+        if entry.key.endswith(".safetensors"):
+            bulk.delete(entry.key)
+    report = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock).all()
+    assert not any(one.count for one in report.findings.counts)
+    page = assert_no_agreement(report)
+    assert "Whether index and bulk store agree is not known" in page
+
+
+def assert_no_agreement(report: AuditReport) -> str:
+    """The page of ``report``, which does not say that both ends agree."""
+    page = html_report(report)
+    assert "Index and bulk store agree" not in page
+    assert "index and store agree" not in page
+    return page
+
+
+def test_a_walk_that_was_not_stopped_says_nothing_of_its_age() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, [(0,)])
+    assert Auditor(bulk, index).all().problems == ()

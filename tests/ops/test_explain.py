@@ -20,7 +20,7 @@ from objkv.ops.explain.explain import explain_match
 from objkv.ops.explain.replicas import ask_replica
 from objkv.ops.match import match_prompt
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import (
+from tests.support.samples import (
     CHUNK,
     CREATED_S,
     IDENTITY,

@@ -16,15 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import Usage
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import Ends
 from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.exporter.metrics import METRICS, StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
-from objkv.ops.exporter.watch import Asks, Watch
+from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
-from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
 Told = dict[str, dict[str, float]]
 WATCHED = Watched("1.2.3", "s3://bucket/kv", "redis://host", 3600, 1 << 30, namespaces_max=2)
@@ -55,7 +54,9 @@ class World:
             facts=lambda: ServerFacts("valkey", "8.0", "standalone", 0, "noeviction", 4096, 0.25),
             documents=self.bulk,
         )
-        self.watch = Watch(asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock)
+        self.watch = BackendsWatch(
+            asks, every_s=15.0, late_s=10.0, clock=self.clock, monotonic=self.clock
+        )
 
     def _asked(self, end: str) -> None:
         self.during()
@@ -206,8 +207,8 @@ def test_every_name_told_is_on_the_page(world: World) -> None:
 
 
 def scans(bulk: MemoryStore, index: MemoryIndex, *, now_s: float, grace_s: float = 100) -> Scans:
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
-    return Scans(ends, every_s=60, grace_s=grace_s, clock=lambda: now_s)
+    view = view_of(bulk, index)
+    return Scans(view, every_s=60, grace_s=grace_s, clock=lambda: now_s)
 
 
 def stored_at(bulk: MemoryStore) -> float:
@@ -244,8 +245,8 @@ def test_what_was_just_saved_is_no_orphan_yet() -> None:
 def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> None:
     bulk, index = FlakyStore(MemoryStore()), MemoryIndex()
     save(bulk, index)
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")
-    found = Scans(ends, every_s=60, grace_s=0)
+    view = view_of(bulk, index)
+    found = Scans(view, every_s=60, grace_s=0)
     found.scan()
     whole = found.last
     bulk.fail_next(StoreUnavailable("gone"))
@@ -273,7 +274,7 @@ def server(world: World, healthy: list[bool]) -> Iterator[ExporterServer]:
 def get(url: str, method: str = "GET") -> tuple[int, str]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, method=method), timeout=30) as response:
+        with opener.open(urllib.request.Request(url, method=method), timeout=120) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -306,11 +307,11 @@ def test_nothing_else_is_served(server: ExporterServer) -> None:
 def test_it_says_its_own_name_and_no_versions(server: ExporterServer, path: str) -> None:
     asked = urlsplit(server.url)
     assert asked.port is not None
-    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=10)
+    connection = HTTPConnection(asked.hostname or "", asked.port, timeout=120)
     connection.request("GET", path)
     assert connection.getresponse().headers.get_all("Server") == ["objkv"]
     connection.close()
-    with create_connection((asked.hostname or "", asked.port), timeout=10) as plain:
+    with create_connection((asked.hostname or "", asked.port), timeout=120) as plain:
         plain.sendall(b"no http at all\r\n\r\n")
         assert b"Python" not in plain.makefile("rb").read()
 

@@ -7,7 +7,19 @@ from html import unescape
 
 import pytest
 
-from objkv.ops.audit.html.figures import (
+from objkv.ops.audit.html.page import html_report
+from objkv.ops.audit.html.plots import _ticks
+from objkv.ops.audit.html.remarks import remarks
+from objkv.ops.audit.report import (
+    AgesAudit,
+    AuditReport,
+    AuditTotals,
+    CostAudit,
+    FindingsAudit,
+    GrowthAudit,
+    Prices,
+)
+from objkv.ops.formats import (
     brief,
     dollars,
     noun,
@@ -17,30 +29,18 @@ from objkv.ops.audit.html.figures import (
     span,
     with_commands,
 )
-from objkv.ops.audit.html.page import html_report
-from objkv.ops.audit.html.plots import _ticks
-from objkv.ops.audit.html.remarks import remarks
-from objkv.ops.audit.report import (
-    AgesAudit,
-    AuditReport,
-    CostAudit,
-    FindingsAudit,
-    GrowthAudit,
-    Prices,
-    Totals,
-)
-from tests.ops.audit_sample import MADE_S, sample_report
+from tests.support.audit import MADE_S, sample_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\u2028\x07'\"&"
 
 
 def empty_report() -> AuditReport:
     """Of a store in which nothing is."""
-    unknown = {field.name: None for field in fields(Totals)}
+    unknown = {field.name: None for field in fields(AuditTotals)}
     zero = {"namespaces": 0, "tenants": 0, "roots": 0, "chunks": 0, "payloads": 0, "nbytes": 0}
     return replace(
         sample_report(),
-        totals=Totals(**{**unknown, **zero}),  # type: ignore[arg-type]
+        totals=AuditTotals(**{**unknown, **zero}),  # type: ignore[arg-type]
         namespaces=(),
         tenants=(),
         depths=(),

@@ -17,15 +17,16 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import identity_path
-from objkv.ops.backends_view import Ends, read_namespace
+from objkv.ops.backends_view import read_namespace
 from objkv.ops.rebuild import Rebuild
-from objkv.ops.runs import Checkpoint, Crew, Tally
+from objkv.ops.runs import Checkpoint, Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
-from objkv.ops.sweep.survey import old_epochs, refuse_wrong_ends, survey
-from objkv.ops.sweep.sweep import RecordSweep, Sweep
+from objkv.ops.sweep.survey import old_epochs, refuse_mismatch, survey
+from objkv.ops.sweep.sweep import Sweep
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import IDENTITY, DamagedStore, Defects, Planted
+from tests.support.samples import view_of
 
 NAMESPACE = IDENTITY.namespace()
 
@@ -36,31 +37,28 @@ class World:
     def __init__(self, defects: Defects) -> None:
         self.bulk, self.index = MemoryStore(), MeddledIndex()
         self.planted: Planted = DamagedStore(Backends(self.bulk, None, self.index)).plant(defects)
-        self.ends = Ends(
-            self.bulk, None, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000, owner="me"
-        )
+        self.view = view_of(self.bulk, self.index)
 
-    def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Tally:
+    def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Counters:
         """All categories, whatever its age."""
         checkpoint = Checkpoint(None)
-        crew = Crew(checkpoint, workers=2)
+        pool = WorkPool(checkpoint, workers=2)
         limits = SweepLimits(apply=True, grace_s=-1, strangers=True, force=force)
-        found = survey(self.ends)
-        remover = Remover(self.ends, limits, lambda: crew.halt("limit"))
-        work = Sweep(self.ends, found, limits, remover)
-        records = RecordSweep(self.ends, found, limits, remover, workers=2)
-        quotas = records.quotas(quota_bytes, high_percent=100, low_percent=50)
-        for units in (work.leftovers(), work.parts(), records.ghosts(), quotas, work.documents()):
-            crew.run(units)
-        checkpoint.tally.add(crew.partial)
-        return checkpoint.tally
+        found = survey(self.view)
+        remover = Remover(self.view, limits, lambda: pool.halt("limit"))
+        work = Sweep(self.view, found, limits, remover)
+        quotas = work.quotas(quota_bytes, high_percent=100, low_percent=50)
+        for units in (work.leftovers(), work.parts(), work.ghosts(), quotas, work.documents()):
+            pool.run(units)
+        checkpoint.counters.add(pool.partial)
+        return checkpoint.counters
 
-    def rebuild(self) -> Tally:
+    def rebuild(self) -> Counters:
         checkpoint = Checkpoint(None)
-        found = survey(self.ends)
-        work = Rebuild(self.ends, apply=True)
-        Crew(checkpoint, workers=2).run(work.parts(list(found.parts), found.namespaces))
-        return checkpoint.tally
+        found = survey(self.view)
+        work = Rebuild(self.view, apply=True)
+        WorkPool(checkpoint, workers=2).run(work.parts(list(found.parts), found.namespaces))
+        return checkpoint.counters
 
 
 class MeddledIndex(MemoryIndex):
@@ -92,8 +90,8 @@ def test_an_orphan_that_is_announced_meanwhile_stays() -> None:
     world = World(Defects(good=8, orphan=1))
     [path] = world.planted["orphan"]
     world.index.meddle = lambda: publish(world, path)
-    tally = world.sweep()
-    assert (tally.counts["changed"], tally.counts["removed"]) == (1, 0)
+    counters = world.sweep()
+    assert (counters.counts["changed"], counters.counts["removed"]) == (1, 0)
     assert world.bulk.get(path) is not None
 
 
@@ -145,11 +143,11 @@ def test_old_epochs_that_are_in_use_stay() -> None:
     world.index._clock = lambda: time.time() + 500
     world.index.touch(used.namespace, [used.prefix_hash], ttl_s=10_000)
     limits = SweepLimits(apply=True, grace_s=1_000)
-    tally, remover = Tally(), Remover(world.ends, limits, lambda: None)
+    counters, remover = Counters(), Remover(world.view, limits, lambda: None)
     for late_s, left in ((900, [used, unused]), (1_100, [used]), (1_600, [])):
         clock = partial(lambda late_s: time.time() + late_s, late_s)
-        for unit in Sweep(world.ends, survey(world.ends), limits, remover, clock=clock).parts():
-            unit.work(tally, lambda: None)
+        for unit in Sweep(world.view, survey(world.view), limits, remover, clock=clock).parts():
+            unit.work(counters, lambda: None)
         assert [key for key in (used, unused) if world.bulk.get(key.path())] == left
 
 
@@ -177,9 +175,9 @@ def test_beyond_the_quota_ends_of_chains_go_first() -> None:
     world = World(Defects(good=24))  # three chains of eight
     before = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
     used = sum(one.nbytes for one in before.values())
-    tally = world.sweep(quota_bytes=used - 1)
+    counters = world.sweep(quota_bytes=used - 1)
     left = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
-    assert tally.counts["over_quota"] == tally.counts["removed"] >= 12
+    assert counters.counts["over_quota"] == counters.counts["removed"] >= 12
     assert sum(one.nbytes for one in left.values()) <= (used - 1) // 2
     assert sum(entry.nbytes for entry in world.bulk.scan(NAMESPACE) if "/0." in entry.key) == sum(
         one.nbytes for one in left.values()
@@ -195,13 +193,13 @@ def test_an_end_that_looks_wiped_is_not_believed() -> None:
     for prefix_hash in records[:7]:
         world.index.drop(NAMESPACE, prefix_hash)
     with pytest.raises(ConfigError, match="most payloads"):
-        refuse_wrong_ends(world.ends, survey(world.ends))
+        refuse_mismatch(world.view, survey(world.view))
     for prefix_hash in records[7:]:
         world.index.drop(NAMESPACE, prefix_hash)
     with pytest.raises(ConfigError, match=r"looks wiped|was wiped"):
-        refuse_wrong_ends(world.ends, survey(world.ends))
+        refuse_mismatch(world.view, survey(world.view))
     assert world.rebuild().counts["restored"] == 10
-    refuse_wrong_ends(world.ends, survey(world.ends))
+    refuse_mismatch(world.view, survey(world.view))
 
 
 def test_a_rebuild_leaves_to_savers_what_they_are_saving() -> None:
@@ -245,13 +243,13 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     world = World(Defects(orphan=3))
     gone = "f" * 32
     index = TotalsIndex()
-    world.ends = replace(world.ends, index=index)
+    world.view = replace(world.view, index=index, admin=index)
     for name in (NAMESPACE, gone):
         index.totals[name] = Usage(name, 10_000, 9, 0)
     limits = SweepLimits(apply=True, grace_s=-1)
-    remover = Remover(world.ends, limits, lambda: None)
-    records = RecordSweep(world.ends, survey(world.ends, only), limits, remover, workers=1)
-    Crew(Checkpoint(None), workers=1).run(records.ghosts())
+    remover = Remover(world.view, limits, lambda: None)
+    work = Sweep(world.view, survey(world.view, only), limits, remover, workers=1)
+    WorkPool(Checkpoint(None), workers=1).run(work.ghosts())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
     assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
 
@@ -290,14 +288,14 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     }
     for path in quarantined.values():
         bulk.put(path, b"corrupt")
-    ends = Ends(bulk, None, MemoryIndex(), is_own_index=False, ttl_s=1, lease_ms=1, owner="me")
+    view = view_of(bulk, MemoryIndex())
     limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
-    remover = Remover(ends, limits, lambda: None)
+    remover = Remover(view, limits, lambda: None)
     checkpoint = Checkpoint(None)
-    crew = Crew(checkpoint, workers=1)
-    crew.run(Sweep(ends, survey(ends, mine), limits, remover).leftovers())
-    checkpoint.tally.add(crew.partial)
-    assert {finding.key for finding in checkpoint.tally.findings} == {
+    pool = WorkPool(checkpoint, workers=1)
+    pool.run(Sweep(view, survey(view, mine), limits, remover).leftovers())
+    checkpoint.counters.add(pool.partial)
+    assert {finding.key for finding in checkpoint.counters.findings} == {
         f"{mine}/00/~{mine}", quarantined[mine],
     }  # fmt: skip
     assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]

@@ -10,17 +10,17 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import WriteIndex
-from objkv.index.guarded import WrappedIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import Ends
-from objkv.ops.retrying import PatientIndex, PatientStore
-from objkv.ops.runs import Tally
+from objkv.ops.backends_view import BackendsView
+from objkv.ops.retrying import retrying
+from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from objkv.testing.clock import ManualClock
-from tests.ops.world import save
+from tests.support.samples import save, view_of
 
 LEASE_S = 10
 
@@ -36,7 +36,7 @@ class World:
         payload = self.bulk.get(self.path)
         assert payload is not None
         self.payload = payload
-        self.tally = Tally()
+        self.counters = Counters()
         self.slept: list[float] = []
         entry = self.bulk.head(self.path)
         assert entry is not None
@@ -54,28 +54,24 @@ class World:
         self.slept.append(pause_s)
         self.clock.advance(pause_s)
 
-    def ends(self) -> Ends:
+    def view(self) -> BackendsView:
         """As patient as those of a sweep."""
-        return Ends(
-            PatientStore(self.bulk, sleep=self.sleep),
-            None,
-            PatientIndex(self.index, sleep=self.sleep),
-            is_own_index=False,
-            ttl_s=3_600,
+        return view_of(
+            retrying(self.bulk, sleep=self.sleep),
+            retrying(self.index, sleep=self.sleep),
             lease_ms=LEASE_S * 1_000,
-            owner="sweep",
         )
 
     def remover(self, sleep: Callable[[float], None] | None = None) -> Remover:
         limits = SweepLimits(apply=True, grace_s=0)
         return Remover(
-            self.ends(), limits, lambda: None, clock=self.clock, sleep=sleep or self.sleep
+            self.view(), limits, lambda: None, clock=self.clock, sleep=sleep or self.sleep
         )
 
     def remove(self, sleep: Callable[[float], None] | None = None) -> tuple[int, int]:
         """How many are ``removed`` and ``changed``."""
-        self.remover(sleep).payload("orphan", self.key, self.entry, None, self.tally)
-        return self.tally.counts["removed"], self.tally.counts["changed"]
+        self.remover(sleep).payload("orphan", self.key, self.entry, None, self.counters)
+        return self.counters.counts["removed"], self.counters.counts["changed"]
 
     def save(self, index: WriteIndex) -> None:
         """What a replica does with the same payload, unless somebody else has the lease."""
@@ -178,12 +174,12 @@ def test_no_record_is_forgotten_once_the_lease_may_have_ended() -> None:
         return None
 
     world.bulk.head = slow  # type: ignore[method-assign]
-    world.remover().record(key, record.shards[key.field], world.tally)
-    assert world.tally.counts["changed"] == 1
+    world.remover().record(key, record.shards[key.field], world.counters)
+    assert world.counters.counts["changed"] == 1
     assert world.index.lookup(key.namespace, [key.prefix_hash]) == [record]
 
 
-class Leaseless(WrappedIndex):
+class Leaseless(GuardedIndex):
     """Fails for leases only."""
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:

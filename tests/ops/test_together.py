@@ -13,10 +13,11 @@ from objkv.index.shapes import SHAPES_HASH, is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.keys.topology import Shard
-from objkv.ops.backends_view import Ends, record_keys
+from objkv.ops.backends_view import BackendsView, record_keys
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import DamagedStore, Defects
 from tests.crash.saving import NAMESPACE, rebuild_all, save_all, saves, sweep_all, verify_all
+from tests.support.samples import view_of
 
 LEASE_MS = 60_000
 ROUNDS = 6
@@ -38,21 +39,18 @@ def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
 
     index.publish = noted  # type: ignore[method-assign]
 
-    def ends() -> Ends:
-        return Ends(
-            bulk, None, index, is_own_index=False, ttl_s=3600, lease_ms=LEASE_MS,
-            owner=f"operator-{next(owners)}",
-        )  # fmt: skip
+    def view() -> BackendsView:
+        return view_of(bulk, index, lease_ms=LEASE_MS, owner=f"operator-{next(owners)}")
 
     def saver(number: int) -> None:
         for turn in range(ROUNDS):
             wanted = saves(10_000_000 * (1 + number % 2) + turn * 1_000, 3)  # two savers of each
             save_all(backends, wanted, f"saver-{number}", lease_ms=LEASE_MS)
 
-    def operator(work: Callable[[Ends], object]) -> int:
+    def operator(work: Callable[[BackendsView], object]) -> int:
         turns = 0
         while not ended.is_set() or not turns:
-            work(ends())
+            work(view())
             turns += 1
         return turns
 
@@ -72,8 +70,8 @@ def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
     }  # fmt: skip
     assert published
     assert published <= indexed
-    assert verify_all(ends()).findings == []
-    sweep_all(ends())
+    assert verify_all(view()).findings == []
+    sweep_all(view())
     left = {entry.key for entry in bulk.scan(NAMESPACE)}
     assert left == indexed | {identity_path(NAMESPACE)}
-    assert verify_all(ends()).counts["ok"] == len(indexed)
+    assert verify_all(view()).counts["ok"] == len(indexed)

@@ -13,13 +13,13 @@ from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import Ends
-from objkv.ops.retrying import PatientStore
-from objkv.ops.runs import Tally
+from objkv.ops.retrying import retrying
+from objkv.ops.runs import Counters
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import DamagedStore, Defects
+from tests.support.samples import view_of
 
 
 class World:
@@ -29,22 +29,19 @@ class World:
         self.bulk, self.hot, self.index = MemoryStore(), MemoryStore(), MemoryIndex()
         maker = DamagedStore(Backends(self.bulk, self.hot, self.index))
         self.planted = maker.plant(Defects(good=3, **defects))
-        self.ends = Ends(
-            self.bulk, self.hot, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000,
-            owner="me",
-        )  # fmt: skip
+        self.view = view_of(self.bulk, self.index, self.hot, lease_ms=1000)
 
     def key(self, kind: str) -> ChunkKey:
         return ChunkKey.parse(self.planted[kind][0])
 
-    def verify(self, key: ChunkKey) -> Tally:
-        work = Verify(self.ends, {}, quarantine=True, budget=Budget(1 << 20), workers=2)
-        tally = Tally()
+    def verify(self, key: ChunkKey) -> Counters:
+        work = Verify(self.view, {}, quarantine=True, budget=Budget(1 << 20), workers=2)
+        counters = Counters()
         for unit in work.sample([key]):
-            unit.work(tally, lambda: None)
-        for unit in list(work.settle(tally)):
-            unit.work(tally, lambda: None)
-        return tally
+            unit.work(counters, lambda: None)
+        for unit in list(work.settle(counters)):
+            unit.work(counters, lambda: None)
+        return counters
 
     def mend(self, key: ChunkKey) -> None:
         """What a saver does whose load found the payload corrupt."""
@@ -56,7 +53,7 @@ class World:
 
 
 def checker(world: World, meanwhile: Callable[[float], None]) -> Checker:
-    return Checker(world.ends, Budget(1 << 20), sleep=meanwhile)
+    return Checker(world.view, Budget(1 << 20), sleep=meanwhile)
 
 
 def test_what_is_mended_meanwhile_is_right() -> None:
@@ -78,7 +75,7 @@ def test_what_is_forgotten_meanwhile_is_no_finding() -> None:
 def test_what_was_written_long_ago_is_not_waited_for() -> None:
     world = World(frame=1)
     check = Checker(
-        world.ends, Budget(1), sleep=lambda _: pytest.fail("slept"), clock=lambda: 4e9
+        world.view, Budget(1), sleep=lambda _: pytest.fail("slept"), clock=lambda: 4e9
     ).check
     assert check(world.key("frame"), None)[0].verdict == "corrupt"
 
@@ -101,7 +98,7 @@ def test_quarantine_forgets_then_copies_then_deletes() -> None:
 def own_index(**defects: int) -> World:
     """A folder that is its own index: its leases keep nobody out."""
     world = World(**defects)
-    world.ends = replace(world.ends, hot=None, index=BulkIndex(world.bulk), is_own_index=True)
+    world.view = replace(world.view, hot=None, index=BulkIndex(world.bulk), is_own_index=True)
     return world
 
 
@@ -166,7 +163,7 @@ def test_a_delete_whose_answer_was_lost_is_not_repeated_blindly(
         raise StoreUnavailable("the answer was lost")
 
     world.bulk.delete = lost  # type: ignore[method-assign]
-    world.ends = replace(world.ends, bulk=PatientStore(world.bulk, sleep=lambda _: None))
+    world.view = replace(world.view, bulk=retrying(world.bulk, sleep=lambda _: None))
     assert world.verify(key).counts["quarantined"] == (not is_mended)
     assert deletes == 1
     assert (world.bulk.head(key.path()) is not None) is is_mended
@@ -218,7 +215,7 @@ def test_what_is_absurdly_long_is_not_read() -> None:
     head = world.bulk.head
     world.bulk.head = lambda path: replace(head(path), nbytes=LARGE_BYTES + 1)
     world.bulk.get = lambda path: pytest.fail("read it all")
-    checked, _ = Checker(world.ends, Budget(1), clock=lambda: 4e9).check(key, None)
+    checked, _ = Checker(world.view, Budget(1), clock=lambda: 4e9).check(key, None)
     assert checked.verdict == "corrupt"
     assert "where the header says" in checked.detail
 
@@ -229,11 +226,11 @@ def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:
     def take() -> None:
         with budget.taking(60):
             inside.set()
-            leave.wait(10)
+            leave.wait(120)
 
     thread = Thread(target=take)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(120)
     with budget.taking(40):
         pass
     other = Thread(target=lambda: budget.taking(1000).__enter__())
@@ -241,8 +238,8 @@ def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:
     other.join(0.05)
     assert other.is_alive(), "it waits until nobody has any"
     leave.set()
-    other.join(10)
-    thread.join(10)
+    other.join(120)
+    thread.join(120)
     assert not other.is_alive()
 
 
@@ -252,11 +249,11 @@ def test_a_sample_takes_every_payload_as_often_as_any_other() -> None:
     seen: dict[ChunkKey, int] = {}
     names = world.index.namespaces()
     for seed in range(300):
-        for key in choose_sample(world.ends, names, [], size=2, seed=seed).keys:
+        for key in choose_sample(world.view, names, [], size=2, seed=seed).keys:
             seen[key] = seen.get(key, 0) + 1
     assert len(seen) == 10
     assert all(30 <= times <= 90 for times in seen.values())
-    sample = choose_sample(world.ends, names, [], size=50, seed=1)
+    sample = choose_sample(world.view, names, [], size=50, seed=1)
     assert (len(sample.keys), sample.chosen_of) == (10, 10)
 
 
@@ -266,4 +263,4 @@ def test_a_record_of_nothing_is_no_key() -> None:
     [record] = [one for one in world.index.scan(world.planted.namespace) if one.nbytes][:1]
     shard = next(iter(record.shards.values()))
     world.index.publish(entry, {"0.nonsense": shard, "x.L0-1_H0-1": shard}, ttl_s=10)
-    assert choose_sample(world.ends, ["f" * 32], [], size=5, seed=1).keys == []
+    assert choose_sample(world.view, ["f" * 32], [], size=5, seed=1).keys == []

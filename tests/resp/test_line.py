@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import exceptions
 
-from objkv.net.resp import Line, packed
+from objkv.net.resp import RespConnection, packed
 from tests.resp.wires import Connection, beside, wire
 
 VALUE = bytes(range(256)) * 20
 
 
-def read_value(line: Line, buffer: bytearray, told: list[int]) -> int:
+def read_value(line: RespConnection, buffer: bytearray, told: list[int]) -> int:
     head = line.read_line(len(b"$%d\r\n" % len(buffer)))
     nbytes = int(head[1:])
     with memoryview(buffer) as view:

@@ -9,17 +9,11 @@ import pytest
 import redis
 
 from objkv.net import resp as line_module
-from objkv.net.resp import Line, Lines, packed
-from tests.support.servers.redis import RedisServer, valkey_server
+from objkv.net.resp import RespConnection, RespConnections, packed
+from tests.support.servers.redis import RedisServer
 
 PATIENCE_S = 120
 THREADS = 8
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -28,19 +22,19 @@ def _kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line_module, "KEEP_S", 1e9)
 
 
-def connected(server: RedisServer, *, connections: int = 4, **options: object) -> redis.Redis:
+def connected(valkey: RedisServer, *, connections: int = 4, **options: object) -> redis.Redis:
     settings = {"protocol": 2, "socket_timeout": PATIENCE_S, "timeout": PATIENCE_S, **options}
-    pool = redis.BlockingConnectionPool(port=server.port, max_connections=connections, **settings)
+    pool = redis.BlockingConnectionPool(port=valkey.port, max_connections=connections, **settings)
     return redis.Redis.from_pool(pool)
 
 
 @pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with connected(server) as opened:
+def client(valkey: RedisServer) -> Iterator[redis.Redis]:
+    with connected(valkey) as opened:
         yield opened
 
 
-def ping(line: Line | None) -> None:
+def ping(line: RespConnection | None) -> None:
     assert line is not None
     line.send(packed(b"PING"))
     assert line.read_line(7) == b"+PONG"
@@ -55,7 +49,7 @@ def free(client: redis.Redis) -> int:
 
 def test_the_connections_of_this_redis_py_can_be_lent(client: redis.Redis) -> None:
     """Where it fails, redis-py has renamed what is used of it: all still works, at its speed."""
-    lines = Lines(client)
+    lines = RespConnections(client)
     line = lines.take("k")
     ping(line)
     assert line is not None
@@ -64,33 +58,33 @@ def test_the_connections_of_this_redis_py_can_be_lent(client: redis.Redis) -> No
 
 
 @pytest.mark.parametrize("kind", ["fakeredis", "RESP3", "single"])
-def test_other_connections_are_not_lent_and_not_lost(server: RedisServer, kind: str) -> None:
+def test_other_connections_are_not_lent_and_not_lost(valkey: RedisServer, kind: str) -> None:
     if kind == "fakeredis":
-        assert Lines(fakeredis.FakeRedis()).take("k") is None
+        assert RespConnections(fakeredis.FakeRedis()).take("k") is None
         return
-    client = connected(server, connections=1, protocol=3 if kind == "RESP3" else 2)
+    client = connected(valkey, connections=1, protocol=3 if kind == "RESP3" else 2)
     if kind == "single":
         client = client.client()
-    assert Lines(client).take("k") is None
+    assert RespConnections(client).take("k") is None
     assert client.ping()
 
 
 def test_a_kept_connection_that_the_server_closed_is_replaced(
-    server: RedisServer, client: redis.Redis
+    valkey: RedisServer, client: redis.Redis
 ) -> None:
-    lines = Lines(client)
+    lines = RespConnections(client)
     first = lines.take("k")
     ping(first)
     assert first is not None
     lines.give(first)
-    server.client().client_kill_filter(_type="normal", skipme=True)
+    valkey.client().client_kill_filter(_type="normal", skipme=True)
     second = lines.take("k")
     ping(second)
     assert second is not first
 
 
 def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis) -> None:
-    lines = Lines(client)
+    lines = RespConnections(client)
     line = lines.take("k")
     assert line is not None
     sock = line.sock
@@ -105,7 +99,7 @@ def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis) -> 
 def test_a_connection_is_shown_to_its_pool_now_and_then(
     client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = Lines(client)
+    lines = RespConnections(client)
     line = lines.take("k")
     assert line is not None
     lines.give(line)
@@ -117,9 +111,9 @@ def test_a_connection_is_shown_to_its_pool_now_and_then(
     assert again.sock is line.sock
 
 
-def test_the_last_connection_is_never_kept(server: RedisServer) -> None:
-    with connected(server, connections=1, timeout=1) as client:
-        lines = Lines(client)
+def test_the_last_connection_is_never_kept(valkey: RedisServer) -> None:
+    with connected(valkey, connections=1, timeout=1) as client:
+        lines = RespConnections(client)
         for _ in range(3):
             line = lines.take("k")
             ping(line)
@@ -129,7 +123,7 @@ def test_the_last_connection_is_never_kept(server: RedisServer) -> None:
 
 
 def test_half_of_the_connections_are_kept_at_most(client: redis.Redis) -> None:
-    lines = Lines(client)
+    lines = RespConnections(client)
     taken = [lines.take("k") for _ in range(3)]
     for line in taken:
         assert line is not None
@@ -139,18 +133,18 @@ def test_half_of_the_connections_are_kept_at_most(client: redis.Redis) -> None:
     assert free(client) == 4
 
 
-def test_nothing_is_kept_while_somebody_may_wait_for_it(server: RedisServer) -> None:
-    with connected(server, connections=2) as client:
-        lines = Lines(client)
+def test_nothing_is_kept_while_somebody_may_wait_for_it(valkey: RedisServer) -> None:
+    with connected(valkey, connections=2) as client:
+        lines = RespConnections(client)
         taken = [lines.take("k"), lines.take("k")]
         assert taken[0] is not None
         lines.give(taken[0])
         assert free(client) == 1
 
 
-def test_threads_share_few_connections_with_the_clients_own_calls(server: RedisServer) -> None:
-    with connected(server, connections=3) as client:
-        lines = Lines(client)
+def test_threads_share_few_connections_with_the_clients_own_calls(valkey: RedisServer) -> None:
+    with connected(valkey, connections=3) as client:
+        lines = RespConnections(client)
 
         def work(number: int) -> None:
             for _ in range(50):
@@ -170,7 +164,7 @@ def test_threads_share_few_connections_with_the_clients_own_calls(server: RedisS
 
 
 def test_closing_brings_everything_back(client: redis.Redis) -> None:
-    lines = Lines(client)
+    lines = RespConnections(client)
     kept, late = lines.take("k"), lines.take("k")
     assert kept is not None
     assert late is not None
@@ -183,7 +177,7 @@ def test_closing_brings_everything_back(client: redis.Redis) -> None:
 
 
 def test_a_child_process_uses_none_of_its_parents_connections(client: redis.Redis) -> None:
-    lines = Lines(client)
+    lines = RespConnections(client)
     line = lines.take("k")
     ping(line)
     assert line is not None

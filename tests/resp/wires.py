@@ -1,4 +1,4 @@
-"""One end of a socket for a ``Line``, without a server or a pool behind it."""
+"""One end of a socket for a ``RespConnection``, without a server or a pool behind it."""
 
 import os
 import socket
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
-from objkv.net.resp import Line
+from objkv.net.resp import RespConnection
 
 
 class Connection:
-    """What a ``Line`` needs of redis-py's connection."""
+    """What a ``RespConnection`` needs of redis-py's connection."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
@@ -41,11 +41,11 @@ class Pool:
         self.released.append(connection)
 
 
-def wire(*, timeout_s: float = 60) -> tuple[Line, socket.socket]:
+def wire(*, timeout_s: float = 60) -> tuple[RespConnection, socket.socket]:
     """A line and the server's end of its socket."""
     ours, theirs = socket.socketpair()
     theirs.settimeout(60)
-    return Line(Pool(), Connection(ours, timeout_s)), theirs
+    return RespConnection(Pool(), Connection(ours, timeout_s)), theirs
 
 
 def beside(serve: Callable[[], object]) -> Thread:

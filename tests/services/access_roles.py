@@ -63,7 +63,7 @@ def load(ends: Backends, recorder: MemoryRecorder) -> bool:
         assert cache.get_into(KEY, buffer, hot=hot) == len(PAYLOAD)
         assert buffer == PAYLOAD
         part = buffer[:100]
-        assert cache.get_range_into(KEY, 50, part, hot=hot) == 100
+        assert cache.get_into(KEY, part, hot=hot, start=50) == 100
         assert part == PAYLOAD[50:150]
     cache.note_load(CLAIM, HEADER, hot=False)
     ends.index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
@@ -83,7 +83,7 @@ def read(config: Config) -> None:
         cache, buffer = open_cache(ends, recorder, "reader"), memoryview(bytearray(10))
         missing = claim_of(404).key
         assert cache.get_into(missing, buffer, hot=ends.hot is not None) is None
-        assert cache.get_range_into(missing, 0, buffer, hot=ends.hot is not None) is None
+        assert cache.get_into(missing, buffer, hot=ends.hot is not None, start=0) is None
         assert ends.bulk.get(missing.path()) is None
         assert ends.bulk.head(missing.path()) is None
         assert [entry.key for entry in ends.bulk.scan(NAMESPACE[:4])] == (
@@ -153,9 +153,9 @@ def _sweep_index(ends: Backends) -> None:
     assert index.namespaces() == [NAMESPACE]
     [record] = index.scan(NAMESPACE)
     assert index.find(NAMESPACE, [HASH], [FIELD, "0.other"]) != [None]
-    assert index.pin(NAMESPACE, HASH, until_s=2**33, ttl_s=LONG_S)
+    assert ends.admin.pin(NAMESPACE, HASH, until_s=2**33, ttl_s=LONG_S)
     index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
-    assert index.pin(NAMESPACE, HASH, until_s=0, ttl_s=LONG_S)
+    assert ends.admin.pin(NAMESPACE, HASH, until_s=0, ttl_s=LONG_S)
     assert index.lease(KEY.path(), "sweeper", ttl_ms=60_000)
     assert index.lease(KEY.path(), "sweeper", ttl_ms=60_000)
     if ends.hot is not None:
@@ -173,10 +173,10 @@ def _sweep_index(ends: Backends) -> None:
     chunk = ChunkEntry(NAMESPACE, key.prefix_hash, HASH, 0, 1)
     index.publish(chunk, {FIELD: record.shards[FIELD]}, ttl_s=LONG_S)
     assert [one.payloads for one in index.usage()] == [1]
-    assert index.drop(key.namespace, key.prefix_hash)
-    index.set_usage(Usage(NAMESPACE, 7, 7, 7))
+    assert ends.admin.drop(key.namespace, key.prefix_hash)
+    ends.admin.set_usage(Usage(NAMESPACE, 7, 7, 7))
     assert index.usage() == [Usage(NAMESPACE, 7, 7, 7)]
-    index.set_usage(Usage(NAMESPACE, 0, 0, 7))
+    ends.admin.set_usage(Usage(NAMESPACE, 0, 0, 7))
     assert index.usage() == []
 
 

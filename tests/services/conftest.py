@@ -4,21 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.services.redis_fixtures import (
+from tests.support.servers.fixtures import (
     certificates,
     cluster,
     mortal_cluster,
+    open_s3_store,
+    own_valkey,
     redis_alone,
     redis_tls,
+    s3_prefixes,
+    s3_server,
     sentinel,
 )
-from tests.services.s3_fixtures import open_s3_store, s3_prefixes, s3_server
 
 __all__ = [
     "certificates",
     "cluster",
     "mortal_cluster",
     "open_s3_store",
+    "own_valkey",
     "redis_alone",
     "redis_tls",
     "s3_prefixes",
@@ -27,7 +31,7 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 900
+TIMEOUT_S = 1_800
 """The first test of a server waits for its start, which may be tried several times."""
 
 

@@ -17,16 +17,16 @@ from objkv.ops.doctor.access import ROLES, access_of
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
-from tests.ops.world import NAMESPACE as FLEETS
-from tests.ops.world import save, save_identity
 from tests.services.access_fleet import Fleet, run
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
-from tests.services.s3_fixtures import BUCKET, PART_BYTES, s3_config
+from tests.support.paged_cache import HASHES, Replica
+from tests.support.paged_cache import NAMESPACE as CHUNKS
+from tests.support.samples import NAMESPACE as FLEETS
+from tests.support.samples import save, save_identity
 from tests.support.servers.ceph import S3Server
 from tests.support.servers.ceph_users import CephUsers
+from tests.support.servers.fixtures import BUCKET, PART_BYTES, s3_config
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
-from tests.transfer.world import HASHES, Replica
-from tests.transfer.world import NAMESPACE as CHUNKS
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
@@ -174,10 +174,10 @@ def test_no_role_of_a_tenant_reaches_anothers(tenants: Tenants, role: Role) -> N
             lambda store: store.check(),
         )
     above = tenants.place(role, "..")
-    above._listing._prefix = ""
+    above._prefix = ""
     for prefix in ("tenants/a", "tenants/", "tenants", ""):  # without its slash, and above
         with pytest.raises(StoreDenied, match="lack a permission"):
-            list(above._listing.pages("list_objects_v2", prefix))
+            list(above._pages("list_objects_v2", prefix))
 
 
 def test_a_policy_that_is_taken_away_is_misses_and_drops_until_it_is_back(
@@ -258,10 +258,10 @@ def test_operators_do_all_that_they_do_with_a_sweepers_rights(fleet: Fleet, home
         # On this server a value is its writer's, whoever's the bucket is.
         assert f"quarantine/{keys[2].path()}" in [entry.key for entry in ends.bulk.scan("")]
         assert ends.index.lookup(FLEETS, [last]) == [None]
-        ends.index.drop(FLEETS, first)
+        ends.admin.drop(FLEETS, first)
         run(fleet, "sweeper", "rebuild")
         assert ends.index.lookup(FLEETS, [first]) != [None]
-        ends.index.drop(FLEETS, second)
+        ends.admin.drop(FLEETS, second)
         run(fleet, "sweeper", "sweep", "--apply", "--grace-s", "0", "--force")
         assert ends.bulk.get(keys[1].path()) is None
         assert ends.bulk.get(keys[0].path()) is not None
@@ -276,4 +276,4 @@ def test_what_a_role_may_not_do_is_a_sentence(
         save(ends.bulk, ends.index)
     ran = CliRunner().invoke(app, words, env=fleet.environment("reader"))
     assert ran.exit_code in (1, 2)
-    assert "Traceback" not in ran.output
+    assert "Traceback (most" not in ran.output

@@ -20,9 +20,8 @@ from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.index_contract import LONG_S, chunk, shard
 from tests.codec.payloads import CLAIM
-from tests.index.redis_clock import flushed
 from tests.services.access_roles import FIELD, HASH, NAMESPACE, WORK, load, save
-from tests.services.redis_fixtures import PATIENT
+from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 from tests.support.servers.redis_groups import ServerGroup
 
@@ -234,13 +233,13 @@ def test_rights_that_are_taken_away_are_misses_until_they_are_back(server: Redis
     config = granted(server, "reader", breaker_reset_ms=1, breaker_reset_max_ms=1)
     recorder = MemoryRecorder()
     with open_backends(config, recorder) as ends:
-        lookups = LookupService(ends.index, (FIELD,), recorder, LookupLimits(20.0, 8))
+        lookups = LookupService(ends.index, (FIELD,), recorder, LookupLimits(120.0, 8))
         asked = itertools.count()
 
         def hit() -> bool:
             request, found = str(next(asked)), None
             while found is None:
-                lookups.wait(20.0)
+                lookups.wait(120.0)
                 found = lookups.ask(request, NAMESPACE, (HASH,))
             return found[0] is not None
 

@@ -15,7 +15,7 @@ from objkv.ops.doctor.access import ROLES
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from scripts.write_rights import FILE
 from tests.services.access_roles import WORK, save
-from tests.services.redis_fixtures import PATIENT
+from tests.support.servers.fixtures import PATIENT
 from tests.support.servers.redis import RedisServer, valkey_server
 
 pytestmark = pytest.mark.service

@@ -10,11 +10,11 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import NullRecorder
 from objkv.testing.damage import DamagedStore, Defects
 from tests.cli.conftest import Run, home, run
-from tests.services.fleet_fixtures import use_servers, valkey
 from tests.support.servers.ceph import S3Server
+from tests.support.servers.fixtures import use_servers
 from tests.support.servers.redis import RedisServer
 
-__all__ = ["home", "run", "valkey"]
+__all__ = ["home", "run"]
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
@@ -23,10 +23,10 @@ def test_a_bucket_and_redis_are_joined_and_both_are_left_as_they_were(
     run: Run,
     s3_server: S3Server,
     s3_prefixes: Iterator[str],
-    valkey: RedisServer,
+    own_valkey: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    use_servers(monkeypatch, s3_server, next(s3_prefixes), valkey)
+    use_servers(monkeypatch, s3_server, next(s3_prefixes), own_valkey)
     defects = Defects(good=24, orphan=2, ghost=3, old_epoch=2, stranger=2, short=1, hot=2)
     with open_backends(load_config({}), NullRecorder()) as ends:
         planted = DamagedStore(ends).plant(defects)

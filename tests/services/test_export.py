@@ -11,12 +11,12 @@ from objkv.config import load_config
 from objkv.index.shapes import SHAPES_HASH
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Machine, Run, home, machine, run
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS
-from tests.services.fleet_fixtures import use_servers, valkey
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 from tests.support.servers.ceph import S3Server
+from tests.support.servers.fixtures import use_servers
 from tests.support.servers.redis import RedisServer
 
-__all__ = ["home", "machine", "run", "valkey"]
+__all__ = ["home", "machine", "run"]
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
@@ -32,13 +32,13 @@ def test_what_goes_into_real_servers_comes_out_byte_for_byte(
     tmp_path: Path,
     s3_server: S3Server,
     s3_prefixes: Iterator[str],
-    valkey: RedisServer,
+    own_valkey: RedisServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine.fill()
     first, second = tmp_path / "first", tmp_path / "second"
     assert run("export", "--out", str(first), "--namespace", NAMESPACE).code == 0
-    use_servers(monkeypatch, s3_server, next(s3_prefixes), valkey)
+    use_servers(monkeypatch, s3_server, next(s3_prefixes), own_valkey)
     brought = run("import", str(first), "--json").document
     assert (brought["added"], brought["refused"], brought["busy"]) == (6, 0, 0)
     again = run("import", str(first), "--json").document

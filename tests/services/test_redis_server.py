@@ -27,8 +27,7 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from tests.index.redis_clock import flushed
-from tests.services.redis_fixtures import PATIENT, documented_rights
+from tests.support.servers.fixtures import PATIENT, documented_rights, flushed
 from tests.support.servers.redis import (
     START_S,
     RedisServer,

@@ -13,8 +13,7 @@ from objkv.index.redis.index import RedisIndex
 from objkv.stores.redis import RedisStore
 from objkv.testing.index_contract import FIELD, LONG_S, NAMESPACE, chunk, prefix_hash, shard
 from objkv.testing.store_contract import StoreContract
-from tests.index.redis_clock import flushed
-from tests.services.redis_fixtures import PATIENT
+from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import RedisServer, wait_until
 from tests.support.servers.redis_groups import ServerGroup
 
@@ -86,7 +85,7 @@ def move_payloads(store: RedisStore) -> None:
         assert buffer[: len(VALUE) - number] == VALUE[number:]
         assert told == sorted(told)
         assert not store.put_if_absent(f"k{number}", b"other")
-        assert store.get_range_into(f"k{number}", 100, buffer[:50]) == 50
+        assert store.get_into(f"k{number}", buffer[:50], start=100) == 50
         assert buffer[:50] == VALUE[number:][100:150]
     assert store.get_into("absent", buffer) is None
     store.close()

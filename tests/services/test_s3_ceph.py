@@ -9,9 +9,9 @@ from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
 from objkv.testing.store_contract import WRITERS, StoreContract, at_once
-from tests.services.s3_fixtures import BUCKET, PART_BYTES, OpenS3Store, need_ceph, s3_config
-from tests.support.servers.ceph import S3Server, ceph_radosgw
+from tests.support.servers.ceph import S3Server, ceph_missing, ceph_radosgw
 from tests.support.servers.certificates import make_certificates
+from tests.support.servers.fixtures import BUCKET, PART_BYTES, OpenS3Store, need, s3_config
 
 pytestmark = [pytest.mark.service, pytest.mark.xdist_group("ceph")]
 
@@ -87,7 +87,7 @@ def test_ranges_and_parts_go_past_the_client(client: Any, s3_prefixes: Any) -> N
         buffer = memoryview(bytearray(len(value)))
         assert store.get_into("parts", buffer) == len(value)
         assert buffer == value
-        assert store.get_range_into("parts", 7, buffer) == len(value) - 7
+        assert store.get_into("parts", buffer, start=7) == len(value) - 7
         assert buffer[:-7] == value[7:]
         assert store.get_into("absent", buffer) is None
     finally:
@@ -141,7 +141,7 @@ def test_what_the_operator_got_wrong_is_denied_with_what_to_do(
 
 
 def test_https_with_an_authority_of_ones_own(tmp_path: Path) -> None:
-    need_ceph()
+    need(ceph_missing())
     certificates = make_certificates(tmp_path / "certificates")
     with ceph_radosgw(tmp_path / "ceph", tls=certificates) as server:
         trusting = _store(server, s3_ca_bundle=certificates / "ca.pem")

@@ -26,7 +26,7 @@ READS: dict[str, Use] = {
     "get": lambda store: store.get(KEY),
     "get_range": lambda store: store.get_range(KEY, 0, 4),
     "get_into": lambda store: store.get_into(KEY, memoryview(bytearray(100))),
-    "get_range_into": lambda store: store.get_range_into(KEY, 0, memoryview(bytearray(4))),
+    "get_range_into": lambda store: store.get_into(KEY, memoryview(bytearray(4)), start=0),
     "head": lambda store: store.head(KEY),
     "put_if_absent": lambda store: store.put_if_absent(KEY, b"value"),
 }
@@ -179,7 +179,7 @@ def test_what_is_no_file_is_no_value_and_nobody_waits(
     assert store.get(KEY) is None
     assert store.get_range(KEY, 0, 4) is None
     assert store.get_into(KEY, memoryview(bytearray(4))) is None
-    assert store.get_range_into(KEY, 0, memoryview(bytearray(4))) is None
+    assert store.get_into(KEY, memoryview(bytearray(4)), start=0) is None
     assert store.head(KEY) is None
     assert store.put_if_absent(KEY, b"value") is False
     assert [entry.key for entry in store.scan("")] == ["ns/aa/other/0.payload"]

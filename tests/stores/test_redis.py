@@ -1,6 +1,5 @@
 """``RedisStore`` keeps what every store promises, against fakeredis and an embedded Valkey."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import fakeredis
@@ -13,7 +12,7 @@ from redis.retry import Retry
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.redis import RedisStore
 from objkv.testing.store_contract import StoreContract
-from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import valkey_server
 
 TTL_S = 3_600
 """No test outlives it."""
@@ -25,19 +24,6 @@ class TestRedisStoreOnFakeredis(StoreContract):
     @pytest.fixture
     def store(self) -> RedisStore:
         return RedisStore(fakeredis.FakeRedis(), prefix="objkv:[p]*:", ttl_s=TTL_S)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with server.client() as opened:
-        opened.flushall()
-        yield opened
 
 
 @pytest.fixture

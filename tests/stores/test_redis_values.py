@@ -2,7 +2,7 @@
 
 import socket
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Thread
 
 import pytest
@@ -12,25 +12,12 @@ from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.stores.redis import UNDONE, RedisStore
-from tests.support.servers.redis import RedisServer, valkey_server
+from tests.support.servers.redis import RedisServer
 
 TTL_S = 3_600
 MIB = 1 << 20
 COPY_BYTES_MAX = 128 << 10
 VALUE = bytes(range(256)) * (MIB // 256)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path_factory.mktemp("valkey")) as running:
-        yield running
-
-
-@pytest.fixture
-def client(server: RedisServer) -> Iterator[redis.Redis]:
-    with server.client() as opened:
-        opened.flushall()
-        yield opened
 
 
 @pytest.fixture
@@ -59,7 +46,7 @@ def test_gets_and_puts_make_no_copy_of_a_value(store: RedisStore) -> None:
     assert extra_bytes(lambda: store.put_if_absent("k", VALUE)) < COPY_BYTES_MAX
     assert extra_bytes(lambda: store.get_into("k", buffer)) < COPY_BYTES_MAX
     assert buffer == VALUE
-    assert extra_bytes(lambda: store.get_range_into("k", 1, buffer[1:])) < COPY_BYTES_MAX
+    assert extra_bytes(lambda: store.get_into("k", buffer[1:], start=1)) < COPY_BYTES_MAX
     assert buffer == VALUE
 
 
@@ -79,11 +66,11 @@ def test_the_client_is_not_needed_where_its_connections_can_be_lent(
     assert not store.put_if_absent("k", b"other")
     assert store.get_into("k", buffer) == MIB
     store.put("k", b"new")
-    assert store.get_range_into("k", 1, buffer) == 2
+    assert store.get_into("k", buffer, start=1) == 2
     assert buffer[:2] == b"ew"
     assert store.get_into("absent", buffer) is None
-    assert store.get_range_into("absent", 0, buffer) is None
-    assert store.get_range_into("k", 10, buffer) == 0
+    assert store.get_into("absent", buffer, start=0) is None
+    assert store.get_into("k", buffer, start=10) == 0
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
@@ -137,22 +124,22 @@ def test_a_caller_who_stops_in_the_middle_leaves_no_bytes_to_the_next_call(
     with pytest.raises(OSError, match="the caller's own"):
         store.get_into("k", buffer, stop)
     with pytest.raises(OSError, match="the caller's own"):
-        store.get_range_into("k", 0, buffer, stop)
+        store.get_into("k", buffer, stop, start=0)
     assert store.get_into("k", buffer) == MIB
     assert buffer == VALUE
 
 
 def test_refusals_are_translated_as_the_clients_are(
-    server: RedisServer, client: redis.Redis
+    valkey: RedisServer, client: redis.Redis
 ) -> None:
     client.execute_command("ACL", "SETUSER", "weak", "on", ">secret", "~*", "-@all", "+client")
     user = redis.Redis(
-        port=server.port, protocol=2, username="weak", password="secret", socket_timeout=120
+        port=valkey.port, protocol=2, username="weak", password="secret", socket_timeout=120
     )
     store = RedisStore(user, prefix="p:", ttl_s=TTL_S)
     calls: list[Callable[[], object]] = [
         lambda: store.get_into("k", room(9)),
-        lambda: store.get_range_into("k", 0, room(9)),
+        lambda: store.get_into("k", room(9), start=0),
         lambda: store.put("k", b"value"),
         lambda: store.put_if_absent("k", b"value"),
     ]
@@ -168,7 +155,7 @@ def test_a_key_of_another_type_is_a_store_error(store: RedisStore, client: redis
         with pytest.raises(StoreError, match="WRONGTYPE"):
             store.get_into("k", room(9))
         with pytest.raises(StoreError, match="WRONGTYPE"):
-            store.get_range_into("k", 0, room(9))
+            store.get_into("k", room(9), start=0)
     store.put("k", b"value")
     assert store.get_into("k", room(9)) == 5
 
@@ -180,11 +167,11 @@ def test_a_connection_that_the_server_closes_meanwhile_costs_no_value(
     calls: list[Callable[[], object]] = [
         lambda: store.put("k", b"value"),
         lambda: store.get_into("k", buffer),
-        lambda: store.get_range_into("k", 0, buffer),
+        lambda: store.get_into("k", buffer, start=0),
         lambda: store.put_if_absent("l", b"value"),
     ]
     # It looks open until it is used, as one does that a firewall has forgotten.
-    monkeypatch.setattr("objkv.net.resp.Line._is_quiet", lambda _: True)
+    monkeypatch.setattr("objkv.net.resp.RespConnection._is_quiet", lambda _: True)
     store.put("k", b"value")
     for call in calls:
         client.client_kill_filter(_type="normal", skipme=True)
@@ -257,15 +244,15 @@ def test_an_answer_that_announces_no_value_is_a_store_error(head: bytes) -> None
 
 def test_a_value_without_room_is_the_clients(store: RedisStore) -> None:
     store.put("k", b"")
-    assert store._values.get_range_into("p:k", 0, room(0), None) == UNDONE
-    assert store.get_range_into("k", 0, room(0)) == 0
-    assert store.get_range_into("absent", 0, room(0)) is None
+    assert store._values.get_into("p:k", room(0), None, 0) == UNDONE
+    assert store.get_into("k", room(0), start=0) == 0
+    assert store.get_into("absent", room(0), start=0) is None
     assert store.get_into("k", room(0)) == 0
 
 
-def test_closing_gives_the_connections_back(server: RedisServer) -> None:
+def test_closing_gives_the_connections_back(valkey: RedisServer) -> None:
     pool = redis.BlockingConnectionPool(
-        port=server.port, protocol=2, max_connections=4, timeout=120, socket_timeout=120
+        port=valkey.port, protocol=2, max_connections=4, timeout=120, socket_timeout=120
     )
     store = RedisStore(redis.Redis(connection_pool=pool), prefix="p:", ttl_s=TTL_S)
     store.put("k", b"value")

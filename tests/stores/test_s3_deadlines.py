@@ -14,10 +14,10 @@ import pytest
 from objkv.errors import StoreUnavailable
 from objkv.net.deadline import EndsBy
 from objkv.stores.s3.store import S3Store
-from tests.stores.s3_servers import MIB, s3_store
-from tests.stores.slow_servers import Reluctant, Trickle, full_listener
 from tests.stores.test_s3_time import CALLS, Silent
 from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.s3_stores import MIB, s3_store
+from tests.support.servers.slow import Reluctant, Trickle, full_listener
 
 PATIENCE_S = 60.0
 """Far more than the deadline, and less than what is waited for takes."""

@@ -21,9 +21,9 @@ from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
 from objkv.testing.store_contract import StoreContract
-from tests.stores.s3_servers import MIB, PART, pattern, s3_store
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request
 from tests.support.servers.quick_s3_values import failure
+from tests.support.servers.s3_stores import MIB, PART, pattern, s3_store
 
 BUCKET = "kv--use1-az4--x-s3"
 KEY, SECRET, TOKEN = "SESSIONKEY", "session-secret", "session-token"

@@ -12,9 +12,9 @@ from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
 from objkv.telemetry import MemoryRecorder
-from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_store
 from tests.support.servers.far import Distance, Far
 from tests.support.servers.quick_s3 import QuickS3, Request
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_store
 
 IMPATIENT = {"load_deadline_ms": 4_000}
 
@@ -152,7 +152,7 @@ class Slow:
             self.asked += 1
             is_first = self.asked == 1
         if is_first:
-            self.let_go.wait(20)
+            self.let_go.wait(120)
 
 
 def warm_up(store: S3Store) -> None:
@@ -227,4 +227,4 @@ def test_a_store_that_stalls_while_ranges_are_read_is_left_in_time(near: QuickS3
         started_s = time.monotonic()
         with pytest.raises(StoreUnavailable):
             store.get_into("k", memoryview(bytearray(8 * MIB)))
-        assert time.monotonic() - started_s < 20
+        assert time.monotonic() - started_s < 60

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from objkv.net.deadline import bound_waits, can_wait, receive_all
+from objkv.net.deadline import bound_waits, can_wait
 from objkv.stores.s3 import http as s3_kept
-from objkv.stores.s3.http import Kept
+from objkv.stores.s3.http import KeptConnections
 
 
 class Pool:
@@ -57,7 +57,7 @@ def pairs() -> Iterator[Pairs]:
 
 
 def test_the_one_used_last_is_taken_first(pairs: Pairs) -> None:
-    kept, pool = Kept(), Pool()
+    kept, pool = KeptConnections(), Pool()
     first, second = pairs.connection()[0], pairs.connection()[0]
     kept.keep(pool, first, 60)
     kept.keep(pool, second, 60)
@@ -69,7 +69,7 @@ def test_the_one_used_last_is_taken_first(pairs: Pairs) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"x"])
 def test_what_the_server_closed_or_still_speaks_on_is_closed(pairs: Pairs, sent: bytes) -> None:
-    kept, pool = Kept(), Pool()
+    kept, pool = KeptConnections(), Pool()
     connection, server = pairs.connection()
     kept.keep(pool, connection, 60)
     server.sendall(sent) if sent else server.close()
@@ -79,7 +79,7 @@ def test_what_the_server_closed_or_still_speaks_on_is_closed(pairs: Pairs, sent:
 
 
 def test_those_of_another_pool_go_back_as_the_client_knows_them(pairs: Pairs) -> None:
-    kept, pool, other = Kept(), Pool(), Pool()
+    kept, pool, other = KeptConnections(), Pool(), Pool()
     connection, _ = pairs.connection()
     bound_waits(connection.sock, 0.02)
     kept.keep(pool, connection, 60)
@@ -89,7 +89,7 @@ def test_those_of_another_pool_go_back_as_the_client_knows_them(pairs: Pairs) ->
 
 
 def test_what_a_full_pool_has_no_place_for_is_closed(pairs: Pairs) -> None:
-    kept, pool = Kept(), Pool()
+    kept, pool = KeptConnections(), Pool()
     quiet, (gone, server) = pairs.connection()[0], pairs.connection()
     kept.keep(pool, quiet, 60)
     kept.keep(pool, gone, 60)
@@ -100,7 +100,7 @@ def test_what_a_full_pool_has_no_place_for_is_closed(pairs: Pairs) -> None:
 
 
 def test_who_keeps_one_may_find_that_another_thread_took_it_already(pairs: Pairs) -> None:
-    kept, pool = Kept(), Pool()
+    kept, pool = KeptConnections(), Pool()
     connection, _ = pairs.connection()
 
     class Emptied(deque[Any]):
@@ -115,7 +115,7 @@ def test_who_keeps_one_may_find_that_another_thread_took_it_already(pairs: Pairs
 def test_what_nobody_needed_for_a_while_goes_back(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, pool, now = Kept(), Pool(), [100.0]
+    kept, pool, now = KeptConnections(), Pool(), [100.0]
     monkeypatch.setattr(s3_kept, "time", SimpleNamespace(monotonic=lambda: now[0]))
     old, new = pairs.connection()[0], pairs.connection()[0]
     kept.keep(pool, old, 60)
@@ -128,7 +128,7 @@ def test_what_nobody_needed_for_a_while_goes_back(
 def test_after_a_fork_the_childs_parent_has_them(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, pool = Kept(), Pool()
+    kept, pool = KeptConnections(), Pool()
     connection, server = pairs.connection()
     kept.keep(pool, connection, 60)
     monkeypatch.setattr(s3_kept, "os", SimpleNamespace(getpid=lambda: -1))
@@ -139,7 +139,7 @@ def test_after_a_fork_the_childs_parent_has_them(
 
 
 def test_once_closed_nothing_is_kept(pairs: Pairs) -> None:
-    kept, pool, closed = Kept(), Pool(), Pool()
+    kept, pool, closed = KeptConnections(), Pool(), Pool()
     closed.pool = None
     connections = [pairs.connection()[0] for _ in range(3)]
     kept.keep(pool, connections[0], 60)
@@ -155,15 +155,19 @@ def test_once_closed_nothing_is_kept(pairs: Pairs) -> None:
 def test_a_call_waits_in_the_kernel_for_all_but_not_for_ever(pairs: Pairs) -> None:
     connection, server = pairs.connection()
     ours, buffer = connection.sock, memoryview(bytearray(6))
+
+    def receive_all() -> int:
+        return int(ours.recv_into(buffer, 0, socket.MSG_WAITALL))
+
     bound_waits(ours, 0.02)
     with pytest.raises(BlockingIOError):
-        receive_all(ours, buffer)
+        receive_all()
     server.sendall(b"abc")
-    assert receive_all(ours, buffer) == 3  # what came until then
+    assert receive_all() == 3  # what came until then
     server.sendall(b"def")
     server.shutdown(socket.SHUT_WR)
-    assert receive_all(ours, buffer) == 3
-    assert receive_all(ours, buffer) == 0
+    assert receive_all() == 3
+    assert receive_all() == 0
     poll = select.poll()
     poll.register(ours, select.POLLIN)
     assert poll.poll(0)

@@ -12,7 +12,7 @@ import pytest
 from objkv.errors import StoreError
 from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all
 from objkv.stores.s3.store import S3Store
-from tests.stores.s3_servers import s3_store
+from tests.support.servers.s3_stores import s3_store
 
 HUGE = VALUE_BYTES_MAX + 1
 

@@ -14,12 +14,12 @@ from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import helpers as s3_crew
 from objkv.stores.s3.body import read_exactly
 from objkv.stores.s3.client import begun_by
-from objkv.stores.s3.helpers import Crew
+from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.http import NoAnswer
 from objkv.stores.s3.store import S3Store
-from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
 
 FAR_S = 3600.0
 
@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
     "get": lambda store: store.get("k"),
     "get_range": lambda store: store.get_range("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(9))),
-    "get_range_into": lambda store: store.get_range_into("k", 1, memoryview(bytearray(9))),
+    "get_range_into": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
     "in ranges": lambda store: store.get_into("k", memoryview(bytearray(4 * MIB))),
     "head": lambda store: store.head("k"),
     "scan": lambda store: list(store.scan("")),
@@ -79,10 +79,15 @@ def test_the_client_begins_nothing_when_it_is_too_late(silent: Silent) -> None:
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def sleepless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's waits take no time."""
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
+
+
+@pytest.fixture
+def stopped(sleepless: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the client it is always 0, and its waits take no time."""
     monkeypatch.setattr(s3_client_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
 
 
 @pytest.mark.usefixtures("stopped")
@@ -114,9 +119,9 @@ def test_what_is_not_tried_again_has_its_outcome_however_late() -> None:
 
 def test_after_the_deadline_nobody_connects() -> None:
     with QuickS3() as server, s3_store(server.url) as store:
-        assert store._ranges._wire.is_found
+        assert store._wire.is_found
         with pytest.raises(NoAnswer, match="deadline"):
-            store._ranges._wire.ask("GET", "k", {}, time.monotonic())
+            store._wire.ask("GET", "k", {}, time.monotonic())
         assert server.connections == 0
 
 
@@ -134,7 +139,7 @@ def test_conflicts_share_one_deadline() -> None:
         return failure(409, "ConditionalRequestConflict")
 
     with QuickS3(intercept=conflict) as server, s3_store(server.url, deadline_s=10) as store:
-        assert store._ranges._wire.is_found
+        assert store._wire.is_found
         store._writer.conditional = True
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
@@ -178,8 +183,8 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
         store.put("k", value)
         assert store.get_into("k", buffer) == len(value)
         assert buffer == value
-        assert repr(store._crew) == "<Crew 0/3 busy>"
-    crew = Crew(1)
+        assert repr(store._pool) == "<HelperPool 0/3 busy>"
+    crew = HelperPool(1)
     assert not crew.offer(lambda: None)
     crew.close()
 
@@ -206,7 +211,7 @@ def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
         assert "Uploads" not in store._client.list_multipart_uploads(Bucket=BUCKET)
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("sleepless")
 @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (503, ""), (429, "")])
 def test_a_server_that_is_asked_too_much_is_busy(status: int, code: str) -> None:
     with (
@@ -218,10 +223,10 @@ def test_a_server_that_is_asked_too_much_is_busy(status: int, code: str) -> None
 
 
 def test_uploads_leave_half_of_the_threads_to_reads() -> None:
-    crew, gate = Crew(4), threading.Event()
+    crew, gate = HelperPool(4), threading.Event()
     offered = [crew.offer(gate.wait, writes=True) for _ in range(4)]  # type: ignore[arg-type]
     assert offered == [True, True, False, False]
     assert [crew.offer(gate.wait) for _ in range(3)] == [True, True, False]  # type: ignore[arg-type]
     gate.set()
     crew.close()
-    assert repr(crew) == "<Crew 0/4 busy>"
+    assert repr(crew) == "<HelperPool 0/4 busy>"

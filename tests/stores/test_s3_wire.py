@@ -23,15 +23,16 @@ from hypothesis import strategies as st
 
 from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
-from objkv.stores.s3.http import Answer as Answered
-from objkv.stores.s3.http import Kept, Line, NoAnswer
-from objkv.stores.s3.signing import Place, find_place
+from objkv.stores.s3.client import CallDeadline
+from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, NoAnswer
+from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.write import Put
 from objkv.testing.store_contract import StoreContract
-from tests.stores.s3_servers import BUCKET, MIB, pattern, s3_client, s3_store
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, quick_s3_process
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
 
 
 @pytest.fixture
@@ -92,17 +93,17 @@ def test_large_bodies_go_past_the_client(store: S3Store) -> None:
     value, buffer = pattern(2 * MIB), memoryview(bytearray(2 * MIB))
     store.put_if_absent("first", b"")
     assert store.conditional_puts is True
-    assert store._ranges._wire.is_found
+    assert store._wire.is_found
     by_client = of_the_client(store)
     store.put("k", value)
     assert store.get_into("k", buffer) == len(value)
     assert buffer == value
-    assert store.get_range_into("k", 5, buffer[:9]) == 9
+    assert store.get_into("k", buffer[:9], start=5) == 9
     assert buffer[:9] == value[5:14]
     assert store.put_if_absent("new", value) is True
     assert store.put_if_absent("k", b"other") is False
     assert store.get_into("absent", buffer) is None
-    assert store.get_range_into("absent", 0, buffer) is None
+    assert store.get_into("absent", buffer, start=0) is None
     assert by_client == []
 
 
@@ -111,7 +112,7 @@ def test_where_the_client_hides_its_connections_it_does_everything(
 ) -> None:
     with s3_store(server.url, range_bytes=MIB, ranges_max=4) as store:
         monkeypatch.delattr(type(store._client._endpoint.http_session), "_setup_ssl_cert")
-        assert not store._ranges._wire.is_found
+        assert not store._wire.is_found
 
 
 @pytest.mark.parametrize("shown", [None, SimpleNamespace(get_auth_instance=lambda: None)])
@@ -120,7 +121,7 @@ def test_where_the_client_hides_its_credentials_it_does_everything(
 ) -> None:
     with s3_store(server.url) as store:
         monkeypatch.setattr(store._client, "_request_signer", shown)
-        assert not store._ranges._wire.is_found
+        assert not store._wire.is_found
         store.put("k", b"value")
         assert store.get_into("k", memoryview(bytearray(5))) == 5
 
@@ -128,7 +129,7 @@ def test_where_the_client_hides_its_credentials_it_does_everything(
 def test_credentials_that_change_are_used_from_then_on(server: QuickS3) -> None:
     """Those of a role do so every hour; and every day has a key of its own."""
     client = s3_client(server.url)
-    place = find_place(client, BUCKET, "p/")
+    place = find_endpoint(client, BUCKET, "p/")
     assert place is not None
     heads = []
     for secret in ("one", "two"):
@@ -142,12 +143,12 @@ def test_credentials_that_change_are_used_from_then_on(server: QuickS3) -> None:
 
 def test_what_the_client_signs_otherwise_it_does_itself(server: QuickS3) -> None:
     client = s3_client(server.url)
-    assert find_place(client, BUCKET, "p/") is not None
+    assert find_endpoint(client, BUCKET, "p/") is not None
     unsigned = client.meta.config.merge(ClientConfig(signature_version=botocore.UNSIGNED))
     anonymous = boto3.session.Session().client(
         "s3", endpoint_url=server.url, config=unsigned, region_name="x"
     )
-    assert find_place(anonymous, BUCKET, "p/") is None
+    assert find_endpoint(anonymous, BUCKET, "p/") is None
 
 
 @pytest.mark.parametrize("prefix", ["", "p/", "a b/ü%/+&?/"])
@@ -165,7 +166,7 @@ def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -
         sent.append(request.url)
         raise InterruptedError
 
-    place = find_place(client, BUCKET, prefix)
+    place = find_endpoint(client, BUCKET, prefix)
     client.meta.events.register("before-send.s3.GetObject", stop)
     with pytest.raises(InterruptedError):
         client.get_object(Bucket=BUCKET, Key=prefix + "ns/ab/k.x")
@@ -190,7 +191,7 @@ def test_signatures_are_those_of_the_clients_signer(
     auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
     client: Any = type("Client", (), {"_request_signer": type("Signer", (), {})()})()
     client._request_signer.get_auth_instance = lambda *_: auth
-    place = Place("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
+    place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
     extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
     head = place.signed(client, method, key + query, extra).decode()
     first, *lines = head.rstrip().split("\r\n")
@@ -219,7 +220,7 @@ def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
             try:
                 store.put(key, part)
                 assert store.get_into(key, buffer) == len(part)
-                assert store.get_range_into(key, 5, buffer[:-5]) == len(part) - 5
+                assert store.get_into(key, buffer[:-5], start=5) == len(part) - 5
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -278,7 +279,7 @@ def test_connections_are_used_again(server: QuickS3, store: S3Store) -> None:
         store.put(f"k{turn}", pattern(MIB))
         assert store.get_into(f"k{turn}", buffer) == MIB
         assert store.get_into("absent", buffer) is None
-        assert store.get_range_into(f"k{turn}", 7, buffer[:7]) == 7
+        assert store.get_into(f"k{turn}", buffer[:7], start=7) == 7
     assert server.connections == 1
 
 
@@ -354,7 +355,7 @@ def test_where_no_version_is_named_ranges_are_not_put_together(etag: str | None)
         buffer = memoryview(bytearray(4 * MIB))
         assert store.get_into("k", buffer) == len(buffer)
         assert buffer == pattern(4 * MIB, len(asked))
-        assert store.get_range_into("k", 1, buffer[1:]) == len(buffer) - 1
+        assert store.get_into("k", buffer[1:], start=1) == len(buffer) - 1
         assert buffer[1:] == pattern(4 * MIB, len(asked))[1:]
 
 
@@ -407,7 +408,7 @@ def test_a_body_in_chunks_is_read(is_direct: bool) -> None:
 
 def test_a_server_that_says_go_on_is_not_misread() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(None, SimpleNamespace(sock=ours), timeout_s=60, kept=Kept())
+    line = HttpConnection(None, SimpleNamespace(sock=ours), timeout_s=60, kept=KeptConnections())
     sent = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n"
     sent += b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nvalue"
     answers = []
@@ -436,7 +437,7 @@ def test_a_server_that_ignores_ranges_is_read_at_once() -> None:
         buffer = memoryview(bytearray(6 * MIB))
         assert store.get_into("k", buffer) == len(value)
         assert buffer[: len(value)] == value
-        assert store.get_range_into("k", 3, buffer[: 2 * MIB]) == 2 * MIB
+        assert store.get_into("k", buffer[: 2 * MIB], start=3) == 2 * MIB
         assert buffer[: 2 * MIB] == value[3 : 3 + 2 * MIB]
 
 
@@ -449,7 +450,7 @@ def test_over_tls_as_well(tmp_path: Path, ranges_max: int) -> None:
     with QuickS3(tls=certificates) as server:
         with s3_store(server.url, client=trusting, range_bytes=MIB, ranges_max=ranges_max) as store:
             store.put_if_absent("first", b"")
-            assert store._ranges._wire.is_found
+            assert store._wire.is_found
             by_client = of_the_client(store)
             assert store.put_if_absent("small", value[:MIB]) is True
             assert store.put_if_absent("small", value[:MIB]) is False
@@ -505,8 +506,9 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
 def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     view = memoryview(pattern(32 * MIB))
+    put = Put({}, "k", view, CallDeadline.of(60, 60))
     with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(NoAnswer):
-        store._writer._uploads.put("k", view, time.monotonic() + 60, if_absent=False)
+        store._writer.put_directly(put, if_absent=False)
 
 
 def test_connections_that_the_client_closed_are_looked_for_again(
@@ -578,7 +580,7 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
     pool = SimpleNamespace(_put_conn=lambda _: None)
     buffer = bytearray(3)
     deadline_s = time.monotonic() + 5
-    line = Line(pool, connection, timeout_s=5, kept=Kept())
+    line = HttpConnection(pool, connection, timeout_s=5, kept=KeptConnections())
     with contextlib.suppress(NoAnswer), line.read_head(deadline_s) as answer:
         answer.fill(memoryview(buffer)[: answer.left], deadline_s)
         assert answer.total >= 0
@@ -588,4 +590,7 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
 def test_a_header_that_only_a_line_feed_ends_is_left_to_the_client() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\nTransfer-Encoding: chunked\r\n\r\n"
     with pytest.raises(ValueError, match="unknown length"):
-        Answered(Line(None, SimpleNamespace(sock=None), timeout_s=1, kept=Kept()), head)
+        HttpResponse(
+            HttpConnection(None, SimpleNamespace(sock=None), timeout_s=1, kept=KeptConnections()),
+            head,
+        )

@@ -1,4 +1,4 @@
-"""``SingleflightStore``: one call for many callers, and nobody's buffer touched too late."""
+"""``SharedGets``: one call for many callers, and no buffer touched too late."""
 
 import threading
 import time
@@ -11,15 +11,15 @@ import pytest
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy
 from objkv.stores.memory import MemoryStore
-from objkv.stores.singleflight import SingleflightStore
+from objkv.stores.singleflight import SharedGets
 from objkv.testing.flaky import FlakyStore
 from objkv.testing.store_contract import StoreContract
 
 
-class TestSingleflightStore(StoreContract):
+class TestSharedGets(StoreContract):
     @pytest.fixture
-    def store(self) -> SingleflightStore:
-        return SingleflightStore(MemoryStore(), wait_s=60)
+    def store(self) -> SharedGets:
+        return SharedGets(MemoryStore(), wait_s=60)
 
 
 class Scene:
@@ -33,7 +33,7 @@ class Scene:
         self.inner.calls.clear()
         self.inner.arrived.clear()
         self.inner.hold(self.gate)
-        self.store = SingleflightStore(self.inner, wait_s=wait_s)
+        self.store = SharedGets(self.inner, wait_s=wait_s)
 
     def lead(self, call: Callable[[], Any]) -> "Future[Any]":
         leader = self.pool.submit(call)
@@ -72,7 +72,7 @@ def scene(pool: ThreadPoolExecutor) -> Scene:
     ],
 )
 def test_callers_of_one_moment_share_one_call(
-    scene: Scene, call: Callable[[SingleflightStore], Any], expected: Any
+    scene: Scene, call: Callable[[SharedGets], Any], expected: Any
 ) -> None:
     leader = scene.lead(lambda: call(scene.store))
     followers = scene.follow(*[lambda: call(scene.store)] * 4)
@@ -175,7 +175,7 @@ def test_a_follower_that_gave_up_has_its_buffer_to_itself(pool: ThreadPoolExecut
     ],
 )
 def test_who_reads_after_a_change_does_not_join_a_call_from_before(
-    scene: Scene, change: Callable[[SingleflightStore], Any], expected: bytes | None
+    scene: Scene, change: Callable[[SharedGets], Any], expected: bytes | None
 ) -> None:
     leader = scene.lead(lambda: scene.store.get("k"))
     gate, scene.inner._gate = scene.inner._gate, None
@@ -192,7 +192,7 @@ def test_nothing_is_kept_after_a_call(scene: Scene) -> None:
     scene.inner.fail_next(StoreError("once"))
     with pytest.raises(StoreError):
         scene.store.get("k")
-    assert repr(scene.store).startswith("<SingleflightStore 0 keys under way of")
+    assert repr(scene.store).startswith("<SharedGets 0 keys under way, of")
 
 
 def test_followers_with_more_time_than_the_leader_ask_again() -> None:

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from objkv.stores.local import LocalStore
-from tests.stores.s3_servers import BUCKET, s3_client, s3_store
 from tests.support.servers.quick_s3 import QuickS3
+from tests.support.servers.s3_stores import BUCKET, s3_client, s3_store
 
 
 def test_a_temporary_file_that_became_a_value_is_discarded_alone(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from tests.stores.s3_servers import MIB, pattern, s3_store
 from tests.support.servers.far import Distance, Far
 from tests.support.servers.plain_limit import PlainClient, PlainServer
 from tests.support.servers.process import running_server
 from tests.support.servers.quick_s3 import QuickS3, quick_s3_process
+from tests.support.servers.s3_stores import MIB, pattern, s3_store
 
 
 def test_the_plain_limit_carries_bytes_both_ways() -> None:

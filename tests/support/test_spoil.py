@@ -9,12 +9,14 @@ import pytest
 import redis
 
 from tests.support.servers.quick_s3 import QuickS3
-from tests.support.servers.redis import valkey_server
+from tests.support.servers.redis import valkey_server, wait_until
 from tests.support.servers.spoil import Spoil
 from tests.support.servers.spoil_redis import SpoilRedis
 from tests.support.servers.spoil_s3 import SpoilS3
 
 GETS = frozenset({"GET"})
+HASTY_S = 0.2
+"""For an answer that never comes."""
 A, B = bytes(range(200)) * 9, bytes(range(1, 201)) * 9
 
 
@@ -26,8 +28,10 @@ def s3() -> Iterator[SpoilS3]:
         yield proxy
 
 
-def ask(proxy: SpoilS3, method: str, name: str, body: bytes = b"") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(*proxy.address, timeout=0.2)
+def ask(
+    proxy: SpoilS3, method: str, name: str, body: bytes = b"", *, timeout_s: float = 120
+) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(*proxy.address, timeout=timeout_s)
     try:
         connection.request(method, f"/bucket/{name}.safetensors", body)
         answer = connection.getresponse()
@@ -48,8 +52,8 @@ def test_unspoiled_requests_pass_and_are_counted(s3: SpoilS3) -> None:
 def test_a_connection_ends_as_it_is_told_to(s3: SpoilS3, fault: str) -> None:
     s3.spoil(Spoil(fault, GETS))
     with pytest.raises((ConnectionResetError, http.client.IncompleteRead, TimeoutError)):
-        ask(s3, "GET", "a")
-    assert s3.spoiled == {fault: 1}
+        ask(s3, "GET", "a", timeout_s=HASTY_S if fault == "stall" else 120)
+    wait_until(lambda: s3.spoiled == {fault: 1}, "the request to be spoiled")
     s3.mend()
     assert ask(s3, "GET", "a") == (200, A)
 
@@ -93,7 +97,7 @@ def valkey(tmp_path: Path) -> Iterator[tuple[SpoilRedis, redis.Redis]]:
     with (
         valkey_server(tmp_path) as server,
         SpoilRedis(("127.0.0.1", server.port)) as proxy,
-        redis.Redis(port=proxy.address[1], protocol=2, socket_timeout=0.2, retry=None) as client,
+        redis.Redis(port=proxy.address[1], protocol=2, socket_timeout=120, retry=None) as client,
     ):
         client.set("a", A)
         client.set("b", B)
@@ -108,10 +112,16 @@ def test_redis_is_spoiled_too(valkey: tuple[SpoilRedis, redis.Redis]) -> None:
     wrong = client.get("a")
     assert isinstance(wrong, bytes)
     assert sum(x != y for x, y in zip(wrong, A, strict=True)) == 1
-    for fault in ("reset", "unanswered", "stall", "truncate"):
+    for fault in ("reset", "unanswered", "truncate"):
         proxy.spoil(Spoil(fault, GETS, times=1))
         with pytest.raises((redis.ConnectionError, redis.TimeoutError)):
             client.get("a")
+    proxy.spoil(Spoil("stall", GETS))
+    with (
+        redis.Redis(port=proxy.address[1], socket_timeout=HASTY_S, retry=None) as hasty,
+        pytest.raises((redis.ConnectionError, redis.TimeoutError)),
+    ):
+        hasty.get("a")
     proxy.spoil(Spoil("error", GETS, error="LOADING wait"))
     with pytest.raises(redis.exceptions.BusyLoadingError):
         client.get("a")

@@ -7,7 +7,7 @@ from objkv.testing.clock import ManualClock
 from objkv.transfer.job import LoadJob
 from objkv.transfer.lanes import HostLane, HostMark
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from tests.transfer.world import CHUNK, HASHES, NAMESPACE, wait_until
+from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, wait_until
 
 LAYERS = 2
 LANE = HostLane()
@@ -25,7 +25,7 @@ def job_of(chunks: int, clock: ManualClock, *, sync: bool) -> LoadJob:
         at = c * CHUNK
         moves.append(LoadMove(ChunkMove(c, 0, HASHES[c], parent, at, at + CHUNK, 0, blocks), ()))
     plan = LoadPlan("r", NAMESPACE, tuple(moves), sync)
-    return LoadJob(plan, lambda _: range(LAYERS), clock() + 5.0, clock)
+    return LoadJob(plan, [range(LAYERS)] * len(plan.moves), clock() + 5.0, clock)
 
 
 def write_all_layers(job: LoadJob) -> None:

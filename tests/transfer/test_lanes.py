@@ -4,13 +4,22 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
-from objkv.transfer.lanes import CudaLane, HostLane, Lane, open_lane
-from tests.transfer.paged_cache import paged_group, same_blocks
+from objkv.keys.topology import Part
+from objkv.transfer.lanes import CudaLane, HostLane, Lane, Recast, deal_tokens, open_lane
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.sources import Source
+from tests.support.paged_cache import paged_group, same_blocks
+
+# What lanes do, on the host and, with CUDA played by fakes, on a GPU.
+
 
 GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
 CHUNK = 64
@@ -84,6 +93,11 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return cuda_lane()
 
 
+def own_source(paged: PagedGroup) -> Source:
+    shard = paged.shape.rank_shard.shard
+    return Source(paged, Part(shard, shard), paged.shape.block_size)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str
 )
@@ -96,7 +110,7 @@ def test_pages_are_scattered_into_their_blocks_and_no_others(
     placed = lane.place([6, 3])
     for layer, other in enumerate(others):
         pages = other[1:3].contiguous().view(torch.uint8).flatten().numpy().data
-        paged.scatter(lane, layer, pages, 0, placed)
+        own_source(paged).scatter(lane, layer, pages, 0, placed)
     assert same_blocks(caches, [6, 3], others, [1, 2])
     rest = [0, 1, 2, 4, 5, 7]
     assert same_blocks(caches, rest, before, rest)
@@ -108,7 +122,7 @@ def test_a_part_of_the_pages_is_scattered_where_the_first_blocks_are_not_wanted(
     paged, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8)
     _, others = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=8, seed=1)
     pages = others[0][1:3].contiguous().view(torch.uint8).flatten().numpy().data
-    paged.scatter(lane, 0, pages, 1, lane.place([5]))
+    own_source(paged).scatter(lane, 0, pages, 1, lane.place([5]))
     assert same_blocks(caches[:1], [5], others[:1], [2])
 
 
@@ -192,3 +206,76 @@ def test_a_block_that_is_not_there_is_an_error(ids: list[int]) -> None:
         lane.scatter(torch.ones(len(ids), 2, 32, 16).numpy(), cache, lane.place(ids))
     with pytest.raises(IndexError):
         lane.gather(cache, lane.place(ids), [torch.empty(len(ids), 2, 32, 16)])
+
+
+# Pages of other heads and block sizes, token by token; and beside what vLLM does in place.
+
+
+CONTENT = 3
+
+
+def numbered(blocks: int, heads: int, size: int) -> np.ndarray:
+    """Pages in which every element says which token, head and element it is."""
+    token = np.arange(blocks * size).reshape(blocks, 1, size, 1)
+    head = np.arange(heads).reshape(1, heads, 1, 1)
+    return (token * 100 + head) * 10 + np.arange(CONTENT)
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24])
+
+
+@given(sizes, sizes, st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_every_token_of_every_head_is_where_it_belongs(
+    size: int, wanted: int, heads: int, pieces: int, as_tensor: bool
+) -> None:
+    tokens = np.lcm(size, wanted) * pieces
+    pages = numbered(tokens // size, heads, size)
+    dealt = np.asarray(deal_tokens(torch.from_numpy(pages) if as_tensor else pages, wanted))
+    assert dealt.shape == (tokens // wanted, heads, wanted, CONTENT)
+    assert np.array_equal(dealt, numbered(tokens // wanted, heads, wanted))
+
+
+@given(sizes, st.data())
+def test_some_heads_of_some_blocks_are_taken(size: int, data: st.DataObject) -> None:
+    pages = numbered(24 // size, 4, size)
+    wanted = data.draw(sizes)
+    first = data.draw(st.integers(0, 3))
+    end = data.draw(st.integers(first + 1, 4))
+    block = data.draw(st.integers(0, 24 // wanted - 1))
+    count = data.draw(st.integers(1, 24 // wanted - block))
+    taken = Recast((first, end), wanted, block, count)(pages)
+    whole = numbered(24 // wanted, 4, wanted)
+    assert np.array_equal(taken, whole[block : block + count, first:end])
+
+
+def test_more_blocks_than_there_are_would_fill_them_all_with_one_page() -> None:
+    with pytest.raises(AssertionError):
+        Recast((0, 2), 4, 1, 2)(numbered(2, 2, 4))
+
+
+def test_the_same_block_size_copies_nothing() -> None:
+    pages = numbered(4, 4, 8)
+    assert np.shares_memory(Recast((1, 3), 8, 1, 2)(pages), pages)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+@pytest.mark.parametrize("reader_nhd", [False, True])
+def test_what_vllm_mends_after_a_raw_copy_is_right_at_once(ratio: int, reader_nhd: bool) -> None:
+    """vLLM 0.14 copies ``ratio`` blocks of a prefill in HND, ``[heads, size, content]`` each, into
+    one block of the decode and then mends that in place (``kv_postprocess_blksize_on_receive``,
+    ``..._layout_...``, ``..._blksize_and_layout_...``). Here bytes go where they belong."""
+    heads, size, blocks = 2, 4, 3
+    remote = numbered(blocks * ratio, heads, size)  # HND: as it lies in memory
+    wanted = size * ratio
+    local = torch.full((blocks, heads, wanted, CONTENT), -1, dtype=torch.int64)
+    if reader_nhd:
+        local = torch.full((blocks, wanted, heads, CONTENT), -1).swapaxes(1, 2)
+    local[:] = deal_tokens(torch.from_numpy(remote), wanted)
+    physical = local.swapaxes(1, 2).contiguous() if reader_nhd else local
+    raw = remote.reshape(blocks, ratio, heads, size, CONTENT)
+    for block in range(blocks):
+        for token in range(wanted):
+            for head in range(heads):
+                told = raw[block, token // size, head, token % size]
+                place = (block, token, head) if reader_nhd else (block, head, token)
+                assert np.array_equal(physical[place].numpy(), told)

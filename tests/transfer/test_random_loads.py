@@ -15,8 +15,15 @@ from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
-from tests.transfer.lazy import LazyLane
-from tests.transfer.world import BLOCKS, HASHES, IN_SPANS, NAMESPACE, Replica, wait_until
+from tests.support.paged_cache import (
+    BLOCKS,
+    HASHES,
+    IN_SPANS,
+    NAMESPACE,
+    LazyLane,
+    Replica,
+    wait_until,
+)
 
 CHUNKS = 4
 LAYERS = 5
@@ -34,12 +41,10 @@ class WildStore(MemoryStore):
         super().__init__()
         self._dice = dice
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        return self.get_range_into(key, 0, buffer, arrived)
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
+        start = start or 0
         fate = self._dice.random()
         value = bytearray((self.get(key) or b"")[start : start + len(buffer)])
         if fate < 0.03:

@@ -7,8 +7,6 @@ ends then in any case, and should say why. Source of the interface: vLLM 0.32-0.
 """
 
 import logging
-import os
-import socket
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,14 +17,18 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
     ECConnectorWorkerMetadata,
 )
+from vllm.distributed.ec_transfer.ec_connector.metrics import (
+    ECConnectorPromMetrics,
+    ECConnectorStats,
+)
 from vllm.platforms import current_platform
 
-from objkv.assembly.backends import Backends, check_backends, open_backends
+from objkv.assembly.backends import Backends
 from objkv.config import Config, load_config
+from objkv.connector.counters import ENCODER_METRICS
 from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits, OutputReader
 from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.connector.encoder.items import EncoderPlan
-from objkv.connector.encoder.metrics import ObjKVECPromMetrics, ObjKVECStats
 from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
 from objkv.connector.encoder.worker import (
     EncoderCache,
@@ -35,9 +37,10 @@ from objkv.connector.encoder.worker import (
     EncoderWorkerSide,
 )
 from objkv.connector.guard import guarded, speak_as_vllm
-from objkv.connector.hooks import EngineHooks, wrap
-from objkv.connector.kv.wiring import open_cache, saves
-from objkv.connector.model.identity import tell_of_sudden_end, tensor_rank
+from objkv.connector.hooks import EngineHooks, follow_encoder_resets
+from objkv.connector.metrics import TableMetrics, TableStats
+from objkv.connector.model.identity import tensor_rank, warn_of_sudden_end
+from objkv.connector.wiring import may_save, open_cache, open_checked_backends, writer_name
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
@@ -46,8 +49,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ECConnectorOutput
     from vllm.v1.request import Request
 
-
-# Makes both sides of the encoder cache from vLLM's configuration, settings and backends.
 
 HELD_BYTES_MAX = 256 << 20
 """Of outputs held for requests that wait, and again of those waiting to be saved. Of 7 MiB, what a
@@ -68,9 +69,9 @@ def open_encoder_scheduler(
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     identity = read_encoder_identity(vllm_config, config)
-    saving = saves(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
+    saving = may_save(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
     if saving:
-        tell_of_sudden_end(vllm_config)
+        warn_of_sudden_end(vllm_config)
     roles = EncoderRoles(
         loads=transfer.is_ec_consumer and config.admission != "never",
         saves=saving,
@@ -101,7 +102,7 @@ def open_encoder_worker(
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
     saver = None
-    saving = saves(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
+    saving = may_save(config, producer=transfer.is_ec_producer, consumer=transfer.is_ec_consumer)
     if saving and tensor_rank(vllm_config) == 0:
         limits = EncoderSaveLimits(
             queue_max=config.save_queue_max,
@@ -129,6 +130,19 @@ def _device() -> torch.device:
 logger = logging.getLogger(__name__)
 
 
+class ObjKVECStats(TableStats, ECConnectorStats):
+    """Of the encoder cache."""
+
+    table = ENCODER_METRICS
+    logged_prefix = "objkv_encoder_"
+
+
+class ObjKVECPromMetrics(TableMetrics, ECConnectorPromMetrics):
+    """Of the encoder cache."""
+
+    table = ENCODER_METRICS
+
+
 class ObjKVECConnector(ECConnectorBase):
     """Shares what encoders make of images, sounds and videos with every replica that uses the same
     stores and the same model.
@@ -142,18 +156,14 @@ class ObjKVECConnector(ECConnectorBase):
         speak_as_vllm()
         config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
         recorder = MemoryRecorder()
-        writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
-        self._backends = open_backends(config, recorder)
+        self._backends = open_checked_backends(config, recorder)
         self._scheduler: EncoderSchedulerSide | None = None
         self._worker: EncoderWorkerSide | None = None
-        check_backends(self._backends, config)
-        parts = (vllm_config, config, self._backends, writer, recorder)
+        parts = (vllm_config, config, self._backends, writer_name(self), recorder)
         if role == ECConnectorRole.SCHEDULER:
             self._scheduler = open_encoder_scheduler(*parts)
-            # vLLM tells no encoder connector of weights that change in place, nor that it dropped
-            # its own outputs, which is what happens after such a change.
-            self._hooks = EngineHooks(self._scheduler, lambda: None)
-            _hear_resets(self._scheduler)
+            self._hooks = EngineHooks(self._scheduler, lambda: None, patches=config.vllm_patches)
+            follow_encoder_resets(self._scheduler, patches=config.vllm_patches)
         else:
             self._worker = open_encoder_worker(*parts)
             # An engine that is dropped, or a process that just ends, still drains its saves.
@@ -208,7 +218,7 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(None)
     def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
-        """Take in what the workers told."""
+        """Take in the workers' reports."""
         self._side().update(connector_output)
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
@@ -270,20 +280,3 @@ class ObjKVECConnector(ECConnectorBase):
     def _side(self) -> EncoderSchedulerSide:
         assert self._scheduler is not None
         return self._scheduler
-
-
-_sides: "weakref.WeakSet[EncoderSchedulerSide]" = weakref.WeakSet()
-
-
-def _hear_resets(side: EncoderSchedulerSide) -> None:
-    """Have the side reset when vLLM drops its own encoder outputs. Source: vLLM 0.32-0.33,
-    ``reset_encoder_cache`` in ``v1/engine/core.py``."""
-    from vllm.v1.engine.core import EngineCore
-
-    _sides.add(side)
-    wrap(EngineCore, "reset_encoder_cache", after=_heard_reset)
-
-
-def _heard_reset() -> None:
-    for side in list(_sides):
-        side.outputs_dropped()

@@ -6,19 +6,19 @@ runs on background threads; the scheduler's thread asks, and never waits for a s
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from threading import Condition, Thread, get_ident
+from threading import Condition
 from time import monotonic
 
 import numpy as np
 
+from objkv.background import Pool
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload, payload_bytes_max, read_header
-from objkv.connector.encoder.items import Output, Pages
+from objkv.connector.encoder.items import EncoderOutput, Pages
 from objkv.errors import PayloadError, StoreError, ValueTooLong
 from objkv.index.base import ShardRecord, Shards, WriteIndex
 from objkv.keys.chunk import ChunkKey
@@ -58,13 +58,13 @@ class OutputReader:
         self._recorder = recorder
         self._clock = clock
 
-    def bytes_needed(self, output: Output, shards: Shards) -> int:
+    def bytes_needed(self, output: EncoderOutput, shards: Shards) -> int:
         """Memory that ``read`` takes: the payload, and what it is decoded into if that is known."""
         record, layer = shards[ENCODER_FIELD], output.layer
         decoded = 0 if record.codec == "none" else layer.nbytes
         return max(_room(record, layer), layer.nbytes) + decoded
 
-    def read(self, output: Output, shards: Shards) -> tuple[State, Pages | None]:
+    def read(self, output: EncoderOutput, shards: Shards) -> tuple[State, Pages | None]:
         """Get the payload that ``shards`` promise, and verify length, claim, dtype, shape and
         checksums. Of what is gone or wrong the record is forgotten."""
         key = output.claim.key
@@ -76,7 +76,7 @@ class OutputReader:
             self._cache.reject(key, shards, corrupt=True)
             return State.CORRUPT, None
 
-    def _read(self, output: Output, shards: Shards) -> tuple[State, Pages | None]:
+    def _read(self, output: EncoderOutput, shards: Shards) -> tuple[State, Pages | None]:
         record, claim, layer = shards[ENCODER_FIELD], output.claim, output.layer
         payload = np.empty(_room(record, layer), dtype=np.uint8)
         started = self._clock()
@@ -105,9 +105,8 @@ class OutputReader:
 
     def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:
         """The payload; of one that is longer than this output's can be, its beginning."""
-        if record.nbytes > len(buffer):
-            return self._cache.get_range_into(key, 0, buffer, hot=record.hot)
-        return self._cache.get_into(key, buffer, hot=record.hot)
+        start = 0 if record.nbytes > len(buffer) else None
+        return self._cache.get_into(key, buffer, hot=record.hot, start=start)
 
 
 def _room(record: ShardRecord, layer: LayerSpec) -> int:
@@ -122,10 +121,10 @@ def _room(record: ShardRecord, layer: LayerSpec) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class WantedOutput:
     """An output that is wanted."""
 
-    output: Output
+    output: EncoderOutput
     deadline: float
     owners: set[str] = field(default_factory=set)
     """Requests that want it; without any it is dropped."""
@@ -140,13 +139,13 @@ class Entry:
     """Whether a thread writes into its memory."""
 
 
-class Room:
+class OutputMemory:
     """At most so many bytes, first come, first served among those that fit."""
 
     def __init__(self, nbytes_max: int) -> None:
         self._nbytes_max = nbytes_max
-        self._taken: dict[Entry, None] = {}
-        self._parked: dict[Entry, None] = {}
+        self._taken: dict[WantedOutput, None] = {}
+        self._parked: dict[WantedOutput, None] = {}
         self.held_bytes = 0
 
     @property
@@ -154,23 +153,23 @@ class Room:
         """How many wait for memory."""
         return len(self._parked)
 
-    def ask(self, entry: Entry, nbytes: int) -> None:
+    def ask(self, entry: WantedOutput, nbytes: int) -> None:
         """Queue for memory; ``share_out`` says when there is some."""
         entry.nbytes = nbytes
         self._parked[entry] = None
 
-    def free(self, entry: Entry) -> None:
+    def free(self, entry: WantedOutput) -> None:
         """It needs no memory, or none any more. Idempotent."""
         self._parked.pop(entry, None)
         if entry in self._taken:
             del self._taken[entry]
             self.held_bytes -= entry.nbytes
 
-    def share_out(self) -> tuple[list[Entry], list[Entry]]:
+    def share_out(self) -> tuple[list[WantedOutput], list[WantedOutput]]:
         """Those who have memory from now on, and those who are to give up. To be asked whenever
         one asks, frees, settles, or loses an owner."""
-        granted: list[Entry] = []
-        refused: list[Entry] = []
+        granted: list[WantedOutput] = []
+        refused: list[WantedOutput] = []
         for entry in self._parked:
             if entry.nbytes > self._nbytes_max:
                 refused.append(entry)
@@ -184,7 +183,7 @@ class Room:
             refused += self._unpark(self._in_vain())
         return granted, refused
 
-    def _in_vain(self) -> list[Entry]:
+    def _in_vain(self) -> list[WantedOutput]:
         """Those of one request, if all memory is of requests that wait for more themselves: it goes
         on without them, and what it holds comes back."""
         waiting = set[str]().union(*(entry.owners for entry in self._parked))
@@ -195,13 +194,10 @@ class Room:
         owner = min(first.owners)
         return [entry for entry in self._parked if owner in entry.owners]
 
-    def _unpark(self, entries: list[Entry]) -> list[Entry]:
+    def _unpark(self, entries: list[WantedOutput]) -> list[WantedOutput]:
         for entry in entries:
             del self._parked[entry]
         return entries
-
-
-_JOIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,26 +237,19 @@ class EncoderFetcher:
         self._clock = clock
         self._trouble = Trouble(logger, "encoder outputs")
         self._changed = Condition()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._entries: dict[_Key, Entry] = {}
-        self._room = Room(limits.held_bytes_max)
-        self._begun: dict[int, float] = {}
-        """When each thread that works took its job."""
-        self._closed = False
-        self._threads = [
-            Thread(target=self._work, name=f"objkv-encoder-{i}", daemon=True)
-            for i in range(limits.threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._entries: dict[_Key, WantedOutput] = {}
+        self._room = OutputMemory(limits.held_bytes_max)
+        self._pool: Pool[Callable[[], None]] = Pool(
+            "objkv-encoder", limits.threads, _run, failed=self._failed, clock=clock
+        )
 
-    def want(self, owner: str, outputs: Iterable[Output]) -> None:
+    def want(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
         """Bring these in for ``owner``, unless they are on their way, or known already."""
         fresh = []
         with self._changed:
             for output in outputs:
                 if (entry := self._entries.get(_key(output))) is None:
-                    entry = Entry(output, self.deadline())
+                    entry = WantedOutput(output, self.deadline())
                     self._entries[_key(output)] = entry
                     fresh.append(entry)
                 entry.owners.add(owner)
@@ -268,16 +257,15 @@ class EncoderFetcher:
                 return
             waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
             room = self._limits.queue_max - (waiting - len(fresh))
-            if self._closed or self._is_stuck():
+            if self._pool.is_closed or self._is_stuck():
                 room = 0
             queued, refused = fresh[: max(room, 0)], fresh[max(room, 0) :]
             for entry in refused:
                 entry.state = State.ABSENT
                 self._recorder.count("load_refused")
-            self._jobs.extend(partial(self._bring, entry) for entry in queued)
-            self._changed.notify(len(queued))
+            self._pool.put(partial(self._bring, entry) for entry in queued)
 
-    def state(self, output: Output) -> State:
+    def state(self, output: EncoderOutput) -> State:
         """What is known of an output that was wanted; for one that is late nobody waits on."""
         entry = self._entries.get(_key(output))
         if entry is None:
@@ -287,14 +275,14 @@ class EncoderFetcher:
             self._recorder.count("load_deadlines")
         return entry.state
 
-    def take(self, output: Output) -> Pages:
+    def take(self, output: EncoderOutput) -> Pages:
         """The bytes of an output that is held, which the caller owns now; it is forgotten here."""
         pages = self._entries[_key(output)].pages
         assert pages is not None
         self._forget(output)
         return pages
 
-    def drop(self, owner: str, output: Output) -> None:
+    def drop(self, owner: str, output: EncoderOutput) -> None:
         """``owner`` does not want it any more. If nobody does, what is under way ends by itself and
         is thrown away."""
         if (entry := self._entries.get(_key(output))) is not None:
@@ -314,12 +302,7 @@ class EncoderFetcher:
             except StoreError:
                 self._recorder.count("background_errors")
 
-        with self._changed:
-            if self._closed or len(self._jobs) >= self._limits.queue_max:
-                return False
-            self._jobs.append(run)
-            self._changed.notify()
-            return True
+        return self._pool.waiting < self._limits.queue_max and self._pool.put((run,))
 
     def deadline(self) -> float:
         """Until when, on this clock, what is asked now is worth waiting for."""
@@ -337,13 +320,7 @@ class EncoderFetcher:
 
     def close(self) -> None:
         """End the threads; one whose store does not answer is left to end by itself."""
-        with self._changed:
-            self._closed = True
-            self._jobs.clear()
-            self._changed.notify_all()
-        end = monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
+        self._pool.close()
 
     @property
     def held_bytes(self) -> int:
@@ -355,37 +332,22 @@ class EncoderFetcher:
         limit = self._limits.held_bytes_max >> 20
         return f"<EncoderFetcher {held} held, {self.held_bytes >> 20}/{limit} MiB>"
 
-    def _forget(self, output: Output) -> None:
+    def _forget(self, output: EncoderOutput) -> None:
         with self._changed:
             entry = self._entries.pop(_key(output))
             entry.wanted = False
             self._give_back(entry)
 
     def _is_stuck(self) -> bool:
-        """Whether no thread has come back in time: whoever waits now would wait in vain."""
-        since = self._clock() - self._limits.deadline_s
-        late = sum(begun <= since for begun in self._begun.values())
-        return late >= len(self._threads)
+        """Whether every thread has been at one job for longer than an output may take: waiting for
+        any of them would be in vain."""
+        return self._pool.hanging(self._limits.deadline_s) >= self._limits.threads
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                job = self._jobs.popleft()
-                self._begun[get_ident()] = self._clock()
-            try:
-                job()
-            except Exception:  # a dead thread would make every later output late
-                self._recorder.count("load_errors")
-                logger.exception("job failed unexpectedly")
-            finally:
-                with self._changed:
-                    del self._begun[get_ident()]
+    def _failed(self, _job: Callable[[], None], error: Exception) -> None:
+        self._recorder.count("load_errors")
+        logger.error("job failed unexpectedly", exc_info=error)
 
-    def _bring(self, entry: Entry) -> None:
+    def _bring(self, entry: WantedOutput) -> None:
         """Find one output and queue for its memory, or find out that it is not there.
 
         Each is looked up by itself: a folder that is its own index ends an answer at the first of
@@ -410,7 +372,7 @@ class EncoderFetcher:
                 self._room.ask(entry, nbytes)
                 self._share_out()
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: WantedOutput) -> None:
         """Get one output for which there is memory."""
         with self._changed:
             shards = entry.shards
@@ -431,7 +393,7 @@ class EncoderFetcher:
         if pages is not None:
             self._touch(entry.output)
 
-    def _find(self, entry: Entry) -> Shards | None:
+    def _find(self, entry: WantedOutput) -> Shards | None:
         """What the index knows; None too if nobody waits any more."""
         if not entry.wanted or entry.state is not State.WAITING:
             return None
@@ -439,14 +401,14 @@ class EncoderFetcher:
         (found,) = self._index.find(output.namespace, [output.item_hash], [ENCODER_FIELD])
         return found or None
 
-    def _touch(self, output: Output) -> None:
+    def _touch(self, output: EncoderOutput) -> None:
         """A hit renews the record's life. Nobody waits for this any more."""
         try:
             self._index.touch(output.namespace, [output.item_hash], ttl_s=self._limits.ttl_s)
         except StoreError:
             self._recorder.count("background_errors")
 
-    def _settle(self, entry: Entry, state: State, pages: Pages | None = None) -> None:
+    def _settle(self, entry: WantedOutput, state: State, pages: Pages | None = None) -> None:
         """The end of the wait for ``entry``; the first end counts."""
         with self._changed:
             if entry.state is State.WAITING and entry.wanted:
@@ -455,7 +417,7 @@ class EncoderFetcher:
             self._give_back(entry)
             self._changed.notify_all()
 
-    def _give_back(self, entry: Entry) -> None:
+    def _give_back(self, entry: WantedOutput) -> None:
         """Count its memory as free, unless a thread still writes there or somebody may use it."""
         if not entry.busy and (entry.state is not State.HELD or not entry.wanted):
             self._room.free(entry)
@@ -467,11 +429,14 @@ class EncoderFetcher:
         for entry in refused:
             entry.state = State.UNREAD
             self._recorder.count("load_refused")
-        if not self._closed:
-            self._jobs.extendleft(partial(self._load, entry) for entry in reversed(granted))
+        self._pool.put((partial(self._load, entry) for entry in granted), first=True)
         if granted or refused:
             self._changed.notify_all()
 
 
-def _key(output: Output) -> _Key:
+def _run(job: Callable[[], None]) -> None:
+    job()
+
+
+def _key(output: EncoderOutput) -> _Key:
     return output.namespace, output.item_hash

@@ -32,7 +32,7 @@ Pages = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class EncoderOutput:
     """What one item's output must be, and what it is called."""
 
     namespace: str
@@ -59,7 +59,7 @@ class ItemLoad:
     """One output that workers put into vLLM's encoder cache."""
 
     identifier: str
-    output: Output
+    output: EncoderOutput
     pages: Pages
     """``[output.layer.nbytes]`` uint8, C-contiguous, verified; never changed."""
 
@@ -124,12 +124,12 @@ class Item:
     """Rows of its output."""
     end: int
     """Tokens up to the end of its last place in the prompt."""
-    output: Output | None
+    output: EncoderOutput | None
     """What it must be to be loaded; None if it cannot be."""
 
 
 @dataclass(slots=True)
-class Tracked:
+class TrackedMedia:
     """One request with media. ``request`` is vLLM's own, read and never changed."""
 
     request: "Request"
@@ -152,16 +152,16 @@ class ItemTracker:
         self._form = form
         self._adapters = adapters
         self._recorder = recorder
-        self._tracked: dict[str, Tracked] = {}
+        self._tracked: dict[str, TrackedMedia] = {}
 
-    def get(self, request_id: str) -> Tracked | None:
+    def get(self, request_id: str) -> TrackedMedia | None:
         """What is known of a request that has not ended."""
         return self._tracked.get(request_id)
 
-    def add(self, request: "Request", namespace: str, deadline: float) -> Tracked:
+    def add(self, request: "Request", namespace: str, deadline: float) -> TrackedMedia:
         """Start to follow a request."""
         places = (feature.mm_position for feature in request.mm_features)
-        tracked = Tracked(
+        tracked = TrackedMedia(
             request, namespace, deadline, max((p.offset + p.length for p in places), default=0)
         )
         self._tracked[request.request_id] = tracked
@@ -170,7 +170,7 @@ class ItemTracker:
             self._leave_alone(tracked)
         return tracked
 
-    def name(self, tracked: Tracked) -> bool:
+    def name(self, tracked: TrackedMedia) -> bool:
         """Whether the request's items have names now, or never will."""
         if tracked.named:
             return True
@@ -195,7 +195,7 @@ class ItemTracker:
         tracked.named = True
         return True
 
-    def end(self, request_id: str) -> Tracked | None:
+    def end(self, request_id: str) -> TrackedMedia | None:
         """Stop following a request."""
         self._adapters.ended(request_id)
         return self._tracked.pop(request_id, None)
@@ -209,10 +209,10 @@ class ItemTracker:
             self._leave_alone(tracked)
             yield request_id, items
 
-    def _leave_alone(self, tracked: Tracked) -> None:
+    def _leave_alone(self, tracked: TrackedMedia) -> None:
         tracked.items, tracked.named, tracked.end = {}, True, 0
 
-    def _item(self, tracked: Tracked, index: int, lora: bytes | None) -> Item:
+    def _item(self, tracked: TrackedMedia, index: int, lora: bytes | None) -> Item:
         request = tracked.request
         feature = request.mm_features[index]
         name = encoder_hash(
@@ -221,7 +221,7 @@ class ItemTracker:
         embeds = request.get_num_encoder_embeds(index)
         output, width = None, self._form.width(feature.modality)
         if width is not None and embeds > 0:
-            output = Output(tracked.namespace, name, embeds, width, self._form.dtype)
+            output = EncoderOutput(tracked.namespace, name, embeds, width, self._form.dtype)
             if output.layer.nbytes > self._form.item_bytes_max:
                 self._recorder.count("load_oversized")
                 output = None

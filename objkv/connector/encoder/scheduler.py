@@ -20,10 +20,10 @@ from objkv.connector.encoder.items import (
     ItemSave,
     ItemTracker,
     OutputForm,
-    Tracked,
+    TrackedMedia,
 )
 from objkv.connector.guard import guarded
-from objkv.connector.kv.namespace import Home
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.model.adapters import Adapters
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
@@ -73,23 +73,23 @@ class EncoderSchedulerSide:
         # Where adapters do not change what is seen, none is read.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
         self._items = ItemTracker(form, self.adapters, recorder)
-        self._asking: Tracked | None = None
+        self._asking: TrackedMedia | None = None
         """The request that vLLM is looking at: it names items without saying whose they are."""
         self._promised: dict[tuple[str, str], Item] = {}
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
         self._local: dict[str, None] = {}
         """Identifiers in vLLM's own encoder cache, as far as is known; the oldest first."""
-        self._home = Home(identity, bulk, fetcher.submit, writes=roles.saves)
-        self._home.announce()
+        self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
+        self._namespace.announce()
         logger.info(
-            "objkv encoder cache ready model=%s namespace=%s", identity.model, self._home.namespace
+            "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
         )
 
     @property
     def namespace(self) -> str:
         """The current namespace; it changes with ``reset``."""
-        return self._home.namespace
+        return self._namespace.name
 
     def is_ready(self, request: "Request", computed: int) -> bool:
         """Whether all stored outputs that the request still needs are held, or given up.
@@ -178,11 +178,11 @@ class EncoderSchedulerSide:
     @property
     def open(self) -> bool:
         """Whether it loads and saves."""
-        return self._home.open
+        return self._namespace.open
 
     def reset(self, *, clean: bool = True) -> bool:
-        """Use nothing that was stored so far; see ``Home``. Requests under way neither load nor
-        save any more.
+        """Use nothing that was stored so far; see ``ReplicaNamespace``. Requests under way neither
+        load nor save any more.
 
         ``clean`` does not matter: outputs are saved when they are encoded, and what vLLM itself
         holds is not saved again, nor asked for.
@@ -190,7 +190,7 @@ class EncoderSchedulerSide:
         for request_id, items in self._items.distrust():
             self._drop(request_id, items)
         self._promised.clear()
-        return self._home.renew(clean=True)
+        return self._namespace.renew(clean=True)
 
     def outputs_dropped(self) -> bool:
         """vLLM dropped all of its own outputs, as it does when weights changed: ``reset``, and
@@ -208,10 +208,10 @@ class EncoderSchedulerSide:
         """Stop the background threads."""
         self._fetcher.close()
 
-    def _track(self, request: "Request") -> Tracked:
+    def _track(self, request: "Request") -> TrackedMedia:
         tracked = self._items.get(request.request_id)
         if tracked is None:
-            self._home.announce()
+            self._namespace.announce()
             tracked = self._items.add(request, self.namespace, self._fetcher.deadline())
         return tracked
 

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from objkv.cache.chunks import ChunkCache, SaveOutcome
-from objkv.codec.payload import Provenance, encode, open_payload
-from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemLoad, Output
-from objkv.errors import LeftAlone
+from objkv.cache.chunks import ChunkCache
+from objkv.codec.payload import Claim, Header, Provenance, encode, open_payload
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
 from objkv.telemetry import MemoryRecorder, Recorder
-from objkv.transfer.background import SaveCrew
+from objkv.transfer.background import SavePool
 from objkv.transfer.paging import DTYPE_NAMES
 
 # Saves encoder outputs in the background: what the forward thread does is to remember a tensor.
@@ -51,16 +50,36 @@ class EncoderSaveLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Save:
-    output: Output
+class SavedOutput:
+    """An encoder output that is kept alive until it is saved."""
+
+    output: EncoderOutput
+    claim: Claim
     tensor: torch.Tensor
     encoded: Any
     """CUDA event after which the tensor holds the output; None on the host."""
     deadline: float
+    saver: "EncoderSaver"
 
-    @property
-    def path(self) -> str:
-        return self.output.claim.key.path()
+    def encode(self) -> tuple[memoryview, Header]:
+        """See ``Save``."""
+        return self.saver.encode(self)
+
+    def release(self) -> None:
+        """See ``Save``."""
+        self.saver.release(self.output)
+
+    def pages(self) -> memoryview:
+        """The output's bytes in host memory, contiguous."""
+        tensor = self.tensor
+        if self.encoded is not None:
+            # On a stream of its own: computing neither waits for this copy nor is waited for.
+            stream = torch.cuda.Stream(tensor.device)
+            stream.wait_event(self.encoded)
+            with torch.cuda.stream(stream):
+                tensor = tensor.cpu()
+        flat: memoryview = tensor.contiguous().view(torch.uint8).view(-1).numpy().data
+        return flat
 
 
 class EncoderSaver:
@@ -80,113 +99,81 @@ class EncoderSaver:
         self._clock = clock
         self._lock = Lock()
         self._held_bytes = 0
-        self._crew = SaveCrew("encoder saves", _THREADS, self._save, recorder, clock=clock)
+        self._pool: SavePool[SavedOutput] = SavePool(
+            "encoder saves", _THREADS, cache, recorder, late=self._count_drop, clock=clock
+        )
 
-    def submit(self, output: Output, tensor: torch.Tensor, *, replaces: bool = False) -> None:
-        """Save ``tensor``, ``[embeds, width]``, which nobody writes any more. Never waits."""
-        nbytes, limits = output.layer.nbytes, self._limits
+    def submit(
+        self, output: EncoderOutput, tensor: torch.Tensor, *, replaces: bool = False
+    ) -> None:
+        """Save ``tensor``, ``[embeds, width]``, which is never written again. Never waits."""
+        claim, nbytes, limits = output.claim, output.layer.nbytes, self._limits
         if nbytes > limits.item_bytes_max:
             self._recorder.count("save_unsupported")
             return
         if replaces:  # so that it is put over the payload that was found corrupt
-            self._cache.reject(output.claim.key, {}, corrupt=True)
+            self._cache.reject(claim.key, {}, corrupt=True)
         if not replaces and not self._cache.has_room():
             self._recorder.count("save_over_quota")
             return
-        if not self._cache.begin_save(output.claim.key):
+        if not self._cache.begin_save(claim.key):
             self._recorder.count("save_repeats")
             return
         event = None
         if tensor.is_cuda:
             event = torch.cuda.Event()
             event.record()
-        save = _Save(output, tensor, event, self._clock() + limits.deadline_s)
+        deadline = self._clock() + limits.deadline_s
+        save = SavedOutput(output, claim, tensor, event, deadline, self)
         with self._lock:
             self._held_bytes += nbytes
             fits = self._held_bytes <= limits.held_bytes_max
-        if not (fits and self._crew.waiting < limits.queue_max and self._crew.put((save,))):
-            self._drop(save)
+        if not (fits and self._pool.waiting < limits.queue_max and self._pool.put((save,))):
+            self._drop_all((save,))
 
-    def drain(self, deadline_s: float) -> bool:
-        """Wait until all saves are through, at most so long; True if they are."""
-        return self._crew.drain(deadline_s)
+    def drain(self, seconds: float) -> bool:
+        """Wait until all saves are through, at most ``seconds``; True if they are."""
+        return self._pool.drain(seconds)
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop; what is left is dropped."""
-        self._crew.close(drain_s, self._drop_all)
+        self._pool.close(drain_s, self._drop_all)
         self._cache.close(0.0)
 
-    def __repr__(self) -> str:
-        return f"<EncoderSaver {self._crew}>"
+    def encode(self, save: SavedOutput) -> tuple[memoryview, Header]:
+        """The payload of an output, on a thread of the pool."""
+        claim, layers, seal = save.claim, (save.output.layer,), self._cache.seal
+        provenance = Provenance(
+            token_digest=hashlib.sha256(claim.key.prefix_hash).hexdigest(),
+            writer=self._limits.writer,
+            created_s=int(time()),
+        )
+        payload = encode(
+            claim,
+            layers,
+            [save.pages()],
+            codec=self._limits.codec,
+            provenance=provenance,
+            seal=seal,
+        )
+        return payload, open_payload(payload, claim, layers, seal=seal)
 
-    def _drop_all(self, saves: Iterable[_Save]) -> None:
-        for save in saves:
-            self._drop(save)
-
-    def _drop(self, save: _Save) -> None:
-        self._recorder.count("save_drops")
-        self._release(save)
-
-    def _release(self, save: _Save) -> None:
-        self._cache.end_save(save.output.claim.key)
+    def release(self, output: EncoderOutput) -> None:
+        """An output is held no longer."""
         with self._lock:
-            self._held_bytes -= save.output.layer.nbytes
+            self._held_bytes -= output.layer.nbytes
 
-    def _save(self, save: _Save) -> None:
-        try:
-            self._store(save)
-        finally:
-            self._release(save)
+    def __repr__(self) -> str:
+        return f"<EncoderSaver {self._pool}>"
 
-    def _store(self, save: _Save) -> None:
-        claim, key = save.output.claim, save.output.claim.key
-        if self._clock() >= save.deadline:
-            self._recorder.count("save_drops")
-            return
-        if self._crew.is_shedding:
-            raise LeftAlone("saves give way")
-        if not self._cache.take_lease(key):
-            self._recorder.count("save_leased_elsewhere")
-            return
-        started = self._clock()
-        try:
-            layers = (save.output.layer,)
-            payload = encode(
-                claim,
-                layers,
-                [_bytes_of(save)],
-                codec=self._limits.codec,
-                provenance=Provenance(
-                    token_digest=hashlib.sha256(key.prefix_hash).hexdigest(),
-                    writer=self._limits.writer,
-                    created_s=int(time()),
-                ),
-                seal=self._cache.seal,
-            )
-            outcome = self._cache.save(
-                claim, payload, open_payload(payload, claim, layers, seal=self._cache.seal)
-            )
-        finally:
-            self._cache.release_lease(key)
-        self._recorder.observe("save_seconds", self._clock() - started)
-        if outcome is SaveOutcome.SAVED:
-            self._recorder.count("saves")
-            self._recorder.count("save_bytes", len(payload))
-        else:
-            self._recorder.count("save_existed")
+    def _drop_all(self, saves: Iterable[SavedOutput]) -> None:
+        for save in saves:
+            self._count_drop(save)
+            save.release()
+            self._cache.end_save(save.claim.key)
 
-
-def _bytes_of(save: _Save) -> memoryview:
-    """The output's bytes in host memory, contiguous."""
-    tensor = save.tensor
-    if save.encoded is not None:
-        # On a stream of its own: computing neither waits for this copy nor is waited for further.
-        stream = torch.cuda.Stream(tensor.device)
-        stream.wait_event(save.encoded)
-        with torch.cuda.stream(stream):
-            tensor = tensor.cpu()
-    flat: memoryview = tensor.contiguous().view(torch.uint8).view(-1).numpy().data
-    return flat
+    def _count_drop(self, _save: SavedOutput) -> None:
+        self._recorder.count("save_drops")
 
 
 logger = logging.getLogger(__name__)
@@ -234,7 +221,7 @@ class EncoderWorkerSide:
             self._recorder.count("save_unsupported")
             return
         rows, width = encoded.shape
-        output = Output(plan.namespace, save.item_hash, rows, width, self._dtype)
+        output = EncoderOutput(plan.namespace, save.item_hash, rows, width, self._dtype)
         self._saver.submit(output, encoded, replaces=save.replaces)
 
     def take_report(self) -> EncoderReport | None:

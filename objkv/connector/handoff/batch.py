@@ -165,7 +165,7 @@ _BESIDE_TOKENS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class HandoffPrompt:
     """One prompt: tokens ``[start, end)`` of the batch."""
 
     tokens: tuple[int, ...]
@@ -176,15 +176,15 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class HandoffBatch:
     """The prompts of one step."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[HandoffPrompt, ...]
     whole: bool
     """Whether there is nothing but these prompts: only then can their states be all of it."""
 
 
-def read_batch(model_input: ModelInput) -> Batch:
+def read_batch(model_input: ModelInput) -> HandoffBatch:
     """The prompts that this step computes from their first token to their last.
 
     Waits for the device: token ids are named by the host. Raises ``LeftAloneError`` for a batch
@@ -192,7 +192,7 @@ def read_batch(model_input: ModelInput) -> Batch:
     """
     attention, ids = model_input.attn_metadata, model_input.input_tokens
     if attention is None or ids is None or attention.num_prefill_tokens <= 0:
-        return Batch((), whole=False)
+        return HandoffBatch((), whole=False)
     for name in _BESIDE_TOKENS:
         value = getattr(model_input, name, None)
         if value is not None and (isinstance(value, torch.Tensor) or len(value)):
@@ -209,10 +209,10 @@ def read_batch(model_input: ModelInput) -> Batch:
     if len(ids) < total or len(slots) < total:
         raise LeftAloneError(f"{total} tokens of prompts in {len(ids)} ids, {len(slots)} slots")
     prompts = _prompts(ids[:total], slots[:total], lengths)
-    return Batch(tuple(prompts), whole=len(ids) == total)
+    return HandoffBatch(tuple(prompts), whole=len(ids) == total)
 
 
-def _prompts(ids: torch.Tensor, slots: torch.Tensor, lengths: list[int]) -> Iterator[Prompt]:
+def _prompts(ids: torch.Tensor, slots: torch.Tensor, lengths: list[int]) -> Iterator[HandoffPrompt]:
     known = ids.tolist()
     if min(known) < 0 or max(known) >= _IDS_END:
         raise LeftAloneError("prompts with places that are no tokens are not handed over")
@@ -221,5 +221,5 @@ def _prompts(ids: torch.Tensor, slots: torch.Tensor, lengths: list[int]) -> Iter
     start = 0
     for length in lengths:
         end = start + length
-        yield Prompt(tuple(known[start:end]), start, end, slots[start:end])
+        yield HandoffPrompt(tuple(known[start:end]), start, end, slots[start:end])
         start = end

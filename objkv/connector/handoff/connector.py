@@ -20,36 +20,34 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from objkv.assembly.backends import check_backends, open_backends
-from objkv.assembly.seal import open_seal
-from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import LayerSpec, Provenance, header_room
-from objkv.config import Config, load_config
+from objkv.config import load_config
 from objkv.connector.guard import guarded
 from objkv.connector.handoff.batch import (
     HandoffConfig,
+    HandoffPrompt,
     LeftAloneError,
     ModelConfig,
     ModelExecutable,
     ModelInput,
-    Prompt,
     States,
     read_batch,
 )
 from objkv.connector.handoff.keys import handoff_claim, read_handoff_identity
 from objkv.connector.handoff.payload import SlotCaches, SlotShape, StateForm, state_form
 from objkv.connector.handoff.store import HandoffStore
+from objkv.connector.wiring import open_cache, open_checked_backends
 from objkv.errors import ConfigError, ObjkvError, TransferError
-from objkv.keys.identity import GroupIdentity
+from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import token_digest
 from objkv.keys.topology import RankShard, rank_shard
 from objkv.telemetry import NullRecorder, Recorder, Trouble
 
-# What one rank of a V0 engine holds of the model, and what it computes with it.
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class HandoffStage:
     """One step's caches and the form of its output, on this rank."""
 
     rank: RankShard
@@ -60,7 +58,7 @@ class Stage:
         """What a payload of so many tokens must hold: KV layer by layer, then states."""
         return [*self.caches.layers(tokens), *self.form.layers(tokens)]
 
-    def rows(self, prompt: Prompt, given: States) -> Iterator[torch.Tensor]:
+    def rows(self, prompt: HandoffPrompt, given: States) -> Iterator[torch.Tensor]:
         """Of each of ``layers`` what the device has; a layer at a time, so that only one of them is
         in the device's memory twice. Raises ``LeftAloneError`` for states of another form."""
         states = self.form.rows(given, prompt.start, prompt.end)  # refused before KV is read
@@ -69,7 +67,7 @@ class Stage:
         yield from states
 
 
-class Stages:
+class HandoffStages:
     """Makes the stage of each step: V0 says with every call which layers and caches it has."""
 
     def __init__(self, model: ModelConfig, group: GroupIdentity, rank: int, tp_size: int) -> None:
@@ -86,7 +84,7 @@ class Stages:
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
 
-    def open(self, executable: ModelExecutable, kv_caches: Sequence[torch.Tensor]) -> Stage:
+    def open(self, executable: ModelExecutable, kv_caches: Sequence[torch.Tensor]) -> HandoffStage:
         """Raises ``LeftAloneError`` for layers, caches or states that objkv does not know."""
         first, end, total = (
             executable.model.start_layer,
@@ -103,21 +101,16 @@ class Stages:
             hidden=self._model.get_hidden_size(),
             dtype=self._model.dtype,
         )
-        return Stage(replace(self._rank, shard=shard), SlotCaches(shape, kv_caches), form)
-
-
-# One answer of many ranks: yes only where each of them says yes.
-#
-# Ranks of one tensor-parallel group compute together, so that one that left the forward pass out
-# while another did not would leave that other waiting for ever. Of V1 engines vLLM asks this
-# itself: ``KVOutputAggregator`` counts what the workers tell, and objkv's workers all tell
-# everything.
-
-logger = logging.getLogger(__name__)
+        return HandoffStage(replace(self._rank, shard=shard), SlotCaches(shape, kv_caches), form)
 
 
 class Agreement(Protocol):
-    """Asks the ranks that compute together. All of them must ask, equally often."""
+    """One answer of the ranks that compute together: yes only if each says yes. All of them must
+    call it, equally often.
+
+    A rank that left the forward pass out while another did not would leave that other waiting for
+    ever. V1 engines do this themselves: ``KVOutputAggregator`` counts the workers' reports.
+    """
 
     def __call__(self, mine: bool) -> bool:
         """Whether all say yes. Waits for the others, within a bound; never raises."""
@@ -185,6 +178,15 @@ _BACKGROUND_S = 1.0
 """How long ``close`` waits for what nobody needs: a copy to the hot store."""
 
 
+def _log_ready(identity: Identity, rank: int) -> None:
+    logger.info(
+        "objkv hand-off ready model=%s namespace=%s rank=%d",
+        identity.model,
+        identity.namespace(),
+        rank,
+    )
+
+
 class HandoffConnector:
     """vLLM's V0 ``KVConnectorBase``, by shape. All methods are called by the forward thread.
 
@@ -211,41 +213,25 @@ class HandoffConnector:
         """
         self._config = load_config(config.kv_transfer_config.kv_connector_extra_config)
         self._recorder = recorder or NullRecorder()
-        self._identity = read_handoff_identity(config, self._config)
-        self._namespace = self._identity.namespace()
+        identity = read_handoff_identity(config, self._config)
+        self._namespace = identity.namespace()
         tp_size = config.parallel_config.tensor_parallel_size
-        self._stages = Stages(config.model_config, self._identity.groups[0], rank, tp_size)
+        self._stages = HandoffStages(config.model_config, identity.groups[0], rank, tp_size)
         self._writer = f"{socket.gethostname()}:{os.getpid()}:{local_rank}"
-        self._trouble = Trouble(logger, "hand-offs")
-        self._reasons: set[str] = set()
+        self._trouble, self._reasons = Trouble(logger, "hand-offs"), set[str]()
         self._closed = False
         # Ranks wait for each other as long as one of them may wait for the stores, and then some.
         bound_ms = max(self._config.step_load_deadline_ms, self._config.save_deadline_ms)
         self._agree = agree or open_agreement(rank, tp_size, timeout_s=2 * bound_ms / 1000)
-        self._backends = open_backends(self._config, self._recorder)
-        check_backends(self._backends, self._config)
-        settings = _cache_settings(self._config, self._writer)
-        self._cache = ChunkCache(
-            self._backends.bulk,
-            self._backends.hot,
-            self._backends.index,
-            settings,
-            self._recorder,
-            seal=open_seal(self._config),
+        self._backends = open_checked_backends(self._config, self._recorder)
+        self._cache = open_cache(
+            self._config, self._backends, self._writer, self._recorder, read_once=True
         )
+        codec = "none" if self._config.codec == "auto" else self._config.codec
         self._store = HandoffStore(
-            self._backends,
-            self._cache,
-            self._identity,
-            codec="none" if self._config.codec == "auto" else self._config.codec,
-            recorder=self._recorder,
+            self._backends, self._cache, identity, codec=codec, recorder=self._recorder
         )
-        logger.info(
-            "objkv hand-off ready model=%s namespace=%s rank=%d",
-            self._identity.model,
-            self._namespace,
-            rank,
-        )
+        _log_ready(identity, rank)
 
     def send_kv_caches_and_hidden_states(
         self,
@@ -357,7 +343,9 @@ class HandoffConnector:
         self._trouble.worked()
         return stage.form.join(received, stage.caches.device)
 
-    def _save(self, stage: Stage, prompt: Prompt, given: States, deadline: float) -> None:
+    def _save(
+        self, stage: HandoffStage, prompt: HandoffPrompt, given: States, deadline: float
+    ) -> None:
         claim = handoff_claim(self._namespace, prompt.tokens, stage.rank.shard)
         if not stage.rank.writes(claim.key.prefix_hash):
             return  # another rank holds the same, and saves it
@@ -373,7 +361,9 @@ class HandoffConnector:
         seconds = deadline - monotonic()
         self._store.save(claim, layers, buffer.data, provenance, seconds=seconds)
 
-    def _load(self, stage: Stage, prompt: Prompt, deadline: float) -> list[memoryview] | None:
+    def _load(
+        self, stage: HandoffStage, prompt: HandoffPrompt, deadline: float
+    ) -> list[memoryview] | None:
         """The verified states of a prompt whose KV is in its slots; None where it is not."""
         layers = self._layers(stage, prompt)
         claim = handoff_claim(self._namespace, prompt.tokens, stage.rank.shard)
@@ -385,7 +375,7 @@ class HandoffConnector:
             stage.caches.scatter(layer, prompt.slots, pages[layer])
         return pages[count:]
 
-    def _layers(self, stage: Stage, prompt: Prompt) -> list[LayerSpec]:
+    def _layers(self, stage: HandoffStage, prompt: HandoffPrompt) -> list[LayerSpec]:
         """What the prompt's payload must hold. Raises ``LeftAloneError`` for slots that are not
         there, and for a payload that would take more memory than is allowed."""
         stage.caches.check_slots(prompt.slots)
@@ -415,14 +405,3 @@ class HandoffConnector:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise TransferError("closed")
-
-
-def _cache_settings(config: Config, writer: str) -> CacheSettings:
-    """Nothing is promoted: a prompt is handed over once, as a rule."""
-    return CacheSettings(
-        writer,
-        config.ttl_s,
-        config.lease_ms,
-        config.hot_payload_bytes_max,
-        config.hot_save_bytes_max,
-    )

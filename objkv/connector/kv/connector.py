@@ -5,8 +5,6 @@ layer that the forward pass needs now, and ``shutdown`` for saves in flight, bot
 """
 
 import logging
-import os
-import socket
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from objkv.assembly.backends import check_backends, open_backends
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
 from objkv.connector.guard import guarded, speak_as_vllm
@@ -33,11 +30,12 @@ from objkv.connector.hooks import (
 )
 from objkv.connector.kv.events import open_event_log, watch_saves, with_stored
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.kv.scheduler import SchedulerSide
-from objkv.connector.kv.wiring import Worker, open_scheduler_side, open_worker_side
+from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
+from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
+from objkv.connector.wiring import open_cache, open_checked_backends, writer_name
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
@@ -71,13 +69,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._recorder = MemoryRecorder(sampled=HISTOGRAMS)
-        self._writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
-        backends = open_backends(self._config, self._recorder)
+        backends = open_checked_backends(self._config, self._recorder)
         self._backends, self._published = watch_saves(backends, vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
-        check_backends(self._backends, self._config)
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = open_scheduler_side(
@@ -85,7 +81,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
             log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
             self._scheduler.events = log
-            self._hooks = EngineHooks(self._scheduler, lambda: self._kv_cache_manager)
+            self._hooks = EngineHooks(
+                self._scheduler,
+                lambda: self._kv_cache_manager,
+                patches=self._config.vllm_patches,
+            )
 
     # Worker's side.
 
@@ -94,15 +94,18 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         read."""
         self._kv_caches = kv_caches
         self._open_worker()
-        follow_sleep(self)
+        follow_sleep(self, patches=self._config.vllm_patches)
 
     def _open_worker(self) -> None:
+        writer = writer_name(self)
         self._worker = open_worker_side(
             self._vllm_config,
             self._config,
             self._geometry,
-            self._backends,
-            Worker(self._writer, self._recorder, self._kv_caches),
+            open_cache(self._config, self._backends, writer, self._recorder),
+            writer=writer,
+            recorder=self._recorder,
+            kv_caches=self._kv_caches,
         )
         # An engine that is dropped, or a process that just ends, still drains its saves.
         self._finalizer = weakref.finalize(self, self._worker.close)
@@ -114,9 +117,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         ``follow_sleep``. No request waits for a load then: vLLM sleeps only when none has a block.
         """
         if self._worker is not None:
-            self._asleep = (
-                True  # and closed: it takes no chunk out, and fails all that it is to load
-            )
+            self._asleep = True  # and closed: it takes no chunk out, and fails all its loads
             self._finalizer.detach()
             self._worker.close()
 
@@ -129,15 +130,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        """True: the paged cache is let go before its memory is. vLLM 0.33 asks."""
+        """True: the paged cache is let go before its memory is. Used by vLLM 0.33."""
         return True
 
+    @guarded(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads. See the base class."""
-        self._start_loads()
-
-    @guarded(None)
-    def _start_loads(self) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._plan())
 
@@ -196,12 +194,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         data = self._recorder.drain() | self._recorder.samples()
         return ObjKVStats(data=cast("dict[str, Any]", data)) if data else None
 
+    @guarded(None)
     def shutdown(self) -> None:
         """Drain saves within ``drain_deadline_ms``, stop threads, close connections. Idempotent."""
-        self._shutdown()
-
-    @guarded(None)
-    def _shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -242,7 +237,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take in what the workers told."""
+        """Take in the workers' reports."""
         side, manager = self._side(), self._kv_cache_manager
         failed_requests = side.update(connector_output)
         if manager is not None:
@@ -253,7 +248,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(tuple["KVCacheEvent", ...]())
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
-        """What is stored, where vLLM wants to know; it asks once a step, having its result."""
+        """KV events, where vLLM has them enabled; called once a step, with its result."""
         return self._side().end_step()
 
     def request_finished(

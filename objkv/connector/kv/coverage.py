@@ -1,6 +1,6 @@
 """What of a chunk this replica can be served from, whatever the shapes of who saved it.
 
-Decided on the scheduler alone, for all ranks together: each rank then picks the same shards. Asked
+Decided on the scheduler alone, for all ranks together: each rank then picks the same shards. Called
 for every chunk of every prompt, on the scheduler's thread: what shards there are is added up as
 bits, one for each head of each layer, and nothing is searched.
 """
@@ -22,11 +22,11 @@ _CHOOSABLE_MAX = 64
 """Of more shards of one group all are counted as fetched."""
 
 
-class Reach:
+class Coverage:
     """The scheduler's thread, and threads that look up: what it keeps may be made twice."""
 
     def __init__(self, geometry: Geometry, is_mixed: Callable[[], bool] = lambda: False) -> None:
-        """``is_mixed``: whether shards of other shapes can be among those asked about. Until then
+        """``is_mixed``: whether shards of other shapes can be among those given. Until then
         counting them says enough, and decodes none."""
         self._is_mixed = is_mixed
         groups = range(len(geometry.groups))
@@ -122,11 +122,11 @@ class Reach:
         return tuple(chosen)
 
 
-def any_shape(
+def open_coverage(
     config: Config, geometry: Geometry, index: NearIndex, *, writes: bool
-) -> tuple[ShapesIndex, Reach]:
-    """The index as lookups ask it, and what they make of its answers: each knows of the other."""
-    reach = Reach(geometry, is_mixed=lambda: shapes.mixed)
+) -> tuple[ShapesIndex, Coverage]:
+    """The index that lookups read, and the coverage that judges its answers."""
+    reach = Coverage(geometry, is_mixed=lambda: shapes.mixed)
     shapes = ShapesIndex(
         index,
         geometry.all_fields(),
@@ -142,7 +142,7 @@ def _ranked(
     whole: Shard, fields: Iterable[str], wanted: int
 ) -> Iterator[tuple[int, int, str, int]]:
     """The best first: those that hold nothing but what is wanted, the larger before the smaller;
-    then those with the least beside it."""
+    then those with the least else."""
     for field in fields:
         bits = _bits(whole, _shard(field))
         yield (bits & ~wanted).bit_count(), -bits.bit_count(), field, bits

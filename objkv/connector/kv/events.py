@@ -1,6 +1,6 @@
-"""KV events: what this replica knows to be stored, told to routers in vLLM's words.
+"""KV events: what this replica knows to be stored, reported to routers in vLLM's words.
 
-A chunk is told once all shards of one of its groups are in the index, or when a load of it
+A chunk is reported once all shards of one of its groups are in the index, or when a load of it
 succeeded, as ``BlockStored`` with the hashes that vLLM gives the same blocks on the device; and
 taken back, as ``BlockRemoved``, when it turned out to be gone, or when this replica no longer keeps
 track of it. Both with a medium of their own, so that they say nothing of the device's blocks. None
@@ -24,10 +24,10 @@ from objkv.cache.match import stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport, StoredShard
-from objkv.connector.kv.requests import Tracked
+from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, Usage
-from objkv.index.guarded import WrappedIndex
+from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
@@ -37,18 +37,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# A chunk of one group in the words of vLLM's KV events: its blocks, by vLLM's own hashes.
-#
-# Field by field what vLLM says of the same blocks on the device, but for the medium. Source: vLLM
-# 0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
-# ``v1/core/kv_cache_utils.py``.
-
 MEDIUM = "OBJKV"
 """Of all events: reachable by this replica, in stores that it shares with others."""
 
 
 class BlockEvents:
-    """Makes events. Pure."""
+    """Makes the events of a chunk of one group: its blocks, by vLLM's own hashes. Pure.
+
+    Field by field they are those of the same blocks on the device, but for the medium. Source: vLLM
+    0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
+    ``v1/core/kv_cache_utils.py``.
+    """
 
     def __init__(self, geometry: Geometry, hash_tokens: int) -> None:
         """``hash_tokens``: of one of vLLM's block hashes; blocks of all groups are multiples."""
@@ -56,7 +55,7 @@ class BlockEvents:
         self._hash_tokens = hash_tokens
 
     def stored(self, request: "Request", move: ChunkMove) -> BlockStored | None:
-        """What tells that the chunk's payloads are stored; None where vLLM's hashes of the blocks
+        """Reports that the chunk's payloads are stored; None where vLLM's hashes of the blocks
         in them are not known."""
         identity, unit = self._geometry.groups[move.group], self._hash_tokens
         size, end = identity.block_size, move.token_end
@@ -82,7 +81,7 @@ class BlockEvents:
         )
 
     def removed(self, group: int, hashes: list[Any]) -> BlockRemoved:
-        """What takes blocks of a group back, by the hashes that were told."""
+        """Takes blocks of a group back, by the hashes that were reported."""
         return _made(BlockRemoved, block_hashes=hashes, medium=MEDIUM, group_idx=group)
 
 
@@ -115,27 +114,25 @@ def _made(kind: type[Any], **values: Any) -> Any:
     return kind(**{name: value for name, value in values.items() if name in known})
 
 
-# Which shards a worker announced, for whoever tells routers what is stored.
-#
-# Heard at the index, where a save ends: what was put but could not be announced nobody will find,
-# and what another replica had put before is announced all the same.
-
 _SHARDS_MAX = 65_536
-"""Kept until the next report; more are not told of."""
+"""Kept until the next report; more are not reported."""
 
 
-class PublishedIndex(WrappedIndex):
-    """Keeps which shards this process announced, until ``take``. Safe from many threads."""
+class PublishedIndex(GuardedIndex):
+    """Keeps which shards this process announced, until ``take``. Safe from many threads.
 
-    def __init__(self, inner: PruneIndex) -> None:
+    At the index, where a save ends: a payload that could not be announced is found by no replica,
+    and one that another replica had put before is announced all the same.
+    """
+
+    def __init__(self, inner: WriteIndex) -> None:
         super().__init__(inner)
-        self._place = inner
         self._lock = Lock()
         self._published: set[StoredShard] = set()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """As the inner index; kept only if it worked."""
-        super().publish(chunk, shards, ttl_s=ttl_s)
+        self._inner.publish(chunk, shards, ttl_s=ttl_s)
         names = {(chunk.namespace, chunk.prefix_hash, name) for name in shards}
         with self._lock:
             if len(self._published) < _SHARDS_MAX:
@@ -147,24 +144,12 @@ class PublishedIndex(WrappedIndex):
             published, self._published = self._published, set()
         return published
 
-    def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """As the inner index."""
-        return self._place.pin(namespace, prefix_hash, until_s=until_s, ttl_s=ttl_s)
-
-    def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """As the inner index."""
-        return self._place.drop(namespace, prefix_hash)
-
-    def set_usage(self, usage: Usage) -> None:
-        """As the inner index."""
-        self._place.set_usage(usage)
-
 
 def watch_saves(
     backends: Backends, vllm_config: "VllmConfig"
 ) -> tuple[Backends, PublishedIndex | None]:
-    """The backends, and what hears of all that is announced with them, if vLLM wants events."""
-    if not tells_events(vllm_config):
+    """The backends, and the index that records announcements, if vLLM has KV events enabled."""
+    if not events_enabled(vllm_config):
         return backends, None
     index = PublishedIndex(backends.index)
     return replace(backends, index=index), index
@@ -178,20 +163,20 @@ def with_stored(report: StepReport | None, published: PublishedIndex | None) -> 
     return report
 
 
-def tells_events(vllm_config: "VllmConfig") -> bool:
+def events_enabled(vllm_config: "VllmConfig") -> bool:
     """Whether vLLM has KV events enabled."""
     events = getattr(vllm_config, "kv_events_config", None)
     return events is not None and bool(events.enable_kv_cache_events)
 
 
 _CHUNKS_MAX = 32_768
-"""Told chunks that are kept track of, about 1 KiB each; of more the oldest are taken back."""
+"""Reported chunks that are kept track of, about 1 KiB each; of more the oldest are taken back."""
 _PENDING_MAX = 1_024
 """Chunks being saved, and loads under way, of which each keeps its tokens; of more the oldest are
-not told."""
+not reported."""
 Name = tuple[str, bytes]
 """Namespace and prefix hash of a chunk."""
-Find = Callable[[str], Tracked | None]
+Find = Callable[[str], TrackedRequest | None]
 
 
 @dataclass(slots=True)
@@ -205,8 +190,8 @@ class _Pending:
 
 
 @dataclass(slots=True)
-class _Told:
-    """A chunk that was told."""
+class _Reported:
+    """A chunk that was reported."""
 
     until: float
     hashes: dict[int, list[Any]] = field(default_factory=dict)
@@ -219,7 +204,7 @@ class _Load:
 
     sync: bool
     events: list[tuple[Name, int, BlockStored | None]]
-    """None where nothing new is to be told."""
+    """None where nothing new is to be reported."""
 
 
 class NoEvents:
@@ -229,10 +214,10 @@ class NoEvents:
         """A step's loads and saves, while their requests, which ``find`` finds, are there."""
 
     def update(self, output: "KVConnectorOutput") -> None:
-        """What all workers told of one step."""
+        """All workers' reports of one step."""
 
     def reset(self) -> None:
-        """Nothing that was told is used by this replica any more."""
+        """Nothing that was reported is used by this replica any more."""
 
     def take(self) -> tuple[KVCacheEvent, ...]:
         """Events since the last call, in the order in which they happened."""
@@ -254,7 +239,8 @@ class EventLog(NoEvents):
     ) -> None:
         """
         Args:
-            ttl_s: life of a record; what nobody here saved or loaded for so long is taken back.
+            ttl_s: life of a record; a chunk that this replica neither saved nor loaded meanwhile is
+                taken back.
         """
         self._fields = [geometry.fields(group) for group in range(len(geometry.groups))]
         self._blocks = blocks
@@ -264,7 +250,7 @@ class EventLog(NoEvents):
         self._clock = clock
         self._pending: OrderedDict[Name, _Pending] = OrderedDict()
         self._loads: OrderedDict[str, _Load] = OrderedDict()
-        self._told: OrderedDict[Name, _Told] = OrderedDict()
+        self._reported: OrderedDict[Name, _Reported] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
     @guarded(None)
@@ -306,14 +292,14 @@ class EventLog(NoEvents):
         """See ``NoEvents``."""
         self._pending.clear()
         self._loads.clear()
-        self._take_back(list(self._told))
+        self._take_back(list(self._reported))
 
     @guarded(tuple[KVCacheEvent, ...]())
     def take(self) -> tuple[KVCacheEvent, ...]:
         """See ``NoEvents``."""
         now, overdue = self._clock(), []
-        for name, told in self._told.items():  # renewed ones were moved to the end
-            if told.until > now:
+        for name, known in self._reported.items():  # renewed ones were moved to the end
+            if known.until > now:
                 break
             overdue.append(name)
         self._take_back(overdue)
@@ -321,10 +307,13 @@ class EventLog(NoEvents):
         return events
 
     def __repr__(self) -> str:
-        return f"<EventLog {len(self._told)} chunks told, {len(self._pending)} being saved>"
+        return f"<EventLog {len(self._reported)} chunks reported, {len(self._pending)} being saved>"
 
     def _save_planned(self, request: "Request", name: Name, move: ChunkMove) -> None:
-        if self._is_told(name, move.group) or (event := self._blocks.stored(request, move)) is None:
+        if (
+            self._is_reported(name, move.group)
+            or (event := self._blocks.stored(request, move)) is None
+        ):
             return
         self._pending.setdefault(name, _Pending()).events[move.group] = event
         self._pending.move_to_end(name)
@@ -334,11 +323,11 @@ class EventLog(NoEvents):
         self, request: "Request", namespace: str, move: ChunkMove
     ) -> tuple[Name, int, BlockStored | None]:
         name = namespace, move.prefix_hash
-        known = self._is_told(name, move.group)
+        known = self._is_reported(name, move.group)
         return name, move.group, None if known else self._blocks.stored(request, move)
 
-    def _is_told(self, name: Name, group: int) -> bool:
-        return (told := self._told.get(name)) is not None and group in told.hashes
+    def _is_reported(self, name: Name, group: int) -> bool:
+        return (known := self._reported.get(name)) is not None and group in known.hashes
 
     def _shard_stored(self, name: Name, shard: str) -> None:
         if (pending := self._pending.get(name)) is None:
@@ -347,26 +336,26 @@ class EventLog(NoEvents):
         for group, event in list(pending.events.items()):
             if self._fields[group] <= pending.shards:
                 del pending.events[group]
-                self._tell(name, group, event)
+                self._report(name, group, event)
         if not pending.events:
             del self._pending[name]
 
     def _loaded(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
         for name, group, event in load.events if load is not None else ():
-            self._tell(name, group, event)
+            self._report(name, group, event)
 
-    def _tell(self, name: Name, group: int, event: BlockStored | None) -> None:
-        if event is None and not self._is_told(name, group):
+    def _report(self, name: Name, group: int, event: BlockStored | None) -> None:
+        if event is None and not self._is_reported(name, group):
             return
-        told = self._told.setdefault(name, _Told(0.0))
-        told.until = self._clock() + self._ttl_s
-        self._told.move_to_end(name)
-        if event is not None and group not in told.hashes:
-            told.hashes[group] = event.block_hashes
+        known = self._reported.setdefault(name, _Reported(0.0))
+        known.until = self._clock() + self._ttl_s
+        self._reported.move_to_end(name)
+        if event is not None and group not in known.hashes:
+            known.hashes[group] = event.block_hashes
             self._events.append(event)
-        if (over := len(self._told) - self._chunks_max) > 0:
-            self._take_back(list(self._told)[:over])
+        if (over := len(self._reported) - self._chunks_max) > 0:
+            self._take_back(list(self._reported)[:over])
 
     def _reject(self, names: Iterable[Name]) -> None:
         names = list(names)
@@ -378,8 +367,8 @@ class EventLog(NoEvents):
     def _take_back(self, names: Iterable[Name]) -> None:
         gone: dict[int, list[Any]] = {}
         for name in names:
-            if (told := self._told.pop(name, None)) is not None:
-                for group, hashes in told.hashes.items():
+            if (known := self._reported.pop(name, None)) is not None:
+                for group, hashes in known.hashes.items():
                     gone.setdefault(group, []).extend(hashes)
         for group, hashes in gone.items():
             self._events.append(self._blocks.removed(group, hashes))
@@ -392,7 +381,7 @@ def open_event_log(
     config: Config,
 ) -> NoEvents:
     """A log that keeps nothing unless vLLM has KV events enabled."""
-    if not tells_events(vllm_config):
+    if not events_enabled(vllm_config):
         return NoEvents()
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)
     return EventLog(geometry, BlockEvents(geometry, hash_tokens), ttl_s=config.ttl_s)

@@ -39,7 +39,7 @@ class StepReport(KVConnectorWorkerMetadata):
     loaded: dict[str, LoadTime] = field(default_factory=dict)
     """By request id, loads that succeeded."""
     stored: set[StoredShard] = field(default_factory=set)
-    """Shards that were announced; told only where vLLM has KV events enabled."""
+    """Shards that were announced; reported only where vLLM has KV events enabled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """What went wrong on one worker went wrong; a load took as long as on the slowest."""
@@ -57,5 +57,5 @@ class StepReport(KVConnectorWorkerMetadata):
         )
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether there is nothing to report."""
         return not any((self.dropped, self.rejected, self.failed, self.loaded, self.stored))

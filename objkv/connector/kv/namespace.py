@@ -1,49 +1,66 @@
-"""The namespace that this replica lives in: its identity document, stored once, and its renewal."""
+"""The namespace that a replica lives in: its identity document, stored once, and its renewal."""
 
 import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, ClassVar, Generic, TypeVar
 
-from objkv.keys.encoder import EncoderIdentity
-from objkv.keys.identity import Identity, identity_path
+from objkv.keys.identity import identity_path
 from objkv.stores.base import WriteStore
 
 logger = logging.getLogger(__name__)
 
+IdentityT = TypeVar("IdentityT", bound=Any)
+"""A frozen dataclass with ``weights_epoch``, ``extra``, ``namespace()`` and ``canonical()``."""
 
-class Home:
-    """Where chunks of new requests belong. The scheduler's thread only, but for storing."""
+
+class ReplicaNamespace(Generic[IdentityT]):
+    """Where chunks of new requests belong. The scheduler's thread only; never waits."""
+
+    closed_warning: ClassVar = (
+        "cache not reset, blocks in use: neither loading nor saving until it is"
+    )
+    """Logged when a renewal leaves it closed."""
 
     def __init__(
         self,
-        identity: Identity | EncoderIdentity,
+        identity: IdentityT,
         bulk: WriteStore,
         submit: Callable[[Callable[[], None]], bool],
         *,
         writes: bool,
     ) -> None:
-        self._identity = identity
+        """``submit`` runs a job in the background, unless there are too many."""
+        self.identity = identity
         self._bulk = bulk
         self._submit = submit
         self._writes = writes
         self._stored: set[str] = set()
         self._storing = False
-        self.namespace = identity.namespace()
         self.open = True
         """False while it is not known which weights the replica's own blocks are from."""
-        self._tell()
+        self.name: str = identity.namespace()
 
     def announce(self) -> None:
-        """Store the identity document in the background, unless it is stored or on its way."""
-        namespace, identity = self.namespace, self._identity
-        if not self._writes or self._storing or namespace in self._stored:
+        """Store the identity document in the background, unless it is stored or on its way.
+
+        A replica that only loads stores none, and may not be allowed to: it logs its document, once
+        for each name, and ``objkv diff`` finds it there.
+        """
+        name = self.name
+        if self._storing or name in self._stored:
+            return
+        document = self.identity.canonical()
+        if not self._writes:
+            self._stored.add(name)
+            logger.info("objkv identity namespace=%s document=%s", name, document.decode())
             return
 
         def put() -> None:
             try:
-                self._bulk.put_if_absent(identity_path(namespace), identity.canonical())
-                self._stored.add(namespace)
+                self._bulk.put_if_absent(identity_path(name), document)
+                self._stored.add(name)
             finally:
                 self._storing = False
 
@@ -64,25 +81,17 @@ class Home:
         """
         self.open = clean
         if not clean:
-            logger.warning("cache not reset, blocks in use: neither loading nor saving until it is")
+            logger.warning(self.closed_warning)
             return False
-        extra = {**dict(self._identity.extra), "reset": secrets.token_hex(8)}
-        epoch = self._identity.weights_epoch + 1
-        self._identity = replace(
-            self._identity, weights_epoch=epoch, extra=tuple(sorted(extra.items()))
+        extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
+        self.identity = replace(
+            self.identity,
+            weights_epoch=self.identity.weights_epoch + 1,
+            extra=tuple(sorted(extra.items())),
         )
-        self.namespace = self._identity.namespace()
-        self._tell()
+        self.name = self.identity.namespace()
         logger.warning(
-            "cache reset, sharing with nobody until weights_epoch is set namespace=%s",
-            self.namespace,
+            "cache reset, sharing with nobody until weights_epoch is set namespace=%s", self.name
         )
         self.announce()
         return True
-
-    def _tell(self) -> None:
-        """Replicas that only load store no document, and may not be allowed to: theirs is in their
-        log, where ``objkv diff`` finds it."""
-        if not self._writes:
-            document = self._identity.canonical().decode()
-            logger.info("objkv identity namespace=%s document=%s", self.namespace, document)

@@ -1,4 +1,5 @@
-"""Moves from block tables: which physical blocks a load fills and a save reads. Pure."""
+"""Moves from block tables: which physical blocks a load fills and a save reads, and which saves a
+step is to make."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from objkv.cache.match import stored_blocks
 from objkv.config import Config
-from objkv.connector.kv.requests import RequestTracker, Tracked
+from objkv.connector.kv.requests import RequestTracker, TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
@@ -15,52 +16,6 @@ from objkv.transfer.plan import ChunkMove, LoadMove, SaveMove, SavePlan
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-
-# Whose blocks may not be saved yet, because a load into them within the step may still fail.
-#
-# Whether it succeeded is known only when that step is over, and those scheduled meanwhile; until
-# then the blocks given out in these steps may hold anything. Of objkv's own loads a worker knows
-# by itself, but not of those of other ranks, and under vLLM's ``MultiConnector`` another
-# connector may load. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``, where blocks loaded
-# within a step are in the prefix cache before they are filled.
-
-
-class Admissions:
-    """Requests by the step in which they were given blocks. The scheduler's thread only."""
-
-    def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
-        self._steps_in_flight = steps_in_flight
-        self._ranks = ranks
-        self._step = 0
-        self._doubtful_until = 0
-        self._admitted: list[Tracked] = []
-
-    def add(self, tracked: Tracked) -> None:
-        """The request was given blocks, for a step that is being scheduled."""
-        # Out of these nothing was saved yet. If it ends while they are being filled, the load alone
-        # keeps them: vLLM does not expect to hear of a save as well.
-        tracked.saved = False
-        self._admitted.append(tracked)
-
-    def next_step(self, output: "SchedulerOutput") -> None:
-        """A step was scheduled, with what was added since the last."""
-        admitted, self._admitted = self._admitted, []
-        self._step += 1
-        doubtful = self._ranks > 1 or any(_filled_by_another(one) for one in admitted)
-        if output.has_sync_kv_loads and doubtful:
-            self._doubtful_until = self._step + self._steps_in_flight
-        if self._step < self._doubtful_until:
-            for tracked in admitted:
-                tracked.doubtful_until = self._doubtful_until
-
-    def trusts(self, tracked: Tracked) -> bool:
-        """Whether what this step leaves in the request's blocks may be saved."""
-        return self._step >= tracked.doubtful_until
-
-
-def _filled_by_another(tracked: Tracked) -> bool:
-    return bool(tracked.request.num_computed_tokens > tracked.accounted)
 
 
 BlockTable = Sequence[Sequence[int]]
@@ -148,7 +103,7 @@ def states_after(
         end: tokens computed when the step is over; None where some of them may be rejected.
         offered: (group, block, tokens) of states that vLLM says are there.
 
-    A table alone does not tell: its blocks are reused, moved and emptied while a request goes on.
+    A table alone is not enough: its blocks are reused, moved and emptied while a request goes on.
     But what a step computes last, its state is in the block of; other blocks only vLLM knows.
     Source: vLLM 0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``,
     ``preprocess_mamba`` in ``v1/worker/mamba_utils.py``.
@@ -211,22 +166,66 @@ def _of_group(shards: Shards, group: int) -> tuple[tuple[str, ShardRecord], ...]
     return tuple((name, shards[name]) for name in shards if name.startswith(prefix))
 
 
-# Which chunks a step completes, and what of them is still to be saved.
-#
-# A chunk is looked at once, in the step that completes it: a window's blocks and a state may be
-# gone by the next. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
-# ``v1/core/sched/output.py``.
+class BlockTrust:
+    """Whose blocks may be saved: not those that a load within the step, which may still fail, is to
+    fill. The scheduler's thread only.
+
+    Whether such a load succeeded is known only when its step is over, and those scheduled
+    meanwhile; until then the blocks given out in these steps may hold anything. A worker knows the
+    fate of its own loads, but not of those of other ranks, and under vLLM's ``MultiConnector``
+    another connector may load. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``, where
+    blocks loaded within a step are in the prefix cache before they are filled.
+    """
+
+    def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
+        self._steps_in_flight = steps_in_flight
+        self._ranks = ranks
+        self._step = 0
+        self._doubtful_until = 0
+        self._admitted: list[TrackedRequest] = []
+
+    def add(self, tracked: TrackedRequest) -> None:
+        """The request was given blocks, for a step that is being scheduled."""
+        # Out of these nothing was saved yet. If it ends while they are being filled, the load alone
+        # keeps them: vLLM does not expect the end of a save as well.
+        tracked.saved = False
+        self._admitted.append(tracked)
+
+    def next_step(self, output: "SchedulerOutput") -> None:
+        """A step was scheduled, with what was added since the last."""
+        admitted, self._admitted = self._admitted, []
+        self._step += 1
+        doubtful = self._ranks > 1 or any(_filled_by_another(one) for one in admitted)
+        if output.has_sync_kv_loads and doubtful:
+            self._doubtful_until = self._step + self._steps_in_flight
+        if self._step < self._doubtful_until:
+            for tracked in admitted:
+                tracked.doubtful_until = self._doubtful_until
+
+    def trusts(self, tracked: TrackedRequest) -> bool:
+        """Whether what this step leaves in the request's blocks may be saved."""
+        return self._step >= tracked.doubtful_until
 
 
-class Saves:
-    """The scheduler's thread only; never waits."""
+def _filled_by_another(tracked: TrackedRequest) -> bool:
+    return bool(tracked.request.num_computed_tokens > tracked.accounted)
+
+
+class SavePlanner:
+    """Which chunks a step completes, and what of them is still to be saved. The scheduler's thread
+    only; never waits.
+
+    A chunk is looked at once, in the step that completes it: a window's blocks and a state may be
+    gone by the next. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
+    ``v1/core/sched/output.py``.
+    """
 
     def __init__(
         self,
         config: Config,
         geometry: Geometry,
         requests: RequestTracker,
-        admissions: Admissions,
+        trust: BlockTrust,
         *,
         loads: bool,
     ) -> None:
@@ -234,11 +233,11 @@ class Saves:
         self._config = config
         self._geometry = geometry
         self._requests = requests
-        self._admissions = admissions
+        self._trust = trust
         self._loads = loads
 
     def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
-        """What this step completes of each request, as far as it is to be saved."""
+        """What is to be saved of the chunks that this step completes, by request."""
         size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
@@ -252,7 +251,7 @@ class Saves:
             # First what holds in nearly every step, of hundreds of requests that generate.
             if computed <= tracked.planned and not tracked.again:
                 continue
-            if not self._admissions.trusts(tracked):
+            if not self._trust.trusts(tracked):
                 continue
             if not self._loads and not tracked.records:
                 self._requests.records(tracked)
@@ -263,7 +262,11 @@ class Saves:
                 yield plan
 
     def _plan(
-        self, output: "SchedulerOutput", tracked: Tracked, chunks: list[int], again: frozenset[int]
+        self,
+        output: "SchedulerOutput",
+        tracked: TrackedRequest,
+        chunks: list[int],
+        again: frozenset[int],
     ) -> SavePlan | None:
         request = tracked.request
         assert tracked.hashes is not None
@@ -279,7 +282,7 @@ class Saves:
             return None
         return SavePlan(request.request_id, tracked.namespace, tuple(moves))
 
-    def _computed(self, output: "SchedulerOutput", tracked: Tracked) -> Computed:
+    def _computed(self, output: "SchedulerOutput", tracked: TrackedRequest) -> Computed:
         request, state = tracked.request, output.kv_connector_block_state
         assert state is not None
         blocks = state.get_block_ids(request.request_id)
@@ -291,7 +294,7 @@ class Saves:
         states = states_after(self._geometry, blocks, end, offered.get(request.request_id, ()))
         return Computed(request.all_token_ids, blocks, states)
 
-    def _stored(self, tracked: Tracked, again: frozenset[int]) -> Callable[[int, int], bool]:
+    def _stored(self, tracked: TrackedRequest, again: frozenset[int]) -> Callable[[int, int], bool]:
         """Of chunks that lack a group, the others may be stored. What was found of ``again`` is not
         believed any more: it was not there, or not right."""
 
@@ -299,6 +302,6 @@ class Saves:
             if chunk in again or chunk >= len(tracked.records):
                 return False
             shards = tracked.records[chunk]
-            return shards is not None and self._requests.reach.is_readable(shards, group)
+            return shards is not None and self._requests.coverage.is_readable(shards, group)
 
         return is_stored

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from objkv.cache.lookup import LookupService, Records
-from objkv.connector.kv.coverage import Reach
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import DigestCache
@@ -24,9 +24,6 @@ from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-# What besides token ids identifies a request's KV, read from vLLM's ``Request``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +78,6 @@ class PromptParts:
         return digests
 
 
-# The prefix hashes of a request, computed on lookup threads: a long prompt takes milliseconds.
-#
-# Source of what never changes in a request: vLLM 0.31-0.33, ``v1/request.py``: its tokens are only
-# appended to, except in resumable sessions, which objkv does not follow.
-
 _PIECE_CHUNKS = 8
 """After which a thread lets others run: 2048 tokens take 65 µs, where the interpreter alone would
 let them wait 5 ms for their turn (2-core x86, 2026-11)."""
@@ -94,9 +86,12 @@ _AT_ONCE_CHUNKS = 4
 
 
 class RequestHashes:
-    """Hashes of the whole chunks of a request's tokens.
+    """Hashes of the whole chunks of a request's tokens, computed on lookup threads: a long prompt
+    takes milliseconds.
 
-    ``ready`` is for the scheduler's thread and takes microseconds; slices are for other threads.
+    Tokens of a request are only appended to, except in resumable sessions, which objkv does not
+    follow. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
+    takes microseconds; slices are for other threads.
     """
 
     def __init__(
@@ -122,7 +117,7 @@ class RequestHashes:
 
     @property
     def chain(self) -> PrefixChain:
-        """What ``ready`` told of can be read from it."""
+        """Holds the hashes that ``ready`` counted."""
         assert self._chain is not None
         return self._chain
 
@@ -190,13 +185,13 @@ step."""
 
 
 @dataclass(slots=True)
-class Tracked:
+class TrackedRequest:
     """One request. ``request`` is vLLM's own, read and never changed."""
 
     request: "Request"
     namespace: str
     deadline: float = inf
-    """Of what is asked in the background before its chunks can be looked up."""
+    """Of what is read in the background before its chunks can be looked up."""
     hashes: RequestHashes | None = None
     """None while its adapter is not known."""
     records: Records = ()
@@ -211,7 +206,7 @@ class Tracked:
     accounted: int = 0
     """Leading tokens known to be in place: computed here before, or loaded by objkv."""
     doubtful_until: int = 0
-    """The step, see ``Admissions``, before which nothing may be saved of it."""
+    """The step, see ``BlockTrust``, before which nothing may be saved of it."""
     saved: bool = False
     """Whether any save was planned."""
     may_load: bool = True
@@ -225,7 +220,7 @@ class Tracked:
         return headers.get("traceparent") if headers else None
 
     def due(self, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each told once."""
+        """Chunks to save now that ``computed`` leading chunks are, each returned once."""
         if computed <= self.planned and not self.again:
             return []
         again = set(sorted(chunk for chunk in self.again if chunk < computed)[:_RETRIES_MAX])
@@ -237,7 +232,7 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What a match came to, kept because the scheduler asks in a hot loop."""
+    """What a match came to, kept because the scheduler matches in a hot loop."""
 
     records: Records
     num_tokens: int
@@ -256,7 +251,7 @@ class RequestTracker:
         lookups: LookupService,
         recorder: Recorder,
         digests: DigestCache | None = None,
-        reach: Reach | None = None,
+        coverage: Coverage | None = None,
     ) -> None:
         """``digests``: of adapters; without it each engine reads them once. ``reach``: where others
         than this replica's own shards are found as well."""
@@ -264,16 +259,16 @@ class RequestTracker:
         self._lookups = lookups
         self._recorder = recorder
         self.adapters = Adapters(lookups.submit, digests)
-        self._tracked: dict[str, Tracked] = {}
-        self.reach = reach or Reach(geometry)
+        self._tracked: dict[str, TrackedRequest] = {}
+        self.coverage = coverage or Coverage(geometry)
         """What of a chunk this replica can be served from."""
 
-    def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> Tracked:
+    def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> TrackedRequest:
         """Start to follow a request, and to look its prompt up.
 
         ``trusted``: whether it is known which weights, and which images, its KV will be of.
         """
-        tracked = Tracked(request, namespace, self._lookups.deadline())
+        tracked = TrackedRequest(request, namespace, self._lookups.deadline())
         self._tracked[request.request_id] = tracked
         if request.resumable or not trusted:
             # Resumable, a session: vLLM takes back a token of its prompt, and adds others and
@@ -291,11 +286,11 @@ class RequestTracker:
         first = islice(self._tracked.values(), _WAITING_MAX)
         return sum(not one.request.num_computed_tokens for one in first)
 
-    def get(self, request_id: str) -> Tracked | None:
+    def get(self, request_id: str) -> TrackedRequest | None:
         """What is known of a request that has not ended."""
         return self._tracked.get(request_id)
 
-    def end(self, request_id: str) -> Tracked | None:
+    def end(self, request_id: str) -> TrackedRequest | None:
         """Stop following a request."""
         self._lookups.forget(request_id)
         self.adapters.ended(request_id)
@@ -314,7 +309,7 @@ class RequestTracker:
             tracked.again.add(chunk)
 
     def reject(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Chunks turned out not to be stored: whoever computes them is to save them."""
+        """Chunks turned out not to be stored: requests that compute them are to save them."""
         rejected = frozenset(prefix_hashes)
         if not rejected:
             return
@@ -325,7 +320,7 @@ class RequestTracker:
                 if any(tracked.records[chunk : chunk + 1]):
                     tracked.again.add(chunk)
 
-    def records(self, tracked: Tracked) -> Records | None:
+    def records(self, tracked: TrackedRequest) -> Records | None:
         """What was found of the request's chunks, or None while it is not known."""
         if not (tracked.may_load or tracked.may_save):
             return ()
@@ -337,25 +332,25 @@ class RequestTracker:
         records = self._lookups.ask(name, tracked.namespace, hashes, trace)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            complete = self.reach.is_complete
+            complete = self.coverage.is_complete
             tracked.stored |= {i for i, r in enumerate(records) if r and complete(r)}
         return records
 
-    def hashing(self, tracked: Tracked) -> bool:
+    def hashing(self, tracked: TrackedRequest) -> bool:
         """Whether the hashes that its saves need are awaited: it may have ended a step later."""
         if tracked.hashes is not None and tracked.hashes.done >= len(tracked.hashes):
             return False
         return self.records(tracked) is None
 
-    def due(self, tracked: Tracked, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each told once; those whose
+    def due(self, tracked: TrackedRequest, computed: int) -> list[int]:
+        """Chunks to save now that ``computed`` leading chunks are, each returned once; those whose
         hashes are still being computed in a later step."""
         hashes = self.hashes(tracked)
         if hashes is None:
             return []
         return tracked.due(hashes.ready(computed, self._lookups.submit))
 
-    def hashes(self, tracked: Tracked) -> RequestHashes | None:
+    def hashes(self, tracked: TrackedRequest) -> RequestHashes | None:
         """The request's hashes, or None while its adapter is not known, or cannot be."""
         if tracked.hashes is not None:
             return tracked.hashes

@@ -1,7 +1,7 @@
-"""What loading and computing take on this replica, told to ``Admission`` in its own words.
+"""What loading and computing take on this replica, as ``AdmissionPolicy`` wants it.
 
 Steps are timed on the scheduler, from plan to result: several may be under way at once, and each
-counts from the end of the one before. Only what says how long prompts take to compute is told:
+counts from the end of the one before. Only steps that show how long prompts take to compute count:
 neither steps in which requests mostly generate, one token each, nor those whose forward pass waited
 for loads. Loads are timed by the workers. Source of the call order:
 vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every step's
@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-from objkv.cache.admission import STEP_TOKENS_MIN, Admission, ChunkSize, LoadTime, Tier
-from objkv.connector.kv.coverage import Reach
+from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Shards
@@ -35,16 +35,16 @@ class _Load:
     slowest: LoadTime | None = None
 
 
-class Pace:
+class Timing:
     """Used by the scheduler's thread only; never waits."""
 
     def __init__(
         self,
-        admission: Admission,
+        admission: AdmissionPolicy,
         geometry: Geometry,
         *,
         steps_in_flight: int,
-        reach: Reach | None = None,
+        coverage: Coverage | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._admission = admission
@@ -54,7 +54,7 @@ class Pace:
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
         self._loads: dict[str, _Load] = {}
-        self._reach = reach or Reach(geometry)
+        self._coverage = coverage or Coverage(geometry)
 
     @property
     def steps(self) -> int:
@@ -81,7 +81,7 @@ class Pace:
         self._ended = now
 
     def reported(self, report: StepReport) -> None:
-        """Workers told how their loads went."""
+        """Workers reported how their loads went."""
         for request_id in report.failed:
             self._loads.pop(request_id, None)
         for request_id, time in report.loaded.items():
@@ -98,7 +98,7 @@ class Pace:
             self._admission.loaded(load.tier, LoadTime(nbytes, time.seconds, time.first_s))
 
     def request_ended(self, request_id: str) -> None:
-        """Nothing more will be heard of its load."""
+        """Its load is reported no more."""
         self._loads.pop(request_id, None)
 
     def admit(
@@ -122,16 +122,16 @@ class Pace:
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
-        nbytes, hot = self._reach.size(shards)
+        nbytes, hot = self._coverage.size(shards)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
-        """The tier that a plan's load tells of, and the share of its bytes that came from there. Of
+        """The tier that a plan's load measures, and the share of its bytes that came from there. Of
         a mixed load that is bulk: the load ends when its last byte is there, and prompts whose head
         is hot may be all that there is."""
         nbytes = {_HOT: 0, _BULK: 0}
         for load in plan.moves:
-            for record in self._reach.fetched(dict(load.records)):
+            for record in self._coverage.fetched(dict(load.records)):
                 nbytes[_HOT if record.hot else _BULK] += record.nbytes
         if not nbytes[_BULK]:
             return _HOT, 1.0

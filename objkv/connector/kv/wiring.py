@@ -1,16 +1,23 @@
 """Makes the scheduler's and the worker's side from vLLM's configuration, settings and backends."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from objkv.assembly.backends import Backends, open_room
-from objkv.assembly.seal import open_seal
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.assembly.backends import Backends
+from objkv.cache.admission import AdmissionPolicy
+from objkv.cache.chunks import ChunkCache
+from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
+from objkv.connector.kv.coverage import open_coverage
+from objkv.connector.kv.namespace import ReplicaNamespace
+from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.timing import Timing
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
@@ -19,50 +26,36 @@ from objkv.connector.model.identity import (
     pipeline_rank,
     read_identity,
     safe_load_mode,
-    tell_of_sudden_end,
     tensor_rank,
+    warn_of_sudden_end,
 )
 from objkv.connector.model.media import read_quantised
+from objkv.connector.model.weights import open_digests
+from objkv.connector.wiring import is_far, may_save
 from objkv.errors import ConfigError
 from objkv.index.near import NearIndex
+from objkv.keys.identity import Identity
+from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
-from objkv.tracing import open_tracing
+from objkv.tracing import NO_TRACING, Tracing, open_tracing
+from objkv.transfer.lanes import open_lane
+from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
+from objkv.transfer.queue import Task
+from objkv.transfer.saver import SaveLimits, Saver
+from objkv.transfer.slabs import SlabPool, WideSlabs
+from objkv.transfer.sources import whole_payload_bytes_max
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-
-# Whether a replica saves: vLLM's role of it wants that, and its rights allow it.
-
-
-def saves(config: Config, *, producer: bool, consumer: bool) -> bool:
-    """Whether this replica stores anything; with the rights of a reader it does not try.
-
-    Args:
-        producer: whether vLLM's configuration has it save (``kv_role``, ``ec_role``).
-        consumer: whether it has it load.
-
-    Raises ``ConfigError`` for a replica that would then do nothing at all.
-    """
-    if config.role != "reader":
-        return producer
-    if producer and not consumer:
-        raise ConfigError(
-            "role is reader, and vLLM's role of this replica is that of a producer, which only "
-            "saves: set role to writer, or let the replica load"
-        )
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """What a worker process has of its own."""
-
-    name: str
-    """Names it in leases and payloads."""
-    recorder: Recorder
-    kv_caches: Mapping[str, torch.Tensor]
-    """vLLM's paged cache, by layer; never freed or resized here."""
+logger = logging.getLogger(__name__)
+_LOOKUP_AGE_MIN_S = 10.0
+"""Steps may take seconds, and a lookup's answer must be good for some of them."""
+_PAGE = 4096
+_WIDE_SHARE = 4
+"""Payloads of other shapes may take as much again as this part of the pinned memory, or one pair of
+slabs if that is more."""
 
 
 def open_scheduler_side(
@@ -80,80 +73,229 @@ def open_scheduler_side(
         # to objkv a payload that cannot be loaded is a miss like any other.
         transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
-    saving = saves(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
-    if saving:
-        tell_of_sudden_end(vllm_config)
-    return SchedulerSide(
+    saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
+    if saves:
+        warn_of_sudden_end(vllm_config)
+    roles = Roles(
+        loads=transfer.is_kv_consumer,
+        saves=saves,
+        copies_are_synchronous=copies_are_synchronous(),
+        steps_in_flight=max(1, vllm_config.max_concurrent_batches),
+        media_named=names_media(vllm_config),
+    )
+    index = NearIndex(
+        backends.index,
+        records_max=config.near_records_max,
+        ttl_s=config.near_ttl_ms / 1000,
+        miss_ttl_s=config.near_miss_ttl_ms / 1000,
+        fields=geometry.all_fields(),
+    )
+    return make_scheduler_side(
         safe_load_mode(vllm_config, geometry, config),
-        Roles(
-            loads=transfer.is_kv_consumer,
-            saves=saving,
-            copies_are_synchronous=copies_are_synchronous(),
-            steps_in_flight=max(1, vllm_config.max_concurrent_batches),
-            media_named=names_media(vllm_config),
-        ),
+        roles,
         geometry,
         identity,
         bulk=backends.bulk,
-        index=NearIndex(
-            backends.index,
-            records_max=config.near_records_max,
-            ttl_s=config.near_ttl_ms / 1000,
-            miss_ttl_s=config.near_miss_ttl_ms / 1000,
-            fields=geometry.all_fields(),
-        ),
+        index=index,
         recorder=recorder,
         tracing=open_tracing(),
     )
 
 
-def open_cache(config: Config, backends: Backends, writer: str, recorder: Recorder) -> ChunkCache:
-    """Payloads by key; ``writer`` names this process in leases. Reads the keys that payloads are
-    sealed with; raises ``ConfigError``."""
-    settings = CacheSettings(
-        writer,
-        config.ttl_s,
-        config.lease_ms,
-        config.hot_payload_bytes_max,
-        config.hot_save_bytes_max,
-        config.hot_promote_loads,
-        config.hot_promote_bytes_max,
+def make_scheduler_side(
+    config: Config,
+    roles: Roles,
+    geometry: Geometry,
+    identity: Identity,
+    *,
+    bulk: WriteStore,
+    index: NearIndex,
+    recorder: Recorder,
+    tracing: Tracing = NO_TRACING,
+) -> SchedulerSide:
+    """The scheduler's side from values and stores alone; stores the identity document."""
+    shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
+    limits = LookupLimits(
+        config.lookup_deadline_ms / 1000,
+        config.lookup_queue_max,
+        age_max_s=max(config.near_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
     )
-    room = open_room(config, backends, recorder)
-    return ChunkCache(
-        backends.bulk,
-        backends.hot,
-        backends.index,
-        settings,
-        recorder,
-        room=room,
-        seal=open_seal(config),
+    fields = sorted(geometry.all_fields())
+    lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
+    namespace = ReplicaNamespace(identity, bulk, lookups.submit, writes=roles.saves)
+    namespace.announce()
+    side = SchedulerSide(
+        config,
+        roles,
+        geometry,
+        index=index,
+        lookups=lookups,
+        requests=RequestTracker(geometry, lookups, recorder, open_digests(), coverage),
+        timing=Timing(
+            AdmissionPolicy(config.admission, recorder),
+            geometry,
+            steps_in_flight=roles.steps_in_flight,
+            coverage=coverage,
+        ),
+        namespace=namespace,
+        recorder=recorder,
+        tracing=tracing,
     )
+    public = config.public()
+    logger.info(
+        "objkv ready model=%s namespace=%s chunk_tokens=%d load_mode=%s bulk=%s index=%s",
+        identity.model,
+        namespace.name,
+        identity.chunk_tokens,
+        config.load_mode,
+        public["bulk_url"],
+        public["index_url"],
+    )
+    return side
 
 
 def open_worker_side(
     vllm_config: "VllmConfig",
     config: Config,
     geometry: Geometry,
-    backends: Backends,
-    worker: Worker,
+    cache: ChunkCache,
+    *,
+    writer: str,
+    recorder: Recorder,
+    kv_caches: Mapping[str, torch.Tensor],
 ) -> WorkerSide:
-    """Raises ``ConfigError`` for a layout of the paged cache that objkv cannot read."""
-    cache = open_cache(config, backends, worker.name, worker.recorder)
+    """``kv_caches``: vLLM's paged cache, by layer; never freed or resized here. Raises
+    ``ConfigError`` for a layout of it that objkv cannot read."""
     rank = Rank(
         tensor_rank(vllm_config),
-        worker.name,
+        writer,
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
         pp_rank=pipeline_rank(vllm_config),
-        quantised=read_quantised(vllm_config, worker.kv_caches),
+        quantised=read_quantised(vllm_config, kv_caches),
     )
-    return WorkerSide(
+    return make_worker_side(
         config,
         geometry,
         rank,
         cache,
-        recorder=worker.recorder,
-        kv_caches=worker.kv_caches,
+        recorder=recorder,
+        kv_caches=kv_caches,
         tracing=open_tracing(),
     )
+
+
+def make_worker_side(
+    config: Config,
+    geometry: Geometry,
+    rank: Rank,
+    cache: ChunkCache,
+    *,
+    recorder: Recorder,
+    kv_caches: Mapping[str, torch.Tensor],
+    tracing: Tracing = NO_TRACING,
+) -> WorkerSide:
+    """The worker's side from values and a cache alone."""
+    groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
+    device = next(iter(groups.values())).device
+    pools = plan_pools(config, groups, geometry.chunk_tokens)
+    pinned = device.type == "cuda"
+    slabs = [
+        SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pinned=pinned)
+        for name, count in (("load", pools.load_slabs), ("save", pools.save_slabs))
+    ]
+    loader = Loader(
+        cache,
+        groups,
+        slabs[0],
+        wide=plan_wide(config, groups, geometry.chunk_tokens, pinned=pinned),
+        lane_for_thread=lambda: open_lane(device, urgent=True),
+        limits=LoadLimits(
+            pools.load_threads,
+            config.load_queue_max,
+            config.load_deadline_ms / 1000,
+            min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
+        ),
+        recorder=recorder,
+        tracing=tracing,
+    )
+    saver = Saver(
+        cache,
+        groups,
+        slabs[1],
+        lane=open_lane(device),
+        limits=SaveLimits(
+            config.save_threads,
+            config.save_queue_max,
+            config.save_deadline_ms / 1000,
+            config.codec,
+            rank.writer,
+            far=is_far(config),
+        ),
+        recorder=recorder,
+    )
+    logger.info("objkv worker ready loader=%r saver=%r slabs=%r", loader, saver, slabs)
+    return WorkerSide(
+        config, geometry, rank, groups, loader=loader, saver=saver, cache=cache, tracing=tracing
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """How the pinned memory is divided."""
+
+    slab_bytes: int
+    load_slabs: int
+    save_slabs: int
+    load_threads: int
+
+
+def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int) -> Pools:
+    """Half for loads, two slabs a thread (payload and decoded pages); the rest for saves, so that
+    neither can starve the other. Raises ``ConfigError`` if there is no room for one of each."""
+    # With room for token ids, which payloads of other replicas may carry.
+    slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
+    # A page more: of another block size the header is a few bytes longer.
+    slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
+    budget = config.pinned_bytes_max // slab_bytes
+    load = min(2 * config.load_threads, budget // 2 // 2 * 2)
+    save = min(config.save_queue_max + config.save_threads, budget - load)
+    if load < 2 or save < 1:
+        raise ConfigError(
+            f"pinned_bytes_max={config.pinned_bytes_max} has no room for 4 slabs of {slab_bytes} "
+            "bytes, one chunk each: raise it, or lower chunk_tokens"
+        )
+    return Pools(slab_bytes, load, save, load // 2)
+
+
+def plan_wide(
+    config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, *, pinned: bool
+) -> WideSlabs[Task]:
+    """Slabs that hold any payload of the model, in pairs; memory is taken when they are needed."""
+    largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
+    slab_bytes = -(-largest // _PAGE) * _PAGE + _PAGE
+    pairs = config.pinned_bytes_max // _WIDE_SHARE // (2 * slab_bytes)
+    return WideSlabs(
+        pairs=min(max(1, pairs), config.load_threads), slab_bytes=slab_bytes, pinned=pinned
+    )
+
+
+def read_pages(
+    geometry: Geometry,
+    ranks: tuple[int, int],
+    kv_caches: Mapping[str, torch.Tensor],
+    quantised: Mapping[str, Quantised] = NOT_QUANTISED,
+) -> dict[int, PagedGroup]:
+    """The groups that this rank has layers of. ``ranks``: TP and PP. Writes to free blocks, and
+    puts back what was there. Raises ``ConfigError`` for a layout that objkv cannot use."""
+    groups = {}
+    for g in range(len(geometry.groups)):
+        shape = geometry.shape(g, *ranks)
+        if shape is None:
+            continue  # no layer of it in this stage of the pipeline
+        if missing := [name for name in shape.layers if name not in kv_caches]:
+            raise ConfigError(f"vLLM registered no KV cache for {missing[0]}: objkv cannot save it")
+        caches = [kv_caches[name] for name in shape.layers]
+        groups[g] = PagedGroup(shape, caches, quantised)
+        check_pages(groups[g], open_lane(groups[g].device))
+    return groups

@@ -1,4 +1,4 @@
-"""The worker's side: executes plans on this rank's paged cache, and tells what did not work.
+"""The worker's side: executes plans on this rank's paged cache, and reports what did not work.
 
 Everything that can go wrong here becomes a miss or a drop; the façade sees no exception. Source of
 the call order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
@@ -8,109 +8,23 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import getpid
-from urllib.parse import urlsplit
-
-import torch
 
 from objkv.cache.admission import LoadTime
 from objkv.cache.chunks import ChunkCache
-from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
-from objkv.errors import ConfigError
-from objkv.telemetry import Recorder
-from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.lanes import open_lane
-from objkv.transfer.loader import Loader, LoadLimits
-from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
+from objkv.tracing import Tracing
+from objkv.transfer.loader import Loader
+from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
-from objkv.transfer.queue import Task
-from objkv.transfer.saver import SaveLimits, Saver
-from objkv.transfer.slabs import SlabPool, WideSlabs
-from objkv.transfer.sources import whole_payload_bytes_max
-
-# How the pinned memory is divided: loads, saves, and payloads of other shapes.
-#
-# Neither loads nor saves can starve the other. What replicas of other shapes wrote may be larger
-# than any payload of this rank; slabs for those are made when the first of them is loaded.
-
-_PAGE = 4096
-_WIDE_SHARE = 4
-"""Payloads of other shapes may take as much again as this part of the pinned memory, or one pair of
-slabs if that is more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """How the pinned memory is divided."""
-
-    slab_bytes: int
-    load_slabs: int
-    save_slabs: int
-    load_threads: int
-
-
-def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int) -> Pools:
-    """Half for loads, two slabs a thread (payload and decoded pages); the rest for saves, so that
-    neither can starve the other. Raises ``ConfigError`` if there is no room for one of each."""
-    # With room for token ids, which payloads of other replicas may carry.
-    slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
-    # A page more: of another block size the header is a few bytes longer.
-    slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
-    budget = config.pinned_bytes_max // slab_bytes
-    load = min(2 * config.load_threads, budget // 2 // 2 * 2)
-    save = min(config.save_queue_max + config.save_threads, budget - load)
-    if load < 2 or save < 1:
-        raise ConfigError(
-            f"pinned_bytes_max={config.pinned_bytes_max} has no room for 4 slabs of {slab_bytes} "
-            "bytes, one chunk each: raise it, or lower chunk_tokens"
-        )
-    return Pools(slab_bytes, load, save, load // 2)
-
-
-def plan_wide(
-    config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, *, pinned: bool
-) -> WideSlabs[Task]:
-    """Slabs that hold any payload of the model, in pairs; memory is taken when they are needed."""
-    largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
-    slab_bytes = -(-largest // _PAGE) * _PAGE + _PAGE
-    pairs = config.pinned_bytes_max // _WIDE_SHARE // (2 * slab_bytes)
-    return WideSlabs(
-        pairs=min(max(1, pairs), config.load_threads), slab_bytes=slab_bytes, pinned=pinned
-    )
-
-
-# A rank's paged cache as vLLM registers it, group by group, checked before anything is trusted.
-
-
-def read_pages(
-    geometry: Geometry,
-    ranks: tuple[int, int],
-    kv_caches: Mapping[str, torch.Tensor],
-    quantised: Mapping[str, Quantised] = NOT_QUANTISED,
-) -> dict[int, PagedGroup]:
-    """The groups that this rank has layers of. ``ranks``: TP and PP. Writes to free blocks, and
-    puts back what was there. Raises ``ConfigError`` for a layout that objkv cannot use."""
-    groups = {}
-    for g in range(len(geometry.groups)):
-        shape = geometry.shape(g, *ranks)
-        if shape is None:
-            continue  # no layer of it in this stage of the pipeline
-        if missing := [name for name in shape.layers if name not in kv_caches]:
-            raise ConfigError(f"vLLM registered no KV cache for {missing[0]}: objkv cannot save it")
-        caches = [kv_caches[name] for name in shape.layers]
-        groups[g] = PagedGroup(shape, caches, quantised)
-        check_pages(groups[g], open_lane(groups[g].device))
-    return groups
-
+from objkv.transfer.saver import Saver
 
 logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 2e-3
 """How long a step with nothing to compute waits for a load."""
-_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _BACKGROUND_S = 1.0
-"""How long a shutdown waits for what nobody needs: a copy to the hot store."""
+"""How long a shutdown waits for optional work: a copy to the hot store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +46,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """What the engine is told after a step."""
+    """The engine's results of a step."""
 
     sent: set[str]
     received: set[str]
@@ -147,61 +61,19 @@ class WorkerSide:
         config: Config,
         geometry: Geometry,
         rank: Rank,
-        cache: ChunkCache,
+        groups: Mapping[int, PagedGroup],
         *,
-        recorder: Recorder,
-        kv_caches: Mapping[str, torch.Tensor],
-        tracing: Tracing = NO_TRACING,
+        loader: Loader,
+        saver: Saver,
+        cache: ChunkCache,
+        tracing: Tracing,
     ) -> None:
-        self._config = config
-        self._cache = cache
-        ranks = (rank.tp_rank, rank.pp_rank)
-        self._groups = read_pages(geometry, ranks, kv_caches, rank.quantised)
-        self._places = {
-            name: (g, i)
-            for g, group in self._groups.items()
-            for i, name in enumerate(group.shape.layers)
+        self._config, self._rank = config, rank
+        self._cache, self._tracing = cache, tracing
+        self._loader, self._saver = loader, saver
+        self._layers = {
+            name: (g, i) for g, group in groups.items() for i, name in enumerate(group.shape.layers)
         }
-        self._batches_in_flight = rank.batches_in_flight
-        self._writes_early = rank.writes_early
-        device = next(iter(self._groups.values())).device
-        pools = plan_pools(config, self._groups, geometry.chunk_tokens)
-        pinned = device.type == "cuda"
-        slabs = [
-            SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pinned=pinned)
-            for name, count in (("load", pools.load_slabs), ("save", pools.save_slabs))
-        ]
-        self._loader = Loader(
-            cache,
-            self._groups,
-            slabs[0],
-            wide=plan_wide(config, self._groups, geometry.chunk_tokens, pinned=pinned),
-            lane_for_thread=lambda: open_lane(device, urgent=True),
-            limits=LoadLimits(
-                pools.load_threads,
-                config.load_queue_max,
-                config.load_deadline_ms / 1000,
-                min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
-            ),
-            recorder=recorder,
-            tracing=tracing,
-        )
-        self._tracing = tracing
-        self._saver = Saver(
-            cache,
-            self._groups,
-            slabs[1],
-            lane=open_lane(device),
-            limits=SaveLimits(
-                config.save_threads,
-                config.save_queue_max,
-                config.save_deadline_ms / 1000,
-                config.codec,
-                rank.writer,
-                far=_is_far(config),
-            ),
-            recorder=recorder,
-        )
         self._report = StepReport()
         self._failed_blocks, self._sent = set[int](), set[str]()
         self._lost: list[LoadOutcome] = []
@@ -209,9 +81,6 @@ class WorkerSide:
         self._in_layers = self._closed = False
         self._fails_whole = geometry.windowed or len(geometry.groups) > 1
         self._pid = getpid()
-        logger.info(
-            "objkv worker ready loader=%r saver=%r slabs=%r", self._loader, self._saver, slabs
-        )
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start this step's loads; does not wait."""
@@ -219,13 +88,13 @@ class WorkerSide:
             self._in_layers |= load.sync
             try:
                 self._loader.submit(load)
-            except Exception:  # vLLM counts on these blocks: it must hear that they failed
+            except Exception:  # vLLM counts on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
                 self._lose(load)
 
     def wait_layer(self, layer_name: str) -> None:
         """Before a layer's attention: its loaded blocks are there, or known to have failed."""
-        if self._in_layers and (place := self._places.get(layer_name)):
+        if self._in_layers and (place := self._layers.get(layer_name)):
             self._loader.wait_layer(*place)
 
     def end_forward(self, plan: StepPlan) -> None:
@@ -237,7 +106,7 @@ class WorkerSide:
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
             dropped = self._saver.gather(plan.saves)
-            if self._writes_early:  # it ends the forward pass late, so this delays nothing else
+            if self._rank.writes_early:  # it ends the forward pass late: nothing else waits
                 self._saver.fence()
         self._report.dropped |= dropped
 
@@ -246,10 +115,10 @@ class WorkerSide:
         self._saver.fence()
 
     def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
-        """Transfers that ended; each is told once.
+        """Transfers that ended; each is reported once.
 
-        With speculation vLLM asks for them before it calls ``end_forward``; what failed within the
-        step must be told in that step all the same, or its tokens are believed.
+        With speculation vLLM calls it before ``end_forward``; what failed within the step must be
+        reported in that step all the same, or its tokens are believed.
         """
         self._settle_step(plan)
         for request_id in finished:
@@ -270,7 +139,7 @@ class WorkerSide:
                 self._failed_blocks |= outcome.failed_blocks
             try:
                 self._note(outcome)
-            except Exception:  # what vLLM never hears has ended, its request waits for, for ever
+            except Exception:  # a load that is never reported is waited for, for ever
                 logger.exception("load not reported request=%s", outcome.request_id)
         self._sent &= plan.held
         sent = {r for r in plan.held - self._sent if self._saver.left_device(r)}
@@ -303,7 +172,7 @@ class WorkerSide:
         self._in_layers = False
         try:
             self._settle_layers()
-        except Exception:  # vLLM counts on these blocks: it must hear that they failed
+        except Exception:  # vLLM counts on these blocks: report that they failed
             logger.exception("loads not settled, recomputing them")
             for load in plan.loads:
                 if load.sync:
@@ -314,7 +183,7 @@ class WorkerSide:
             self._note(outcome)
             self._failed_blocks |= outcome.failed_blocks
             if outcome.failed:
-                self._tainted_steps = self._batches_in_flight
+                self._tainted_steps = self._rank.batches_in_flight
 
     def _lose(self, plan: LoadPlan) -> None:
         outcome = _all_failed(plan)
@@ -323,7 +192,7 @@ class WorkerSide:
             return
         self._note(outcome)
         self._failed_blocks |= outcome.failed_blocks
-        self._tainted_steps = self._batches_in_flight
+        self._tainted_steps = self._rank.batches_in_flight
 
     def _note(self, outcome: LoadOutcome) -> None:
         self._report.rejected |= outcome.rejected
@@ -332,13 +201,6 @@ class WorkerSide:
         elif outcome.first_s is not None:
             time = LoadTime(outcome.nbytes, outcome.seconds, outcome.first_s)
             self._report.loaded[outcome.request_id] = time
-
-
-def _is_far(config: Config) -> bool:
-    """Whether payloads cross a network. A directory counts as near: its disk makes puts slow, not
-    loads, which mostly come from memory; and next door is not worth anybody's time to compress."""
-    host = urlsplit(config.s3_endpoint_url or "").hostname
-    return config.bulk_url.startswith("s3:") and host not in _THIS_MACHINE
 
 
 def _all_failed(plan: LoadPlan) -> LoadOutcome:

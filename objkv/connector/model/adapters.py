@@ -1,8 +1,8 @@
 """Which LoRA adapter a request uses: by what its files hold, and only while they still hold it.
 
-vLLM reads an adapter's files when it loads it, and again, with nobody being told, when it had put
-it aside to make room (``max_cpu_loras``). So files that changed beneath a name leave it open which
-of the two an engine computes with: such an adapter is neither loaded nor saved from then on.
+vLLM reads an adapter's files when it loads it, and again, without informing connectors, when it had
+put it aside to make room (``max_cpu_loras``). So files that changed beneath a name leave it open
+which of the two an engine computes with: such an adapter is neither loaded nor saved from then on.
 Source: vLLM 0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in ``lora/worker_manager.py``.
 """
 
@@ -29,7 +29,7 @@ _KIND = "objkv-adapter-1"
 
 
 class UnknownAdapterError(Exception):
-    """A LoRA adapter whose weights cannot be told: its KV cannot be told from others'."""
+    """A LoRA adapter whose weights are not known: its KV could be that of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class _Adapter:
         self._known: _Known | None = None
         self._failed = False
         self.asked = False
-        """Whether somebody has it read, or had. The scheduler's thread only."""
+        """Whether it is being read, or was. The scheduler's thread only."""
 
     @property
     def was_read(self) -> bool:
@@ -142,7 +142,7 @@ class _Adapter:
         return self._known is not None or self._failed
 
     def look(self, answer: _Answer) -> None:
-        """Answer a request: read the adapter if nobody has, else see whether it is the same."""
+        """Answer a request: read the adapter, or if it was read see whether it is the same."""
         digest = None
         try:
             digest = self._current()

@@ -30,12 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 
-# The groups of a model and how objkv cuts them into chunks and shards. Knows nothing of vLLM.
-
-
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The groups of a model and how objkv cuts them."""
+    """The groups of a model and how objkv cuts them into chunks and shards."""
 
     groups: tuple[GroupIdentity, ...]
     """In vLLM's order: a group's place is its id."""
@@ -53,7 +50,7 @@ class Geometry:
     @property
     def stored_groups(self) -> tuple[GroupIdentity, ...]:
         """The groups as payloads know them: where tokens may be dealt into blocks of any size, that
-        of this replica is nobody's business, and what cannot be taken apart is one token."""
+        of this replica does not matter, and what cannot be taken apart is one token."""
         return tuple(
             replace(group, block_size=1) if self._is_divisible(group) else group
             for group in self.groups
@@ -119,27 +116,25 @@ class Geometry:
         return self.canonical and keeps_all(group)
 
 
-# Stages of a pipeline: the layers of all ranks, derived on each from its own, and checked there.
-#
-# With pipeline parallelism vLLM tells a rank its own layers only, and the scheduler those of rank
-# 0; but the groups that name what is stored must be the same everywhere. Whatever is assumed here
-# of other ranks' layers these check of their own, so a wrong guess stops the engine and shares
-# nothing. Source: vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
-
-Stages = tuple[tuple[int, ...], ...]
+PipelineStages = tuple[tuple[int, ...], ...]
 """Per group, how many of its layers each PP rank has; none without pipeline parallelism."""
 _ONE_STAGE = "run it without the objkv connector, or set pipeline_parallel_size to 1"
 
 
 def whole_groups(
     vllm_config: "VllmConfig", groups: "Sequence[KVCacheGroupSpec]"
-) -> "tuple[list[KVCacheGroupSpec], Stages]":
+) -> "tuple[list[KVCacheGroupSpec], PipelineStages]":
     """The groups with the layers of all ranks, in forward order, and how many each rank has.
+
+    With pipeline parallelism vLLM gives a rank its own layers only, and the scheduler those of
+    rank 0; but the groups that name what is stored must be the same everywhere. Each rank checks
+    of its own layers what is assumed here, so a wrong guess stops the engine and shares nothing.
+    Source: vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
 
     Args:
         groups: those of one rank, as vLLM gives them to it, or to the scheduler.
 
-    Raises ``ConfigError`` where the layers of other ranks cannot be told.
+    Raises ``ConfigError`` where the layers of other ranks cannot be derived.
     """
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     if pp_size == 1:
@@ -270,7 +265,7 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
     elif isinstance(spec, ChunkedLocalAttentionSpec):
         window = spec.attention_chunk_size
         if window % spec.block_size:
-            # vLLM 0.32 takes a block that lies across such a boundary for one that nobody reads.
+            # vLLM 0.32 takes a block that lies across such a boundary for one that is never read.
             raise ConfigError(
                 f"the local attention of {layers[0]} begins anew every {window} tokens, within "
                 f"blocks of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"

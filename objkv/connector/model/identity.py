@@ -27,21 +27,19 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-# Refuses engines of which every rank schedules by itself.
-#
-# Where a launcher like torchrun starts the ranks, each has a whole engine, scheduler and
-# connector of its own, and nothing but equal decisions keeps them in step. What a connector
-# answers depends on when a store answers, so one rank would load what another computes, and their
-# collective operations would not meet. Source: vLLM 0.31-0.33, ``ExecutorWithExternalLauncher``
-# in ``v1/executor/uniproc_executor.py``; ``world_size`` counts its data-parallel ranks too, see
-# ``ParallelConfig.__post_init__``.
-
 _SCHEDULES_FOR_ALL = ("mp", "ray", "uni", None)
 """By name, so that looking does not import an executor that is not installed."""
 
 
 def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
-    """Raises ``ConfigError``, with what to do, for several ranks with a scheduler each."""
+    """Raises ``ConfigError``, with what to do, for several ranks with a scheduler each.
+
+    Where a launcher like torchrun starts the ranks, each has a whole engine, and only equal
+    decisions keep them in step. What a connector answers depends on when a store answers, so one
+    rank would load what another computes, and their collective operations would not meet. Source:
+    vLLM 0.31-0.33, ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``;
+    ``world_size`` counts its data-parallel ranks too, see ``ParallelConfig.__post_init__``.
+    """
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
         return
@@ -138,13 +136,13 @@ def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
         )
 
 
-def tell_of_sudden_end(vllm_config: "VllmConfig") -> None:
-    """Say so where a server that is told to end would kill its workers with chunks still being
+def warn_of_sudden_end(vllm_config: "VllmConfig") -> None:
+    """Log where a server that ends would kill its workers with chunks still being
     saved. Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
     ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds."""
     if getattr(vllm_config, "shutdown_timeout", 0) == 0:
         logger.info(
-            "a server ends at once when it is told to, without what it was saving: "
+            "on SIGTERM a server ends at once, without its in-flight saves: "
             "start it with --shutdown-timeout 15"
         )
 
@@ -225,7 +223,7 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
 
 def read_weights(vllm_config: "VllmConfig", config: Config, folder: Path | None) -> str:
     """Which weights these are; ``folder``: where they are, if anywhere here. Raises ``ConfigError``
-    if that cannot be told."""
+    if that is not known."""
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:seed={vllm_config.model_config.seed}"
     digest = None if folder is None else model_digest(folder, config)
@@ -298,7 +296,7 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
 
 def _adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
     """What changes the KV of requests with an adapter beyond what the adapter's files hold. Rank
-    and number of adapters do not, so whoever sets nothing shares with replicas without LoRA."""
+    and number of adapters do not, so replicas that set nothing share with those without LoRA."""
     if lora is None:
         return {}
     found = {}

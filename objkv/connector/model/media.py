@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# What the elements of a quantised KV cache mean: their format, and the scales of K and V.
-#
-# vLLM registers such caches as plain bytes and keeps the scales beside each layer: the
-# checkpoint's, or 1.0. Only a worker knows them. Source: vLLM 0.31-0.33,
-# ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``.
-
 _E4M3 = ("fp8", "fp8_e4m3")
 
 
 def read_quantised(
     vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Quantised]:
-    """By layer, those whose cache is quantised. To be called when the weights are loaded.
+    """What the elements of quantised KV caches mean, by layer: their format, and the scales of K
+    and V. To be called when the weights are loaded.
+
+    vLLM registers such caches as plain bytes and keeps the scales beside each layer: the
+    checkpoint's, or 1.0. Only a worker knows them. Source: vLLM 0.31-0.33,
+    ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``.
 
     Raises ``ConfigError`` for scales that are not one number for K and one for V.
     """

@@ -21,11 +21,6 @@ from threading import Lock
 
 from objkv.config import Config, cache_folder
 
-# Digests of files, remembered on disk for as long as the files stay what they are.
-#
-# What is remembered is a saving of time only: an entry that is missing, damaged, somebody else's or
-# about other files is as good as none, and nothing here raises because of it.
-
 logger = logging.getLogger(__name__)
 _ENTRIES_MAX = 1024
 """Beyond it the oldest go: a thousand adapters, at 1 KiB each."""
@@ -55,21 +50,18 @@ def identify(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
     for path in paths:
         real = path.resolve()
         stat = real.stat()
-        found.append(
-            FileIdentity(
-                str(real),
-                stat.st_size,
-                stat.st_mtime_ns,
-                stat.st_ctime_ns,
-                stat.st_ino,
-                stat.st_dev,
-            )
-        )
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        found.append(FileIdentity(str(real), stat.st_size, *times, stat.st_ino, stat.st_dev))
     return tuple(found)
 
 
 class DigestCache:
-    """Entries in ``folder``, which is made when first needed. Safe from many processes."""
+    """Digests of files, remembered on disk for as long as the files stay the same. Safe from many
+    processes.
+
+    It saves time only: an entry that is missing, damaged, of another user or about other files is
+    as good as none, and nothing here raises because of it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -242,7 +234,7 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
 
 
 def _sampled(paths: Sequence[Path]) -> list[bytes]:
-    """A SHA-256 for every file: over samples of its tensors, or all bytes if it does not tell where
+    """A SHA-256 for every file: over samples of its tensors, or all bytes if it does not say where
     they are."""
     spans = {path: found for path in paths if (found := _tensor_spans(path)) is not None}
     untold = [path for path in paths if path not in spans]
@@ -259,28 +251,28 @@ def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _whole(paths: Sequence[Path]) -> list[bytes]:
-    """The SHA-256 of every file; several at once, and told how far it is."""
-    tell = _Progress(sum(path.stat().st_size for path in paths)).add
+    """The SHA-256 of every file; several at once, with progress logged."""
+    read_bytes = _Progress(sum(path.stat().st_size for path in paths)).add
 
     def read(path: Path) -> bytes:
-        return _read_whole(path, tell)
+        return _read_whole(path, read_bytes)
 
     with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
         return list(pool.map(read, paths))
 
 
-def _read_whole(path: Path, tell: Callable[[int], None]) -> bytes:
+def _read_whole(path: Path, on_progress: Callable[[int], None]) -> bytes:
     digest = hashlib.sha256()
     piece = bytearray(_PIECE)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
             digest.update(memoryview(piece)[:count])
-            tell(count)
+            on_progress(count)
     return digest.digest()
 
 
 class _Progress:
-    """Says every few seconds how many bytes were read: somebody waits for the engine to start."""
+    """Logs every few seconds how many bytes were read, while the engine starts."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -309,7 +301,7 @@ def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
     """Where in a safetensors file its header and each of its tensors are; None if that is not
-    told, or not for all of the file."""
+    known, or not for all of the file."""
     if path.suffix != ".safetensors":
         return None
     size = path.stat().st_size

@@ -17,8 +17,8 @@ from threading import Condition, Thread
 from typing import IO, Any
 
 from objkv.connector.model.weights import adapter_digest, adapter_files
-from objkv.ops.warm.asking import Ask, AskError, Reply
-from objkv.ops.warm.prompts import Chat, Prompt
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.ops.warm.prompts import Chat, WarmPrompt
 
 CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 _AT_ONCE = 64
@@ -41,7 +41,7 @@ class LlmAsker:
         self._at_once = at_once
         self._number = 0
         self._changed = Condition()
-        self._new: list[tuple[Ask, Future[Reply]]] = []
+        self._new: list[tuple[PrefillRequest, Future[PrefillReply]]] = []
         self._closed = False
         """Nothing is taken any more, for good."""
         self._why = "the engine was given up"
@@ -62,9 +62,9 @@ class LlmAsker:
         """See ``Asker``."""
         with self._changed:
             if self._closed:
-                raise AskError("down", self._why)
+                raise PrefillError("down", self._why)
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
         """See ``Asker``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
@@ -74,22 +74,22 @@ class LlmAsker:
                 return list(tokenizer.encode(prompt.text))
             return _of_chat(tokenizer, prompt.chat)
         except Exception as exc:  # a template may raise anything
-            raise AskError("refused", f"not tokenized: {exc}") from exc
+            raise PrefillError("refused", f"not tokenized: {exc}") from exc
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: PrefillRequest) -> PrefillReply:
         """See ``Asker``."""
         future = self.begin(ask)
         try:
             return future.result()
         except CancelledError as exc:
-            raise AskError("down", "the engine was given up") from exc
+            raise PrefillError("down", "the engine was given up") from exc
 
-    def begin(self, ask: Ask) -> Future[Reply]:
+    def begin(self, ask: PrefillRequest) -> Future[PrefillReply]:
         """As ``ask``, without waiting."""
-        future: Future[Reply] = Future()
+        future: Future[PrefillReply] = Future()
         with self._changed:
             if self._closed:
-                future.set_exception(AskError("down", self._why))
+                future.set_exception(PrefillError("down", self._why))
             else:
                 self._new.append((ask, future))
                 self._changed.notify_all()
@@ -103,8 +103,8 @@ class LlmAsker:
         self._thread.join(_END_S)
 
     def _work(self) -> None:
-        running: dict[str, Future[Reply]] = {}
-        new: deque[tuple[Ask, Future[Reply]]] = deque()
+        running: dict[str, Future[PrefillReply]] = {}
+        new: deque[tuple[PrefillRequest, Future[PrefillReply]]] = deque()
         has_failed = False
         try:
             while self._wait(running, new):
@@ -121,14 +121,16 @@ class LlmAsker:
             new.extend(self._new)
         for future in [*running.values(), *(future for _, future in new)]:
             if has_failed:
-                future.set_exception(AskError("down", self._why))
+                future.set_exception(PrefillError("down", self._why))
             else:
                 future.cancel()
         with contextlib.suppress(Exception):
             self._engine.abort_request(list(running))
 
     def _wait(
-        self, running: Mapping[str, Future[Reply]], new: deque[tuple[Ask, Future[Reply]]]
+        self,
+        running: Mapping[str, Future[PrefillReply]],
+        new: deque[tuple[PrefillRequest, Future[PrefillReply]]],
     ) -> bool:
         """Until there is something to do; False at the end."""
         with self._changed:
@@ -138,14 +140,19 @@ class LlmAsker:
             self._new = []
             return not self._closed
 
-    def _step(self, running: dict[str, Future[Reply]]) -> None:
+    def _step(self, running: dict[str, Future[PrefillReply]]) -> None:
         if not running:
             return
         for output in self._engine.step():
             if output.finished and (future := running.pop(output.request_id, None)):
-                future.set_result(Reply(output.num_cached_tokens))
+                future.set_result(PrefillReply(output.num_cached_tokens))
 
-    def _add(self, ask: Ask, future: Future[Reply], running: dict[str, Future[Reply]]) -> None:
+    def _add(
+        self,
+        ask: PrefillRequest,
+        future: Future[PrefillReply],
+        running: dict[str, Future[PrefillReply]],
+    ) -> None:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -157,7 +164,7 @@ class LlmAsker:
         if ask.model is not None:
             if ask.model not in self._adapters:  # only its digest is known
                 why = f"adapter {ask.model}: an engine needs its folder"
-                future.set_exception(AskError("refused", why))
+                future.set_exception(PrefillError("refused", why))
                 return
             lora = LoRARequest(ask.model, *self._adapters[ask.model])
         self._number += 1
@@ -165,7 +172,7 @@ class LlmAsker:
         try:
             self._engine.add_request(name, prompt, params, lora_request=lora)
         except (ValueError, TypeError) as exc:  # too long, not of its vocabulary
-            future.set_exception(AskError("refused", str(exc)))
+            future.set_exception(PrefillError("refused", str(exc)))
         else:
             running[name] = future
 
@@ -224,19 +231,19 @@ def _serve(asker: LlmAsker, lines: IO[str], answers: _Answers) -> None:
         number = request["id"]
         if request["kind"] == "tokenize":
             chat = request["chat"]
-            prompt = Prompt(
+            prompt = WarmPrompt(
                 "",
                 text=request["text"],
                 chat=chat and Chat(tuple(chat["messages"]), chat["options"]),
             )
             _answer(answers, number, lambda: {"tokens": asker.tokenize(prompt)})  # noqa: B023  # called now
             continue
-        future = asker.begin(Ask(request["tokens"], request["salt"], request["adapter"]))
+        future = asker.begin(PrefillRequest(request["tokens"], request["salt"], request["adapter"]))
         future.add_done_callback(_replier(answers, number))
 
 
-def _replier(answers: _Answers, number: int) -> Callable[[Future[Reply]], None]:
-    def reply(future: Future[Reply]) -> None:
+def _replier(answers: _Answers, number: int) -> Callable[[Future[PrefillReply]], None]:
+    def reply(future: Future[PrefillReply]) -> None:
         if not future.cancelled():
             _answer(answers, number, lambda: {"cached_tokens": future.result().cached_tokens})
 
@@ -246,7 +253,7 @@ def _replier(answers: _Answers, number: int) -> Callable[[Future[Reply]], None]:
 def _answer(answers: _Answers, number: int, work: Callable[[], dict[str, Any]]) -> None:
     try:
         answers.say({"id": number, **work()})
-    except AskError as exc:
+    except PrefillError as exc:
         answers.say({"id": number, "trouble": exc.trouble, "error": str(exc)})
 
 

@@ -1,6 +1,6 @@
 """What a secondary tier stores, and who may share it: the options of a tier, and its identity.
 
-A tier is told less than a connector: keys are vLLM's own block hashes, so its namespaces are never
+A tier knows less than a connector: keys are vLLM's own block hashes, so its namespaces are never
 those of ``ObjKVConnector``, and the engine's configuration it has to look for; where that cannot be
 seen the operator has to name everything in ``settings``. Read against vLLM 0.32-0.33.
 """
@@ -24,6 +24,7 @@ from objkv.config import Config, load_config
 from objkv.connector.model.identity import further_settings, names_media, read_weights
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import local_folder, model_digest
+from objkv.connector.tier.rows import RowForm
 from objkv.errors import ConfigError
 from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json, sealed_extra
 
@@ -35,18 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-
-# Finds the engine that a tier is made for, because vLLM does not hand its configuration to tiers.
-#
-# A tier is given what concerns the rows, not what else changes the KV in them: overrides of the
-# model's configuration, quantization, adapters. No name that an operator has to remember would
-# keep two replicas reliably apart. But a tier is made while vLLM's connector is, so the
-# configuration is a local variable of a caller, and it is recognised by the very object that both
-# were given as ``kv_connector_extra_config``; searching all objects of the process would take
-# seconds. Where it is not found the tier does not start (``engine_unseen``). Source: vLLM
-# 0.32-0.33, ``OffloadingConnectorScheduler.__init__`` in
-# ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``,
-# ``build_offloading_config``.
 
 _DEPTH_MAX = 100
 """Callers looked at; vLLM 0.32 has it in the sixth."""
@@ -68,7 +57,18 @@ class TierEngine:
 
 def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
     """The engine whose connector is being made with ``spec`` further up this thread's stack, also
-    one of several connectors; None if there is none."""
+    one of several connectors; None if there is none, and the tier does not start
+    (``engine_unseen``).
+
+    vLLM gives a tier what concerns the rows, not what else changes the KV in them: overrides of the
+    model's configuration, quantization, adapters. No name that an operator has to remember would
+    keep two replicas reliably apart. But a tier is made while vLLM's connector is, so the
+    configuration is a local variable of a caller, and it is recognised by the very object that both
+    were given as ``kv_connector_extra_config``. Source: vLLM 0.32-0.33,
+    ``OffloadingConnectorScheduler.__init__`` in
+    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``,
+    ``build_offloading_config``.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     extra = spec.config.extra_config
@@ -84,13 +84,13 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
             if isinstance(maker := there.get("self"), KVConnectorBase_V1):
                 return TierEngine(config, weakref.ref(maker))
         elif config is not None:
-            break  # above whoever was given it
+            break  # above the caller that was given it
         frame = frame.f_back
     return None if config is None else TierEngine(config)
 
 
 def engine_settings(engine: TierEngine) -> tuple[tuple[str, str], ...]:
-    """What the engine was told that changes KV and that a tier is not told, as sorted text."""
+    """Settings of the engine that change KV and that a tier is not given, as sorted text."""
     found = dict(further_settings(engine.config))
     found["quantization"] = str(engine.config.model_config.quantization)
     return tuple(sorted(found.items()))
@@ -99,19 +99,19 @@ def engine_settings(engine: TierEngine) -> tuple[tuple[str, str], ...]:
 def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
     """Raises ``ConfigError``, with what to do, for engines whose keys do not say all that a chunk
     depends on. ``named``: what the operator answers for, by names in ``settings``."""
-    told = engine.config
-    parallel, speculative = told.parallel_config, told.speculative_config
+    config = engine.config
+    parallel, speculative = config.parallel_config, config.speculative_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             "objkv's secondary tier does not support external_launcher with several ranks, each of "
             "which would schedule, save and load by itself: use the executor 'mp' or 'ray'"
         )
-    if not names_media(told):
+    if not names_media(config):
         raise ConfigError(
             "objkv's secondary tier cannot tell one image from another, because vLLM only numbers "
             "them here: turn prefix caching on, or set --mm-processor-cache-gb above 0"
         )
-    if told.lora_config is not None and "adapters" not in named:
+    if config.lora_config is not None and "adapters" not in named:
         raise ConfigError(
             "vLLM names LoRA adapters to objkv's secondary tier by name and path, not by what they "
             "hold: name the release of all of them as 'adapters' in the tier's 'settings', and "
@@ -131,30 +131,29 @@ def _is_of(found: Any, extra: Any) -> bool:
     return found.kv_transfer_config.kv_connector_extra_config is extra
 
 
-# Whether a LoRA adapter's name may have come to stand for other weights than it did.
-#
-# vLLM's keys hold an adapter's name and path, not what its files hold, and a tier is not told
-# which adapter a request uses. So a name that comes back is taken for other weights. Adapters
-# that requests bring along, and files that change beneath them, are not heard of: hence the
-# operator's word, see ``docs/tier.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
-# ``v1/core/kv_cache_utils.py``.
-
-
 class TierAdapters:
-    """As ``EngineHooks`` wants it. The scheduler's thread only."""
+    """Whether a LoRA adapter's name may have come to stand for other weights than it did. The
+    scheduler's thread only.
+
+    vLLM's keys hold an adapter's name and path, not what its files hold, and a tier does not know
+    which adapter a request uses. So a name that comes back is taken for other weights. Adapters
+    that requests bring along, and files that change beneath them, are not noticed: hence the
+    operator's word, see ``docs/tier.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
+    ``v1/core/kv_cache_utils.py``.
+    """
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
         self._numbers: dict[str, int | None] = {}
-        """Of each name that was heard; None when it was put away. Never forgotten: names of
+        """Of each name that was loaded; None when it was put away. Never forgotten: names of
         adapters are few."""
-        self._unheard = False
-        """Whether one was put away whose name was not heard."""
+        self._unknown = False
+        """Whether one was put away whose name is not known."""
 
     def loaded(self, lora_request: Any) -> None:
         """vLLM is about to read an adapter's files."""
         name, number = lora_request.lora_name, lora_request.lora_int_id
-        is_new = name not in self._numbers and not self._unheard
+        is_new = name not in self._numbers and not self._unknown
         is_same = self._numbers.get(name) == number  # which vLLM does not read again
         self._numbers[name] = number
         if getattr(lora_request, "load_inplace", False) or not (is_new or is_same):
@@ -163,7 +162,7 @@ class TierAdapters:
     def unloaded(self, number: int) -> None:
         """vLLM has put the adapter of that ``lora_int_id`` away."""
         names = [name for name, of in self._numbers.items() if of == number]
-        self._unheard = self._unheard or not names
+        self._unknown = self._unknown or not names
         for name in names:
             self._numbers[name] = None
 
@@ -173,7 +172,7 @@ HASH_SCHEME = "vllm-block-hash-1"
 
 
 class TierOptions(BaseModel):
-    """What only a tier can be told, beside everything in ``Config``."""
+    """Settings of a tier, besides everything in ``Config``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -190,9 +189,9 @@ class TierOptions(BaseModel):
     queue_max: int = Field(default=4096, ge=1)
     """Chunks that wait to be loaded, and as many to be saved; they wait in vLLM's own memory."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
-    """Told with KV events, and what requests may choose tiers by."""
+    """Part of KV events, and requests may choose tiers by it."""
     enable_kv_events: bool = False
-    """Whether chunks that were saved, or found gone, are told as KV events, if vLLM has them on."""
+    """Whether chunks that were saved, or found gone, become KV events, if vLLM has them on."""
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[TierOptions, Config]:
@@ -208,16 +207,16 @@ def read_options(options: Mapping[str, Any]) -> tuple[TierOptions, Config]:
     }
     ours = {name: plain.pop(name) for name in TierOptions.model_fields if name in plain}
     try:
-        told = TierOptions.model_validate(ours)
+        own = TierOptions.model_validate(ours)
     except ValidationError as exc:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()]
         raise ConfigError("objkv's secondary tier: " + "; ".join(lines)) from exc
-    return told, load_config(plain)
+    return own, load_config(plain)
 
 
 @dataclass(frozen=True, slots=True)
 class TierGroup:
-    """One KV cache group, as vLLM tells it to a tier."""
+    """One KV cache group, as a tier gets it."""
 
     group: int
     tokens_per_block: int
@@ -247,7 +246,7 @@ class TierIdentity:
     weights_epoch: int
     tenant: str
     engine: tuple[tuple[str, str], ...]
-    """Sorted (name, value) pairs: what vLLM was told besides; empty where that was not seen."""
+    """Sorted (name, value) pairs: other settings of vLLM; empty where they were not seen."""
     extra: tuple[tuple[str, str], ...] = ()
     """Sorted (name, value) pairs: the operator's ``settings``, and what a reset adds."""
 
@@ -265,6 +264,11 @@ class TierIdentity:
         """The document's one encoding, as for ``Identity``."""
         return canonical_json(self.document())
 
+    def row_form(self) -> RowForm:
+        """What rows look like. Raises ``ConfigError`` if one is larger than a payload's frame."""
+        tokens = max(group.tokens_per_block for group in self.groups)
+        return RowForm.of(self.row_bytes, self.kv_dtype, tokens * self.blocks_per_chunk)
+
     def namespace(self) -> str:
         """As of an ``Identity``, whose documents name another hash scheme."""
         return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
@@ -279,8 +283,8 @@ def read_tier_identity(
 ) -> TierIdentity:
     """All but ``none_hash``, which vLLM chooses after it made its tiers. Reads the model's files,
     which takes up to seconds. Raises ``ConfigError`` where the weights have no name, or an engine
-    cannot be shared with, or is not seen and nobody said that it may be."""
-    told: OffloadingConfig = spec.config
+    cannot be shared with, or is not seen although ``engine_unseen`` is not set."""
+    given: OffloadingConfig = spec.config
     if engine is not None:
         refuse_unshareable(engine, frozenset(options.settings))
     elif not options.engine_unseen:
@@ -289,17 +293,17 @@ def read_tier_identity(
             "name all that changes KV in the tier's 'settings' (quantization, hf_overrides, dtype, "
             "adapters, ...) and set 'engine_unseen' to true, or use ObjKVConnector"
         )
-    name = told.model.name
+    name = given.model.name
     return TierIdentity(
         model=config.model_id or (Path(name).name if Path(name).is_dir() else name),
         weights=_weights(name, engine, config, options),
-        kv_dtype=kv_dtype_name(told.model.dtype),
+        kv_dtype=kv_dtype_name(given.model.dtype),
         groups=tuple(
             TierGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names))
-            for group in told.groups
+            for group in given.groups
         ),
-        tokens_per_hash=told.cache.tokens_per_hash,
-        blocks_per_chunk=told.cache.blocks_per_chunk,
+        tokens_per_hash=given.cache.tokens_per_hash,
+        blocks_per_chunk=given.cache.blocks_per_chunk,
         row_bytes=row_bytes,
         layout=_layout(spec),
         ranks=_ranks(spec),
@@ -352,9 +356,9 @@ def _replicated(spec: "OffloadingSpec") -> bool:
 
 
 def _layout(spec: "OffloadingSpec") -> str:
-    told = spec.config
-    names = [str(told.kv_cache_layout)]
-    if told.canonical_layout:
+    given = spec.config
+    names = [str(given.kv_cache_layout)]
+    if given.canonical_layout:
         names.append("canonical")
     if _replicated(spec):
         names.append("replicated")

@@ -1,30 +1,27 @@
 """Jobs of a secondary tier: many chunks each, in the background, bounded, and never in the way.
 
-vLLM's memory is touched only inside ``Part.touch``, and a job that was closed lets nobody in. So a
-job can be given up at once, whatever the store that its threads wait for does: what they bring
-later goes nowhere.
+vLLM's memory is touched only inside ``JobPart.touch``, which a job that has ended refuses. So a job
+can be given up at once, whatever the store does that its threads wait for: what they bring later
+goes nowhere.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition, Thread
+from threading import Condition
 from time import monotonic
 from typing import NamedTuple
 
+from objkv.background import Pool
 from objkv.errors import ObjkvError
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 
-_JOIN_S = 1.0
-"""At least so long ``close`` waits for threads that have nothing left to do."""
 
-
-class Entry(NamedTuple):
+class TierChunk(NamedTuple):
     """One chunk of a job."""
 
     key: bytes
@@ -78,13 +75,13 @@ class _Job:
     """Threads that are copying from or to vLLM's memory."""
 
 
-class Part:
+class JobPart:
     """Some chunks of a job, for one thread."""
 
     __slots__ = ("_changed", "_job", "entries", "namespace")
 
     def __init__(
-        self, job: _Job, namespace: str, entries: Sequence[Entry], changed: Condition
+        self, job: _Job, namespace: str, entries: Sequence[TierChunk], changed: Condition
     ) -> None:
         self._job = job
         self._changed = changed
@@ -134,7 +131,7 @@ class TierJobs:
     def __init__(
         self,
         name: str,
-        work: Callable[[Part], None],
+        work: Callable[[JobPart], None],
         limits: JobLimits,
         recorder: Recorder,
         *,
@@ -152,20 +149,15 @@ class TierJobs:
         self._recorder = recorder
         self._clock = clock
         self._changed = Condition()
-        self._queue: deque[Part] = deque()
         self._queued = 0
+        """Chunks of parts that no thread has taken."""
         self._jobs: dict[int, _Job] = {}
         self._ended: list[JobOutcome] = []
         self._closed = False
         self._trouble = Trouble(logger, f"tier {name}s")
-        self._threads = [
-            Thread(target=self._run, name=f"objkv-tier-{name}-{i}", daemon=True)
-            for i in range(limits.threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._pool: Pool[JobPart] = Pool(f"objkv-tier-{name}", limits.threads, self._run)
 
-    def submit(self, job_id: int, namespace: str | None, entries: Sequence[Entry]) -> None:
+    def submit(self, job_id: int, namespace: str | None, entries: Sequence[TierChunk]) -> None:
         """Queue a job; what there is no room for, or no namespace, fails. Never raises."""
         job = _Job(job_id, tuple(entry.key for entry in entries), self._clock(), 0)
         with self._changed:
@@ -178,11 +170,11 @@ class TierJobs:
             if namespace is None or not taken:
                 self._end(job)
                 return
-            for start in range(0, len(taken), size):
-                part = Part(job, namespace, taken[start : start + size], self._changed)
-                self._queue.append(part)
-                self._queued += len(part.entries)
-            self._changed.notify_all()
+            self._queued += len(taken)
+            self._pool.put(
+                JobPart(job, namespace, taken[start : start + size], self._changed)
+                for start in range(0, len(taken), size)
+            )
 
     def take_finished(self) -> list[JobOutcome]:
         """Jobs that ended since the last call, those included that took too long."""
@@ -192,19 +184,17 @@ class TierJobs:
                 if job.started > late:
                     break
                 self._recorder.count(f"tier_{self._name}_deadlines")
-                self._queue = deque(part for part in self._queue if part._job is not job)
-                self._queued = sum(len(part.entries) for part in self._queue)
                 self._end(job)
+            self._take_back()
             ended, self._ended = self._ended, []
             return ended
 
     def give_up(self) -> None:
         """End all jobs now. Afterwards no thread touches vLLM's memory for any of them."""
         with self._changed:
-            self._queue.clear()
-            self._queued = 0
             for job in list(self._jobs.values()):
                 self._end(job)
+            self._take_back()
 
     def close(self, drain_deadline_s: float) -> None:
         """Wait for what is queued, at most so long, then end all jobs and stop. Idempotent."""
@@ -218,11 +208,7 @@ class TierJobs:
                 )
             self._closed = True
         self.give_up()
-        with self._changed:
-            self._changed.notify_all()
-        end = monotonic() + _JOIN_S
-        for thread in self._threads:
-            thread.join(max(0.0, end - monotonic()))
+        self._pool.close()
 
     def __repr__(self) -> str:
         return f"<TierJobs {self._name} {len(self._jobs)} jobs, {self._queued} chunks waiting>"
@@ -248,29 +234,28 @@ class TierJobs:
         )
         self._changed.notify_all()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                part = self._queue.popleft()
-                self._queued -= len(part.entries)
-            try:
-                if part.is_wanted:
-                    self._work(part)
-                    self._trouble.worked()
-            except ObjkvError as exc:
-                self._recorder.count(f"tier_{self._name}_errors")
-                self._trouble.failed(exc)
-            except Exception:  # a dead thread would fail all later jobs
-                self._recorder.count(f"tier_{self._name}_errors")
-                logger.exception("tier failed unexpectedly what=%s", self._name)
-            finally:
-                self._settle(part)
+    def _take_back(self) -> None:
+        """With the lock: parts of jobs that have ended leave room for others."""
+        for part in self._pool.take_back(lambda part: not part.is_wanted):
+            self._queued -= len(part.entries)
 
-    def _settle(self, part: Part) -> None:
+    def _run(self, part: JobPart) -> None:
+        with self._changed:
+            self._queued -= len(part.entries)
+        try:
+            if part.is_wanted:
+                self._work(part)
+                self._trouble.worked()
+        except Exception as exc:  # counted before the job ends
+            self._recorder.count(f"tier_{self._name}_errors")
+            if isinstance(exc, ObjkvError):
+                self._trouble.failed(exc)
+            else:
+                logger.exception("tier failed unexpectedly what=%s", self._name)
+        finally:
+            self._settle(part)
+
+    def _settle(self, part: JobPart) -> None:
         with self._changed:
             job = part._job
             job.waiting -= len(part.entries)

@@ -1,14 +1,15 @@
-"""Whether chunks are stored, asked key by key and answered in batches, in the background.
+"""Whether chunks are stored: vLLM's lookups key by key, answered in batches in the background.
 
-vLLM asks for one key after another in each step until it hears yes or no. What was new in a step
-goes out as one question when the step is planned; a late, failed or refused answer is no.
+vLLM looks up one key after another in each step until it gets a hit or a miss. What was new in a
+step is looked up in one call when the step is planned; a late, failed or refused call is a miss.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from time import monotonic
+
+from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.tier.rows import chunk_key
@@ -20,15 +21,7 @@ from objkv.telemetry import Recorder
 _KEYS_MAX = 1 << 20
 """Remembered at once, about 300 bytes each; more are answered no."""
 _BATCH_MAX = 4096
-"""Keys in one question, so that a few long prompts are asked for side by side."""
-
-
-class Answer(Enum):
-    """What ``ask`` says."""
-
-    YES = auto()
-    NO = auto()
-    LATER = auto()
+"""Keys in one call, so that a few long prompts are looked up side by side."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +32,7 @@ class _Verdict:
     answered: bool = False
     """Set last, by a background thread or this service's own."""
     record: ShardRecord | None = None
-    told: float = 0.0
+    answered_at: float = 0.0
 
 
 class TierLookups:
@@ -63,47 +56,47 @@ class TierLookups:
         self._asked: dict[str, set[bytes]] = {}
         self._new: list[_Verdict] = []
 
-    def ask(self, request_id: str, namespace: str, key: bytes) -> Answer:
+    def ask(self, request_id: str, namespace: str, key: bytes) -> LookupResult:
         """Whether the chunk is stored."""
         verdict = self._known.get(key)
         if verdict is None or self._is_stale(verdict, request_id):
             if verdict is None and len(self._known) >= _KEYS_MAX:
                 self._recorder.count("tier_lookup_refused")
-                return Answer.NO
+                return LookupResult.MISS
             verdict = self._begin(namespace, key, set() if verdict is None else verdict.askers)
         if request_id not in verdict.askers:
             verdict.askers.add(request_id)
             self._asked.setdefault(request_id, set()).add(key)
         if not verdict.answered:
             if self._clock() < verdict.deadline:
-                return Answer.LATER
+                return LookupResult.RETRY
             self._recorder.count("tier_lookup_deadlines")
-            self._tell(verdict, None)
-        return Answer.NO if verdict.record is None else Answer.YES
+            self._answer(verdict, None)
+        return LookupResult.MISS if verdict.record is None else LookupResult.HIT
 
     def flush(self) -> None:
-        """The step is planned: ask for what was new in it."""
+        """The step is planned: look up what was new in it."""
         new, self._new = self._new, []
         for start in range(0, len(new), _BATCH_MAX):
             batch = new[start : start + _BATCH_MAX]
             if not self._pool.submit(partial(self._find, batch)):
                 self._recorder.count("tier_lookup_refused", len(batch))
                 for verdict in batch:
-                    self._tell(verdict, None)
+                    self._answer(verdict, None)
 
     def record(self, key: bytes) -> ShardRecord | None:
-        """What was found of a chunk that was asked for."""
+        """What was found of a chunk that was looked up."""
         verdict = self._known.get(key)
         return None if verdict is None else verdict.record
 
     def deny(self, keys: Iterable[bytes]) -> None:
-        """These were not there after all: say no to whoever is still asking."""
+        """These were not there after all: later lookups miss."""
         for key in keys:
             if verdict := self._known.get(key):
-                self._tell(verdict, None)
+                self._answer(verdict, None)
 
     def forget(self, request_id: str) -> None:
-        """The request ended; what nobody else asked for is not remembered."""
+        """The request ended; what no other request looked up is not remembered."""
         for key in self._asked.pop(request_id, ()):
             verdict = self._known.get(key)
             if verdict is None:
@@ -141,11 +134,11 @@ class TierLookups:
         return (
             verdict.answered
             and request_id not in verdict.askers
-            and self._clock() - verdict.told > self._limits.age_max_s
+            and self._clock() - verdict.answered_at > self._limits.age_max_s
         )
 
-    def _tell(self, verdict: _Verdict, record: ShardRecord | None) -> None:
-        verdict.record, verdict.told = record, self._clock()
+    def _answer(self, verdict: _Verdict, record: ShardRecord | None) -> None:
+        verdict.record, verdict.answered_at = record, self._clock()
         verdict.answered = True
 
     def _find(self, batch: list[_Verdict]) -> None:
@@ -162,4 +155,4 @@ class TierLookups:
         for verdict in batch:
             if not verdict.answered:  # else it was late
                 of_chunk = shards[verdict.key.prefix_hash] or {}
-                self._tell(verdict, of_chunk.get(verdict.key.field))
+                self._answer(verdict, of_chunk.get(verdict.key.field))

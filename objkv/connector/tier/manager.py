@@ -7,8 +7,7 @@ none of them waits for a store, and none but the constructor raises. Read agains
 """
 
 import logging
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,8 +20,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from objkv.config import Config
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
+from objkv.connector.kv.namespace import ReplicaNamespace
+from objkv.connector.metrics import tier_metric_definitions, tier_stats
 from objkv.connector.tier.identity import (
     TierAdapters,
     TierIdentity,
@@ -31,12 +33,10 @@ from objkv.connector.tier.identity import (
     read_options,
     read_tier_identity,
 )
-from objkv.connector.tier.jobs import Entry, JobOutcome, TierJobs
-from objkv.connector.tier.lookup import Answer
-from objkv.connector.tier.metrics import tier_metric_definitions, tier_stats
-from objkv.connector.tier.rows import RowForm
+from objkv.connector.tier.jobs import JobOutcome, TierChunk, TierJobs
 from objkv.connector.tier.store import TierStore
 from objkv.errors import ConfigError
+from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
@@ -50,32 +50,34 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
 
-# The namespace that a tier lives in: when it begins, who may use it, and when it is left.
-
 logger = logging.getLogger(__name__)
 
 
-class TierHome:
-    """Where chunks of a request belong. The scheduler's thread only; never waits."""
+class TierNamespace(ReplicaNamespace[TierIdentity]):
+    """Begins with the first request, and is not that of requests that began before a renewal."""
 
-    def __init__(self, identity: TierIdentity, announce: Callable[[str, bytes], bool]) -> None:
-        """
-        Args:
-            announce: stores a namespace's document in the background; False if there is no room.
-        """
-        self.identity = identity
-        self._announce = announce
-        self._announced: str | None = None
-        self._name: str | None = None
+    closed_warning = (
+        "the tier neither loads nor saves until vLLM's caches are reset while no request holds a "
+        "block: reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
+    )
+
+    def __init__(
+        self,
+        identity: TierIdentity,
+        bulk: WriteStore,
+        submit: Callable[[Callable[[], None]], bool],
+        *,
+        writes: bool,
+    ) -> None:
+        super().__init__(identity, bulk, submit, writes=writes)
+        self._begun = False
         self._live: set[str] = set()
         self._distrusted: set[str] = set()
-        self.open = True
-        """False while vLLM's own memory may hold KV of other weights than it computes with."""
 
     @property
-    def namespace(self) -> str | None:
+    def current(self) -> str | None:
         """None while nothing may be loaded or saved."""
-        return self._name if self.open else None
+        return self.name if self._begun and self.open else None
 
     @property
     def idle(self) -> bool:
@@ -85,14 +87,12 @@ class TierHome:
     def begin(self, request_id: str) -> None:
         """A request. vLLM chooses how it hashes after it made its tiers, and before the first."""
         self._live.add(request_id)
-        if self._name is None and (first := none_hash()) is not None:
+        if not self._begun and (first := none_hash()) is not None:
             self.identity = replace(self.identity, none_hash=first)
-            self._name = self.identity.namespace()
-            logger.info("objkv tier namespace=%s", self._name)
-        name = self.namespace
-        if name is not None and self._announced != name:
-            document = self.identity.canonical()
-            self._announced = name if self._announce(name, document) else None
+            self.name = self.identity.namespace()
+            self._begun = True
+            logger.info("objkv tier namespace=%s", self.name)
+        self.announce()
 
     def end(self, request_id: str) -> None:
         """It ended."""
@@ -101,39 +101,18 @@ class TierHome:
 
     def of(self, request_id: str) -> str | None:
         """None too for requests that began before the last renewal."""
-        return None if request_id in self._distrusted else self.namespace
+        return None if request_id in self._distrusted else self.current
+
+    def announce(self) -> None:
+        """As the base class, once there is a name."""
+        if self.current is not None:
+            super().announce()
 
     def renew(self, *, clean: bool) -> bool:
-        """Weights may have changed: leave the namespace; True if there is a new one, which is this
-        replica's own, by a random number.
-
-        ``clean``: whether vLLM dropped all that its own memory held, of the device and of the CPU.
-        If not, nothing is loaded or saved until a renewal that is.
-        """
-        self.open = clean
+        """As the base class; ``clean``: whether vLLM dropped all that its own memory held, of the
+        device and of the CPU."""
         self._distrusted |= self._live
-        extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
-        self.identity = replace(self.identity, extra=tuple(sorted(extra.items())))
-        if self._name is not None:
-            self._name = self.identity.namespace()
-        if clean:
-            logger.warning(
-                "cache reset, the tier shares with nobody until a restart namespace=%s", self._name
-            )
-        else:
-            logger.warning(
-                "the tier neither loads nor saves until vLLM's caches are reset while no request "
-                "holds a block: reset_prefix_cache(reset_running_requests=True, "
-                "reset_connector=True)"
-            )
-        return clean
-
-
-_ANSWERS = {
-    Answer.YES: LookupResult.HIT,
-    Answer.NO: LookupResult.MISS,
-    Answer.LATER: LookupResult.RETRY,
-}
+        return super().renew(clean=clean)
 
 
 class ObjKVTier(SecondaryTierManager):
@@ -164,68 +143,67 @@ class ObjKVTier(SecondaryTierManager):
             backpressure_detector=backpressure_detector,
         )
         speak_as_vllm()
-        self._options, config = read_options(options)
+        config = self._read_options(options, offloading_spec)
         self._row_count, row_bytes = _rows(primary_kv_view)
         self._engine = find_engine(offloading_spec)
         identity = read_tier_identity(
             offloading_spec, self._engine, row_bytes, config, self._options
         )
-        tokens = max(group.tokens_per_block for group in identity.groups)
-        form = RowForm.of(row_bytes, identity.kv_dtype, tokens * identity.blocks_per_chunk)
+        self._recorder = MemoryRecorder()
+        memory, queue_max = primary_kv_view.cast("B"), self._options.queue_max
+        form = identity.row_form()
+        self._store = TierStore(config, form, memory, self._recorder, queue_max=queue_max)
+        lookups, writes = self._store.lookups, config.role != "reader"
+        self.namespace = TierNamespace(identity, self._store.bulk, lookups.submit, writes=writes)
+        self._closed = False
+        self.adapters = TierAdapters(lambda: self.reset(clean=False))
+        self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
+        self._log_ready(identity)
+
+    def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
+        self._options, config = read_options(options)
         if self._options.locality is not None:
             self.locality = Locality(self._options.locality)
-        self._events: list[OffloadingEvent] | None = None
-        if self._options.enable_kv_events:
-            if offloading_spec.kv_events_config.enable_kv_cache_events:
-                self._events = []
-            else:
-                logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
-        self._recorder = MemoryRecorder()
-        self._store = TierStore(
-            config,
-            form,
-            primary_kv_view.cast("B"),
-            self._recorder,
-            queue_max=self._options.queue_max,
-        )
-        self.home = TierHome(identity, self._store.announce)
-        self._closed = False
+        self._tells_events = self._options.enable_kv_events
+        if self._tells_events and not spec.kv_events_config.enable_kv_cache_events:
+            logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
+            self._tells_events = False
+        self._events: list[OffloadingEvent] = []
+        return config
+
+    def _log_ready(self, identity: TierIdentity) -> None:
         logger.info(
             "objkv tier ready rows=%d row_bytes=%d weights=%s",
             self._row_count,
-            row_bytes,
+            identity.row_bytes,
             identity.weights,
         )
         if self._engine is None:
             logger.warning(
                 "vLLM's configuration is not seen: replicas are told apart by 'settings' alone"
             )
-        self.adapters = TierAdapters(lambda: self.reset(clean=False))
-        # vLLM's blocks cannot be seen from here, and its CPU memory may hold old weights' KV when
-        # the device's does not: only a reset of all of it opens the tier again.
-        self._hooks = EngineHooks(self, lambda: None)
 
     # Requests.
 
     @guarded(RequestOffloadingContext())
     def on_new_request(self, req_context: "ReqContext") -> RequestOffloadingContext:
         """Chunks are offloaded as they are computed."""
-        self.home.begin(req_context.req_id)
+        self.namespace.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     @guarded(None)
     def on_request_finished(self, req_context: "ReqContext") -> None:
         """Forget what was found for it."""
-        self.home.end(req_context.req_id)
+        self.namespace.end(req_context.req_id)
         self._store.lookups.forget(req_context.req_id)
 
     @guarded(LookupResult.MISS)
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
         """Whether the chunk is stored; RETRY until that is known, at most until the deadline."""
-        namespace = self.home.of(req_context.req_id)
+        namespace = self.namespace.of(req_context.req_id)
         if namespace is None:
             return LookupResult.MISS
-        return _ANSWERS[self._store.lookups.ask(req_context.req_id, namespace, key)]
+        return self._store.lookups.ask(req_context.req_id, namespace, key)
 
     @guarded(None)
     def on_schedule_end(self, context: "ScheduleEndContext") -> None:
@@ -256,39 +234,34 @@ class ObjKVTier(SecondaryTierManager):
         if engine is not None and engine.connector is not None:
             self.reset(clean=holds_nothing(engine.manager()))
         else:  # who has no request under way holds no block
-            self.reset(clean=self.home.idle)
+            self.reset(clean=self.namespace.idle)
 
     @property
     def open(self) -> bool:
         """Whether requests may load and save: not while vLLM may hold KV of other weights."""
-        return self.home.open
+        return self.namespace.open
 
     def reset(self, *, clean: bool) -> bool:
-        """Use nothing that was stored so far; see ``TierHome``. Waits for no store."""
+        """Use nothing that was stored so far; see ``TierNamespace``. Waits for no store."""
         try:
             self._store.give_up()
         finally:
             self._store.lookups.clear()
-            renewed = self.home.renew(clean=clean)
+            renewed = self.namespace.renew(clean=clean)
         return renewed
 
+    @guarded(None)
     def shutdown(self) -> None:
         """Save what is queued within ``drain_deadline_ms``, then stop. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._shutdown()
-
-    @guarded(None)
-    def _shutdown(self) -> None:
-        self._store.close()
+            self._store.close()
 
     # What vLLM shows.
 
     @guarded(tuple[OffloadingEvent, ...]())
     def take_events(self) -> tuple[OffloadingEvent, ...]:
-        """Chunks that were saved, or found gone, if the tier is to tell."""
-        if not self._events:
-            return ()
+        """Chunks that were saved, or found gone, where the tier reports events."""
         events, self._events = tuple(self._events), []
         return events
 
@@ -305,35 +278,35 @@ class ObjKVTier(SecondaryTierManager):
         return tier_stats(self._recorder.drain())
 
     def __repr__(self) -> str:
-        return f"<ObjKVTier {self.home.namespace}, {self._store!r}>"
+        return f"<ObjKVTier {self.namespace.current}, {self._store!r}>"
 
     # Within.
 
     def _submit(self, jobs: TierJobs, job: "TransferJob") -> None:
-        entries: list[Entry] = []
+        entries: list[TierChunk] = []
         namespace = None
         try:
             record = self._store.lookups.record
             for key, row in zip(job.keys, job.chunk_ids, strict=True):
                 assert 0 <= row < self._row_count
-                entries.append(Entry(key, int(row), record(key) if job.is_promotion else None))
-            namespace = self.home.of(job.req_context.req_id)
+                entries.append(TierChunk(key, int(row), record(key) if job.is_promotion else None))
+            namespace = self.namespace.of(job.req_context.req_id)
         except Exception:  # vLLM counts on an outcome of every job
             logger.exception("tier job not understood job=%s", job.job_id)
-            entries = [Entry(key, 0) for key in job.keys]
+            entries = [TierChunk(key, 0) for key in job.keys]
         jobs.submit(job.job_id, namespace, entries)
 
     def _loaded(self, outcome: JobOutcome) -> JobResult:
         if outcome.failed:
-            # Whoever still asks must not be told to wait for the same load again.
+            # Later lookups must not wait for the same load again.
             self._store.lookups.deny(outcome.failed)
-        if outcome.done and (namespace := self.home.namespace) is not None:
+        if outcome.done and (namespace := self.namespace.current) is not None:
             self._store.touch(namespace, outcome.done)
-        self._tell(outcome.noted, removed=True)
+        self._report(outcome.noted, removed=True)
         return self._result(outcome)
 
     def _saved(self, outcome: JobOutcome) -> JobResult:
-        self._tell(outcome.noted, removed=False)
+        self._report(outcome.noted, removed=False)
         return self._result(outcome)
 
     def _result(self, outcome: JobOutcome) -> JobResult:
@@ -345,10 +318,15 @@ class ObjKVTier(SecondaryTierManager):
             transfer_bytes=len(outcome.done) * self.block_size_bytes,
         )
 
-    def _tell(self, keys: tuple[bytes, ...], *, removed: bool) -> None:
-        if keys and self._events is not None:
+    def _report(self, keys: tuple[bytes, ...], *, removed: bool) -> None:
+        if keys and self._tells_events:
             event = OffloadingEvent(list(keys), self.medium, removed, locality=self.locality)
             self._events.append(event)
+
+
+def _no_manager() -> None:
+    """vLLM's blocks cannot be seen from here, and its CPU memory may hold old weights' KV when the
+    device's does not: only a reset of all of it opens the tier again."""
 
 
 def _rows(view: memoryview) -> tuple[int, int]:

@@ -48,17 +48,17 @@ class RowOutcome(Enum):
 
     STORED = auto()
     LEFT = auto()
-    """Somebody else is saving it, or has just done so, or there is no room."""
+    """Another saver has it, or has just saved it, or there is no room."""
     LOADED = auto()
     GONE = auto()
     """Not stored, or nothing to rely on; the record that said otherwise is forgotten."""
     UNWANTED = auto()
-    """Nobody waited for it any more."""
+    """Its job was given up meanwhile."""
 
 
 Copy = Callable[[np.ndarray], bool]
-"""Copies a row from or to ``[row_bytes]`` uint8, which is not kept; False if nobody wants it any
-more, and nothing was copied."""
+"""Copies a row from or to ``[row_bytes]`` uint8, which is not kept; False if its job was
+given up, and nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)

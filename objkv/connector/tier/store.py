@@ -1,26 +1,18 @@
 """What a secondary tier has below vLLM's interface: stores, lookups, jobs, and vLLM's memory."""
 
-import os
-import socket
-from urllib.parse import urlsplit
-
 import numpy as np
 
-from objkv.assembly.backends import check_backends, open_backends, open_room
-from objkv.assembly.seal import open_seal
-from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.lookup import LookupLimits
 from objkv.config import Config
-from objkv.connector.tier.jobs import JobLimits, Part, TierJobs
+from objkv.connector.tier.jobs import JobLimits, JobPart, TierJobs
 from objkv.connector.tier.lookup import TierLookups
 from objkv.connector.tier.rows import RowForm, RowOutcome, Rows, chunk_key
+from objkv.connector.wiring import is_far, open_cache, open_checked_backends, writer_name
 from objkv.errors import StoreError
-from objkv.keys.identity import identity_path
 from objkv.telemetry import Recorder
 
 _SAVES_AT_ONCE = 4
-"""Chunks that one thread saves one after the other, having asked once which are stored."""
-_NEAR_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""Chunks that one thread saves one after the other, after one lookup of which are stored."""
 
 
 class TierStore:
@@ -42,64 +34,22 @@ class TierStore:
                 by ``close``.
             queue_max: chunks that wait, in either direction.
         """
-        self._config = config
-        self._form = form
-        self._memory = memory
-        self._recorder = recorder
-        self._backends = open_backends(config, recorder)
-        check_backends(self._backends, config)
-        writer = f"{socket.gethostname()}:{os.getpid()}:{id(self):x}"
-        settings = CacheSettings(
-            writer,
-            config.ttl_s,
-            config.lease_ms,
-            config.hot_payload_bytes_max,
-            config.hot_save_bytes_max,
-            config.hot_promote_loads,
-            config.hot_promote_bytes_max,
-        )
-        self._index = self._backends.index
-        self._cache = ChunkCache(
-            self._backends.bulk,
-            self._backends.hot,
-            self._index,
-            settings,
-            recorder,
-            room=open_room(config, self._backends, recorder),
-            seal=open_seal(config),
-        )
-        codec = config.codec if config.codec != "auto" or _is_far(config) else "none"
+        self._config, self._form = config, form
+        self._memory, self._recorder = memory, recorder
+        self._backends = open_checked_backends(config, recorder)
+        self.bulk, self._index = self._backends.bulk, self._backends.index
+        writer = writer_name(self)
+        self._cache = open_cache(config, self._backends, writer, recorder)
+        codec = config.codec if config.codec != "auto" or is_far(config) else "none"
         self._rows = Rows(self._cache, form, recorder, codec=codec, writer=writer)
-        self.lookups = TierLookups(
-            self._index,
-            recorder,
-            LookupLimits(
-                config.lookup_deadline_ms / 1000,
-                config.lookup_queue_max,
-                age_max_s=config.near_ttl_ms / 1000,
-            ),
-        )
+        lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.near_ttl_ms / 1000
+        limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
+        self.lookups = TierLookups(self._index, recorder, limits)
         load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000
-        self.loads = TierJobs(
-            "load", self._load, JobLimits(config.load_threads, queue_max, load_s), recorder
-        )
-        self.saves = TierJobs(
-            "save",
-            self._save,
-            JobLimits(config.save_threads, queue_max, save_s, _SAVES_AT_ONCE),
-            recorder,
-        )
-
-    def announce(self, namespace: str, document: bytes) -> bool:
-        """Store an identity document in the background; False if there is no room to try."""
-        if self._config.role == "reader":
-            return True
-        bulk = self._backends.bulk
-
-        def put() -> None:
-            bulk.put_if_absent(identity_path(namespace), document)
-
-        return self.lookups.submit(put)
+        loads = JobLimits(config.load_threads, queue_max, load_s)
+        self.loads = TierJobs("load", self._load, loads, recorder)
+        saves = JobLimits(config.save_threads, queue_max, save_s, _SAVES_AT_ONCE)
+        self.saves = TierJobs("save", self._save, saves, recorder)
 
     def touch(self, namespace: str, keys: tuple[bytes, ...]) -> None:
         """Chunks were used: they are to live on."""
@@ -108,7 +58,7 @@ class TierStore:
         self.lookups.submit(lambda: self._index.touch(namespace, hashes, ttl_s=ttl_s))
 
     def give_up(self) -> None:
-        """End all jobs; nobody touches vLLM's memory for them any more."""
+        """End all jobs; none touches vLLM's memory any more."""
         self.loads.give_up()
         self.saves.give_up()
 
@@ -125,7 +75,7 @@ class TierStore:
     def __repr__(self) -> str:
         return f"<TierStore {self.loads!r}, {self.saves!r}, {self.lookups!r}>"
 
-    def _load(self, part: Part) -> None:
+    def _load(self, part: JobPart) -> None:
         """Notes what was found gone."""
         for key, row, record in part.entries:
 
@@ -135,7 +85,7 @@ class TierStore:
                         self._write(row, pages)
                     return allowed
 
-            if record is None:  # not found, or not asked for
+            if record is None:  # not found, or not looked up
                 continue
             outcome = self._rows.load(part.namespace, key, record, copy)
             if outcome is RowOutcome.LOADED:
@@ -143,7 +93,7 @@ class TierStore:
             elif outcome is RowOutcome.GONE:
                 part.note(key)
 
-    def _save(self, part: Part) -> None:
+    def _save(self, part: JobPart) -> None:
         """Notes what is stored for certain. A reader stores nothing."""
         if self._config.role == "reader":
             for entry in part.entries:
@@ -166,7 +116,7 @@ class TierStore:
             if outcome is not RowOutcome.UNWANTED:
                 part.finish(key)
 
-    def _stored(self, part: Part) -> set[bytes]:
+    def _stored(self, part: JobPart) -> set[bytes]:
         """What needs no saving; none where the index does not say."""
         keys = {entry.key: chunk_key(part.namespace, entry.key) for entry in part.entries}
         hashes = [key.prefix_hash for key in keys.values()]
@@ -193,9 +143,3 @@ class TierStore:
     def _write(self, row: int, pages: np.ndarray) -> None:
         size = self._form.row_bytes
         np.copyto(np.frombuffer(self._memory, np.uint8, size, row * size), pages)
-
-
-def _is_far(config: Config) -> bool:
-    """Whether payloads cross a network, where compressing them may pay."""
-    host = urlsplit(config.s3_endpoint_url or "").hostname
-    return config.bulk_url.startswith("s3:") and host not in _NEAR_HOSTS

@@ -1,9 +1,9 @@
-"""The shards of a whole prompt in one round trip, at the speed of the wire.
+"""Looks up the shards of a whole prompt in one round trip, at the speed of the wire.
 
-One ``HGET`` for each chunk (``HMGET`` where several fields are asked for) is sent in one go, and
-the answers are taken apart by one regular expression while more of them arrive: 0.5 us a chunk
-where a client's parser takes 10. The expression matches only what is exactly as expected; anything
-else is read by the rules of the protocol, one answer at a time.
+One ``HGET`` for each chunk (``HMGET`` for several fields) is sent in one go, and one regular
+expression parses the answers while more of them arrive: 0.5 us a chunk where a client's parser
+takes 10. The expression matches only answers of the usual form; any other is read by the rules of
+the protocol, one at a time.
 """
 
 import os
@@ -19,7 +19,7 @@ from redis import exceptions
 from objkv.index.base import Shards
 from objkv.index.fields import SHARD_PATTERN, WrittenShards, decode_shard
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.net.resp import CLIENT_ERRORS, Line, Lines, Pool, packed
+from objkv.net.resp import CLIENT_ERRORS, Pool, RespConnection, RespConnections, packed
 
 _SEND_HASHES = 256
 """Packed and sent at once, 32 KiB for one field: the server begins with these while the next are
@@ -40,22 +40,22 @@ _HEAD = re.compile(rb"([-+:*$])([^\r\n]*)\r\n")
 
 
 class Finder:
-    """Asks for fields of many chunks through connections of ``client``, which stays its owner's."""
+    """Reads fields of many chunks through connections of ``client``, which stays its owner's."""
 
     def __init__(self, client: Any) -> None:
-        self._lines = Lines(client)
+        self._connections = RespConnections(client)
 
     def find(
         self, key: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None] | None:
-        """See ``ReadIndex``; ``key`` begins every chunk's key. Nothing is empty.
+        """See ``ReadIndex``; ``key`` begins every chunk's key. No argument is empty.
 
-        None where the client has to find it its own way: a server that refused, a lost
-        connection, a cluster that has changed. Raises redis-py's exceptions.
+        None leaves the lookup to the client: a server that refused, a lost connection, a cluster
+        that has changed. Raises redis-py's exceptions.
         """
         wanted = tuple(dict.fromkeys(fields))
-        if not self._lines.is_cluster:
-            return self._ask({self._lines.pool_of(key): prefix_hashes}, key, wanted)
+        if not self._connections.is_cluster:
+            return self._ask({self._connections.pool_of(key): prefix_hashes}, key, wanted)
         try:
             found = self._find_in_cluster(key, list(dict.fromkeys(prefix_hashes)), wanted)
         except CLIENT_ERRORS:
@@ -64,14 +64,14 @@ class Finder:
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._lines.close()
+        self._connections.close()
 
     def _find_in_cluster(
         self, key: str, prefix_hashes: list[bytes], fields: tuple[str, ...]
     ) -> dict[bytes, Shards | None] | None:
         by_pool: dict[Pool | None, list[bytes]] = defaultdict(list)
         for prefix_hash in prefix_hashes:
-            by_pool[self._lines.pool_of(key + prefix_hash.hex())].append(prefix_hash)
+            by_pool[self._connections.pool_of(key + prefix_hash.hex())].append(prefix_hash)
         # In one order for all threads: each holds connections while it waits for the next pool's.
         by_pool = dict(sorted(by_pool.items(), key=lambda item: id(item[0])))
         found = self._ask(by_pool, key, fields)
@@ -83,18 +83,20 @@ class Finder:
         self, by_pool: Mapping[Pool | None, Sequence[bytes]], key: str, fields: tuple[str, ...]
     ) -> list[Shards | None] | None:
         """The shards of all hashes, pool by pool; all servers work at once."""
-        lines: list[Line] = []
+        connections: list[RespConnection] = []
         try:
             for pool in by_pool:
-                line = self._lines.take_from(pool)
-                if line is None:
+                connection = self._connections.take_from(pool)
+                if connection is None:
                     return None
-                lines.append(line)
-            pairs = zip(lines, by_pool.values(), strict=True)
-            return _answered([_Question(line, key, hashes, fields) for line, hashes in pairs])
+                connections.append(connection)
+            pairs = zip(connections, by_pool.values(), strict=True)
+            return _answered(
+                [_Question(connection, key, hashes, fields) for connection, hashes in pairs]
+            )
         finally:
-            for line in lines:
-                self._lines.give(line)
+            for connection in connections:
+                self._connections.give(connection)
 
 
 def _answered(questions: list["_Question"]) -> list[Shards | None] | None:
@@ -114,12 +116,16 @@ class _RefusedError(Exception):
 
 
 class _Question:
-    """What one server is asked, and what it has answered so far."""
+    """The commands for one server, and its answers so far."""
 
     def __init__(
-        self, line: Line, key: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...]
+        self,
+        connection: RespConnection,
+        key: str,
+        prefix_hashes: Sequence[bytes],
+        fields: tuple[str, ...],
     ) -> None:
-        self._line = line
+        self._connection = connection
         self._fields = fields
         self._count = len(prefix_hashes) * len(fields)
         self._values: list[bytes] = []
@@ -127,24 +133,24 @@ class _Question:
         self._refused = False
         self._rows = 0
         self._pattern = _FAST if len(fields) == 1 else _FAST_ROWS
-        # Lengths of values are not compared with what was announced: instead, the last answer is
-        # one that nobody can foresee. If there are as many values before it as were asked for,
-        # none of them was made of a part of another, nor left behind by another command.
+        # Lengths of values are not compared with the announced ones: instead, the last answer is
+        # unpredictable. If it follows exactly as many values as were asked for, none of them was
+        # made of a part of another, nor left behind by another command.
         mark = os.urandom(8).hex().encode()
         self._mark = b"$16\r\n%b\r\n" % mark
         self._parts = _commands(key, prefix_hashes, fields, packed(b"PING", mark))
         self._unsent = memoryview(next(self._parts))
         self._value_bytes = len(self._unsent) / min(self._count, _SEND_HASHES * len(fields))
         self._sent = 0
-        self._ahead = _AHEAD_BYTES_TLS if line.tls else _AHEAD_BYTES
+        self._ahead = _AHEAD_BYTES_TLS if connection.tls else _AHEAD_BYTES
 
     def push(self) -> bool:
-        """Send what is taken at once, and what the server may have before it answers; whether
-        it would take more later."""
+        """Send as much as is taken at once and as the server may have before it answers; whether
+        more is to be sent."""
         while self._unsent:
             if self._sent - len(self._values) * self._value_bytes > self._ahead:
                 return False
-            taken = self._line.offer(self._unsent)
+            taken = self._connection.offer(self._unsent)
             if not taken:
                 return True
             self._sent += taken
@@ -155,14 +161,14 @@ class _Question:
         """One for each prefix hash, in order."""
         rest = b""
         while rest != self._mark:
-            if self.push() and not self._line.wait_to_receive():
+            if self.push() and not self._connection.wait_to_receive():
                 continue
-            rest = self._take(rest + self._line.receive())
+            rest = self._take(rest + self._connection.receive())
             if len(rest) > _REST_BYTES_MAX or len(self._values) > self._count:
                 raise exceptions.InvalidResponse("an answer that was not asked for")
         if len(self._values) != self._count:
             raise exceptions.InvalidResponse("fewer answers than questions")
-        self._line.clean = True
+        self._connection.clean = True
         if self._refused:
             raise _RefusedError
         if len(self._fields) == 1:
@@ -191,8 +197,7 @@ class _Question:
             self._found += [WrittenShards(fields, (one,)) if one else None for one in values]
 
     def _take_odd(self, data: bytes) -> int:
-        """Keep what one answer, of whatever kind, is to us; returns its length, 0 if it is not
-        whole yet."""
+        """Keep one answer of any kind; returns its length, 0 if it is not whole yet."""
         head = _HEAD.match(data)
         if head is None:
             return 0
@@ -215,7 +220,7 @@ class _Question:
             return end + 2
         if kind != b"-":
             raise exceptions.InvalidResponse("an answer to another question")
-        # A key that somebody else uses for something else holds no chunk.
+        # A key of another type is not objkv's and holds no chunk.
         self._refused |= not words.startswith(b"WRONGTYPE")
         self._keep([b""] * len(self._fields))
         return head.end()

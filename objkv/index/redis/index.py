@@ -25,29 +25,29 @@ from objkv.index.redis.scripts import DROP, FORGET, LEASE, PIN, PUBLISH, RELEASE
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-# How much is stored, in Redis: running totals in one hash that all processes of a fleet add to.
-#
-# A process adds up what its own saves change, and tells the server every few seconds, together
-# with a command that it sends anyway: no save waits for it, and a thousand replicas write the one
-# key some hundred times a second. What a killed process had not told is lost until the totals are
-# counted again.
-
 Command = tuple[str | bytes | int, ...]
-_TELL_S = 5.0
-"""Kept back for so long at most, as long as something is saved at all."""
+_FLUSH_S = 5.0
+"""Changes of the totals are kept back at most this long, as long as anything is saved at all."""
 _TOTAL = re.compile(rb"([^:]+):(nbytes|payloads|counted)")
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 
-class Totals:
-    """What this process changed and has not told yet. Thread-safe."""
+class PendingTotals:
+    """How much is stored: this process's share of the running totals, in one hash of Redis that all
+    processes of a fleet add to. Thread-safe.
+
+    A process adds up what its own saves change, and sends it every few seconds, together with a
+    command that it sends anyway: no save waits for it, and a thousand replicas write the one key
+    some hundred times a second. What a killed process had not sent is lost until the totals are
+    counted again.
+    """
 
     def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self._clock = clock
         self._lock = Lock()
         self._pending: defaultdict[str, int] = defaultdict(int)
-        self._due_s = clock() + _TELL_S
+        self._due_s = clock() + _FLUSH_S
         self._process = os.getpid()
 
     def add(self, namespace: str, prefix_hash: bytes, nbytes: int, payloads: int) -> None:
@@ -59,7 +59,7 @@ class Totals:
             self._pending[f"{namespace}:payloads"] += payloads
 
     def take(self, *, early: bool = False) -> dict[str, int]:
-        """What is to be told now, by field; empty unless it is time, or ``early``."""
+        """The changes that are due, by field; ``early`` takes them before that."""
         now = self._clock()
         with self._lock:
             self._leave_to_parent()
@@ -67,35 +67,35 @@ class Totals:
                 return {}
             taken = {field: change for field, change in self._pending.items() if change}
             self._pending.clear()
-            self._due_s = now + _TELL_S
+            self._due_s = now + _FLUSH_S
         return taken
 
     def take_of(self, namespace: str) -> dict[str, int]:
-        """What there is to be told of ``namespace``, by field: for who tells it otherwise."""
+        """The changes of ``namespace``, by field: its totals are about to be replaced."""
         fields = f"{namespace}:nbytes", f"{namespace}:payloads"
         with self._lock:
             self._leave_to_parent()
             return {field: self._pending.pop(field, 0) for field in fields}
 
     def commands(self, taken: Mapping[str, int]) -> list[Command]:
-        """What tells it."""
+        """The commands that add ``taken``."""
         return [("HINCRBY", self.key, field, change) for field, change in taken.items()]
 
     def put_back(self, taken: Mapping[str, int]) -> None:
-        """What could not be told, for the next time. Some of it may have arrived after all: the
-        totals then say more than there is, never less."""
+        """Keep what could not be sent. Some of it may have arrived after all: the totals then say
+        more than there is, never less."""
         with self._lock:
             for field, change in taken.items():
                 self._pending[field] += change
 
     def _leave_to_parent(self) -> None:
-        if self._process != os.getpid():  # a fork's: the parent tells these
+        if self._process != os.getpid():  # in a fork: the parent sends these
             self._process = os.getpid()
             self._pending.clear()
 
 
 def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:
-    """What ``HGETALL`` of the totals answered; what no objkv wrote is left out."""
+    """The answer to ``HGETALL`` of the totals; fields that objkv did not write are left out."""
     numbers: dict[str, dict[bytes, int]] = defaultdict(dict)
     for field, value in reply.items():
         match = _TOTAL.fullmatch(field)
@@ -117,8 +117,6 @@ def replaced(key: str, usage: Usage) -> Command:
     numbers = (f"{name}:nbytes", usage.nbytes, f"{name}:payloads", usage.payloads)
     return ("HSET", key, *numbers, f"{name}:counted", usage.counted_s)
 
-
-# What Redis's errors are to whoever uses the index, and what to do about them.
 
 # By word where the class does not tell: inside a script, servers wrap the error's own first word.
 _LATER_WORDS = re.compile(
@@ -156,7 +154,7 @@ def translated(verb: str) -> Iterator[None]:
 
 
 def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
-    """What ``exc`` is to objkv, and its words with what to fix."""
+    """The ``StoreError`` for ``exc``, and its words with what to fix."""
     words = str(exc) or type(exc).__name__
     chain = list(_chain(exc))
     if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
@@ -210,7 +208,7 @@ class RedisIndex:
         self._prefix = prefix
         self._clock = clock
         self._finder = Finder(client)
-        self._totals = Totals(f"{prefix}:u:totals")
+        self._totals = PendingTotals(f"{prefix}:u:totals")
         self._key = re.compile(
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
@@ -246,8 +244,7 @@ class RedisIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """See ``ReadIndex``; reads these fields only, the rest of a record it neither asks for nor
-        judges."""
+        """See ``ReadIndex``; reads these fields only, and checks nothing else of a record."""
         found = None
         if prefix_hashes and fields:
             with translated("find"):
@@ -279,8 +276,8 @@ class RedisIndex:
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``; running totals. Other processes may keep back what they changed in
         the last seconds."""
-        told = self._totals.take(early=True)
-        [reply] = self._telling(told, ("HGETALL", self._totals.key))
+        changes = self._totals.take(early=True)
+        [reply] = self._flushed(changes, ("HGETALL", self._totals.key))
         if isinstance(reply, Exception):
             with translated("usage"):
                 raise reply
@@ -293,9 +290,9 @@ class RedisIndex:
     def close(self) -> None:
         """See ``ReadIndex``."""
         with translated("close"):
-            if told := self._totals.take(early=True):
+            if changes := self._totals.take(early=True):
                 with suppress(StoreError):
-                    self._telling(told)
+                    self._flushed(changes)
             self._finder.close()
             self._client.close()
 
@@ -318,7 +315,7 @@ class RedisIndex:
         args = (ttl_s * 1000, int(self._clock()))
         replies = self._pipelined([TOUCH.known(key, *args) for key in keys])
         unknown = [
-            TOUCH.told(key, *args)
+            TOUCH.full(key, *args)
             for key, reply in zip(keys, replies, strict=True)
             if isinstance(reply, exceptions.NoScriptError)
         ]
@@ -369,30 +366,31 @@ class RedisIndex:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
 
     def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> Any:
-        """What the script answers; in the same round trip, totals that are due are told."""
-        known, told = script.known(key, *args), self._totals.take()
+        """The script's answer; the same round trip adds to the totals where that is due."""
+        known, changes = script.known(key, *args), self._totals.take()
         with translated(verb):
             run: Callable[..., object] = self._client.execute_command
             try:
-                if not told:
+                if not changes:
                     return run(*known)
-                [reply] = self._telling(told, known)
+                [reply] = self._flushed(changes, known)
                 if isinstance(reply, Exception):
                     raise reply
                 return reply
             except exceptions.NoScriptError:
-                return run(*script.told(key, *args))
+                return run(*script.full(key, *args))
 
-    def _telling(self, told: Mapping[str, int], *commands: Command) -> list[Any]:
-        """What ``commands`` answered; totals go before them, and are put back if they fail."""
+    def _flushed(self, changes: Mapping[str, int], *commands: Command) -> list[Any]:
+        """The answers to ``commands``; changes of the totals go before them, and are put back if
+        they fail."""
         try:
-            replies = self._pipelined([*self._totals.commands(told), *commands])
+            replies = self._pipelined([*self._totals.commands(changes), *commands])
         except StoreError:
-            self._totals.put_back(told)
+            self._totals.put_back(changes)
             raise
-        pairs = zip(told.items(), replies, strict=False)
+        pairs = zip(changes.items(), replies, strict=False)
         self._totals.put_back(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
-        return replies[len(told) :]
+        return replies[len(changes) :]
 
     def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
         """All replies, errors among them as values; one round trip, or one per cluster node."""
@@ -428,7 +426,7 @@ class RedisIndex:
 
 
 def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
-    """The record that ``HGETALL`` answered; None for none and for what no objkv wrote."""
+    """The record that ``HGETALL`` answered; None for none and for one that objkv did not write."""
     if isinstance(reply, Exception):
         if str(reply).startswith("WRONGTYPE"):
             return None

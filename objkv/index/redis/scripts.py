@@ -1,8 +1,8 @@
 """Lua that Redis runs in one piece; each script touches one key, so that clusters run it too.
 
 Scripts are sent by digest; a server that does not know one gets the text with ``EVAL``, which also
-teaches it. ``redis.pcall`` answers a table where somebody else's key is of another type: such a
-key is treated as absent, and replaced by what is published.
+teaches it. ``redis.pcall`` answers a table where a key is of another type, not objkv's: such a key
+is treated as absent, and replaced when a chunk is published.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ class Script:
         """The command that runs it on a server that knows it."""
         return ("EVALSHA", self.sha, 1, key, *args)
 
-    def told(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
+    def full(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
         """The command that runs it anywhere."""
         return ("EVAL", self.text, 1, key, *args)
 

@@ -26,11 +26,11 @@ from objkv.ops.audit.figures import (
 from objkv.ops.audit.findings import Walked, foreign_folders, problems, read_findings
 from objkv.ops.audit.identities import Facts, compare, read_facts
 from objkv.ops.audit.report import AuditReport, Ending, Prices, RootAudit, TreeNode
-from objkv.ops.audit.spool import Spool, make_chunks
+from objkv.ops.audit.spool import AuditSpool, make_chunks
 from objkv.ops.audit.text import Reader, with_texts
 from objkv.ops.audit.tree import Tree, read_roots, read_tree
-from objkv.ops.audit.walk import AuditEnds, part_unit, records_unit
-from objkv.ops.backends_view import Part, stored_namespaces, stored_parts
+from objkv.ops.audit.walk import AuditView, part_unit, records_unit
+from objkv.ops.backends_view import NamespacePart, stored_namespaces, stored_parts
 from objkv.ops.sweep.survey import old_epochs
 
 DIFFERENCES_MAX = 50
@@ -68,7 +68,7 @@ class Places:
     """Of the namespaces that the bulk store has folders of."""
     old: frozenset[str]
     """Namespaces of which there is one with a later epoch, whether or not it is looked at."""
-    parts: Sequence[Part]
+    parts: Sequence[NamespacePart]
     indexed: Sequence[str]
     """Namespaces that the index has records of."""
     others: Sequence[str] = ()
@@ -81,18 +81,18 @@ class Places:
         return ["leftovers", *map(records_unit, self.indexed), *map(part_unit, self.parts)]
 
 
-def find_places(ends: AuditEnds, only: str | None = None) -> Places:
+def find_places(view: AuditView, only: str | None = None) -> Places:
     """The names of all there is, or of the namespace ``only``."""
-    every = stored_namespaces(ends.bulk)
+    every = stored_namespaces(view.bulk)
     names = [name for name in every if only in (None, name)]
-    indexed = [] if ends.is_own_index else ends.index.namespaces()
-    documents = {name: read_facts(ends.bulk, name) for name in every}
+    indexed = [] if view.is_own_index else view.index.namespaces()
+    documents = {name: read_facts(view.bulk, name) for name in every}
     return Places(
         facts={name: documents[name] for name in names},
         old=old_epochs(one.namespace for one in documents.values()),
-        parts=stored_parts(ends.bulk, names),
+        parts=stored_parts(view.bulk, names),
         indexed=[name for name in indexed if only in (None, name)],
-        others=() if only else foreign_folders(ends.bulk.folders(""), every),
+        others=() if only else foreign_folders(view.bulk.folders(""), every),
         only=only,
     )
 
@@ -101,8 +101,8 @@ def find_places(ends: AuditEnds, only: str | None = None) -> Places:
 class Audit:
     """The figures of a walk, however far it came."""
 
-    ends: AuditEnds
-    spool: Spool
+    view: AuditView
+    spool: AuditSpool
     places: Places
     options: AuditOptions
     clock: Callable[[], float] = time.time
@@ -116,7 +116,7 @@ class Audit:
         # The index knows nothing of a namespace that it does not name: that is an answer, too.
         return {
             name: Walked(
-                has_records=not self.ends.is_own_index
+                has_records=not self.view.is_own_index
                 and parts.get(name, True)
                 and (name not in self.places.indexed or records_unit(name) in done),
                 is_known=name in self.places.facts and self.places.facts[name].namespace.is_known,
@@ -128,7 +128,7 @@ class Audit:
     def report(self, ending: Ending, met: Collection[str] = ()) -> AuditReport:
         """``met``: what the walk could not look at, in sentences. Raises ``StoreError``,
         ``ConfigError``."""
-        now_s, options, has_index = self.clock(), self.options, not self.ends.is_own_index
+        now_s, options, has_index = self.clock(), self.options, not self.view.is_own_index
         make_chunks(self.spool)
         found = figures(self.spool, now_s)
         walked = self.walked()
@@ -142,7 +142,7 @@ class Audit:
         every_name: dict[str, Facts | None] = {**dict.fromkeys(walked), **facts}
         namespaces = namespace_audits(found, every_name, wrong, has_index=has_index)
         largest = [facts[one.namespace] for one in namespaces if one.namespace in facts]
-        differences, differences_omitted = compare(self.ends.bulk, largest, most=DIFFERENCES_MAX)
+        differences, differences_omitted = compare(self.view.bulk, largest, most=DIFFERENCES_MAX)
         tree, nodes, roots = self._shapes(has_index=has_index)
         growth = read_growth(self.spool, now_s)
         every = totals(namespaces, found, has_index=has_index)
@@ -193,5 +193,5 @@ class Audit:
         if options.tokenizer is None:
             return tree, tree.nodes, roots
         namespaces = {name: fact.namespace for name, fact in facts.items()}
-        reader = Reader(self.ends, namespaces, options.tokenizer, options.show_text)
+        reader = Reader(self.view, namespaces, options.tokenizer, options.show_text)
         return tree, *with_texts(self.spool, tree, roots, reader, workers=options.workers)

@@ -4,12 +4,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from objkv.ops.audit.identities import Facts
 from objkv.ops.audit.report import (
     AgeBucket,
     AgesAudit,
+    AuditTotals,
     CostAudit,
     DepthAudit,
     GrowthAudit,
@@ -18,13 +19,16 @@ from objkv.ops.audit.report import (
     Prices,
     TenantAudit,
     TenantCost,
-    Totals,
 )
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 
 T = TypeVar("T", int, float)
 DEPTHS_ALONE = 64
 """Depths that are told one by one."""
+_COUNTED = ("roots", "chunks", "payloads", "nbytes", "oldest_s", "newest_s")
+_USE = ("hits", "used_chunks", "unused_bytes", "last_used_s")
+"""Known to an index only."""
+_SUMS = ("tokens", "hits", "used_chunks", "unused_bytes")
 _BY_NAMESPACE = """
 SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(payloads),
   sum(CASE WHEN start IS NOT NULL THEN ends - start END),
@@ -75,7 +79,7 @@ class NamespaceFigures:
         return (self.known_tokens or 0) + self.unknown_chunks * (chunk_tokens or 0)
 
 
-def figures(spool: Spool, now_s: float) -> dict[str, NamespaceFigures]:
+def figures(spool: AuditSpool, now_s: float) -> dict[str, NamespaceFigures]:
     """By namespace. Memory: some hundred bytes each."""
     names = namespace_names(spool)
     found = {}
@@ -87,7 +91,7 @@ def figures(spool: Spool, now_s: float) -> dict[str, NamespaceFigures]:
     return found
 
 
-def namespace_names(spool: Spool) -> dict[int, str]:
+def namespace_names(spool: AuditSpool) -> dict[int, str]:
     """The namespaces by the numbers that stand for them."""
     return {int(ns): str(name) for ns, name in spool.rows("SELECT id, name FROM namespaces")}
 
@@ -105,6 +109,8 @@ def namespace_audits(
     for name in sorted({*found, *facts}):
         one, fact = found.get(name, NamespaceFigures(name)), facts.get(name)
         known = fact is not None and fact.namespace.is_known
+        counted: dict[str, Any] = {field: getattr(one, field) for field in _COUNTED}
+        counted |= {field: getattr(one, field) if has_index else None for field in _USE}
         audits.append(
             NamespaceAudit(
                 namespace=name,
@@ -115,18 +121,9 @@ def namespace_audits(
                 weights_epoch=fact.namespace.weights_epoch if fact and known else None,
                 is_known=known,
                 problem=fact.problem if fact else "the bulk store has no folder of it",
-                roots=one.roots,
-                chunks=one.chunks,
-                payloads=one.payloads,
+                **counted,
                 tokens=one.tokens(fact.chunk_tokens if fact else None),
-                nbytes=one.nbytes,
-                hits=one.hits if has_index else None,
-                used_chunks=one.used_chunks if has_index else None,
-                unused_bytes=one.unused_bytes if has_index else None,
                 pinned=one.pinned,
-                oldest_s=one.oldest_s,
-                newest_s=one.newest_s,
-                last_used_s=one.last_used_s if has_index else None,
                 ghosts=wrong.get(("ghost", name), 0),
                 orphans=wrong.get(("orphan", name), 0) + wrong.get(("expired", name), 0),
                 corrupt=wrong.get(("corrupt", name), 0),
@@ -148,18 +145,8 @@ def tenant_audits(
         TenantAudit(
             tenant=tenant,
             namespaces=len(group),
-            roots=sum(one.roots for one in group),
-            chunks=sum(one.chunks for one in group),
-            payloads=sum(one.payloads for one in group),
-            tokens=added(one.tokens for one in group),
-            nbytes=sum(one.nbytes for one in group),
             quota_bytes=quota_bytes if quota_bytes and tenant is not None else None,
-            hits=added(one.hits for one in group),
-            used_chunks=added(one.used_chunks for one in group),
-            unused_bytes=added(one.unused_bytes for one in group),
-            oldest_s=least(one.oldest_s for one in group),
-            newest_s=most(one.newest_s for one in group),
-            last_used_s=most(one.last_used_s for one in group),
+            **_together(group),
         )
         for tenant, group in groups.items()
     ]
@@ -171,34 +158,40 @@ def totals(
     found: Mapping[str, NamespaceFigures],
     *,
     has_index: bool,
-) -> Totals:
+) -> AuditTotals:
     """Of all namespaces."""
     every = list(found.values())
-    return Totals(
+    return AuditTotals(
         namespaces=len(namespaces),
         tenants=len({one.tenant for one in namespaces if one.tenant is not None}),
-        roots=sum(one.roots for one in namespaces),
-        chunks=sum(one.chunks for one in namespaces),
-        payloads=sum(one.payloads for one in namespaces),
-        tokens=added(one.tokens for one in namespaces),
-        nbytes=sum(one.nbytes for one in namespaces),
+        **_together(namespaces),
         raw_bytes=added(one.raw_bytes for one in every),
         recorded_bytes=added(one.recorded_bytes for one in every),
         hot_payloads=sum(one.hot_payloads for one in every) if has_index else None,
         hot_bytes=sum(one.hot_bytes for one in every) if has_index else None,
         records=sum(one.records for one in every) if has_index else None,
         pinned=sum(one.pinned for one in every),
-        hits=added(one.hits for one in namespaces),
-        used_chunks=added(one.used_chunks for one in namespaces),
-        unused_bytes=added(one.unused_bytes for one in namespaces),
-        oldest_s=least(one.oldest_s for one in namespaces),
-        newest_s=most(one.newest_s for one in namespaces),
-        last_used_s=most(one.last_used_s for one in namespaces),
     )
 
 
+def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
+    """The fields of ``StoredAudit``, over ``namespaces``."""
+
+    def known(field: str) -> list[int]:
+        values = [getattr(one, field) for one in namespaces]
+        return [value for value in values if value is not None]
+
+    return {
+        **{field: sum(known(field)) for field in ("roots", "chunks", "payloads", "nbytes")},
+        **{field: sum(known(field)) if known(field) else None for field in _SUMS},
+        "oldest_s": min(known("oldest_s"), default=None),
+        "newest_s": max(known("newest_s"), default=None),
+        "last_used_s": max(known("last_used_s"), default=None),
+    }
+
+
 def depth_audits(
-    spool: Spool, namespaces: Sequence[NamespaceAudit], *, has_index: bool
+    spool: AuditSpool, namespaces: Sequence[NamespaceAudit], *, has_index: bool
 ) -> tuple[DepthAudit, ...]:
     """By namespace, in the order of these, and depth."""
     numbers = {name: ns for ns, name in namespace_names(spool).items()}
@@ -237,16 +230,6 @@ def added(values: Iterable[T | None]) -> T | None:
     return sum(known[1:], known[0]) if known else None
 
 
-def least(values: Iterable[int | None]) -> int | None:
-    """The least that is known."""
-    return min((value for value in values if value is not None), default=None)
-
-
-def most(values: Iterable[int | None]) -> int | None:
-    """The most that is known."""
-    return max((value for value in values if value is not None), default=None)
-
-
 # Ages, growth and cost of what an audit has seen.
 
 LIST_PRICES = Prices(gb_month=0.023, per_1000_puts=0.005, per_1000_gets=0.0004)
@@ -276,7 +259,7 @@ class Basis:
     """Whether hits are counted."""
 
 
-def read_ages(spool: Spool, now_s: float, *, has_index: bool) -> AgesAudit:
+def read_ages(spool: AuditSpool, now_s: float, *, has_index: bool) -> AgesAudit:
     """How old chunks are, and how long ago they were used."""
     never = None, None
     if has_index:
@@ -290,7 +273,7 @@ def read_ages(spool: Spool, now_s: float, *, has_index: bool) -> AgesAudit:
     )
 
 
-def _buckets(spool: Spool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
+def _buckets(spool: AuditSpool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
     bounds = [*zip(_AGE_STARTS_S, (*_AGE_STARTS_S[1:], None), strict=True)]
     # A chunk that seems to come from the future is as young as any.
     cases = " ".join(
@@ -309,7 +292,7 @@ def _buckets(spool: Spool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
     )
 
 
-def read_growth(spool: Spool, now_s: float) -> GrowthAudit:
+def read_growth(spool: AuditSpool, now_s: float) -> GrowthAudit:
     """By day, UTC."""
     today = int(now_s) // _DAY_S
     found: dict[int, list[int]] = {}
@@ -342,7 +325,7 @@ def _day(number: int) -> str:
 
 
 def read_cost(
-    spool: Spool,
+    spool: AuditSpool,
     namespaces: Sequence[NamespaceAudit],
     found: Mapping[str, NamespaceFigures],
     growth: GrowthAudit,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from objkv.ops.audit.figures import namespace_names
-from objkv.ops.audit.html.figures import noun, span
 from objkv.ops.audit.report import (
     AuditFinding,
     AuditReport,
@@ -14,8 +13,9 @@ from objkv.ops.audit.report import (
     FindingKind,
     FindingsAudit,
 )
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.backends_view import QUARANTINE
+from objkv.ops.formats import noun, span
 
 FIRST_MAX = 100
 """Named, of each kind."""
@@ -108,7 +108,7 @@ class _Seen:
 
 
 def read_findings(
-    spool: Spool, walked: Mapping[str, Walked], *, expired_s: float, young_s: float
+    spool: AuditSpool, walked: Mapping[str, Walked], *, expired_s: float, young_s: float
 ) -> tuple[FindingsAudit, Mapping[tuple[str, str], int]]:
     """All that is wrong, and how many there are by kind and namespace.
 
@@ -138,7 +138,9 @@ def read_findings(
     return FindingsAudit(counts, first, seen.counts.total() - len(first)), seen.wrong
 
 
-def _every(spool: Spool, expired_s: float) -> Iterator[tuple[FindingKind, str, str, int, int, str]]:
+def _every(
+    spool: AuditSpool, expired_s: float
+) -> Iterator[tuple[FindingKind, str, str, int, int, str]]:
     names = namespace_names(spool)
     plain: tuple[tuple[FindingKind, str], ...] = (
         ("ghost", _GHOSTS),
@@ -185,7 +187,7 @@ def problems(
     """Of ``report``, which has none yet. ``others``: folders that are not objkv's; ``met``: what
     could not be looked at; ``namespaces_omitted``: by the tree."""
     has_index = report.totals.records is not None
-    found = [*_early(report), *_resumed(report), *(_ends(report) if has_index else ())]
+    found = [*_early(report), *_resumed(report), *(_mismatched(report) if has_index else ())]
     found += [*_namespaces(report, walked), *met]
     if namespaces_omitted:
         found.append(
@@ -226,7 +228,7 @@ def _resumed(report: AuditReport) -> Iterator[str]:
         )
 
 
-def _ends(report: AuditReport) -> Iterator[str]:
+def _mismatched(report: AuditReport) -> Iterator[str]:
     """Where both ends do not seem to belong together."""
     totals = report.totals
     counts = {one.kind: one.count for one in report.findings.counts}

@@ -9,19 +9,13 @@ others wrote: whoever shows it masks or escapes it.
 from dataclasses import dataclass
 from typing import Final, Literal
 
-# What an audit says of prefixes: by namespace, tenant, root and depth, and as a tree.
-#
-# The conventions are those of ``objkv.ops.audit.report``, through which all of these are imported.
-
 NodeKind = Literal["chunks", "other"]
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """All that was seen."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAudit:
+    """What is stored, of a namespace, a tenant or everything."""
 
-    namespaces: int
-    tenants: int
     roots: int
     """Chunks at which a prefix begins."""
     chunks: int
@@ -32,15 +26,6 @@ class Totals:
     """Of all chunks whose length is known."""
     nbytes: int
     """Of the payloads in the bulk store."""
-    raw_bytes: int | None
-    """Of the pages of those that have records, before compression."""
-    recorded_bytes: int | None
-    """Of the payloads that ``raw_bytes`` counts, as stored."""
-    hot_payloads: int | None
-    hot_bytes: int | None
-    records: int | None
-    """None where the bulk store is its own index, as for all that only an index counts."""
-    pinned: int | None
     hits: int | None
     """Of all records since each was made; one for each chunk of each match that was loaded."""
     used_chunks: int | None
@@ -52,8 +37,25 @@ class Totals:
     last_used_s: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceAudit:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditTotals(StoredAudit):
+    """All that was seen."""
+
+    namespaces: int
+    tenants: int
+    raw_bytes: int | None
+    """Of the pages of those that have records, before compression."""
+    recorded_bytes: int | None
+    """Of the payloads that ``raw_bytes`` counts, as stored."""
+    hot_payloads: int | None
+    hot_bytes: int | None
+    records: int | None
+    """None where the bulk store is its own index, as for all that only an index counts."""
+    pinned: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceAudit(StoredAudit):
     """One namespace."""
 
     namespace: str
@@ -67,18 +69,7 @@ class NamespaceAudit:
     """Whether its identity document is there and is its own; else its payloads are strangers."""
     problem: str | None
     """What is wrong with the document, in a sentence."""
-    roots: int
-    chunks: int
-    payloads: int
-    tokens: int | None
-    nbytes: int
-    hits: int | None
-    used_chunks: int | None
-    unused_bytes: int | None
     pinned: int | None
-    oldest_s: int | None
-    newest_s: int | None
-    last_used_s: int | None
     ghosts: int
     orphans: int
     """Expired ones too."""
@@ -92,26 +83,15 @@ class NamespaceAudit:
         return self.ghosts + self.orphans - self.expired + self.corrupt + self.strangers
 
 
-@dataclass(frozen=True, slots=True)
-class TenantAudit:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantAudit(StoredAudit):
     """All namespaces of one tenant."""
 
     tenant: str | None
     """None: of namespaces whose document cannot be read."""
     namespaces: int
-    roots: int
-    chunks: int
-    payloads: int
-    tokens: int | None
-    nbytes: int
     quota_bytes: int | None
     """What the settings here allow it, None for no limit."""
-    hits: int | None
-    used_chunks: int | None
-    unused_bytes: int | None
-    oldest_s: int | None
-    newest_s: int | None
-    last_used_s: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,31 +192,6 @@ class TreeNode:
     """The beginning of its tokens' text, redacted unless asked otherwise; None without."""
 
 
-__all__ = [
-    "JSON_FORMAT",
-    "AgeBucket",
-    "AgesAudit",
-    "AuditFinding",
-    "AuditReport",
-    "CostAudit",
-    "DepthAudit",
-    "Ending",
-    "FieldDifference",
-    "FindingCount",
-    "FindingKind",
-    "FindingsAudit",
-    "GrowthAudit",
-    "GrowthDay",
-    "IdentityDifference",
-    "NamespaceAudit",
-    "NodeKind",
-    "Prices",
-    "RootAudit",
-    "TenantAudit",
-    "TenantCost",
-    "Totals",
-    "TreeNode",
-]
 JSON_FORMAT: Final = 1
 """Of the JSON document; another number where a field's meaning changes."""
 FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "expired", "old_epoch", "leftover"]
@@ -412,7 +367,7 @@ class AuditReport:
     parts: int
     """Of the walk: folders of the bulk store, and namespaces of the index."""
     resumed: bool
-    totals: Totals
+    totals: AuditTotals
     namespaces: tuple[NamespaceAudit, ...]
     """Largest first."""
     tenants: tuple[TenantAudit, ...]

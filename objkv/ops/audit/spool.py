@@ -59,7 +59,7 @@ class Told:
     """Whether hits are counted at all where this comes from."""
 
 
-class Spool:
+class AuditSpool:
     """Safe from many threads; ``rows`` for one. Raises ``ConfigError`` where the disk is full."""
 
     def __init__(
@@ -149,6 +149,13 @@ class Spool:
         """What ``statement`` answers, as it is read."""
         with self._translated():
             yield from self._db.execute(statement, values)
+
+    def named(self, statement: str, values: Sequence[object] = ()) -> Iterator[dict[str, Any]]:
+        """The same, each row by the names of its columns."""
+        with self._translated():
+            cursor = self._db.execute(statement, values)
+            names = [column[0] for column in cursor.description]
+            yield from (dict(zip(names, row, strict=True)) for row in cursor)
 
     def run(self, statement: str, values: Sequence[object] = ()) -> int:
         """Runs ``statement``; how many rows it changed."""
@@ -330,7 +337,7 @@ _NEXT_START = "SELECT min(start) FROM temp.chunks WHERE start > ?"
 _BEFORE = "SELECT max(start) FROM temp.nodes WHERE start < ?"
 
 
-def make_chunks(spool: Spool, check: Check = lambda: None) -> None:
+def make_chunks(spool: AuditSpool, check: Check = lambda: None) -> None:
     """Fill ``chunks`` and ``nodes``; ``check`` is called between steps, and may raise."""
     spool.run("DROP TABLE IF EXISTS temp.chunks")
     spool.run("DROP TABLE IF EXISTS temp.nodes")
@@ -360,7 +367,7 @@ def make_chunks(spool: Spool, check: Check = lambda: None) -> None:
     spool.run("CREATE INDEX temp.nodes_by_size ON nodes (all_nbytes DESC, start)")
 
 
-def _level_by_level(spool: Spool, step: str, following: str, start: int, check: Check) -> None:
+def _level_by_level(spool: AuditSpool, step: str, following: str, start: int, check: Check) -> None:
     while True:
         check()
         found = spool.some(following, (start,))[0][0]

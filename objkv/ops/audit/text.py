@@ -14,9 +14,9 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
 from objkv.ops.audit.findings import payload_path
 from objkv.ops.audit.report import RootAudit, TreeNode
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.tree import Tree
-from objkv.ops.audit.walk import AuditEnds
+from objkv.ops.audit.walk import AuditView
 from objkv.ops.backends_view import Namespace, stored_header
 from objkv.stores.base import Entry
 
@@ -34,7 +34,7 @@ SELECT field, nbytes, modified_s FROM payloads WHERE ns = ? AND hash = ? ORDER B
 class Reader:
     """Reads the beginning of a chunk's text."""
 
-    ends: AuditEnds
+    view: AuditView
     namespaces: Mapping[str, Namespace]
     tokenizer: Tokenizer
     show: bool
@@ -47,7 +47,7 @@ class Reader:
         if known is None:
             return None
         try:
-            header = stored_header(self.ends.bulk, entry, self.ends.seal_of(known))
+            header = stored_header(self.view.bulk, entry, self.view.seal_of(known))
         except (ConfigError, PayloadError):  # keys that are not here; what verify finds
             return None
         if header is None or header.claim.key != ChunkKey.parse(entry.key):
@@ -69,7 +69,7 @@ class Reader:
 
 
 def with_texts(
-    spool: Spool,
+    spool: AuditSpool,
     tree: Tree,
     roots: Sequence[RootAudit],
     reader: Reader,
@@ -106,7 +106,7 @@ def _batches(heads: list[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]
         yield heads[start : start + _AT_ONCE]
 
 
-def _entry(spool: Spool, head: tuple[str, bytes]) -> Entry | None:
+def _entry(spool: AuditSpool, head: tuple[str, bytes]) -> Entry | None:
     namespace, prefix_hash = head
     rows = spool.some(_PAYLOAD, (spool.namespace(namespace), prefix_hash))
     for text, nbytes, modified_s in rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 from objkv.ops.audit.figures import namespace_names
 from objkv.ops.audit.report import RootAudit, TreeNode
-from objkv.ops.audit.spool import Spool
+from objkv.ops.audit.spool import AuditSpool
 
 NODES_MAX = 2_000
 NAMESPACES_MAX = 500
@@ -16,30 +16,39 @@ _LARGEST = """
 SELECT n.id, n.up, n.ns, n.kids FROM temp.nodes n
 JOIN temp.shown_ns s USING (ns) ORDER BY n.all_nbytes DESC, n.start LIMIT ?
 """
+# Columns are named as the fields of ``TreeNode`` and ``RootAudit``; the others are taken out.
 _SHOWN = """
-SELECT n.id, n.up, n.ns, n.start, n.ends, n.first, n.chunks, n.nbytes, n.hits, n.hits_max,
-  n.touched_s, n.newest_s, n.leaves, n.kids, h.hash,
-  (SELECT l.hash FROM temp.chunks l WHERE l.run = n.id AND l.ends = n.ends)
+SELECT n.id AS node, n.up, n.ns, h.hash AS head,
+  (SELECT l.hash FROM temp.chunks l WHERE l.run = n.id AND l.ends = n.ends) AS last,
+  n.start / n.first AS depth, n.start AS token_start, n.ends AS token_end, n.chunks, n.nbytes,
+  n.hits, n.hits_max, nullif(n.touched_s, 0) AS last_used_s, n.newest_s, n.leaves,
+  n.kids AS children
 FROM temp.shown s JOIN temp.nodes n USING (id) JOIN temp.chunks h ON h.id = n.id
 ORDER BY n.start, n.all_nbytes DESC, n.id
 """
 _FOLDED = """
-SELECT n.up, n.ns, count(*), min(n.start), min(n.first), max(n.all_ends), sum(n.all_chunks),
-  sum(n.all_nbytes), sum(n.all_hits), max(n.all_hits_max), max(n.all_touched_s),
-  max(n.all_newest_s), sum(n.leaves)
+SELECT n.up, n.ns, count(*) AS folded, min(n.start) / min(n.first) AS depth,
+  min(n.start) AS token_start, max(n.all_ends) AS token_end, sum(n.all_chunks) AS chunks,
+  sum(n.all_nbytes) AS nbytes, sum(n.all_hits) AS hits, max(n.all_hits_max) AS hits_max,
+  nullif(max(n.all_touched_s), 0) AS last_used_s, max(n.all_newest_s) AS newest_s,
+  sum(n.leaves) AS leaves
 FROM temp.nodes n JOIN temp.shown_ns USING (ns)
 WHERE n.id NOT IN (SELECT id FROM temp.shown)
   AND (n.up IS NULL OR n.up IN (SELECT id FROM temp.shown))
 GROUP BY n.up, n.ns
 """
 _ROOTS = """
-SELECT c.root, c.ns, h.hash, h.start, max(c.ends), count(*), sum(c.nbytes), n.chunks,
-  n.ends - n.start, sum(c.kids > 1), sum(c.kids = 0),
-  (max(c.ends) - h.start) / (h.ends - h.start), sum(c.hits), max(c.hits), sum(c.hits > 0),
-  total(c.hits * c.nbytes) / sum(c.nbytes), min(c.oldest_s), max(c.newest_s), max(c.touched_s)
+SELECT c.ns, h.hash, h.start AS token_start, max(c.ends) AS token_end_max, count(*) AS chunks,
+  sum(c.nbytes) AS nbytes, n.chunks AS shared_chunks, n.ends - n.start AS shared_tokens,
+  sum(c.kids > 1) AS branches, sum(c.kids = 0) AS leaves,
+  (max(c.ends) - h.start) / (h.ends - h.start) AS depth_max, sum(c.hits) AS hits,
+  max(c.hits) AS hits_max, sum(c.hits > 0) AS used_chunks,
+  total(c.hits * c.nbytes) / sum(c.nbytes) AS reuse, min(c.oldest_s) AS oldest_s,
+  max(c.newest_s) AS newest_s, nullif(max(c.touched_s), 0) AS last_used_s
 FROM temp.chunks c JOIN temp.chunks h ON h.id = c.root JOIN temp.nodes n ON n.id = c.root
 WHERE c.root IS NOT NULL GROUP BY c.root ORDER BY sum(c.nbytes) DESC, c.root LIMIT ?
 """
+_HITS = ("hits", "hits_max", "used_chunks", "reuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +62,21 @@ class Tree:
 
 
 def read_roots(
-    spool: Spool, tenants: Mapping[str, str | None], *, most: int, has_index: bool
+    spool: AuditSpool, tenants: Mapping[str, str | None], *, most: int, has_index: bool
 ) -> tuple[RootAudit, ...]:
     """The largest, largest first. ``tenants``: by namespace."""
     names = namespace_names(spool)
     roots = []
-    for row in spool.rows(_ROOTS, (most,)):
-        _, ns, prefix_hash, *numbers = row
-        start, ends, chunks, nbytes, shared, shared_tokens, branches, leaves, depth = numbers[:9]
-        hits, hits_max, used, reuse, oldest_s, newest_s, touched_s = numbers[9:]
-        has_hits = has_index and hits is not None
-        roots.append(
-            RootAudit(
-                namespace=names[ns],
-                tenant=tenants.get(names[ns]),
-                hash=prefix_hash.hex(),
-                token_start=start,
-                token_end_max=ends,
-                chunks=chunks,
-                nbytes=nbytes,
-                shared_chunks=shared,
-                shared_tokens=shared_tokens,
-                branches=branches,
-                leaves=leaves,
-                depth_max=depth,
-                hits=hits if has_hits else None,
-                hits_max=hits_max if has_hits else None,
-                used_chunks=used if has_hits else None,
-                reuse=reuse if has_hits else None,
-                oldest_s=oldest_s,
-                newest_s=newest_s,
-                last_used_s=touched_s or None,
-                label=None,
-            )
-        )
+    for row in spool.named(_ROOTS, (most,)):
+        name, prefix_hash = names[row.pop("ns")], row.pop("hash")
+        if not has_index or row["hits"] is None:
+            row |= dict.fromkeys(_HITS)
+        tenant = tenants.get(name)
+        roots.append(RootAudit(name, tenant, prefix_hash.hex(), **row, label=None))
     return tuple(roots)
 
 
-def read_tree(spool: Spool) -> Tree:
+def read_tree(spool: AuditSpool) -> Tree:
     """At most ``NODES_MAX`` nodes: those with most below them, so that a node's parent is always
     among them, and the rest folded."""
     for table in ("shown", "shown_ns"):
@@ -130,62 +116,31 @@ def _how_many_fit(largest: list[tuple[Any, ...]], roots: Counter[int]) -> int:
     return best
 
 
-def _shown_nodes(spool: Spool) -> tuple[tuple[TreeNode, ...], dict[int, tuple[str, bytes]]]:
+def _shown_nodes(spool: AuditSpool) -> tuple[tuple[TreeNode, ...], dict[int, tuple[str, bytes]]]:
     names = namespace_names(spool)
     nodes: list[TreeNode] = []
     heads: dict[int, tuple[str, bytes]] = {}
     numbers: dict[int, int] = {}
-    for row in spool.rows(_SHOWN):
-        node, up, ns, start, ends, length, *rest = row
-        chunks, nbytes, hits, hits_max, touched_s, newest_s, leaves, kids, head, last = rest
+    for row in spool.named(_SHOWN):
+        node, up, ns, head, last = (row.pop(n) for n in ("node", "up", "ns", "head", "last"))
         number = numbers[node] = len(nodes)
-        heads[number] = (names[ns], head)
+        heads[number] = names[ns], head
+        parent = None if up is None else numbers[up]
+        label = head.hex()[:8]
         nodes.append(
             TreeNode(
-                id=number,
-                parent=None if up is None else numbers[up],
-                kind="chunks",
-                namespace=names[ns],
-                hash=last.hex(),
-                depth=start // length,
-                token_start=start,
-                token_end=ends,
-                chunks=chunks,
-                nbytes=nbytes,
-                hits=hits,
-                hits_max=hits_max,
-                last_used_s=touched_s or None,
-                newest_s=newest_s,
-                leaves=leaves,
-                children=kids,
-                folded=0,
-                label=head.hex()[:8],
+                number, parent, "chunks", names[ns], last.hex(), **row, folded=0, label=label,
                 text=None,
             )
-        )
-    for up, ns, count, start, length, ends, chunks, nbytes, *rest in spool.rows(_FOLDED):
-        hits, hits_max, touched_s, newest_s, leaves = rest
+        )  # fmt: skip
+    for row in spool.named(_FOLDED):
+        up, ns = row.pop("up"), row.pop("ns")
+        parent = None if up is None else numbers[up]
+        label = f"{row['folded']:,} smaller"
         nodes.append(
             TreeNode(
-                id=len(nodes),
-                parent=None if up is None else numbers[up],
-                kind="other",
-                namespace=names[ns],
-                hash="",
-                depth=start // length,
-                token_start=start,
-                token_end=ends,
-                chunks=chunks,
-                nbytes=nbytes,
-                hits=hits,
-                hits_max=hits_max,
-                last_used_s=touched_s or None,
-                newest_s=newest_s,
-                leaves=leaves,
-                children=0,
-                folded=count,
-                label=f"{count:,} smaller",
+                len(nodes), parent, "other", names[ns], "", **row, children=0, label=label,
                 text=None,
             )
-        )
+        )  # fmt: skip
     return tuple(nodes), heads

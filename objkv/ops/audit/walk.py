@@ -17,17 +17,17 @@ from objkv.index.base import ReadIndex, Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.ops.audit.spool import Spool, Told
+from objkv.ops.audit.spool import AuditSpool, Told
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     QUARANTINE,
     Namespace,
-    Part,
+    NamespacePart,
     looks,
     stored_entries,
     stored_header,
 )
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.runs import Check, Counters, Unit
 from objkv.stores.base import Entry, ReadStore, Unfinished
 
 LOOKED_TWICE_MAX = 2_000
@@ -35,7 +35,7 @@ LOOKED_TWICE_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class AuditEnds:
+class AuditView:
     """Both ends, of which an audit changes nothing."""
 
     bulk: ReadStore
@@ -51,8 +51,8 @@ class AuditEnds:
 class AuditWalk:
     """Units that fill ``spool``; each is done once, also over several runs."""
 
-    ends: AuditEnds
-    spool: Spool
+    view: AuditView
+    spool: AuditSpool
     workers: int
     clock: Callable[[], float] = time.time
     problems: set[str] = field(default_factory=set)
@@ -63,7 +63,9 @@ class AuditWalk:
         for name in names:
             yield self._unit(records_unit(name), self._records_work(name))
 
-    def payloads(self, parts: Sequence[Part], namespaces: dict[str, Namespace]) -> Iterator[Unit]:
+    def payloads(
+        self, parts: Sequence[NamespacePart], namespaces: dict[str, Namespace]
+    ) -> Iterator[Unit]:
         """All that the bulk store has in ``parts``."""
         for part in parts:
             yield self._unit(part_unit(part), self._part_work(part, namespaces[part.namespace]))
@@ -79,7 +81,7 @@ class AuditWalk:
             yield Unit(f"again {name}", self._again_work(name), again=True)
 
     def _unit(self, name: str, work: Callable[[Check], None]) -> Unit:
-        def whole(tally: Tally, check: Check) -> None:
+        def whole(counters: Counters, check: Check) -> None:
             work(check)
             self.spool.finish(name)
 
@@ -87,19 +89,19 @@ class AuditWalk:
 
     def _records_work(self, name: str) -> Callable[[Check], None]:
         def work(check: Check) -> None:
-            records = (one for one in self.ends.index.scan(name) if not is_shapes(one))
+            records = (one for one in self.view.index.scan(name) if not is_shapes(one))
             while batch := list(islice(records, CHUNKS_AT_ONCE)):
                 check()
                 self.spool.add_records(Told(name, record, True) for record in batch)
 
         return work
 
-    def _part_work(self, part: Part, namespace: Namespace) -> Callable[[Check], None]:
+    def _part_work(self, part: NamespacePart, namespace: Namespace) -> Callable[[Check], None]:
         def work(check: Check) -> None:
             pins: dict[bytes, int] = {}
-            if self.ends.is_own_index:
-                pins = read_pins(self.ends.bulk, part.namespace)
-            entries = stored_entries(self.ends.bulk, part)
+            if self.view.is_own_index:
+                pins = read_pins(self.view.bulk, part.namespace)
+            entries = stored_entries(self.view.bulk, part)
             while batch := list(islice(entries, CHUNKS_AT_ONCE)):
                 check()
                 found = [(key, entry) for key, entry in batch if key is not None]
@@ -107,7 +109,7 @@ class AuditWalk:
                     if key is None:
                         self.spool.find("leftover", entry, "not a payload", part.namespace)
                 self.spool.add_payloads(found)
-                if self.ends.is_own_index:
+                if self.view.is_own_index:
                     self._read_headers(namespace, found, pins, check)
 
         return work
@@ -120,7 +122,7 @@ class AuditWalk:
         check: Check,
     ) -> None:
         try:
-            seal = self.ends.seal_of(namespace)
+            seal = self.view.seal_of(namespace)
         except ConfigError as exc:
             self.problems.add(f"{namespace.name}: headers were not read: {exc}")
             return
@@ -129,7 +131,7 @@ class AuditWalk:
         for key, entry in found:
             check()
             try:
-                header = stored_header(self.ends.bulk, entry, seal)
+                header = stored_header(self.view.bulk, entry, seal)
             except PayloadError as exc:
                 self.spool.find("corrupt", entry, str(exc), key.namespace)
                 continue
@@ -155,7 +157,7 @@ class AuditWalk:
 
     def _leftovers(self, only: str | None, check: Check) -> None:
         try:
-            for left in self.ends.unfinished():
+            for left in self.view.unfinished():
                 check()
                 if only not in (None, _folder(left.key)):
                     continue
@@ -163,12 +165,12 @@ class AuditWalk:
                 self.spool.find("leftover", entry, "left by a writer that was ended")
         except StoreDenied as exc:
             self.problems.add(f"unfinished uploads were not looked for: {exc}")
-        for entry in self.ends.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
+        for entry in self.view.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
             self.spool.find("leftover", entry, "taken out of use by objkv verify")
 
-    def _again_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _again_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             doubtful = self._doubtful(name)
             for start in range(0, len(doubtful), CHUNKS_AT_ONCE):
                 check()
@@ -192,9 +194,9 @@ class AuditWalk:
         """The record first: what it promises was put before."""
         name = keys[0].namespace
         hashes = list(dict.fromkeys(key.prefix_hash for key in keys))
-        records = dict(zip(hashes, self.ends.index.lookup(name, hashes), strict=True))
+        records = dict(zip(hashes, self.view.index.lookup(name, hashes), strict=True))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="objkv-heads") as pool:
-            entries = list(looks(self.ends.bulk, pool, keys, at_once=self.workers))
+            entries = list(looks(self.view.bulk, pool, keys, at_once=self.workers))
         self.spool.add_records(Told(name, one, True) for one in records.values() if one is not None)
         self.spool.add_payloads(
             (key, entry) for key, entry in zip(keys, entries, strict=True) if entry is not None
@@ -212,7 +214,7 @@ def records_unit(name: str) -> str:
     return f"records {name}"
 
 
-def part_unit(part: Part) -> str:
+def part_unit(part: NamespacePart) -> str:
     """What the walk over a part's payloads is called."""
     return f"payloads {part.name}"
 

@@ -13,7 +13,7 @@ from threading import Barrier
 from typing import Literal, Self
 
 from objkv.config import Config
-from objkv.index.base import PruneIndex
+from objkv.index.base import WriteIndex
 from objkv.ops.doctor.doctor import DISTRIBUTIONS, installed_version, library_versions
 from objkv.stores.base import PruneStore
 
@@ -160,7 +160,7 @@ class Factories:
 
     open_bulk: Callable[[Config], PruneStore]
     open_hot: Callable[[Config], PruneStore | None]
-    open_index: Callable[[Config], PruneIndex]
+    open_index: Callable[[Config], WriteIndex]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from objkv.config import Config, without_password
-from objkv.index.base import PruneIndex
+from objkv.index.base import WriteIndex
 from objkv.ops.bench.harness import (
     SCALES,
     BenchRow,
@@ -36,6 +36,7 @@ from objkv.ops.bench.sample import (
     PAYLOAD_8_MIB,
     PAYLOAD_32_MIB,
     PAYLOAD_256_KIB,
+    RECORD,
     PayloadSample,
     Shape,
     chunk_hashes,
@@ -295,7 +296,7 @@ def _throughput(
     )
 
 
-def _index(setting: BenchSetting, index: PruneIndex) -> Iterator[BenchRow]:
+def _index(setting: BenchSetting, index: WriteIndex) -> Iterator[BenchRow]:
     namespace = secrets.token_hex(16)
     hashes = chunk_hashes(_CHUNKS)
     calls = _QUICK_CALLS if setting.quick else _CALLS
@@ -308,7 +309,7 @@ def _index(setting: BenchSetting, index: PruneIndex) -> Iterator[BenchRow]:
             checks.append(_seconds(index.check))
     finally:
         for prefix_hash in hashes:
-            index.drop(namespace, prefix_hash)
+            index.forget(namespace, prefix_hash, FIELD, RECORD)
     for share in _PERCENTILES:
         yield _latency(f"lookup of {_CHUNKS} chunks", finds, checks, share, "one round trip")
 

@@ -4,16 +4,17 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from objkv.codec.seal import Seal
 from objkv.config import Config, Resolved, Role, clear_hosts, local_path
 from objkv.errors import ObjkvError
-from objkv.index.base import PruneIndex
+from objkv.index.base import WriteIndex
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import PruneStore
@@ -164,6 +165,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 0 for part in release)
 
 
+T = TypeVar("T", PruneStore, WriteIndex)
 Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
 End = Literal["bulk", "index"]
 _OF_ONE_MACHINE: Final = frozenset(("file", "sqlite", "memory"))
@@ -178,7 +180,7 @@ _OWN_INDEX = Check("index", "check", "ok", "none of its own: what lies in bulk_u
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SettingReport:
     """One setting as it was resolved; secrets masked."""
 
     name: str
@@ -194,7 +196,7 @@ class DoctorReport:
     """The worst of all checks: unreachable, denied, failed, warnings, ok."""
     objkv: str
     python: str
-    settings: tuple[Setting, ...]
+    settings: tuple[SettingReport, ...]
     checks: tuple[Check, ...]
     libraries: Mapping[str, str | None]
 
@@ -207,7 +209,7 @@ class Patient:
     open_bulk: Callable[[], PruneStore]
     open_hot: Callable[[], PruneStore | None]
     """None where no payloads are kept hot."""
-    open_index: Callable[[], PruneIndex]
+    open_index: Callable[[], WriteIndex]
     describe_index: Callable[[], ServerFacts | None]
     """None where the index is no server."""
     numbers: MemoryRecorder
@@ -243,7 +245,7 @@ def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
         objkv=metadata.version("objkv"),
         python=sys.version.split()[0],
         settings=tuple(
-            Setting(name, value, resolved.sources[name]) for name, value in values.items()
+            SettingReport(name, value, resolved.sources[name]) for name, value in values.items()
         ),
         checks=tuple(checks),
         libraries=library_versions(),
@@ -280,42 +282,33 @@ def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
     return [Check(area, "reach", "warning", detail, fix)]
 
 
-def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
+def _probed(
+    area: Area, opened: Callable[[], T | None], probe: Callable[[T], list[Check]]
+) -> list[Check]:
+    """The checks of what ``opened`` opens; none where there is none."""
     try:
-        store = patient.open_bulk()
+        found = opened()
     except ObjkvError as exc:
-        return [failure("bulk", "open", exc)]
-    try:
-        checks = probe_store_as(role, "bulk", store)
-    finally:
-        store.close()
+        return [failure(area, "open", exc)]
+    if found is None:
+        return []
+    with closing(found):
+        return probe(found)
+
+
+def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
+    checks = _probed("bulk", patient.open_bulk, lambda store: probe_store_as(role, "bulk", store))
     if patient.numbers.value("s3_unconditional_puts"):
         return [*checks, _UNCONDITIONAL]
     return checks
 
 
 def _examine_hot(patient: Patient, role: Role) -> list[Check]:
-    try:
-        store = patient.open_hot()
-    except ObjkvError as exc:
-        return [failure("hot", "open", exc)]
-    if store is None:
-        return []
-    try:
-        return probe_store_as(role, "hot", store)
-    finally:
-        store.close()
+    return _probed("hot", patient.open_hot, lambda store: probe_store_as(role, "hot", store))
 
 
 def _examine_index(patient: Patient, role: Role) -> list[Check]:
-    try:
-        index = patient.open_index()
-    except ObjkvError as exc:
-        return [failure("index", "open", exc)]
-    try:
-        checks = probe_index_as(role, index)
-    finally:
-        index.close()
+    checks = _probed("index", patient.open_index, lambda index: probe_index_as(role, index))
     if checks[0].status in BAD:
         return checks
     try:

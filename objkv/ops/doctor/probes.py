@@ -9,7 +9,7 @@ from typing import Literal
 
 from objkv.config import Role
 from objkv.errors import ConfigError, ObjkvError, StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord
+from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import PruneStore
@@ -63,7 +63,7 @@ def probe_store(
     return checks
 
 
-def probe_index(index: PruneIndex) -> list[Check]:
+def probe_index(index: WriteIndex) -> list[Check]:
     """Ping, publish, look up, count a hit, forget, lease; in a namespace of its own."""
     probe = _IndexProbe(index)
     checks = run_steps("index", probe.steps())
@@ -164,7 +164,7 @@ def _store_steps(
 class _IndexProbe:
     """One record and one lease of its own, which expire by themselves."""
 
-    def __init__(self, index: PruneIndex) -> None:
+    def __init__(self, index: WriteIndex) -> None:
         self._index = index
         self._namespace = secrets.token_hex(NAMESPACE_HEX // 2)
         self._hash = secrets.token_bytes(PREFIX_HASH_BYTES)
@@ -186,7 +186,7 @@ class _IndexProbe:
 
     def clean(self) -> None:
         """Remove what a failed probe left."""
-        self._index.drop(self._namespace, self._hash)
+        self._index.forget(self._namespace, self._hash, self._field, self._shard)
 
     def _publish(self) -> None:
         chunk = ChunkEntry(self._namespace, self._hash, bytes(PREFIX_HASH_BYTES), 0, 1)
@@ -235,7 +235,7 @@ def probe_store_as(role: Role, area: Area, store: PruneStore) -> list[Check]:
     )
 
 
-def probe_index_as(role: Role, index: PruneIndex) -> list[Check]:
+def probe_index_as(role: Role, index: WriteIndex) -> list[Check]:
     """What ``role`` does with the index; sweepers change records as replicas do."""
     return run_steps("index", _read_steps(index)) if role == "reader" else probe_index(index)
 
@@ -264,7 +264,7 @@ def _role_store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Ste
     return steps
 
 
-def _read_steps(index: PruneIndex) -> Sequence[Step]:
+def _read_steps(index: WriteIndex) -> Sequence[Step]:
     namespace = secrets.token_hex(NAMESPACE_HEX // 2)
     hashes = [secrets.token_bytes(PREFIX_HASH_BYTES)]
     odd = "use a server that objkv is tested with, see docs/indexes.md"

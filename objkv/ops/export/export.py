@@ -22,16 +22,16 @@ from objkv.index.shapes import is_shapes, shape_path
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
-    Ends,
+    BackendsView,
     Namespace,
-    Part,
+    NamespacePart,
     identity_document,
     record_keys,
     stored_entries,
     stored_header,
 )
-from objkv.ops.export.manifest import Line
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.export.manifest import ManifestLine
+from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.verify_payload import Budget, Checker
 from objkv.stores.base import Entry, WriteStore
 
@@ -46,31 +46,33 @@ class Export:
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         target: WriteStore,
-        add: Callable[[Line], None],
+        add: Callable[[ManifestLine], None],
         *,
         budget: Budget,
         with_tokens: bool,
     ) -> None:
         """``add`` hears of every payload that is in ``target`` then; from any thread."""
-        self._ends = ends
+        self._view = view
         self._target = target
         self._add = add
         self._budget = budget
         self._with_tokens = with_tokens
-        self._checker = Checker(ends, budget)
+        self._checker = Checker(view, budget)
 
     def documents(self, names: Sequence[str]) -> None:
         """Take the identity documents along. Raises ``PayloadError`` where one is missing: nobody
         could tell what the payloads are."""
         for name in names:
-            document = identity_document(self._ends.bulk, name)
+            document = identity_document(self._view.bulk, name)
             if document is None:
                 raise PayloadError(f"{identity_path(name)}: not there; nothing can be told of it")
             self._target.put(identity_path(name), document)
 
-    def parts(self, parts: Sequence[Part], namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+    def parts(
+        self, parts: Sequence[NamespacePart], namespaces: Mapping[str, Namespace]
+    ) -> Iterator[Unit]:
         """Everything in these parts of the bulk store."""
         for part in parts:
             yield Unit(f"export {part.name}", self._part_work(part, namespaces), again=True)
@@ -82,39 +84,39 @@ class Export:
             yield Unit(f"export {start}", self._keys_work(some, seal), again=True)
 
     def _part_work(
-        self, part: Part, namespaces: Mapping[str, Namespace]
-    ) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            seal = self._ends.seal_of(namespaces[part.namespace])
-            for key, entry in stored_entries(self._ends.bulk, part):
+        self, part: NamespacePart, namespaces: Mapping[str, Namespace]
+    ) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            seal = self._view.seal_of(namespaces[part.namespace])
+            for key, entry in stored_entries(self._view.bulk, part):
                 check()
                 if key is not None:
-                    self._export(key, entry, seal, tally)
+                    self._export(key, entry, seal, counters)
 
         return work
 
     def _keys_work(
         self, keys: Sequence[ChunkKey], seal: Seal | None
-    ) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    ) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             for key in keys:
                 check()
-                entry = self._ends.bulk.head(key.path())
+                entry = self._view.bulk.head(key.path())
                 if entry is None:
-                    tally.find("missing", key.path(), 0, "recorded, and not in the bulk store")
+                    counters.find("missing", key.path(), 0, "recorded, and not in the bulk store")
                 else:
-                    self._export(key, entry, seal, tally)
+                    self._export(key, entry, seal, counters)
 
         return work
 
-    def _export(self, key: ChunkKey, entry: Entry, seal: Seal | None, tally: Tally) -> None:
+    def _export(self, key: ChunkKey, entry: Entry, seal: Seal | None, counters: Counters) -> None:
         try:
             with self._budget.taking(_COPIES * entry.nbytes):
-                if self._keep(key, entry, seal, tally):
+                if self._keep(key, entry, seal, counters):
                     return
-                payload = self._ends.bulk.get(key.path())
+                payload = self._view.bulk.get(key.path())
                 if payload is None:
-                    tally.count("gone")
+                    counters.count("gone")
                     return
                 header = self._checker.read(payload, seal)
                 _check_claim(header, key)
@@ -122,16 +124,16 @@ class Export:
                 self._target.put(key.path(), plain)
                 self._target.put_if_absent(shape_path(key.namespace, key.field), b"")
                 self._tell(header, plain)
-                tally.count("exported", len(plain))
+                counters.count("exported", len(plain))
         except PayloadError as exc:
-            tally.find("corrupt", entry.key, entry.nbytes, str(exc))
+            counters.find("corrupt", entry.key, entry.nbytes, str(exc))
 
-    def _keep(self, key: ChunkKey, entry: Entry, seal: Seal | None, tally: Tally) -> bool:
+    def _keep(self, key: ChunkKey, entry: Entry, seal: Seal | None, counters: Counters) -> bool:
         """Whether it was exported before, and is whole."""
         there = self._target.get(key.path())
         if there is None:
             return False
-        source = stored_header(self._ends.bulk, entry, seal)
+        source = stored_header(self._view.bulk, entry, seal)
         try:
             header = self._checker.read(there, None)
         except PayloadError:
@@ -139,13 +141,13 @@ class Export:
         if source is None or not _is_export(header, source, with_tokens=self._with_tokens):
             return False
         self._tell(header, memoryview(there))
-        tally.count("kept", len(there))
+        counters.count("kept", len(there))
         return True
 
     def _tell(self, header: Header, plain: memoryview) -> None:
         claim = header.claim
         self._add(
-            Line(
+            ManifestLine(
                 key=claim.key.path(),
                 token_start=claim.token_start,
                 token_end=claim.token_end,

@@ -13,28 +13,31 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final
 
-from objkv.cache.chunks import existing_header, shard_record
+from objkv.cache.chunks import existing_header
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.codec.payload import Claim, Header, encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ChunkEntry, ReadIndex, ShardRecord
-from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
+from objkv.index.base import ReadIndex
+from objkv.index.shapes import FIELDS_MAX
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import root_hash
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     HANDOFF_LAYOUT,
-    Ends,
+    BackendsView,
     Namespace,
     identity_document,
     parse_identity,
+    publish_payload,
+    publish_shapes,
     read_namespace,
+    recorded,
 )
-from objkv.ops.export.manifest import Line
+from objkv.ops.export.manifest import ManifestLine
 from objkv.ops.rebuild import is_same
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.verify_payload import Budget, Checker
 from objkv.stores.base import ReadStore
 
@@ -61,7 +64,7 @@ _CHECKPOINTS: Final = {"F8_E4M3", "F8_E4M3FNUZ"}
 """What a quantised checkpoint may choose where nobody said what the cache is kept as."""
 
 
-def check_told(header: Header, line: Line) -> None:
+def check_told(header: Header, line: ManifestLine) -> None:
     """Raises ``PayloadError`` unless the payload is the one that the manifest tells of."""
     claim = header.claim
     if claim.key.path() != line.key:
@@ -158,14 +161,14 @@ class Arrival:
     """What is to be written first; None where the cache has it."""
 
 
-def arrivals(ends: Ends, source: ReadStore, names: Sequence[str]) -> list[Arrival]:
+def arrivals(view: BackendsView, source: ReadStore, names: Sequence[str]) -> list[Arrival]:
     """The namespaces ``names`` of an export. Raises ``ConfigError`` for one that neither the cache
     nor the export has the right document of, and for one that is not of KV: nobody could tell what
     its payloads must be."""
     found = []
     for name in names:
-        document, known = None, read_namespace(ends.bulk, name)
-        text = identity_document(ends.bulk, name) if known.is_known else None
+        document, known = None, read_namespace(view.bulk, name)
+        text = identity_document(view.bulk, name) if known.is_known else None
         if text is None:  # also where the cache's was deleted just now
             known = read_namespace(source, name)
             text = document = identity_document(source, name)
@@ -188,14 +191,14 @@ def _identity_of(document: bytes, name: str) -> Identity:
     return identity
 
 
-class BringIn:
+class Import:
     """Units that bring payloads in. Counts ``added``, ``present`` (stored already), ``indexed``
     (stored, and had no record) and ``busy`` (being saved by a replica); finds ``missing`` and
     ``refused``."""
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         source: ReadStore,
         arrivals: Sequence[Arrival],
         *,
@@ -203,13 +206,13 @@ class BringIn:
         codec: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._ends = ends
+        self._view = view
         self._source = source
         self._arrivals: Mapping[str, Arrival] = {one.namespace.name: one for one in arrivals}
         self._budget = budget
         self._codec = codec
         self._clock = clock
-        self._checker = Checker(ends, budget)
+        self._checker = Checker(view, budget)
         self._fields: Mapping[str, set[str]] = {name: set() for name in self._arrivals}
         """Of the payloads that are there now, by namespace."""
 
@@ -218,10 +221,10 @@ class BringIn:
         new = [one for one in self._arrivals.values() if one.document is not None]
         for one in new:
             assert one.document is not None
-            self._ends.bulk.put_if_absent(identity_path(one.namespace.name), one.document)
+            self._view.bulk.put_if_absent(identity_path(one.namespace.name), one.document)
         return len(new)
 
-    def lines(self, lines: Sequence[Line]) -> Iterator[Unit]:
+    def lines(self, lines: Sequence[ManifestLine]) -> Iterator[Unit]:
         """These payloads."""
         for start in range(0, len(lines), _LINES_AT_ONCE):
             some = lines[start : start + _LINES_AT_ONCE]
@@ -235,34 +238,29 @@ class BringIn:
             if arrival.namespace.has_shapes:
                 yield Unit(f"shapes {name}", self._shapes_work(name), again=True)
 
-    def _shapes_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            fields = self._fields[name]
-            if not fields:
-                return
-            empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
-            entry = ChunkEntry(name, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            told = dict.fromkeys(sorted(fields)[:FIELDS_MAX], empty)
-            self._ends.index.publish(entry, told, ttl_s=self._ends.ttl_s)
+    def _shapes_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            if fields := sorted(self._fields[name])[:FIELDS_MAX]:
+                publish_shapes(self._view, name, fields, self._clock())
 
         return work
 
-    def _work(self, lines: Sequence[Line]) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _work(self, lines: Sequence[ManifestLine]) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             for line in lines:
                 check()
-                self._bring(line, tally)
+                self._bring(line, counters)
 
         return work
 
-    def _bring(self, line: Line, tally: Tally) -> None:
+    def _bring(self, line: ManifestLine, counters: Counters) -> None:
         key = ChunkKey.parse(line.key)
         arrival = self._arrivals[key.namespace]
         try:
             with self._budget.taking(_COPIES * line.nbytes):
                 entry = self._source.head(line.key)
                 if entry is None:
-                    tally.find("missing", line.key, line.nbytes, "not in the export")
+                    counters.find("missing", line.key, line.nbytes, "not in the export")
                     return
                 if entry.nbytes != line.nbytes:
                     raise PayloadError(
@@ -270,17 +268,17 @@ class BringIn:
                     )
                 header, payload = self._read(line)
                 check_fits(header, arrival.identity)
-                seal = self._ends.seal_of(arrival.namespace)
+                seal = self._view.seal_of(arrival.namespace)
                 if seal is not None or self._codec != "none":
                     header, payload = _encoded(header, payload, self._codec, seal)
                 became = self._save(header, payload, seal)
-                tally.count(became, header.nbytes)
+                counters.count(became, header.nbytes)
                 if became != "busy":
                     self._fields[key.namespace].add(key.field)
         except PayloadError as exc:
-            tally.find("refused", line.key, line.nbytes, str(exc))
+            counters.find("refused", line.key, line.nbytes, str(exc))
 
-    def _read(self, line: Line) -> tuple[Header, bytes]:
+    def _read(self, line: ManifestLine) -> tuple[Header, bytes]:
         payload = self._source.get(line.key)
         if payload is None:
             raise PayloadError("gone while it was read")
@@ -294,34 +292,26 @@ class BringIn:
 
     def _save(self, header: Header, payload: bytes, seal: Seal | None) -> str:
         """As a replica saves: what became of it."""
-        ends, claim = self._ends, header.claim
+        view, claim = self._view, header.claim
         path = claim.key.path()
-        if not ends.index.lease(path, ends.owner, ttl_ms=ends.lease_ms):
+        if not view.index.lease(path, view.owner, ttl_ms=view.lease_ms):
             return "busy"
         try:
-            if ends.bulk.put_if_absent(path, payload):
-                self._publish(claim, header)
+            if view.bulk.put_if_absent(path, payload):
+                publish_payload(view, header)
                 return "added"
-            there = existing_header(ends.bulk, claim, seal)
+            there = existing_header(view.bulk, claim, seal)
             if there is None:  # cut short, or not what it claims to be: nobody can use it
-                ends.bulk.put(path, payload)
-                self._publish(claim, header)
+                view.bulk.put(path, payload)
+                publish_payload(view, header)
                 return "added"
-            [record] = ends.index.lookup(claim.key.namespace, [claim.key.prefix_hash])
-            shard = record.shards.get(claim.key.field) if record else None
-            if ends.is_own_index or (shard is not None and is_same(shard, there)):
+            _, shard = recorded(view.index, claim.key)
+            if view.is_own_index or (shard is not None and is_same(shard, there)):
                 return "present"
-            self._publish(claim, there)
+            publish_payload(view, there)
             return "indexed"
         finally:
-            ends.index.release(path, ends.owner)
-
-    def _publish(self, claim: Claim, header: Header) -> None:
-        key = claim.key
-        chunk = ChunkEntry(
-            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-        )
-        self._ends.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=self._ends.ttl_s)
+            view.index.release(path, view.owner)
 
 
 def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> tuple[Header, bytes]:
@@ -340,7 +330,7 @@ def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> t
 
 
 def new_bytes(
-    index: ReadIndex, lines: Sequence[Line], arrivals: Sequence[Arrival]
+    index: ReadIndex, lines: Sequence[ManifestLine], arrivals: Sequence[Arrival]
 ) -> dict[str | None, int]:
     """By tenant, the bytes of payloads without a record: those with one are counted already. Every
     tenant of the export is there, also with 0."""

@@ -28,7 +28,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ManifestLine:
     """One payload of an export."""
 
     key: str
@@ -67,7 +67,7 @@ class ManifestWriter:
         self._payloads = self._nbytes = 0
         self._namespaces: set[str] = set()
 
-    def add(self, line: Line) -> None:
+    def add(self, line: ManifestLine) -> None:
         """One payload more."""
         text = json.dumps(asdict(line), separators=(",", ":"))
         with self._lock:
@@ -148,7 +148,7 @@ def read_head(folder: Path) -> Head:
         raise PayloadError(f"{NAME}: line 1 is not an export's") from exc
 
 
-def read_lines(folder: Path, head: Head) -> Iterator[Line]:
+def read_lines(folder: Path, head: Head) -> Iterator[ManifestLine]:
     """Its payloads. Raises ``PayloadError`` for what is no line, and in the end where there are
     fewer or more than ``head`` says."""
     number = 1
@@ -171,9 +171,9 @@ def _parsed(raw: bytes, number: int) -> dict[str, Any]:
     return values
 
 
-def _line(values: dict[str, Any], number: int) -> Line:
+def _line(values: dict[str, Any], number: int) -> ManifestLine:
     try:
-        line = Line(**values)
+        line = ManifestLine(**values)
         texts_are = all(type(one) is str for one in (line.key, line.parent, line.sha256))
         counts = (line.token_start, line.token_end, line.nbytes)
         if not texts_are or not all(type(one) is int and one >= 0 for one in counts):

@@ -1,4 +1,4 @@
-"""What ``Watch`` and ``Scans`` found, as Prometheus reads it. Collecting asks nobody anything."""
+"""Values of ``BackendsWatch`` and ``Scans`` as Prometheus metrics. Collecting asks no backend."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from objkv.ops.exporter.scan import Scan, Scans
-from objkv.ops.exporter.watch import Origin, Watch
+from objkv.ops.exporter.watch import BackendsWatch, Origin
 
 # What ``objkv exporter`` tells of the whole store: every name, and what it means.
 #
@@ -102,7 +102,7 @@ class _Row:
 class StoreCollector(Collector):
     """The metrics of ``exporter_metrics``, each with whatever is known now."""
 
-    def __init__(self, watched: Watched, watch: Watch, scans: Scans | None = None) -> None:
+    def __init__(self, watched: Watched, watch: BackendsWatch, scans: Scans | None = None) -> None:
         self._watched = watched
         self._watch = watch
         self._scans = scans

@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from objkv.errors import ObjkvError
-from objkv.ops.backends_view import QUARANTINE, Ends, Stored, stored_namespaces, stored_parts
+from objkv.ops.backends_view import (
+    QUARANTINE,
+    BackendsView,
+    StoredPayload,
+    stored_namespaces,
+    stored_parts,
+)
 from objkv.ops.backends_view import stored_payloads as payloads_of
 
 logger = logging.getLogger(__name__)
@@ -50,7 +56,7 @@ class _Stopped(Exception):
 class Scans:
     """Scans one after the other, from ``start`` to ``stop``, each ``every_s`` after the last."""
 
-    ends: Ends
+    view: BackendsView
     every_s: float
     grace_s: float
     """Payloads that are younger are no orphans: their record may be about to come."""
@@ -82,7 +88,7 @@ class Scans:
         begun_s = self.clock()
         try:
             namespaces = self._count(begun_s)
-            quarantined = sum(1 for _ in self.ends.bulk.scan(f"{QUARANTINE}/"))
+            quarantined = sum(1 for _ in self.view.bulk.scan(f"{QUARANTINE}/"))
         except ObjkvError as exc:
             self.failures += 1
             logger.warning("scan not finished reason=%s", exc)
@@ -95,17 +101,17 @@ class Scans:
 
     def _count(self, begun_s: float) -> dict[str, Counted]:
         counted: defaultdict[str, Counted] = defaultdict(Counted)
-        for name in stored_namespaces(self.ends.bulk):
+        for name in stored_namespaces(self.view.bulk):
             of = counted[name]
-            for part in stored_parts(self.ends.bulk, [name]):
-                for batch in payloads_of(self.ends, part):
+            for part in stored_parts(self.view.bulk, [name]):
+                for batch in payloads_of(self.view, part):
                     if self._stopping.is_set():
                         raise _Stopped
                     for stored in batch:
                         self._add(of, stored, begun_s)
         return dict(counted)
 
-    def _add(self, of: Counted, stored: Stored, begun_s: float) -> None:
+    def _add(self, of: Counted, stored: StoredPayload, begun_s: float) -> None:
         entry = stored.entry
         of.payloads += 1
         of.nbytes += entry.nbytes
@@ -113,7 +119,7 @@ class Scans:
         if stored.record is not None and stored.record.pinned:
             of.pinned += 1
         is_old = entry.modified_s < begun_s - self.grace_s
-        if stored.shard is None and is_old and not self.ends.is_own_index:
+        if stored.shard is None and is_old and not self.view.is_own_index:
             of.orphans += 1
             of.orphan_bytes += entry.nbytes
 

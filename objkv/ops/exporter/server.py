@@ -3,12 +3,11 @@
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 
 from objkv.errors import ConfigError
 
@@ -34,8 +33,7 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are no news."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
+class _Server(ThreadingWSGIServer):
     request_queue_size = 32
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:

@@ -29,7 +29,7 @@ _STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BackendHealth:
     """How an end was when it was last asked."""
 
     is_up: bool
@@ -47,7 +47,7 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredUsage:
     """What the index said of all namespaces."""
 
     usage: tuple[Usage, ...]
@@ -68,7 +68,7 @@ class Asks:
 
 @dataclass(slots=True)
 class _Asked:
-    answer: Answer | None = None
+    answer: BackendHealth | None = None
     since: float | None = None
     """Monotonic, while an answer is awaited."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -76,7 +76,7 @@ class _Asked:
     """There is something to ask it now."""
 
 
-class Watch:
+class BackendsWatch:
     """Asks in the background from ``start`` to ``stop``; reading never waits."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Watch:
         self._lock = threading.Lock()
         self._origins: dict[str, Origin] = {}
         self._wanted: tuple[str, ...] = ()
-        self.stored: Stored | None = None
+        self.stored: StoredUsage | None = None
         self.facts: ServerFacts | None = None
         self.usage_failures = 0
 
@@ -131,15 +131,15 @@ class Watch:
         """Those that are asked."""
         return tuple(self._asked)
 
-    def answers(self) -> dict[End, Answer]:
+    def answers(self) -> dict[End, BackendHealth]:
         """The last answer of each end that was asked. One that is late is none."""
-        found: dict[End, Answer] = {}
+        found: dict[End, BackendHealth] = {}
         for end, asked in self._asked.items():
             with asked.lock:
                 answer, since = asked.answer, asked.since
             waited = 0.0 if since is None else self._monotonic() - since
             if waited > self._late_s:
-                answer = Answer(False, waited, self._clock() - waited)
+                answer = BackendHealth(False, waited, self._clock() - waited)
             if answer is not None:
                 found[end] = answer
         return found
@@ -161,7 +161,7 @@ class Watch:
         except ObjkvError as exc:
             error = exc
         with asked.lock:
-            asked.answer = Answer(error is None, self._monotonic() - begun, begun_s)
+            asked.answer = BackendHealth(error is None, self._monotonic() - begun, begun_s)
             asked.since = None
         if was_up and error is not None:
             logger.warning("end down end=%s reason=%s", end, error)
@@ -186,7 +186,7 @@ class Watch:
             self.usage_failures += 1
             logger.debug("usage not read reason=%s", exc)
             return
-        self.stored = Stored(usage, self._clock())
+        self.stored = StoredUsage(usage, self._clock())
         self.want(one.namespace for one in usage)
 
     def want(self, namespaces: Iterable[str]) -> None:

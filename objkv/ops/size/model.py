@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
@@ -230,26 +231,8 @@ class Preset:
 
 
 PRESETS: Final = {
-    "deepseek-v2-lite": Preset(27, 1, 576, "deepseek-ai/DeepSeek-V2-Lite", pattern="m"),
-    "deepseek-v3": Preset(61, 1, 576, "deepseek-ai/DeepSeek-V3", pattern="m"),
-    "gemma-3-12b": Preset(48, 8, 256, "google/gemma-3-12b-it", 1024, "sssssf"),
-    "gemma-3-27b": Preset(62, 16, 128, "google/gemma-3-27b-it", 1024, "sssssf"),
-    "gpt-oss-120b": Preset(36, 8, 64, "openai/gpt-oss-120b", 128, "sf"),
-    "gpt-oss-20b": Preset(24, 8, 64, "openai/gpt-oss-20b", 128, "sf"),
-    "kimi-k2": Preset(61, 1, 576, "moonshotai/Kimi-K2-Instruct", pattern="m"),
-    "llama-3.1-405b": Preset(126, 8, 128, "meta-llama/Llama-3.1-405B"),
-    "llama-3.1-70b": Preset(80, 8, 128, "meta-llama/Llama-3.1-70B"),
-    "llama-3.1-8b": Preset(32, 8, 128, "meta-llama/Llama-3.1-8B"),
-    "llama-3.2-1b": Preset(16, 8, 64, "meta-llama/Llama-3.2-1B"),
-    "mistral-7b-v0.3": Preset(32, 8, 128, "mistralai/Mistral-7B-v0.3"),
-    "mixtral-8x7b": Preset(32, 8, 128, "mistralai/Mixtral-8x7B-v0.1"),
-    "qwen2.5-7b": Preset(28, 4, 128, "Qwen/Qwen2.5-7B"),
-    "qwen2.5-72b": Preset(80, 8, 128, "Qwen/Qwen2.5-72B"),
-    "qwen3-0.6b": Preset(28, 8, 128, "Qwen/Qwen3-0.6B"),
-    "qwen3-8b": Preset(36, 8, 128, "Qwen/Qwen3-8B"),
-    "qwen3-32b": Preset(64, 8, 128, "Qwen/Qwen3-32B"),
-    "qwen3-30b-a3b": Preset(48, 4, 128, "Qwen/Qwen3-30B-A3B"),
-    "qwen3-235b-a22b": Preset(94, 4, 128, "Qwen/Qwen3-235B-A22B"),
+    name: Preset(**numbers)
+    for name, numbers in json.loads(files(__package__).joinpath("models.json").read_text()).items()
 }
 
 

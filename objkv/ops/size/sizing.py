@@ -60,7 +60,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSize:
+class ChunkSizing:
     """One chunk of the model, over all groups and ranks."""
 
     tokens: int
@@ -85,7 +85,7 @@ class Sizing:
     model: str
     source: str
     kv_dtype: str
-    chunk: ChunkSize
+    chunk: ChunkSizing
     prompt_chunks: int
     """Whole chunks of a prompt: what ends within a chunk is not stored."""
     loaded_chunks: int
@@ -238,10 +238,10 @@ def _chunk_tokens(groups: tuple[GroupIdentity, ...], layout: Layout) -> int:
 
 def _chunk(
     groups: tuple[GroupIdentity, ...], payloads: list[_Payload], layout: Layout
-) -> ChunkSize:
+) -> ChunkSizing:
     tokens = _chunk_tokens(groups, layout)
     stored = [payload.nbytes for payload in payloads]
-    return ChunkSize(
+    return ChunkSizing(
         tokens=tokens,
         groups=len(groups),
         payloads=len(payloads),

@@ -47,7 +47,7 @@ def objkv_command() -> list[str]:
     return [*first, sys.executable, "-P", "-m", "objkv.cli"]
 
 
-class Relief:
+class AutoSweep:
     """Sweeps when it is called, if nobody on this machine did so lately. Thread-safe."""
 
     def __init__(

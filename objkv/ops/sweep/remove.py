@@ -14,9 +14,9 @@ from typing import Literal, get_args
 from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import Ends, Lease
+from objkv.ops.backends_view import BackendsView, Lease, recorded
 from objkv.ops.retrying import once, pauses
-from objkv.ops.runs import Halted, Tally
+from objkv.ops.runs import Counters, Halted
 from objkv.stores.base import Entry, Unfinished
 
 Category = Literal[
@@ -46,11 +46,11 @@ class SweepLimits:
 
 class Remover:
     """Counts what it is given as found, and removes it if that is allowed. Safe from many threads,
-    each with a ``Tally`` of its own."""
+    each with a ``Counters`` of its own."""
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         limits: SweepLimits,
         halt: Callable[[], None],
         *,
@@ -58,7 +58,7 @@ class Remover:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """``halt``: called once when no further removal is allowed."""
-        self._ends = ends
+        self._view = view
         self._limits = limits
         self._halt = halt
         self._lock = Lock()
@@ -67,68 +67,73 @@ class Remover:
         self._sleep = sleep
 
     def payload(
-        self, kind: Category, key: ChunkKey, entry: Entry, shard: ShardRecord | None, tally: Tally
+        self,
+        kind: Category,
+        key: ChunkKey,
+        entry: Entry,
+        shard: ShardRecord | None,
+        counters: Counters,
     ) -> None:
         """Remove a payload, and first its record, if ``shard`` is what it says. Neither is touched
         if one of them has changed since."""
         if not self._may(kind):
-            tally.find(kind, entry.key, entry.nbytes)
+            counters.find(kind, entry.key, entry.nbytes)
             return
-        lease = Lease(self._ends, key.path(), clock=self._clock)
+        lease = Lease(self._view, key.path(), clock=self._clock)
         if not lease.take():
-            tally.count("busy")
+            counters.count("busy")
             return
         try:
             is_removed = self._remove(key, entry, shard, lease)
         finally:
             lease.release()
         if is_removed:
-            tally.find(kind, entry.key, entry.nbytes)
-            tally.count("removed", entry.nbytes)
+            counters.find(kind, entry.key, entry.nbytes)
+            counters.count("removed", entry.nbytes)
         else:
-            tally.count("changed")
+            counters.count("changed")
 
-    def record(self, key: ChunkKey, shard: ShardRecord, tally: Tally) -> None:
+    def record(self, key: ChunkKey, shard: ShardRecord, counters: Counters) -> None:
         """Forget the record of a payload that is not there."""
         if not self._may("ghost"):
-            tally.find("ghost", key.path(), shard.nbytes)
+            counters.find("ghost", key.path(), shard.nbytes)
             return
-        ends, path = self._ends, key.path()
-        lease = Lease(ends, path, clock=self._clock)
+        view, path = self._view, key.path()
+        lease = Lease(view, path, clock=self._clock)
         if not lease.take():
-            tally.count("busy")
+            counters.count("busy")
             return
         try:
             is_forgotten = (
-                ends.bulk.head(path) is None
+                view.bulk.head(path) is None
                 and lease.renew()
-                and ends.index.forget(key.namespace, key.prefix_hash, key.field, shard)
+                and view.index.forget(key.namespace, key.prefix_hash, key.field, shard)
             )
             if is_forgotten:
                 self._remove_copy(path, shard)
         finally:
             lease.release()
         if is_forgotten:
-            tally.find("ghost", path, shard.nbytes)
-            tally.count("removed")
+            counters.find("ghost", path, shard.nbytes)
+            counters.count("removed")
         else:
-            tally.count("changed")
+            counters.count("changed")
 
-    def leftover(self, found: Unfinished, tally: Tally) -> None:
+    def leftover(self, found: Unfinished, counters: Counters) -> None:
         """Discard what a killed writer left."""
         where = f"{found.key}/{found.name}" if found.name.startswith("~") else found.key
         if self._may("temporary"):
-            if not self._ends.bulk.discard(found):
+            if not self._view.bulk.discard(found):
                 return
-            tally.count("removed", found.nbytes)
-        tally.find("temporary", where, found.nbytes)
+            counters.count("removed", found.nbytes)
+        counters.find("temporary", where, found.nbytes)
 
-    def entry(self, kind: Category, entry: Entry, tally: Tally) -> None:
+    def entry(self, kind: Category, entry: Entry, counters: Counters) -> None:
         """Remove something that no index knows."""
         if self._may(kind):
-            self._ends.bulk.delete(entry.key)
-            tally.count("removed", entry.nbytes)
-        tally.find(kind, entry.key, entry.nbytes)
+            self._view.bulk.delete(entry.key)
+            counters.count("removed", entry.nbytes)
+        counters.find(kind, entry.key, entry.nbytes)
 
     def _may(self, kind: Category) -> bool:
         """Whether to remove one more. Raises ``Halted`` if there were enough."""
@@ -144,18 +149,17 @@ class Remover:
         raise Halted
 
     def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None, lease: Lease) -> bool:
-        ends, path = self._ends, key.path()
-        now = ends.bulk.head(path)
+        view, path = self._view, key.path()
+        now = view.bulk.head(path)
         if now is None or not _is_same(now, entry):
             return False
-        if not ends.is_own_index:
-            [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
-            known = None if record is None else record.shards.get(key.field)
+        if not view.is_own_index:
+            record, known = recorded(view.index, key)
             if known != shard or (record is not None and record.pinned):
                 return False
             if shard is not None and not (
                 lease.renew()
-                and ends.index.forget(key.namespace, key.prefix_hash, key.field, shard)
+                and view.index.forget(key.namespace, key.prefix_hash, key.field, shard)
             ):
                 return False
         if not self._delete(entry, lease):
@@ -167,7 +171,7 @@ class Remover:
     def _delete(self, entry: Entry, lease: Lease) -> bool:
         """Delete ``entry``; False if it is, or may be, another's by now. A delete that failed may
         have been done all the same, and something saved since: it is looked at before the next."""
-        store, path = once(self._ends.bulk), entry.key
+        store, path = once(self._view.bulk), entry.key
         for pause_s in pauses():
             if not lease.renew():
                 return False
@@ -179,7 +183,7 @@ class Remover:
             else:
                 return True
             self._sleep(pause_s)
-            now = self._ends.bulk.head(path)
+            now = self._view.bulk.head(path)
             if now is None or not _is_same(now, entry):
                 return now is None
         if not lease.renew():
@@ -189,20 +193,19 @@ class Remover:
 
     def _withdraw(self, key: ChunkKey) -> None:
         """Forget what was announced of a payload while it was deleted."""
-        ends = self._ends
-        if ends.is_own_index:
+        view = self._view
+        if view.is_own_index:
             return
-        [record] = ends.index.lookup(key.namespace, [key.prefix_hash])
-        known = None if record is None else record.shards.get(key.field)
-        if known is None or ends.bulk.head(key.path()) is not None:
+        _, known = recorded(view.index, key)
+        if known is None or view.bulk.head(key.path()) is not None:
             return
-        if ends.index.forget(key.namespace, key.prefix_hash, key.field, known):
+        if view.index.forget(key.namespace, key.prefix_hash, key.field, known):
             self._remove_copy(key.path(), known)
 
     def _remove_copy(self, path: str, shard: ShardRecord | None) -> None:
         # Of what had no record nobody knows whether there is a copy; it ends by itself.
-        if self._ends.hot is not None and shard is not None and shard.hot:
-            self._ends.hot.delete(path)
+        if self._view.hot is not None and shard is not None and shard.hot:
+            self._view.hot.delete(path)
 
 
 def _is_same(now: Entry, then: Entry) -> bool:

@@ -11,9 +11,9 @@ from objkv.cache.pins import read_pins
 from objkv.errors import ConfigError
 from objkv.index.shapes import is_shapes
 from objkv.ops.backends_view import (
-    Ends,
+    BackendsView,
     Namespace,
-    Part,
+    NamespacePart,
     read_namespace,
     record_keys,
     stored_namespaces,
@@ -34,7 +34,7 @@ class Survey:
 
     namespaces: Mapping[str, Namespace]
     """Those that the bulk store has folders of."""
-    parts: Sequence[Part]
+    parts: Sequence[NamespacePart]
     indexed: Sequence[str]
     """Namespaces that the index has records of."""
     counted: Sequence[str]
@@ -48,15 +48,15 @@ class Survey:
 
 
 def survey(
-    ends: Ends, only: str | None = None, *, clock: Callable[[], float] = time.time
+    view: BackendsView, only: str | None = None, *, clock: Callable[[], float] = time.time
 ) -> Survey:
     """Read the names, documents and pins of everything, or of the namespace ``only``."""
-    every = {name: read_namespace(ends.bulk, name) for name in stored_namespaces(ends.bulk)}
+    every = {name: read_namespace(view.bulk, name) for name in stored_namespaces(view.bulk)}
     old = old_epochs(every.values())
-    indexed: Sequence[str] = () if ends.is_own_index else ends.index.namespaces()
+    indexed: Sequence[str] = () if view.is_own_index else view.index.namespaces()
     counted: set[str] = set()
-    if not ends.is_own_index:
-        counted = {*indexed, *every, *(usage.namespace for usage in ends.index.usage())}
+    if not view.is_own_index:
+        counted = {*indexed, *every, *(usage.namespace for usage in view.index.usage())}
     if only is not None:
         every = {name: found for name, found in every.items() if name == only}
         indexed = [name for name in indexed if name == only]
@@ -64,10 +64,10 @@ def survey(
     now_s = clock()
     return Survey(
         namespaces=every,
-        parts=stored_parts(ends.bulk, list(every)),
+        parts=stored_parts(view.bulk, list(every)),
         indexed=indexed,
         counted=sorted(counted),
-        pins={name: _pinned(ends.bulk, name, now_s) for name in every},
+        pins={name: _pinned(view.bulk, name, now_s) for name in every},
         old=old & every.keys(),
         only=only,
     )
@@ -87,20 +87,22 @@ def old_epochs(namespaces: Iterable[Namespace]) -> frozenset[str]:
     )
 
 
-def refuse_wrong_ends(ends: Ends, found: Survey, *, clock: Callable[[], float] = time.time) -> None:
+def refuse_mismatch(
+    view: BackendsView, found: Survey, *, clock: Callable[[], float] = time.time
+) -> None:
     """Raises ``ConfigError`` where removing what the other end does not know would remove most:
     that end was wiped, or it is not the one that belongs here.
 
     A payload that is younger than a record's life has a record, unless its writer was killed.
     """
-    if ends.is_own_index:
+    if view.is_own_index:
         return
     seen = known = 0
     for name in found.namespaces:
         if name in found.old:
             continue
         parts = [part for part in found.parts if part.namespace == name]
-        count = _count(ends, parts, clock())
+        count = _count(view, parts, clock())
         seen, known = seen + count.seen, known + count.known
         if count.young >= _YOUNG_MIN and count.young_lost > _MOST * count.young:
             raise ConfigError(
@@ -113,7 +115,7 @@ def refuse_wrong_ends(ends: Ends, found: Survey, *, clock: Callable[[], float] =
             "the index has no record of any payload: it was wiped, is not the one of this bucket, "
             "or nothing was used for long. Run objkv rebuild, or sweep with --force if all is to go"
         )
-    refuse_wrong_bulk(ends, [name for name in found.indexed if name not in found.old])
+    refuse_wrong_bulk(view, [name for name in found.indexed if name not in found.old])
 
 
 @dataclass(slots=True)
@@ -124,14 +126,14 @@ class _Count:
     young_lost: int = 0
 
 
-def _count(ends: Ends, parts: Sequence[Part], now_s: float) -> _Count:
+def _count(view: BackendsView, parts: Sequence[NamespacePart], now_s: float) -> _Count:
     """Of some hundreds or thousands of payloads, which hashes choose."""
     count = _Count()
     for part in parts:
-        for batch in stored_payloads(ends, part):
+        for batch in stored_payloads(view, part):
             for stored in batch:
                 is_known = stored.shard is not None
-                is_young = now_s - stored.entry.modified_s < ends.ttl_s
+                is_young = now_s - stored.entry.modified_s < view.ttl_s
                 count.seen += 1
                 count.known += is_known
                 count.young += is_young
@@ -141,18 +143,18 @@ def _count(ends: Ends, parts: Sequence[Part], now_s: float) -> _Count:
     return count
 
 
-def refuse_wrong_bulk(ends: Ends, names: Sequence[str]) -> None:
+def refuse_wrong_bulk(view: BackendsView, names: Sequence[str]) -> None:
     """Raises ``ConfigError`` where the bulk store has none of the payloads that the index knows in
     the namespaces ``names``."""
     keys = [
         key.path()
         for name in names
         for record in islice(
-            (one for one in ends.index.scan(name) if not is_shapes(one)), _SAMPLE // len(names) + 1
+            (one for one in view.index.scan(name) if not is_shapes(one)), _SAMPLE // len(names) + 1
         )
         for key in record_keys(name, record)
     ]
-    if keys and not any(ends.bulk.head(path) for path in _spread(keys, _YOUNG_MIN * 16)):
+    if keys and not any(view.bulk.head(path) for path in _spread(keys, _YOUNG_MIN * 16)):
         raise ConfigError(
             "none of the payloads that the index knows is in the bulk store: it is not the one of "
             "this index, or was emptied. With --force the records go all the same"

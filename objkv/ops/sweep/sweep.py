@@ -9,152 +9,47 @@ from itertools import islice
 from objkv.cache.eviction import Candidate, choose
 from objkv.errors import StoreDenied
 from objkv.index.base import Record, Usage
+from objkv.index.guarded import for_operators
 from objkv.index.shapes import is_shapes, shape_path
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
     QUARANTINE,
-    Ends,
-    Part,
-    Stored,
+    BackendsView,
+    NamespacePart,
+    StoredPayload,
     looks,
     record_keys,
     stored_payloads,
 )
 from objkv.ops.pin import remove_ended_pins
-from objkv.ops.runs import Check, Tally, Unit
+from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.sweep.remove import Category, Remover, SweepLimits
 from objkv.ops.sweep.survey import Survey
 from objkv.stores.base import Entry
 
-# The part of a sweep that begins at records: those of payloads that are gone, those that are too
-# many, and how much there is.
-
 _RECORDS_AT_ONCE = 250
 
 
-class RecordSweep:
-    """Units of work on what the index has."""
+class Sweep:
+    """Units of work: on what the bulk store has (``leftovers``, ``parts``, ``documents``), and on
+    what the index has (``ghosts``, ``quotas``)."""
 
     def __init__(
         self,
-        ends: Ends,
+        view: BackendsView,
         found: Survey,
         limits: SweepLimits,
         remover: Remover,
         *,
-        workers: int,
+        workers: int = 16,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``workers``: looks at payloads at once, of each unit."""
-        self._ends = ends
+        """``workers``: looks at payloads at once, of a unit that begins at records."""
+        self._view = view
         self._found = found
         self._limits = limits
         self._remover = remover
         self._workers = workers
-        self._clock = clock
-
-    def ghosts(self) -> Iterator[Unit]:
-        """Records without payloads. With all categories, totals are set to what was counted."""
-        if "ghost" in self._limits.only:
-            for name in self._found.counted:
-                yield Unit(f"records {name}", self._ghost_work(name))
-
-    def quotas(self, quota_bytes: int, *, high_percent: int, low_percent: int) -> Iterator[Unit]:
-        """What tenants have beyond ``high_percent`` of their quota, down to ``low_percent``: ends
-        of chains that are used least. Holds all records of a tenant in memory, about 1 KiB each."""
-        if not quota_bytes or "over_quota" not in self._limits.only:
-            return
-        high, low = (quota_bytes * percent // 100 for percent in (high_percent, low_percent))
-        for tenant in sorted({t for t in map(self._tenant, self._found.namespaces) if t}):
-            yield Unit(f"quota {tenant}", self._quota_work(tenant, high, low), again=True)
-
-    def _ghost_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            nbytes = payloads = 0
-            records = (one for one in self._ends.index.scan(name) if not is_shapes(one))
-            with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
-                while batch := list(islice(records, _RECORDS_AT_ONCE)):
-                    check()
-                    keys = [(key, one) for one in batch for key in record_keys(name, one)]
-                    entries = looks(
-                        self._ends.bulk, pool, [key for key, _ in keys], at_once=self._workers
-                    )
-                    for (key, record), entry in zip(keys, entries, strict=True):
-                        shard = record.shards[key.field]
-                        if entry is None:
-                            self._remover.record(key, shard, tally)
-                        else:
-                            nbytes, payloads = nbytes + shard.nbytes, payloads + 1
-            if self._limits.apply:
-                self._ends.index.set_usage(Usage(name, nbytes, payloads, int(self._clock())))
-
-        return work
-
-    def _quota_work(self, tenant: str, high: int, low: int) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            records: dict[bytes, tuple[str, Record]] = {}
-            for name in self._found.namespaces:
-                if self._tenant(name) == tenant:
-                    for record in self._ends.index.scan(name):
-                        check()
-                        if not is_shapes(record):
-                            records[record.prefix_hash] = name, record
-            used = sum(record.nbytes for _, record in records.values())
-            if used <= high:
-                return
-            for candidate in choose(
-                [self._candidate(*one) for one in records.values()],
-                free_bytes=used - low,
-                now_s=self._clock(),
-            ):
-                check()
-                self._give_up(*records[candidate.prefix_hash], tally)
-
-        return work
-
-    def _give_up(self, name: str, record: Record, tally: Tally) -> None:
-        for key in record_keys(name, record):
-            entry = self._ends.bulk.head(key.path())
-            if entry is not None:
-                shard = record.shards[key.field]
-                self._remover.payload("over_quota", key, entry, shard, tally)
-
-    def _candidate(self, name: str, record: Record) -> Candidate:
-        return Candidate(
-            prefix_hash=record.prefix_hash,
-            parent_hash=record.parent_hash,
-            token_start=record.token_start,
-            token_end=record.token_end,
-            nbytes=record.nbytes,
-            hits=record.hits,
-            touched_s=record.touched_s,
-            created_s=max(shard.created_s for shard in record.shards.values()),
-            pinned=record.pinned or record.prefix_hash in self._found.pins[name],
-        )
-
-    def _tenant(self, name: str) -> str | None:
-        """None for namespaces that do not count: strangers, and epochs that are swept anyway."""
-        if name in self._found.old and "old_epoch" in self._limits.only:
-            return None
-        return self._found.namespaces[name].tenant
-
-
-class Sweep:
-    """Units of work on what the bulk store has. Those on records: ``RecordSweep``."""
-
-    def __init__(
-        self,
-        ends: Ends,
-        found: Survey,
-        limits: SweepLimits,
-        remover: Remover,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._ends = ends
-        self._found = found
-        self._limits = limits
-        self._remover = remover
         self._clock = clock
 
     def leftovers(self) -> Iterator[Unit]:
@@ -179,70 +74,70 @@ class Sweep:
         for name in sorted(self._found.namespaces):
             yield Unit(f"documents {name}", self._document_work(name), again=True)
 
-    def _temporary(self, tally: Tally, check: Check) -> None:
+    def _temporary(self, counters: Counters, check: Check) -> None:
         try:
-            for found in self._ends.bulk.unfinished():
+            for found in self._view.bulk.unfinished():
                 check()
                 if self._is_looked_at(found.key) and self._is_old(
                     found.modified_s, self._limits.put_s
                 ):
-                    self._remover.leftover(found, tally)
+                    self._remover.leftover(found, counters)
         except StoreDenied:  # a right that no policy can limit to a prefix: many do not have it
-            tally.count("not_listed")
+            counters.count("not_listed")
 
-    def _quarantined(self, tally: Tally, check: Check) -> None:
+    def _quarantined(self, counters: Counters, check: Check) -> None:
         only = self._found.only
-        for entry in self._ends.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
+        for entry in self._view.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
             if self._is_old(entry.modified_s):
-                self._remover.entry("quarantined", entry, tally)
+                self._remover.entry("quarantined", entry, counters)
 
     def _is_looked_at(self, key: str) -> bool:
         """Whether a leftover lies in the folder, or quarantine, of a namespace that is swept."""
         folder = key.removeprefix(f"{QUARANTINE}/").partition("/")[0]
         return self._found.only in (None, folder)
 
-    def _part_work(self, part: Part) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
+    def _part_work(self, part: NamespacePart) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
             def other(entry: Entry) -> None:
-                tally.count("other", entry.nbytes)
+                counters.count("other", entry.nbytes)
 
-            for batch in stored_payloads(self._ends, part, other=other):
+            for batch in stored_payloads(self._view, part, other=other):
                 for stored in batch:
                     check()
-                    self._judge(part.namespace, stored, tally)
+                    self._judge(part.namespace, stored, counters)
 
         return work
 
-    def _judge(self, namespace: str, stored: Stored, tally: Tally) -> None:
+    def _judge(self, namespace: str, stored: StoredPayload, counters: Counters) -> None:
         key, entry, record = stored.key, stored.entry, stored.record
         kind = self._kind(namespace, stored)
         if kind is None or kind not in self._limits.only:
-            tally.count("kept", entry.nbytes)
+            counters.count("kept", entry.nbytes)
             return
         is_pinned = key.prefix_hash in self._found.pins[namespace]
         if is_pinned or (record is not None and record.pinned):
-            tally.count("pinned", entry.nbytes)
+            counters.count("pinned", entry.nbytes)
         elif not self._is_old(max(entry.modified_s, record.touched_s if record else 0)):
-            tally.count("young", entry.nbytes)
+            counters.count("young", entry.nbytes)
         else:
-            self._remover.payload(kind, key, entry, stored.shard, tally)
+            self._remover.payload(kind, key, entry, stored.shard, counters)
 
-    def _kind(self, namespace: str, stored: Stored) -> Category | None:
+    def _kind(self, namespace: str, stored: StoredPayload) -> Category | None:
         if not self._found.namespaces[namespace].is_known:
             return "stranger"
         if namespace in self._found.old:
             return "old_epoch"
-        if stored.shard is not None or self._ends.is_own_index:
+        if stored.shard is not None or self._view.is_own_index:
             return None
         age_s = self._clock() - stored.entry.modified_s
-        return "expired" if age_s >= self._ends.ttl_s else "orphan"
+        return "expired" if age_s >= self._view.ttl_s else "orphan"
 
-    def _document_work(self, name: str) -> Callable[[Tally, Check], None]:
-        def work(tally: Tally, check: Check) -> None:
-            bulk = self._ends.bulk
+    def _document_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            bulk = self._view.bulk
             grace_s = max(0, self._limits.grace_s)
-            tally.counts["documents"] += remove_ended_pins(
+            counters.counts["documents"] += remove_ended_pins(
                 bulk, name, now_s=self._clock(), grace_s=grace_s
             )
             if name not in self._found.old or "old_epoch" not in self._limits.only:
@@ -257,9 +152,96 @@ class Sweep:
                 if not self._is_old(entry.modified_s):
                     return
             for key in beside:
-                tally.counts["documents"] += bulk.delete(key)
+                counters.counts["documents"] += bulk.delete(key)
 
         return work
 
     def _is_old(self, modified_s: float, least_s: float = -math.inf) -> bool:
         return self._clock() - modified_s >= max(self._limits.grace_s, least_s)
+
+    def ghosts(self) -> Iterator[Unit]:
+        """Records without payloads. With all categories, totals are set to what was counted."""
+        if "ghost" in self._limits.only:
+            for name in self._found.counted:
+                yield Unit(f"records {name}", self._ghost_work(name))
+
+    def quotas(self, quota_bytes: int, *, high_percent: int, low_percent: int) -> Iterator[Unit]:
+        """What tenants have beyond ``high_percent`` of their quota, down to ``low_percent``: ends
+        of chains that are used least. Holds all records of a tenant in memory, about 1 KiB each."""
+        if not quota_bytes or "over_quota" not in self._limits.only:
+            return
+        high, low = (quota_bytes * percent // 100 for percent in (high_percent, low_percent))
+        for tenant in sorted({t for t in map(self._tenant, self._found.namespaces) if t}):
+            yield Unit(f"quota {tenant}", self._quota_work(tenant, high, low), again=True)
+
+    def _ghost_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            nbytes = payloads = 0
+            records = (one for one in self._view.index.scan(name) if not is_shapes(one))
+            with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
+                while batch := list(islice(records, _RECORDS_AT_ONCE)):
+                    check()
+                    keys = [(key, one) for one in batch for key in record_keys(name, one)]
+                    entries = looks(
+                        self._view.bulk, pool, [key for key, _ in keys], at_once=self._workers
+                    )
+                    for (key, record), entry in zip(keys, entries, strict=True):
+                        shard = record.shards[key.field]
+                        if entry is None:
+                            self._remover.record(key, shard, counters)
+                        else:
+                            nbytes, payloads = nbytes + shard.nbytes, payloads + 1
+            if self._limits.apply:
+                for_operators(self._view.admin).set_usage(
+                    Usage(name, nbytes, payloads, int(self._clock()))
+                )
+
+        return work
+
+    def _quota_work(self, tenant: str, high: int, low: int) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            records: dict[bytes, tuple[str, Record]] = {}
+            for name in self._found.namespaces:
+                if self._tenant(name) == tenant:
+                    for record in self._view.index.scan(name):
+                        check()
+                        if not is_shapes(record):
+                            records[record.prefix_hash] = name, record
+            used = sum(record.nbytes for _, record in records.values())
+            if used <= high:
+                return
+            for candidate in choose(
+                [self._candidate(*one) for one in records.values()],
+                free_bytes=used - low,
+                now_s=self._clock(),
+            ):
+                check()
+                self._give_up(*records[candidate.prefix_hash], counters)
+
+        return work
+
+    def _give_up(self, name: str, record: Record, counters: Counters) -> None:
+        for key in record_keys(name, record):
+            entry = self._view.bulk.head(key.path())
+            if entry is not None:
+                shard = record.shards[key.field]
+                self._remover.payload("over_quota", key, entry, shard, counters)
+
+    def _candidate(self, name: str, record: Record) -> Candidate:
+        return Candidate(
+            prefix_hash=record.prefix_hash,
+            parent_hash=record.parent_hash,
+            token_start=record.token_start,
+            token_end=record.token_end,
+            nbytes=record.nbytes,
+            hits=record.hits,
+            touched_s=record.touched_s,
+            created_s=max(shard.created_s for shard in record.shards.values()),
+            pinned=record.pinned or record.prefix_hash in self._found.pins[name],
+        )
+
+    def _tenant(self, name: str) -> str | None:
+        """None for namespaces that do not count: strangers, and epochs that are swept anyway."""
+        if name in self._found.old and "old_epoch" in self._limits.only:
+            return None
+        return self._found.namespaces[name].tenant

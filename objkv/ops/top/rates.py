@@ -71,7 +71,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReplicaRow:
     """One replica."""
 
     name: str
@@ -82,19 +82,19 @@ class Row:
     breakers_open: tuple[str, ...]
 
 
-def row_of(name: str, before: Scrape | None, now: Scrape) -> Row:
+def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
     """What the replica did between two scrapes; ``before`` is the last that it answered."""
     if now.problem is not None:
-        return Row(name, "down", now.problem, Flow(), ())
+        return ReplicaRow(name, "down", now.problem, Flow(), ())
     if not any(key.startswith(_PREFIX) for key in now.values):
-        return Row(name, "no objkv", "its metrics know nothing of objkv", _levels(now), ())
+        return ReplicaRow(name, "no objkv", "its metrics know nothing of objkv", _levels(now), ())
     opened = tuple(
         key.removeprefix(_OPEN)
         for key, value in sorted(now.values.items())
         if key.startswith(_OPEN) and value > 0
     )
     if before is None or now.at_s <= before.at_s:
-        return Row(name, "new", None, _levels(now), opened)
+        return ReplicaRow(name, "new", None, _levels(now), opened)
     # Counters that went back began again: what they say now is what came since.
     restarted = any(
         value < before.values.get(key, 0.0)
@@ -103,10 +103,10 @@ def row_of(name: str, before: Scrape | None, now: Scrape) -> Row:
     )
     rates = _Rates(before.values if not restarted else {}, now)
     rates.seconds = now.at_s - before.at_s
-    return Row(name, "restarted" if restarted else "up", None, rates.flow(), opened)
+    return ReplicaRow(name, "restarted" if restarted else "up", None, rates.flow(), opened)
 
 
-def total_of(rows: Iterable[Row]) -> Flow:
+def total_of(rows: Iterable[ReplicaRow]) -> Flow:
     """The whole fleet."""
     total = Flow()
     for row in rows:

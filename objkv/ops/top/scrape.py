@@ -32,7 +32,7 @@ class Scrape:
     """Why there are no values."""
 
 
-class Source:
+class MetricsSource:
     """An endpoint with metrics: a replica, or the exporter."""
 
     def __init__(
@@ -41,11 +41,12 @@ class Source:
         *,
         deadline_s: float,
         clock: Callable[[], float] = monotonic,
+        is_exact: bool = False,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """``url``: of the server, with or without ``/metrics`` or ``/v1``. Raises
-        ``ConfigError``."""
-        self.url = _metrics_url(url)
+        """``url``: of the server, with or without ``/metrics`` or ``/v1``; ``is_exact``: any other
+        path is that of the metrics. Raises ``ConfigError``."""
+        self.url = _metrics_url(url, is_exact=is_exact)
         self._deadline_s = deadline_s
         self._clock = clock
         self._http = httpx.Client(
@@ -113,7 +114,7 @@ def values_of(text: str) -> dict[str, float]:
     return values
 
 
-def _metrics_url(url: str) -> str:
+def _metrics_url(url: str, *, is_exact: bool) -> str:
     keep_secret(*passwords_in(url))
     shown = without_secrets(without_password(url))
     whole = url if "://" in url else f"http://{url}"
@@ -127,4 +128,6 @@ def _metrics_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise ConfigError(f"endpoint {shown}: give it as http://host:port, or https://")
     path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
+    if is_exact and path:
+        return whole
     return parts._replace(path=f"{path}/metrics").geturl()

@@ -13,8 +13,8 @@ from typing import Final, Self
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex
 from objkv.ops.top.prefixes import PrefixLook, look
-from objkv.ops.top.rates import Flow, Row, row_of, total_of
-from objkv.ops.top.scrape import Scrape, Source
+from objkv.ops.top.rates import Flow, ReplicaRow, row_of, total_of
+from objkv.ops.top.scrape import MetricsSource, Scrape
 
 LOOK_EVERY_S: Final = 30.0
 _AT_ONCE_MAX = 16
@@ -23,7 +23,7 @@ _JOIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTotals:
     """What is stored, by whoever told."""
 
     nbytes: float
@@ -37,11 +37,11 @@ class Stored:
 class View:
     """All that is shown of one moment."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ReplicaRow, ...]
     total: Flow
     hit_rates: tuple[float | None, ...]
     """Of the whole fleet, oldest first."""
-    stored: Stored | None
+    stored: StoredTotals | None
     ends: tuple[tuple[str, bool], ...]
     """Ends by the exporter, and whether each answers."""
     prefixes: PrefixLook | None
@@ -49,13 +49,13 @@ class View:
     """What could not be told, a sentence each."""
 
 
-class Watch:
+class FleetWatch:
     """A context manager: without it nothing looks into the index."""
 
     def __init__(
         self,
-        replicas: Sequence[Source],
-        exporter: Source | None = None,
+        replicas: Sequence[MetricsSource],
+        exporter: MetricsSource | None = None,
         index: ReadIndex | None = None,
         *,
         look_every_s: float = LOOK_EVERY_S,
@@ -70,7 +70,7 @@ class Watch:
         self._hit_rates: deque[float | None] = deque(maxlen=_HISTORY)
         self._lock = Lock()
         self._look: PrefixLook | None = None
-        self._usage: Stored | None = None
+        self._usage: StoredTotals | None = None
         self._look_problem: str | None = None
         self._ended = Event()
         self._crew = ThreadPoolExecutor(_AT_ONCE_MAX, thread_name_prefix="objkv-top")
@@ -98,7 +98,7 @@ class Watch:
         """Ask everybody once. Blocks for as long as the slowest, at most the deadline of a
         scrape."""
         sources = [*self._replicas, *filter(None, [self._exporter])]
-        scrapes = list(self._crew.map(Source.scrape, sources))
+        scrapes = list(self._crew.map(MetricsSource.scrape, sources))
         rows = []
         for source, scrape in zip(self._replicas, scrapes, strict=False):
             rows.append(row_of(source.name, self._last.get(source.url), scrape))
@@ -116,7 +116,7 @@ class Watch:
         try:
             found = look(self._index, self._clock(), self._look)
             usages = self._index.usage()
-            stored = Stored(
+            stored = StoredTotals(
                 sum(usage.nbytes for usage in usages),
                 sum(usage.payloads for usage in usages),
                 len(usages),
@@ -134,7 +134,7 @@ class Watch:
             self.look_now()
             self._ended.wait(self._look_every_s)
 
-    def _view(self, rows: tuple[Row, ...], total: Flow, told: Scrape | None) -> View:
+    def _view(self, rows: tuple[ReplicaRow, ...], total: Flow, told: Scrape | None) -> View:
         with self._lock:
             found, stored, problem = self._look, self._usage, self._look_problem
         problems = [problem] if problem else []
@@ -152,11 +152,11 @@ class Watch:
         return View(rows, total, tuple(self._hit_rates), stored, ends, found, tuple(problems))
 
 
-def _stored(told: Scrape) -> Stored | None:
+def _stored(told: Scrape) -> StoredTotals | None:
     values = told.values
     if "objkv_stored_bytes" not in values:
         return None
-    return Stored(
+    return StoredTotals(
         values["objkv_stored_bytes"],
         values.get("objkv_stored_payloads", 0.0),
         values.get("objkv_namespaces", 0.0),

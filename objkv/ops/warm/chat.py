@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from objkv.errors import ConfigError
-from objkv.ops.warm.prompts import Chat, Prompt
+from objkv.ops.warm.prompts import Chat, WarmPrompt
 
 
 class LocalTokenizer:
@@ -37,7 +37,7 @@ class LocalTokenizer:
         self._source = _template(folder, self._settings)
         self._environment = _sandbox()
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
         """The prompt's token ids. Raises ``ConfigError`` that names it."""
         if prompt.tokens is not None:
             return list(prompt.tokens)

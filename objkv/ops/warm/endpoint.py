@@ -17,8 +17,8 @@ import httpx
 
 from objkv.config.urls import is_this_machine, passwords_in, without_password
 from objkv.errors import ConfigError
-from objkv.ops.warm.asking import Ask, AskError, Reply
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.ops.warm.prompts import WarmPrompt
 from objkv.redact import keep_secret, without_secrets
 
 # Calls of an asynchronous client from threads, which another thread can end at any time.
@@ -161,7 +161,7 @@ class Endpoint:
         assert self._served is not None
         return self._served
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
         """See ``Asker``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
@@ -173,10 +173,10 @@ class Endpoint:
         answer = self._call("POST", "/tokenize", request)
         tokens = answer.get("tokens")
         if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-            raise AskError("refused", f"{self._base} does not tokenize: give --tokenizer")
+            raise PrefillError("refused", f"{self._base} does not tokenize: give --tokenizer")
         return tokens
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: PrefillRequest) -> PrefillReply:
         """See ``Asker``."""
         request: dict[str, Any] = {
             "model": ask.model or self.served.model,
@@ -190,10 +190,12 @@ class Endpoint:
         usage = answer.get("usage")
         if not isinstance(usage, Mapping) or usage.get("prompt_tokens") != len(ask.tokens):
             told = usage.get("prompt_tokens") if isinstance(usage, Mapping) else None
-            raise AskError("refused", f"{self._base} computed {told} of {len(ask.tokens)} tokens")
+            raise PrefillError(
+                "refused", f"{self._base} computed {told} of {len(ask.tokens)} tokens"
+            )
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
-        return Reply(cached if type(cached) is int else None)
+        return PrefillReply(cached if type(cached) is int else None)
 
     def close(self) -> None:
         """See ``Asker``."""
@@ -212,20 +214,22 @@ class Endpoint:
             )
         except (httpx.TimeoutException, TimeoutError) as exc:
             is_down = isinstance(exc, httpx.ConnectTimeout)
-            raise AskError("down" if is_down else "failed", f"{what}: no answer in time") from exc
+            raise PrefillError(
+                "down" if is_down else "failed", f"{what}: no answer in time"
+            ) from exc
         except httpx.InvalidURL as exc:
             raise ConfigError(f"endpoint {self._base}: {exc}") from exc
         except httpx.HTTPError as exc:
-            raise AskError("down", f"{what}: {_reason(exc)}") from exc
+            raise PrefillError("down", f"{what}: {_reason(exc)}") from exc
         except LoopClosed as exc:
-            raise AskError("down", f"{what}: given up") from exc
+            raise PrefillError("down", f"{what}: given up") from exc
         if len(answer.content) > _ANSWER_BYTES_MAX:
-            raise AskError("failed", f"{what}: longer than {_ANSWER_BYTES_MAX} bytes")
+            raise PrefillError("failed", f"{what}: longer than {_ANSWER_BYTES_MAX} bytes")
         if 200 <= answer.status < 300:
             return _parsed(answer, what, is_health=path == "/health")
         if answer.status == 404 and path in _OF_A_CHECK:
             told = f"{self._base} answers, but HTTP 404 on {path}: is it a vLLM server?"
-            raise AskError("refused", told)
+            raise PrefillError("refused", told)
         raise _error(answer, what)
 
     async def _answer(self, method: str, path: str, content: bytes | None) -> "_Answer":
@@ -258,20 +262,20 @@ def _parsed(answer: _Answer, what: str, *, is_health: bool) -> dict[str, Any]:
         return found
     if is_health:
         return {}
-    raise AskError("refused", f"{what}: answered no JSON object: is it OpenAI-compatible?")
+    raise PrefillError("refused", f"{what}: answered no JSON object: is it OpenAI-compatible?")
 
 
 def _error(answer: _Answer, what: str) -> Exception:
     why = f"{what}: HTTP {answer.status}: {_told(answer)}".rstrip(": ")
     if answer.status in _BUSY:
-        return AskError("busy", why, after_s=_retry_after(answer.retry_after))
+        return PrefillError("busy", why, after_s=_retry_after(answer.retry_after))
     if answer.status in (401, 403):
         return ConfigError(f"{why}; give --api-key, or VLLM_API_KEY")
     if answer.status in (502, 504):  # what stands before the fleet found nobody
-        return AskError("down", why)
+        return PrefillError("down", why)
     if answer.status >= 500 or answer.status == 408:
-        return AskError("failed", why)
-    return AskError("refused", why)
+        return PrefillError("failed", why)
+    return PrefillError("refused", why)
 
 
 def _told(answer: _Answer) -> str:

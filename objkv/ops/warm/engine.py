@@ -21,8 +21,8 @@ from typing import IO, Any, Final, cast
 
 from objkv.errors import ConfigError
 from objkv.ops.programs import die_with_parent
-from objkv.ops.warm.asking import Ask, AskError, Reply
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.ops.warm.prompts import WarmPrompt
 
 MODULE: Final = "objkv.connector.programs.warm"
 AT_ONCE: Final = 64
@@ -38,7 +38,7 @@ _START_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class EngineJob:
+class WarmEngineJob:
     """What the child is told first."""
 
     model: str
@@ -56,7 +56,7 @@ class EngineProcess:
 
     def __init__(
         self,
-        job: EngineJob,
+        job: WarmEngineJob,
         settings: Mapping[str, str],
         *,
         command: tuple[str, ...] = ("-m", MODULE),
@@ -73,26 +73,11 @@ class EngineProcess:
         self._speaking = Lock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
-        self._closed = False
-        """Nobody is answered any more."""
-        self._failure = ""
-        """What the child said when its engine failed, which is for good."""
+        self._closed = False  # whether nobody is answered any more
+        self._failure = ""  # what the child said when its engine failed, which is for good
         self._is_ended = False
         self._ready: Future[dict[str, Any]] = Future()
-        descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
-        self._log = Path(name)
-        with os.fdopen(descriptor, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", *command],
-                env=_environment(settings),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                # Ctrl-C is ours: it ends in order when its input does.
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-                text=True,
-            )
+        self._log, self._process = _start(command, settings)
         self._reader = Thread(target=self._read, name="objkv-warm-engine", daemon=True)
         self._reader.start()
         self._say({"model": job.model, "arguments": dict(job.arguments),
@@ -114,13 +99,13 @@ class EngineProcess:
         try:
             self._ready.result(_START_S)
         except (TimeoutError, CancelledError) as exc:
-            raise AskError("down", f"{self.name} did not start: {self._tail()}") from exc
+            raise PrefillError("down", f"{self.name} did not start: {self._tail()}") from exc
         if self._failure:
-            raise AskError("down", f"{self.name}: {self._failure}")
+            raise PrefillError("down", f"{self.name}: {self._failure}")
         if self._closed:
-            raise AskError("down", f"{self.name} ended: {self._tail()}")
+            raise PrefillError("down", f"{self.name} ended: {self._tail()}")
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
         """See ``Asker``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
@@ -130,13 +115,13 @@ class EngineProcess:
         answer = self._call({"kind": "tokenize", "text": prompt.text, "chat": chat})
         return [int(token) for token in answer["tokens"]]
 
-    def ask(self, ask: Ask) -> Reply:
+    def ask(self, ask: PrefillRequest) -> PrefillReply:
         """See ``Asker``."""
         tokens = list(ask.tokens)
         answer = self._call(
             {"kind": "ask", "tokens": tokens, "salt": ask.salt, "adapter": ask.model}
         )
-        return Reply(answer["cached_tokens"])
+        return PrefillReply(answer["cached_tokens"])
 
     def close(self) -> None:
         """See ``Asker``: what the engine still saves has some seconds to be saved."""
@@ -170,7 +155,7 @@ class EngineProcess:
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
-                raise AskError("down", f"{self.name} was given up")
+                raise PrefillError("down", f"{self.name} was given up")
             self._number += 1
             number = self._number
             self._waiting[number] = future
@@ -178,11 +163,11 @@ class EngineProcess:
             self._say({"id": number, **request})
             answer = future.result()
         except (CancelledError, OSError) as exc:
-            raise AskError("down", f"{self.name} ended: {self._tail()}") from exc
+            raise PrefillError("down", f"{self.name} ended: {self._tail()}") from exc
         if "error" in answer:
             if answer["trouble"] == "down":
                 self._failure = str(answer["error"])
-            raise AskError(answer["trouble"], f"{self.name}: {answer['error']}")
+            raise PrefillError(answer["trouble"], f"{self.name}: {answer['error']}")
         return answer
 
     def _say(self, value: dict[str, Any]) -> None:
@@ -216,6 +201,26 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_WORDS_S)
         return f"{_reason(self._log)}; its log is {self._log}"
+
+
+def _start(
+    command: tuple[str, ...], settings: Mapping[str, str]
+) -> tuple[Path, subprocess.Popen[str]]:
+    """The child's log, and the child."""
+    descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
+    with os.fdopen(descriptor, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *command],
+            env=_environment(settings),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            # Ctrl-C is ours: it ends in order when its input does.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            text=True,
+        )
+    return Path(name), process
 
 
 def _reason(log: Path) -> str:

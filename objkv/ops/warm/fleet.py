@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
-from objkv.ops.warm.asking import Asker, AskError
+from objkv.ops.warm.prefill import Prefiller, PrefillError
 
 _FIRST_PAUSE_S: Final = 0.5
 _PAUSE_MAX_S: Final = 30.0
@@ -22,7 +22,7 @@ _ROOTS_MAX: Final = 65_536
 class Seat:
     """One of them. Its owner's thread alone changes it."""
 
-    asker: Asker
+    asker: Prefiller
     asked: int = 0
     """Requests under way."""
     answered: int = 0
@@ -42,12 +42,12 @@ class Seat:
         return self.asker.at_once - self.asked
 
 
-class Fleet:
+class PrefillFleet:
     """One thread uses it; ``first_pause_s`` doubles with each failure in a row."""
 
     def __init__(
         self,
-        askers: Sequence[Asker],
+        askers: Sequence[Prefiller],
         *,
         clock: Callable[[], float] = monotonic,
         first_pause_s: float = _FIRST_PAUSE_S,
@@ -101,7 +101,7 @@ class Fleet:
         seat.tokens += tokens
         seat.failed_in_row, seat.is_down = 0, False
 
-    def failed(self, seat: Seat, error: AskError) -> None:
+    def failed(self, seat: Seat, error: PrefillError) -> None:
         """It did not compute a prompt, or did not pass its check."""
         seat.asked -= 1
         if error.trouble == "refused":  # the prompt's fault, and it answers

@@ -7,12 +7,12 @@ from itertools import islice
 from threading import Event
 
 from objkv.errors import ConfigError
-from objkv.ops.warm.asking import Asker, AskError
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.prefill import Prefiller, PrefillError
+from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import Failure
-from objkv.ops.warm.run import Spool, Task
+from objkv.ops.warm.run import Task, TokenSpool
 
-Tokenize = Callable[[Prompt], list[int]]
+Tokenize = Callable[[WarmPrompt], list[int]]
 _BATCH = 512
 _WORKERS = 8
 _ROUNDS = 6
@@ -35,7 +35,7 @@ class Names:
     adapters: Collection[str]
     """Those of which it is known what they hold."""
 
-    def adapter(self, prompt: Prompt) -> str | None:
+    def adapter(self, prompt: WarmPrompt) -> str | None:
         """The adapter that the prompt is for. Raises ``ConfigError`` where nobody knows."""
         if prompt.model in self.adapters:
             return prompt.model
@@ -48,8 +48,8 @@ class Names:
 
 
 def prepare(
-    prompts: Iterable[Prompt],
-    spool: Spool,
+    prompts: Iterable[WarmPrompt],
+    spool: TokenSpool,
     tokenize: Tokenize,
     names: Names,
     *,
@@ -63,10 +63,10 @@ def prepare(
     every = iter(prompts)
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="objkv-warm-tokens")
 
-    def one(prompt: Prompt) -> list[int] | Failure:
+    def one(prompt: WarmPrompt) -> list[int] | Failure:
         try:
             tokens = tokenize(prompt)
-        except (AskError, ConfigError) as exc:
+        except (PrefillError, ConfigError) as exc:
             return Failure(prompt.name, str(exc))
         return tokens or Failure(prompt.name, "it has no token")
 
@@ -93,19 +93,19 @@ def prepare(
 class AskingTokenizer:
     """Asks one of them, and another if that one does not answer. Safe from many threads."""
 
-    def __init__(self, askers: Sequence[Asker]) -> None:
+    def __init__(self, askers: Sequence[Prefiller]) -> None:
         self._askers = askers
         self._ended = Event()
 
-    def __call__(self, prompt: Prompt) -> list[int]:
-        """Raises ``AskError``."""
+    def __call__(self, prompt: WarmPrompt) -> list[int]:
+        """Raises ``PrefillError``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
         askers = self._askers
         for attempt in range(_ROUNDS * len(askers)):
             try:
                 return askers[attempt % len(askers)].tokenize(prompt)
-            except AskError as exc:
+            except PrefillError as exc:
                 is_last = self._ended.is_set() or attempt + 1 == _ROUNDS * len(askers)
                 if exc.trouble == "refused" or is_last:
                     raise

@@ -14,7 +14,7 @@ from objkv.codec.seal import Seal
 from objkv.index.base import Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import Ends, record_keys
+from objkv.ops.backends_view import BackendsView, record_keys, recorded
 from objkv.telemetry import MemoryRecorder
 
 _BATCH = 48
@@ -43,7 +43,7 @@ class PromoteReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PromotionItem:
     """A payload that is to be hot."""
 
     claim: Claim
@@ -52,7 +52,7 @@ class Wanted:
     """As its record says."""
 
 
-def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[Wanted]:
+def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[PromotionItem]:
     """The payloads that these records promise."""
     for record in records:
         if is_shapes(record):  # says which shapes are in use, and promises nothing
@@ -60,29 +60,29 @@ def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[Wanted]:
         for key in record_keys(namespace, record):
             claim = Claim(key, record.parent_hash, record.token_start, record.token_end)
             shard = record.shards[key.field]
-            yield Wanted(claim, shard.nbytes, shard.hot)
+            yield PromotionItem(claim, shard.nbytes, shard.hot)
 
 
 class Promotion:
     """Copies payloads, many at a time. One thread uses it."""
 
     def __init__(
-        self, ends: Ends, limits: HotLimits, *, seal: Seal | None = None, workers: int = 8
+        self, view: BackendsView, limits: HotLimits, *, seal: Seal | None = None, workers: int = 8
     ) -> None:
-        assert ends.hot is not None
-        self._ends = ends
+        assert view.hot is not None
+        self._view = view
         self._limits = limits
         self.report = PromoteReport()
         self.failures: list[tuple[str, str]] = []
         at_once = replace(limits, promote_loads=1, promote_bytes_max=1 << 62)
         self._promoters = [
             Promoter(
-                ends.bulk,
-                ends.hot,
-                ends.index,
+                view.bulk,
+                view.hot,
+                view.index,
                 at_once,
-                ttl_s=ends.ttl_s,
-                lease_ms=ends.lease_ms,
+                ttl_s=view.ttl_s,
+                lease_ms=view.lease_ms,
                 recorder=MemoryRecorder(),
                 seal=seal,
             )
@@ -91,7 +91,7 @@ class Promotion:
 
     def run(
         self,
-        wanted: Iterable[Wanted],
+        wanted: Iterable[PromotionItem],
         *,
         bytes_max: int | None = None,
         tell: Callable[[PromoteReport], None] = lambda report: None,
@@ -129,7 +129,9 @@ class Promotion:
         for promoter in self._promoters:
             promoter.close(0)
 
-    def _chosen(self, wanted: Iterable[Wanted], bytes_max: int | None) -> Iterator[Wanted]:
+    def _chosen(
+        self, wanted: Iterable[PromotionItem], bytes_max: int | None
+    ) -> Iterator[PromotionItem]:
         report, left = self.report, bytes_max
         for one in wanted:
             report.payloads += 1
@@ -144,18 +146,17 @@ class Promotion:
                 yield one
 
     def _has_copy(self, key: ChunkKey) -> bool:
-        assert self._ends.hot is not None
-        return self._ends.hot.head(key.path()) is not None
+        assert self._view.hot is not None
+        return self._view.hot.head(key.path()) is not None
 
-    def _is_hot(self, one: Wanted) -> bool:
+    def _is_hot(self, one: PromotionItem) -> bool:
         """Whether a reader would find it hot now: by its record, and there."""
         key = one.claim.key
-        (record,) = self._ends.index.lookup(key.namespace, [key.prefix_hash])
-        shard = None if record is None else record.shards.get(key.field)
+        _, shard = recorded(self._view.index, key)
         return shard is not None and shard.hot and self._has_copy(key)
 
 
-def _copy(promoter: Promoter, part: Sequence[Wanted]) -> None:
+def _copy(promoter: Promoter, part: Sequence[PromotionItem]) -> None:
     for one in part:
         promoter.loaded(one.claim, one.nbytes)
     promoter.drain(_DRAIN_S)

@@ -39,7 +39,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class WarmPrompt:
     """One prompt; exactly one of ``tokens``, ``text`` and ``chat`` is given."""
 
     name: str
@@ -55,7 +55,7 @@ class Prompt:
         assert [self.tokens, self.text, self.chat].count(None) == 2
 
 
-def read_prompts(places: Sequence[str]) -> Iterator[Prompt]:
+def read_prompts(places: Sequence[str]) -> Iterator[WarmPrompt]:
     """The prompts in files, in the files that patterns match, and, for ``-``, on standard input.
 
     A file that is called ``….txt`` is one prompt, any other has one in each line. Raises
@@ -64,13 +64,13 @@ def read_prompts(places: Sequence[str]) -> Iterator[Prompt]:
     return _read(list(_files(places)))
 
 
-def _read(files: Sequence[str]) -> Iterator[Prompt]:
+def _read(files: Sequence[str]) -> Iterator[WarmPrompt]:
     for file in files:
         if file == "-":
             yield from _lines("stdin", sys.stdin.buffer)
         elif file.endswith(".txt"):
             try:
-                yield Prompt(file, text=Path(file).read_text(encoding="utf-8"))
+                yield WarmPrompt(file, text=Path(file).read_text(encoding="utf-8"))
             except UnicodeDecodeError as exc:
                 raise ConfigError(f"{file}: not UTF-8 text") from exc
         else:
@@ -78,14 +78,14 @@ def _read(files: Sequence[str]) -> Iterator[Prompt]:
                 yield from _lines(file, opened)
 
 
-def to_prompt(value: object, name: str) -> Prompt:
+def to_prompt(value: object, name: str) -> WarmPrompt:
     """The prompt that ``value`` is, in any of the forms. Raises ``ConfigError``."""
     if isinstance(value, str):
-        return Prompt(name, text=value)
+        return WarmPrompt(name, text=value)
     if isinstance(value, Mapping):
         return _of_request(value, name)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return Prompt(name, tokens=_tokens(value, name))
+        return WarmPrompt(name, tokens=_tokens(value, name))
     raise ConfigError(f"{name}: a prompt is text, a list of token ids or an object")
 
 
@@ -100,7 +100,7 @@ def _files(places: Sequence[str]) -> Iterator[str]:
         yield from found
 
 
-def _lines(file: str, opened: Any) -> Iterator[Prompt]:
+def _lines(file: str, opened: Any) -> Iterator[WarmPrompt]:
     number = 0
     while line := opened.readline(LINE_BYTES_MAX + 1):
         number += 1
@@ -116,7 +116,7 @@ def _lines(file: str, opened: Any) -> Iterator[Prompt]:
         yield to_prompt(value, name)
 
 
-def _of_request(value: Mapping[str, Any], name: str) -> Prompt:
+def _of_request(value: Mapping[str, Any], name: str) -> WarmPrompt:
     if isinstance(value.get("custom_id"), str):
         name = f"{name} ({value['custom_id']})"
     if "body" in value:
@@ -136,10 +136,10 @@ def _of_request(value: Mapping[str, Any], name: str) -> Prompt:
         "model": _text(value, "model", name),
     }
     if given == ["messages"]:
-        return Prompt(name, chat=_chat(what, value, name), **common)
+        return WarmPrompt(name, chat=_chat(what, value, name), **common)
     if isinstance(what, str) and given[0] in ("prompt", "text"):
-        return Prompt(name, text=what, **common)
-    return Prompt(name, tokens=_tokens(what, name), **common)
+        return WarmPrompt(name, text=what, **common)
+    return WarmPrompt(name, tokens=_tokens(what, name), **common)
 
 
 def _chat(messages: object, request: Mapping[str, Any], name: str) -> Chat:

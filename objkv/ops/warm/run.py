@@ -19,10 +19,10 @@ from threading import Lock
 from typing import Any
 
 from objkv.errors import ConfigError, StoreError
-from objkv.ops.warm.asking import Ask, AskError, Reply
-from objkv.ops.warm.fleet import Fleet, Seat
+from objkv.ops.warm.fleet import PrefillFleet, Seat
+from objkv.ops.warm.lookup import Found, PromptLookup
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.report import EndpointReport, WarmReport
-from objkv.ops.warm.stock import Found, Stock
 
 # Which prompt is computed next, so that what several share is computed once.
 #
@@ -129,7 +129,7 @@ class Order:
 _TOKEN_BYTES = 4
 
 
-class Spool:
+class TokenSpool:
     """A file without a name, which ends with this process. Safe from many threads."""
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Spool:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class WarmLimits:
     """How often, and how long."""
 
     attempts_max: int = 4
@@ -219,10 +219,10 @@ class Warming:
     def __init__(
         self,
         tasks: Sequence[Task],
-        spool: Spool,
-        fleet: Fleet,
-        stock: Stock,
-        patience: Patience,
+        spool: TokenSpool,
+        fleet: PrefillFleet,
+        lookup: PromptLookup,
+        patience: WarmLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
         tell: Tell = lambda report: None,
@@ -230,19 +230,19 @@ class Warming:
         self._tasks = tasks
         self._spool = spool
         self._fleet = fleet
-        self._stock = stock
+        self._lookup = lookup
         self._patience = patience
         self._clock = clock
         self._tell = tell
         self._order = Order()
         self._under: dict[int, _Under] = {}
         self._again: deque[int] = deque()
-        self._asking: dict[Future[Reply], tuple[int, Seat]] = {}
+        self._asking: dict[Future[PrefillReply], tuple[int, Seat]] = {}
         self._checking: dict[Future[None], Seat] = {}
         self._saving: list[int] = []
         self._finders = ThreadPoolExecutor(_FINDERS, thread_name_prefix="objkv-warm-find")
         self._looked_s = self._paused_s = 0.0
-        self.report = WarmReport("engine", stock.namespace, stock.identity.model)
+        self.report = WarmReport("engine", lookup.namespace, lookup.identity.model)
         self.report.prompts = len(tasks)
 
     def run(self) -> None:
@@ -292,8 +292,8 @@ class Warming:
 
     def _find(self, number: int) -> tuple[list[bytes], Found]:
         task = self._tasks[number]
-        hashes = self._stock.hashes(self._spool.read(number), task.salt, task.adapter)
-        return hashes, self._stock.find(hashes)
+        hashes = self._lookup.hashes(self._spool.read(number), task.salt, task.adapter)
+        return hashes, self._lookup.find(hashes)
 
     def _advance(self, pool: ThreadPoolExecutor) -> bool:
         """A round of all that can be done now; False at the end."""
@@ -329,8 +329,8 @@ class Warming:
             seat = self._checking.pop(future)
             try:
                 future.result()
-            except (AskError, ConfigError) as exc:  # it may serve something else now
-                self._fleet.failed(seat, AskError("down", str(exc)))
+            except (PrefillError, ConfigError) as exc:  # it may serve something else now
+                self._fleet.failed(seat, PrefillError("down", str(exc)))
             else:
                 self._fleet.passed(seat)
 
@@ -355,21 +355,21 @@ class Warming:
             future = pool.submit(self._ask, under.turn.number, seat)
             self._asking[future] = under.turn.number, seat
 
-    def _ask(self, number: int, seat: Seat) -> Reply:
+    def _ask(self, number: int, seat: Seat) -> PrefillReply:
         task = self._tasks[number]
-        return seat.asker.ask(Ask(self._spool.read(number), task.salt, task.adapter))
+        return seat.asker.ask(PrefillRequest(self._spool.read(number), task.salt, task.adapter))
 
-    def _take(self, future: Future[Reply]) -> None:
+    def _take(self, future: Future[PrefillReply]) -> None:
         number, seat = self._asking.pop(future)
         under = self._under[number]
         try:
             reply = future.result()
-        except AskError as exc:
+        except PrefillError as exc:
             self._fleet.failed(seat, exc)
             self._retry(under, exc)
             return
         except ConfigError as exc:  # it lets us in no more
-            error = AskError("down", str(exc))
+            error = PrefillError("down", str(exc))
             self._fleet.failed(seat, error)
             self._retry(under, error)
             return
@@ -382,7 +382,7 @@ class Warming:
         self._saving.append(number)
         self._paused_s = self._patience.pause_s
 
-    def _retry(self, under: _Under, error: AskError) -> None:
+    def _retry(self, under: _Under, error: PrefillError) -> None:
         if error.trouble == "busy":
             under.busy += 1
         else:
@@ -420,7 +420,7 @@ class Warming:
             else:
                 told = f"{found.usable} of {found.chunks} chunks were stored"
                 why = f"{told} {self._patience.save_s:.0f} s after it was computed"
-                self._retry(under, AskError("failed", why))
+                self._retry(under, PrefillError("failed", why))
         if len(left) == len(self._saving):
             self._paused_s = min(1.5 * self._paused_s, 10 * self._patience.pause_s)
         self._saving = left

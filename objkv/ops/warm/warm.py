@@ -12,17 +12,17 @@ from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
-from objkv.ops.backends_view import Ends
-from objkv.ops.warm.asking import Ask, Asker, AskError
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.endpoint import Endpoint
-from objkv.ops.warm.fleet import Fleet
+from objkv.ops.warm.fleet import PrefillFleet
+from objkv.ops.warm.lookup import PromptLookup, known_identities
+from objkv.ops.warm.prefill import Prefiller, PrefillError, PrefillRequest
 from objkv.ops.warm.prepare import AskingTokenizer, Names, Prepared, Tokenize, prepare
 from objkv.ops.warm.promote import Promotion, by_use, wanted_of
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import Patience, Spool, Warming
-from objkv.ops.warm.stock import Stock, known_identities
+from objkv.ops.warm.run import TokenSpool, Warming, WarmLimits
 from objkv.stores.base import ReadStore
 
 # Finds out where endpoints save: into which namespace, and whether it is this store at all.
@@ -50,11 +50,11 @@ class Probe:
     clock: Callable[[], float] = monotonic
     sleep: Callable[[float], None] = sleep
 
-    def find(self, askers: Sequence[Asker], tokens: Sequence[int]) -> Identity:
+    def find(self, askers: Sequence[Prefiller], tokens: Sequence[int]) -> Identity:
         """The namespace of all of them.
 
         ``tokens``: of any prompt of theirs. Raises ``ConfigError`` if one saves elsewhere, or they
-        do not share, and ``AskError``.
+        do not share, and ``PrefillError``.
         """
         found = {asker.name: self._of(asker, tokens) for asker in askers}
         names = {identity.namespace() for identity in found.values()}
@@ -66,7 +66,7 @@ class Probe:
             )
         return next(iter(found.values()))
 
-    def _of(self, asker: Asker, tokens: Sequence[int]) -> Identity:
+    def _of(self, asker: Prefiller, tokens: Sequence[int]) -> Identity:
         salt = SALT + secrets.token_hex(8)
         asked: list[int] = []
         longest = 0
@@ -81,9 +81,9 @@ class Probe:
                 longest, ends_s = wanted, self.clock() + self.wait_s
                 known = known_identities(self.bulk)  # it may have announced its own by now
             for identity in known.values():
-                stock = Stock(self.index, identity)
-                first = stock.hashes(asked[: identity.chunk_tokens], salt)
-                if first and any(stock.find(first).nbytes):
+                lookup = PromptLookup(self.index, identity)
+                first = lookup.hashes(asked[: identity.chunk_tokens], salt)
+                if first and any(lookup.find(first).nbytes):
                     return identity
             if self.clock() >= ends_s:
                 raise ConfigError(
@@ -95,7 +95,7 @@ class Probe:
             self.sleep(_PAUSE_S)
 
     def _ask(
-        self, asker: Asker, tokens: Sequence[int], salt: str, sizes: Sequence[int]
+        self, asker: Prefiller, tokens: Sequence[int], salt: str, sizes: Sequence[int]
     ) -> list[int]:
         """Have a chunk computed that is as long as the longest of ``sizes`` that it takes."""
         left, ends_s = list(sizes), self.clock() + self.wait_s
@@ -103,9 +103,9 @@ class Probe:
             size = left[0]
             made = (list(tokens) * (size // len(tokens) + 1))[: size + 1]
             try:
-                asker.ask(Ask(made, salt, None))
+                asker.ask(PrefillRequest(made, salt, None))
                 return made
-            except AskError as exc:
+            except PrefillError as exc:
                 if exc.trouble == "refused" and len(left) > 1:
                     left.pop(0)
                     continue
@@ -116,7 +116,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class WarmProgress:
     """Who is told how far it is."""
 
     stage: Callable[[str], None] = lambda text: None
@@ -129,30 +129,30 @@ class Watch:
 class Means:
     """What it works with."""
 
-    ends: Ends
+    view: BackendsView
     adapters: Mapping[str, bytes]
     tokenizer: LocalTokenizer | None
     identity: Callable[[], Identity] | None
     """None: it is found out where they save."""
-    watch: Watch = field(default_factory=Watch)
+    watch: WarmProgress = field(default_factory=WarmProgress)
     base: frozenset[str] = frozenset()
     """Names that requests may have for the base model, beside what endpoints tell."""
 
 
 def warm_by(
-    means: Means, askers: Sequence[Asker], prompts: Iterable[Prompt], patience: Patience
+    means: Means, askers: Sequence[Prefiller], prompts: Iterable[WarmPrompt], patience: WarmLimits
 ) -> WarmReport:
     """Have ``askers`` compute the prompts. Raises ``ConfigError`` and ``StoreError``."""
     watch = means.watch
     watch.stage("asking who is there")
-    fleet = Fleet(askers)
+    fleet = PrefillFleet(askers)
     ready = _ready(fleet, watch)
     own = means.tokenizer
     asking = AskingTokenizer(ready)
     tokenize: Tokenize = asking if own is None else own.tokenize
     served = {asker.served.model for asker in ready if isinstance(asker, Endpoint)}
     names = Names(served | means.base, means.adapters.keys())
-    with closing(Spool()) as spool:
+    with closing(TokenSpool()) as spool:
         watch.stage("reading prompts")
         prepared = prepare(
             prompts, spool, tokenize, names, tell=watch.prepared, give_up=asking.give_up
@@ -163,14 +163,14 @@ def warm_by(
             identity = means.identity()
         else:
             watch.stage("finding out where they save")
-            probe = Probe(means.ends.bulk, means.ends.index, patience.save_s)
+            probe = Probe(means.view.bulk, means.view.index, patience.save_s)
             try:
                 identity = probe.find(ready, spool.read(0))
-            except AskError as exc:
+            except PrefillError as exc:
                 raise StoreUnavailable(f"no answer to a first request: {exc}") from exc
         watch.stage("warming")
-        stock = Stock(means.ends.index, identity, means.adapters)
-        warming = Warming(prepared.tasks, spool, fleet, stock, patience, tell=watch.warmed)
+        lookup = PromptLookup(means.view.index, identity, means.adapters)
+        warming = Warming(prepared.tasks, spool, fleet, lookup, patience, tell=watch.warmed)
         report = warming.report
         report.mode = "endpoints" if served else "engine"
         _add_failures(report, prepared)
@@ -180,7 +180,7 @@ def warm_by(
 
 def promote_stored(
     means: Means,
-    prompts: Iterable[Prompt] | None,
+    prompts: Iterable[WarmPrompt] | None,
     identity: Identity,
     limits: HotLimits,
     *,
@@ -189,27 +189,27 @@ def promote_stored(
 ) -> WarmReport:
     """Copy what is stored of the prompts to the hot store; without prompts, of the namespace, what
     is hit most first. Raises ``ConfigError`` and ``StoreError``."""
-    ends, watch = means.ends, means.watch
-    if ends.hot is None:
+    view, watch = means.view, means.watch
+    if view.hot is None:
         raise ConfigError(
             "there is no hot store to promote to: index_url is no Redis, or hot_payload_bytes_max "
             "is 0"
         )
-    stock = Stock(ends.index, identity, means.adapters)
-    report = WarmReport("promote", stock.namespace, identity.model)
+    lookup = PromptLookup(view.index, identity, means.adapters)
+    report = WarmReport("promote", lookup.namespace, identity.model)
     records: Iterable[Record]
     if prompts is None:
         watch.stage("reading the index")
-        records = by_use(ends.index.scan(stock.namespace))
+        records = by_use(view.index.scan(lookup.namespace))
     else:
         watch.stage("reading prompts")
-        records = _records(means, stock, prompts, report)
-    promotion = Promotion(ends, limits, seal=seal)
+        records = _records(means, lookup, prompts, report)
+    promotion = Promotion(view, limits, seal=seal)
     report.promotion = promotion.report
     watch.stage("promoting")
     report.ending = "interrupted"
     try:
-        wanted = wanted_of(stock.namespace, records)
+        wanted = wanted_of(lookup.namespace, records)
         promotion.run(wanted, bytes_max=bytes_max, tell=lambda _: watch.warmed(report))
         report.ending = "complete"
     except KeyboardInterrupt:
@@ -221,18 +221,18 @@ def promote_stored(
     return report
 
 
-def check_stored(means: Means, prompts: Iterable[Prompt], identity: Identity) -> WarmReport:
+def check_stored(means: Means, prompts: Iterable[WarmPrompt], identity: Identity) -> WarmReport:
     """Say which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
-    stock = Stock(means.ends.index, identity, means.adapters)
-    report = WarmReport("check", stock.namespace, identity.model)
+    lookup = PromptLookup(means.view.index, identity, means.adapters)
+    report = WarmReport("check", lookup.namespace, identity.model)
     means.watch.stage("reading prompts")
     if means.tokenizer is None:
         prompts = _with_tokens(prompts)
-    _records(means, stock, prompts, report)
+    _records(means, lookup, prompts, report)
     return report
 
 
-def _with_tokens(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+def _with_tokens(prompts: Iterable[WarmPrompt]) -> Iterator[WarmPrompt]:
     """Raises ``ConfigError`` at a prompt of which nobody can know whether it is stored."""
     for prompt in prompts:
         if prompt.tokens is None:
@@ -244,12 +244,12 @@ def _with_tokens(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
 
 
 def _records(
-    means: Means, stock: Stock, prompts: Iterable[Prompt], report: WarmReport
+    means: Means, lookup: PromptLookup, prompts: Iterable[WarmPrompt], report: WarmReport
 ) -> list[Record]:
     """The records of all that would be served of the prompts, each once."""
     own = means.tokenizer
 
-    def tokenize(prompt: Prompt) -> list[int]:
+    def tokenize(prompt: WarmPrompt) -> list[int]:
         if prompt.tokens is not None:
             return list(prompt.tokens)
         if own is None:
@@ -257,34 +257,34 @@ def _records(
         return own.tokenize(prompt)
 
     found: dict[bytes, Record] = {}
-    with closing(Spool()) as spool:
-        base = {stock.identity.model, stock.identity.model.rpartition("/")[2], *means.base}
+    with closing(TokenSpool()) as spool:
+        base = {lookup.identity.model, lookup.identity.model.rpartition("/")[2], *means.base}
         names = Names(base, means.adapters.keys())
         prepared = prepare(prompts, spool, tokenize, names, tell=means.watch.prepared)
         _add_failures(report, prepared)
         report.prompts += len(prepared.tasks)
         for number, task in enumerate(prepared.tasks):
-            hashes = stock.hashes(spool.read(number), task.salt, task.adapter)
+            hashes = lookup.hashes(spool.read(number), task.salt, task.adapter)
             report.prompt_tokens += spool.length(number)
-            told = stock.find(hashes)
+            told = lookup.find(hashes)
             if not hashes:
                 report.short += 1
             elif not told.is_all:
                 report.fail(task.name, f"{told.usable} of {told.chunks} chunks are stored")
             else:
                 report.stored_before += 1
-            for record in stock.records(hashes[: told.usable]):
+            for record in lookup.records(hashes[: told.usable]):
                 found[record.prefix_hash] = record
     return list(found.values())
 
 
-def _ready(fleet: Fleet, watch: Watch) -> list[Asker]:
+def _ready(fleet: PrefillFleet, watch: WarmProgress) -> list[Prefiller]:
     """Those that answer. Raises ``StoreUnavailable`` if none does."""
 
-    def checked(asker: Asker) -> AskError | None:
+    def checked(asker: Prefiller) -> PrefillError | None:
         try:
             asker.check()
-        except AskError as exc:
+        except PrefillError as exc:
             return exc
         return None
 
@@ -300,7 +300,7 @@ def _ready(fleet: Fleet, watch: Watch) -> list[Asker]:
     for seat, error in zip(fleet.seats, errors, strict=True):
         if error is not None:
             seat.asked += 1
-            fleet.failed(seat, AskError("down", str(error)))
+            fleet.failed(seat, PrefillError("down", str(error)))
     ready = [s.asker for s, error in zip(fleet.seats, errors, strict=True) if error is None]
     if not ready:  # which tells all of them
         raise StoreUnavailable("; ".join(str(error) for error in errors))

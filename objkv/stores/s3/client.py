@@ -1,7 +1,7 @@
 """Opens the S3 client as the settings say, and translates what it raises.
 
-The client keeps credentials, signing, TLS, retries and the connection pool; nothing but this module
-and ``s3.py`` knows its exceptions.
+The client keeps credentials, signing, TLS, retries and the connection pool; no other package knows
+its exceptions.
 """
 
 import math
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import boto3
 from botocore.awsrequest import (
@@ -41,7 +41,7 @@ from urllib3.exceptions import HTTPError
 from objkv.config import Config, is_directory_bucket, refuse_clear
 from objkv.config.urls import passwords_in
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.net.deadline import EndsBy, ends_s, is_trial, punctual
+from objkv.net.deadline import EndsBy, deadline_socket, ends_s, is_trial
 from objkv.redact import keep_secret
 from objkv.stores.s3.body import BodyLost
 
@@ -49,83 +49,33 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 
-# Connections of the S3 client that end with the call they are for.
-#
-# The client knows time-outs only, each for one piece that is sent or received: a server that takes,
-# or sends, a byte now and then keeps a call for ever.
-
-_ADDRESS_S = 1.0
-"""For connecting to one address of several, at least: a packet lost is sent again after as long."""
-
-
-class _Plain(AWSHTTPConnection):
-    def _new_conn(self) -> socket.socket:
-        return punctual(_first_that_connects(self, super()._new_conn))
-
-
-class _Tls(AWSHTTPSConnection):
-    def _new_conn(self) -> socket.socket:
-        return _first_that_connects(self, super()._new_conn)
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock = punctual(self.sock)
-
-
-class _PlainPool(AWSHTTPConnectionPool):
-    ConnectionCls = _Plain
-
-
-class _TlsPool(AWSHTTPSConnectionPool):
-    ConnectionCls = _Tls
-
-
-def _first_that_connects(connection: Any, connect: Callable[[], socket.socket]) -> socket.socket:
-    """A connection to the first address of the host that takes one: within the connection's
-    time-out, which the client grants to each address."""
-    host, timeout_s = connection._dns_host, connection.timeout
-    now_s = time.monotonic()
-    until_s = min(now_s + timeout_s, ends_s())
-    try:
-        found = socket.getaddrinfo(host, connection.port, 0, socket.SOCK_STREAM)
-    except OSError:
-        return connect()  # says that the name is not known
-    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
-    try:
-        while True:
-            left_s = until_s - time.monotonic()
-            connection._dns_host = addresses.pop(0)
-            connection.timeout = max(
-                1e-3, min(left_s, max(_ADDRESS_S, left_s / (len(addresses) + 1)))
-            )
-            try:
-                return connect()
-            except HTTPError:
-                if not addresses or time.monotonic() >= until_s:
-                    raise
-    finally:
-        connection._dns_host, connection.timeout = host, timeout_s
-
-
-def make_punctual(client: "S3Client") -> bool:
-    """Have ``client`` connect so from now on; nothing was connected yet. False where this version
-    of the client hides its connections: then only its time-outs bound what it does."""
-    pools = {"http": _PlainPool, "https": _TlsPool}
-    try:
-        session: Any = client._endpoint.http_session  # type: ignore[attr-defined]
-        session._manager.pool_classes_by_scheme = pools
-        session._pool_classes_by_scheme = pools  # for proxies, whose managers are made later
-    except AttributeError:
-        return False
-    return True
-
-
+PRIVATE_NAMES: Final = {
+    "client": ("_endpoint", "_request_signer"),
+    "session": (
+        "_get_connection_manager",
+        "_manager",
+        "_pool_classes_by_scheme",
+        "_proxy_config",
+        "_setup_ssl_cert",
+        "_verify",
+    ),
+    "pool": ("_get_conn", "_put_conn", "_validate_conn"),
+    "connection": ("_dns_host", "_new_conn"),
+    "body": ("_raw_stream",),
+}
+"""The private names of botocore and urllib3 that this package uses, by owner. Where a version lacks
+one, requests are left to the client, or only its time-outs bound them."""
 ATTEMPTS = 3
 """Of the client. Before them comes one that goes around its layers."""
 DEFAULT_REGION = "us-east-1"
 # Of the deadline: the rest is what the client waits between attempts.
 _ATTEMPTS_SHARE = 0.9
 _CONNECT_SHARE = 1 / 3
+_ATTEMPT_SHARE = 1 / 4
+"""Of the time left, at most: where that is short an attempt is cut off rather than not made."""
+_ABORT_SHARE = 0.1
+_ADDRESS_S = 1.0
+"""For connecting to one address of several, at least: a packet lost is sent again after as long."""
 _FIX = {
     "NoSuchBucket": "there is no such bucket: create it, or correct bulk_url",
     "AllAccessDisabled": "the bucket is disabled: ask its owner",
@@ -152,6 +102,68 @@ _BUSY = {"SlowDown", "Throttling"}
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
 
 
+class _PlainConnection(AWSHTTPConnection):
+    def _new_conn(self) -> socket.socket:
+        return deadline_socket(_first_that_connects(self, super()._new_conn))
+
+
+class _TlsConnection(AWSHTTPSConnection):
+    def _new_conn(self) -> socket.socket:
+        return _first_that_connects(self, super()._new_conn)
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = deadline_socket(self.sock)
+
+
+class _PlainPool(AWSHTTPConnectionPool):
+    ConnectionCls = _PlainConnection
+
+
+class _TlsPool(AWSHTTPSConnectionPool):
+    ConnectionCls = _TlsConnection
+
+
+def _first_that_connects(connection: Any, connect: Callable[[], socket.socket]) -> socket.socket:
+    """A connection to the first address of the host that accepts one, all within the time-out that
+    the client grants to each address."""
+    host, timeout_s = connection._dns_host, connection.timeout
+    now_s = time.monotonic()
+    until_s = min(now_s + timeout_s, ends_s())
+    try:
+        found = socket.getaddrinfo(host, connection.port, 0, socket.SOCK_STREAM)
+    except OSError:
+        return connect()  # whose error says that the name is not known
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    try:
+        while True:
+            left_s = until_s - time.monotonic()
+            connection._dns_host = addresses.pop(0)
+            connection.timeout = max(
+                1e-3, min(left_s, max(_ADDRESS_S, left_s / (len(addresses) + 1)))
+            )
+            try:
+                return connect()
+            except HTTPError:
+                if not addresses or time.monotonic() >= until_s:
+                    raise
+    finally:
+        connection._dns_host, connection.timeout = host, timeout_s
+
+
+def keep_deadlines(client: "S3Client") -> bool:
+    """``client``, which has no connection yet, makes its connections of deadline sockets. False
+    where this version of the client hides them: then only its time-outs bound its requests."""
+    pools = {"http": _PlainPool, "https": _TlsPool}
+    try:
+        session: Any = client._endpoint.http_session  # type: ignore[attr-defined]
+        session._manager.pool_classes_by_scheme = pools
+        session._pool_classes_by_scheme = pools  # for proxies, whose managers are made later
+    except AttributeError:
+        return False
+    return True
+
+
 def open_s3_client(config: Config) -> "S3Client":
     """A thread-safe client for the settings; nothing is sent yet.
 
@@ -176,7 +188,7 @@ def open_s3_client(config: Config) -> "S3Client":
             refuse_clear("the endpoint", client.meta.endpoint_url)
     except (BotoCoreError, ValueError) as exc:
         raise ConfigError(f"S3 client: {exc}") from exc
-    make_punctual(client)
+    keep_deadlines(client)
     client.meta.events.register("before-send.s3", _begin_in_time)
     client.meta.events.register_first("needs-retry.s3", _repeat_in_time)
     return client
@@ -185,8 +197,8 @@ def open_s3_client(config: Config) -> "S3Client":
 @contextmanager
 def begun_by(last_s: float, end_s: float = math.inf) -> Iterator[None]:
     """No attempt of a client of ``open_s3_client`` begins after ``last_s``, a time of
-    ``time.monotonic``: ``StoreUnavailable``, or the error that would be tried again. None goes on
-    after ``end_s``."""
+    ``time.monotonic``: it raises ``StoreUnavailable``, or the error that would be retried. None
+    goes on after ``end_s``."""
     token = _LAST_S.set(min(last_s, _LAST_S.get()))
     try:
         with EndsBy(end_s):
@@ -319,16 +331,9 @@ def _connection_fix(exc: BotoCoreError) -> str:
     return ""
 
 
-# When one call on S3 has to be over, and until when it may ask once more.
-
-_ATTEMPT_SHARE = 1 / 4
-"""Of the time there is, at most: where that is short an attempt is cut off rather than not made."""
-_ABORT_SHARE = 0.1
-
-
 @dataclass(frozen=True, slots=True)
-class Term:
-    """Times of ``time.monotonic``."""
+class CallDeadline:
+    """The deadline of one call; times of ``time.monotonic``."""
 
     end_s: float
     last_s: float
@@ -336,36 +341,47 @@ class Term:
     abort_s: float
     """An upload that is not over by then is aborted, which takes time as well."""
 
+    @classmethod
+    def of(cls, deadline_s: float, attempt_s: float) -> "CallDeadline":
+        """Of a call that begins now: ``deadline_s`` seconds, or fewer where the caller has fewer.
+
+        One attempt takes up to ``attempt_s``. A call that only tests whether the server is back
+        makes one attempt.
+        """
+        now_s = time.monotonic()
+        end_s = min(now_s + deadline_s, ends_s())
+        left_s = max(0.0, end_s - now_s)
+        attempt_s = min(attempt_s, left_s * _ATTEMPT_SHARE)
+        last_s = now_s + attempt_s / 2 if is_trial() else end_s - attempt_s
+        return cls(end_s, last_s, end_s - left_s * _ABORT_SHARE)
+
     def client(self) -> AbstractContextManager[None]:
-        """What the client does inside is begun, and ends, in time."""
+        """The client's requests inside begin and end in time."""
         return begun_by(self.last_s, self.end_s)
 
 
-def open_term(deadline_s: float, attempt_s: float) -> Term:
-    """Of a call that begins now: ``deadline_s`` seconds, or fewer where the caller has fewer.
-
-    One attempt takes up to ``attempt_s``. A call that only tries whether the server is back asks
-    once, and is done when that was not answered.
-    """
-    now_s = time.monotonic()
-    end_s = min(now_s + deadline_s, ends_s())
-    left_s = max(0.0, end_s - now_s)
-    attempt_s = min(attempt_s, left_s * _ATTEMPT_SHARE)
-    last_s = now_s + attempt_s / 2 if is_trial() else end_s - attempt_s
-    return Term(end_s, last_s, end_s - left_s * _ABORT_SHARE)
-
-
-# Whether an answer means that a key has no value, on servers that refuse to say so.
-#
-# S3 says 404 for what is missing to whoever may list it. Where that right has a condition on the
-# prefix, some servers (Ceph 16.2) say 403 instead, because a get names no prefix; to those that
-# honour the condition a listing of the one key is allowed, and that decides. Directory buckets list
-# no single keys; their sessions may see all there is, so that what is missing is a 404.
+def head(client: "S3Client", place: dict[str, Any], key: str) -> Any | None:
+    """The client's answer to HEAD of ``place``, None if there is no value; ``key`` is for the
+    message."""
+    with translated("head", key):
+        try:
+            return client.head_object(**place)
+        except ClientError as exc:
+            if is_absent(client, place, exc):
+                return None
+            raise
 
 
 def is_absent(client: "S3Client", place: dict[str, Any], error: ClientError) -> bool:
-    """Whether ``error``, the answer to a request for ``place``, means that nothing is there. One
-    request more where the server did not say; raises what the client raises but ``ClientError``."""
+    """Whether ``error``, the answer to a request for ``place``, means that nothing is there; raises
+    what the client raises but ``ClientError``.
+
+    S3 says 404 for a missing key to everyone who may list it. Where that right has a condition on
+    the prefix, some servers (Ceph 16.2) say 403 instead, because a get names no prefix; to those
+    that honour the condition a listing of the one key is allowed, and that decides, at the cost of
+    one more request. Directory buckets list no single keys; their sessions may see all there is, so
+    that a missing key is a 404.
+    """
     if is_missing(error):
         return True
     status, code = error_code(error)

@@ -1,6 +1,6 @@
-"""Threads that work on the pieces of large payloads, and the pieces of one payload.
+"""Threads that help callers with the pieces of large payloads.
 
-The buffer belongs to the caller: when he gets it back, no thread touches it any more.
+The buffer belongs to the caller: no thread touches it once the call has returned.
 """
 
 import threading
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from objkv.errors import StoreUnavailable
-from objkv.stores.s3.http import Line, NoAnswer
+from objkv.stores.s3.http import HttpConnection, NoAnswer
 
 _CLOSE_S = 5.0
-"""Whatever a thread still does then ends with its call's deadline, and goes nowhere."""
+"""What a thread still does then ends with its call's deadline, and its result is dropped."""
 
 
-class Crew:
-    """At most ``threads_max`` threads, started when first needed and joined by ``close``. Half of
-    them may write: reads always find some."""
+class HelperPool:
+    """At most ``threads_max`` threads, started when first needed and joined by ``close``. At most
+    half of them write: reads always find some."""
 
     def __init__(self, threads_max: int) -> None:
         self.threads_max = threads_max
@@ -29,10 +29,10 @@ class Crew:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<Crew {self._taken}/{self.threads_max} busy>"
+        return f"<HelperPool {self._taken}/{self.threads_max} busy>"
 
     def offer(self, job: Callable[[], None], *, writes: bool = False) -> bool:
-        """Have a free thread do ``job``, which must not raise; False if none is free."""
+        """Run ``job``, which must not raise, on a free thread; False if none is free."""
         with self._changed:
             if self._is_closed or self._taken >= self.threads_max:
                 return False
@@ -53,7 +53,7 @@ class Crew:
             return True
 
     def close(self) -> None:
-        """Wait for what is being done, at most ``_CLOSE_S``, and end the threads. Idempotent."""
+        """Wait for running jobs, at most ``_CLOSE_S``, and end the threads. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -73,7 +73,7 @@ class Crew:
             try:
                 job()
             finally:
-                del job  # it leads to the buffer of somebody who may want it back
+                del job  # it refers to the caller's buffer
                 with self._changed:
                     self._taken -= 1
                     self._writing -= writes
@@ -103,29 +103,29 @@ leaves the piece to the caller."""
 
 
 class Team:
-    """The pieces of one payload: the caller and whoever of ``crew`` is free work them off.
+    """The pieces of one payload, worked off by the caller and the free threads of ``pool``.
 
-    A context manager; afterwards nobody of the crew touches the payload's buffer.
+    A context manager; afterwards no thread of the pool touches the payload's buffer.
     """
 
     def __init__(
-        self, crew: Crew, pieces: list[Piece], work: Work, *, writes: bool = False
+        self, pool: HelperPool, pieces: list[Piece], work: Work, *, writes: bool = False
     ) -> None:
-        self._crew = crew
+        self._pool = pool
         self._writes = writes
         self._work = work
         self._changed = threading.Condition()
         self._pending = deque(pieces)
         self._under_way = 0
-        self._lines: set[Line] = set()
+        self._connections: set[HttpConnection] = set()
         self._touching: set[Helper] = set()
-        """Those that may have a view of the buffer; who still connects has none."""
+        """Those that may have a view of the buffer; one that still connects has none."""
         self._is_over = False
         self._error: BaseException | None = None
 
     def __enter__(self) -> "Team":
-        for _ in range(min(len(self._pending), self._crew.threads_max)):
-            if not self._crew.offer(self._help, writes=self._writes):
+        for _ in range(min(len(self._pending), self._pool.threads_max)):
+            if not self._pool.offer(self._help, writes=self._writes):
                 break
         return self
 
@@ -133,19 +133,19 @@ class Team:
         with self._changed:
             self._is_over = True
             self._pending.clear()
-            for line in self._lines:
-                line.shut()
+            for one in self._connections:
+                one.shut()
             while self._touching:
                 self._changed.wait()
 
     def take(self) -> Piece | None:
-        """A piece that nobody works on yet, now the caller's; None if there is none."""
+        """A piece that was not begun yet, now the caller's; None if there is none."""
         with self._changed:
             return self._pending.popleft() if self._pending else None
 
-    def wait(self, deadline_s: float, told: Callable[[], None]) -> None:
-        """Until nobody works on a piece; ``told`` is called as they grow. Those that a helper could
-        not do are not ``is_done`` then. Raises what a helper met, and
+    def wait(self, deadline_s: float, on_progress: Callable[[], None]) -> None:
+        """Until no helper works on a piece; ``on_progress`` is called as they grow. Pieces that a
+        helper could not do are not ``is_done`` then. Raises what a helper raised, and
         ``StoreUnavailable`` when the deadline passes."""
         while True:
             with self._changed:
@@ -157,10 +157,10 @@ class Team:
                 if left_s <= 0:
                     raise StoreUnavailable("the deadline passed while pieces were under way")
                 self._changed.wait(left_s)
-            told()
+            on_progress()
 
     def grew(self) -> None:
-        """A helper says that its piece has grown."""
+        """Called by a helper whose piece has grown."""
         with self._changed:
             self._changed.notify_all()
 
@@ -174,7 +174,7 @@ class Team:
             except BaseException as exc:
                 with self._changed:
                     self._error = self._error or exc  # raised where the caller waits
-            with self._changed:  # no exception leads to the buffer any more
+            with self._changed:  # no exception refers to the buffer any more
                 self._under_way -= 1
                 self._touching.discard(helper)
                 self._changed.notify_all()
@@ -188,23 +188,25 @@ class Team:
 
 
 class Helper:
-    """One thread of the crew at work for a team."""
+    """One thread of the pool at work for a team. Knows its connection, so that the caller can end
+    its use."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
 
-    def attach(self, line: Line) -> None:
-        """The caller may shut ``line`` until it is released; see ``Watcher``."""
+    def attach(self, connection: HttpConnection) -> None:
+        """The caller may shut ``connection`` until it is released. Raises ``NoAnswer`` if the team
+        has finished."""
         team = self._team
         with team._changed:
             if team._is_over:
-                raise NoAnswer("nobody waits for it any more")
-            team._lines.add(line)
+                raise NoAnswer("the caller has finished")
+            team._connections.add(connection)
             team._touching.add(self)
-        line.on_release = lambda: self._detach(line)
+        connection.on_release = lambda: self._detach(connection)
 
     def let_go(self) -> None:
-        """See ``Watcher``."""
+        """The buffer is not touched until the next ``attach``."""
         with self._team._changed:
             self._team._touching.discard(self)
             self._team._changed.notify_all()
@@ -213,6 +215,6 @@ class Helper:
         """See ``Team``."""
         self._team.grew()
 
-    def _detach(self, line: Line) -> None:
+    def _detach(self, connection: HttpConnection) -> None:
         with self._team._changed:
-            self._team._lines.discard(line)
+            self._team._connections.discard(connection)

@@ -1,4 +1,4 @@
-"""One connection of the client's pool, borrowed for one request and its answer."""
+"""HTTP on connections of the client's pool: one request on one connection, and its response."""
 
 import os
 import re
@@ -14,14 +14,43 @@ from threading import Event
 from typing import Any, TypeVar
 
 from objkv.errors import StoreUnavailable
-from objkv.net.deadline import bound_waits, can_wait, receive_all
-
-# Connections that stay here between two requests, ready as they are.
-#
-# To take one from the client's pool, make it ours, and bring it back costs as much as to sign a
-# request. What nobody needed for a while goes back to the pool, for the client to use.
+from objkv.net.deadline import bound_waits, can_wait
 
 KEEP_S = 10.0
+STEP_BYTES = 512 << 10
+"""Read at once: what a core's own cache holds, so that a checksum finds it there."""
+SEND_BYTES = 4 << 20
+HEAD_BYTES_MAX = 64 << 10
+_LOOK_S = 0.02
+"""How long a call waits in the kernel for all that it asks for: then progress is reported, and a
+server that takes nothing may have answered instead."""
+_HEAD_READ_BYTES = 16 << 10
+_HEADER = re.compile(
+    r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r]*)",
+    re.IGNORECASE,
+)
+T = TypeVar("T")
+
+
+class NoAnswer(Exception):
+    """The short way has no response that can be used: the request is left to the client, which
+    retries, follows redirects and explains."""
+
+
+class Unanswered(NoAnswer):
+    """The server closed the connection before it sent a byte of the response."""
+
+
+def strong_tag(etag: str) -> str:
+    """Which version of a value a response has; empty where the server does not say, or names what
+    several versions may share (``W/``)."""
+    return "" if etag.startswith("W/") else etag.strip('"')
+
+
+def check_time(deadline_s: float, what: str) -> None:
+    """Raise ``StoreUnavailable`` if the deadline has passed: the client must not be tried then."""
+    if time.monotonic() >= deadline_s:
+        raise StoreUnavailable(f"{what}: the deadline passed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +64,7 @@ class _Idle:
     since_s: float
 
     def is_quiet(self) -> bool:
-        """Whether it is open, and nothing came that nobody asked for, the end included."""
+        """Whether it is open, and has neither ended nor received anything unexpected."""
         return self.connection.sock is not None and not self.poll.poll(0)
 
     def give_back(self) -> None:
@@ -54,15 +83,20 @@ class _Idle:
             self.pool._put_conn(None)
 
 
-class Kept:
-    """Of all pools of one client. Safe from many threads."""
+class KeptConnections:
+    """Connections of one client's pools that stay ready between two requests. Safe from many
+    threads.
+
+    To take one from the client's pool, prepare it, and bring it back costs as much as to sign a
+    request. A connection that was idle for ``KEEP_S`` goes back to its pool, for the client to use.
+    """
 
     def __init__(self) -> None:
         self._idle: deque[_Idle] = deque()
         self._closed = Event()
 
     def take(self, pool: Any) -> Any | None:
-        """The connection of ``pool`` that was used last, or None; for ``keep``, or the pool."""
+        """The connection of ``pool`` that was used last, or None; then for ``keep`` or the pool."""
         while pool.pool is not None and (idle := self._popped()) is not None:
             if idle.pool is pool and idle.pid == os.getpid() and idle.is_quiet():
                 return idle.connection
@@ -70,7 +104,7 @@ class Kept:
         return None
 
     def keep(self, pool: Any, connection: Any, timeout_s: float) -> None:
-        """Keep a connection that carries nothing any more."""
+        """Keep a connection that carries no unread bytes."""
         poll, now_s = select.poll(), time.monotonic()
         poll.register(connection.sock, select.POLLIN)
         self._idle.append(_Idle(pool, connection, timeout_s, poll, os.getpid(), now_s))
@@ -81,7 +115,7 @@ class Kept:
             self.close()
 
     def close(self) -> None:
-        """Bring all back; what is kept from now on goes back at once. Idempotent."""
+        """Bring all back; later ones go back at once. Idempotent."""
         self._closed.set()
         while (idle := self._popped()) is not None:
             idle.give_back()
@@ -93,43 +127,13 @@ class Kept:
             return None
 
 
-STEP_BYTES = 512 << 10
-"""Read at once: what a core's own cache holds, so that a checksum finds it there."""
-SEND_BYTES = 4 << 20
-_LOOK_S = 0.02
-"""So long a call waits in the kernel for all of what it asks for: then what came is told of, and a
-server that takes nothing may have answered instead."""
-HEAD_BYTES_MAX = 64 << 10
-_HEAD_READ_BYTES = 16 << 10
-T = TypeVar("T")
-_HEADER = re.compile(
-    r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r]*)",
-    re.IGNORECASE,
-)
+class HttpConnection:
+    """A connection in use for one request. ``release`` keeps it for the next one, unless part of a
+    response may still arrive over it."""
 
-
-class NoAnswer(Exception):
-    """The short way has no answer that can be used: the client is asked instead, which tries again,
-    follows and explains."""
-
-
-def strong_tag(etag: str) -> str:
-    """Which version of a value an answer has; empty where the server does not say, or names what
-    several versions may share (``W/``)."""
-    return "" if etag.startswith("W/") else etag.strip('"')
-
-
-def check_time(deadline_s: float, what: str) -> None:
-    """Raise ``StoreUnavailable`` if the deadline has passed: then nobody waits for the client."""
-    if time.monotonic() >= deadline_s:
-        raise StoreUnavailable(f"{what}: the deadline passed")
-
-
-class Line:
-    """A connection, in use. ``release`` keeps it for the next one, unless something of an answer
-    may still arrive over it."""
-
-    def __init__(self, pool: Any, connection: Any, *, timeout_s: float, kept: Kept) -> None:
+    def __init__(
+        self, pool: Any, connection: Any, *, timeout_s: float, kept: KeptConnections
+    ) -> None:
         self._pool = pool
         self._kept = kept
         self._connection = connection
@@ -142,12 +146,12 @@ class Line:
         """What is set where it does not."""
         self._is_released = False
         self.early = False
-        """Whether the answer came before the whole request was sent."""
+        """Whether the response came before the whole request was sent."""
         self.on_release: Callable[[], None] | None = None
-        """Called once, before the connection is anybody else's."""
+        """Called once, before the connection can be used for another request."""
 
     def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
-        """Connect, unless it is; one that ``is_kept`` is ready. Raises ``NoAnswer``."""
+        """Connect if necessary; a connection that ``is_kept`` is ready. Raises ``NoAnswer``."""
         try:
             if not self.is_used:
                 self._connection.timeout = timeout_s  # as the client sets it before each request
@@ -157,7 +161,7 @@ class Line:
             self._waits_in_kernel = can_wait(self.socket)
             if self._waits_in_kernel and not is_kept:
                 bound_waits(self.socket, _LOOK_S)
-        except Exception as exc:  # the client tries again and says what is wrong
+        except Exception as exc:  # the client retries and says what is wrong
             self._connection.close()
             raise NoAnswer(f"no connection: {exc}") from exc
 
@@ -170,8 +174,8 @@ class Line:
     def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
         """Send a request, the body in pieces of the caller's buffer. Raises ``NoAnswer``.
 
-        A server that refuses answers without waiting for the body, then closes: where calls wait in
-        the kernel, such an answer is looked for before each piece, since a reset discards it.
+        A server that refuses responds without waiting for the body, then closes: where calls wait
+        in the kernel, such a response is looked for before each piece, since a reset discards it.
         """
         try:
             if self._bounded(deadline_s, self.socket.send, head) != len(head):
@@ -202,9 +206,9 @@ class Line:
                 at += self.socket.send(body[at : at + SEND_BYTES])
                 until_s = 0.0
 
-    def read_head(self, deadline_s: float) -> "Answer":
-        """The answer's status and headers. Raises ``NoAnswer``, of the kind ``Unanswered`` if not
-        one byte came."""
+    def read_head(self, deadline_s: float) -> "HttpResponse":
+        """The response with its status and headers. Raises ``NoAnswer``, ``Unanswered`` if not one
+        byte came."""
         raw = b""
         try:
             while b"\r\n\r\n" not in raw:
@@ -213,21 +217,20 @@ class Line:
                     raise ConnectionError("the head of the answer is cut short")
                 raw += more
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
-                    raw = raw.partition(b"\r\n\r\n")[2]  # not yet the answer
-            return Answer(self, raw)
+                    raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
+            return HttpResponse(self, raw)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
                 raise Unanswered(str(exc)) from exc
             raise NoAnswer(f"reading: {exc}") from exc
 
     def receive_into(self, into: memoryview, deadline_s: float) -> int:
-        """Fill ``into``, or its beginning with what comes in a moment; 0 at the end of all."""
-        if self._waits_in_kernel:
-            return self._bounded(deadline_s, receive_all, self.socket, into)
-        return self._bounded(deadline_s, self.socket.recv_into, into)
+        """Fill ``into``, or its beginning with what comes in a moment; 0 at the end of stream."""
+        how = (0, socket.MSG_WAITALL) if self._waits_in_kernel else ()
+        return self._bounded(deadline_s, self.socket.recv_into, into, *how)
 
     def _bounded(self, deadline_s: float, call: Callable[..., T], *args: Any) -> T:
-        """What one call on the socket returns, which waits neither beyond the deadline nor longer
+        """The result of one call on the socket that waits neither beyond the deadline nor longer
         than the client would. Raises TimeoutError."""
         if not self._waits_in_kernel:
             wait_s = min(self._timeout_s, deadline_s - time.monotonic())
@@ -251,7 +254,7 @@ class Line:
         return min(now_s + self._timeout_s, deadline_s)
 
     def shut(self) -> None:
-        """End what another thread waits for on this connection, at once; that thread releases.
+        """End at once what another thread waits for on this connection; that thread releases it.
 
         Not ``SSLSocket.shutdown``: it forgets that there was TLS while the other still reads.
         """
@@ -262,13 +265,14 @@ class Line:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Keep it if ``is_clean``, else close it. Once: then it may be somebody else's."""
+        """Keep it if ``is_clean``, else close it. Only the first call counts: later another request
+        may be using it."""
         if self._is_released:
             return
         self._is_released = True
-        told, self.on_release = self.on_release, None
-        if told is not None:
-            told()
+        if self.on_release is not None:
+            self.on_release()
+            self.on_release = None
         if self.is_clean and not self.early and not self._has_more():
             self._kept.keep(self._pool, self._connection, self._timeout_s)
         else:
@@ -276,21 +280,17 @@ class Line:
             self._pool._put_conn(None)
 
     def _has_more(self) -> bool:
-        """Whether TLS holds bytes that nobody asked for; the pool looks for those of the socket."""
+        """Whether TLS holds unexpected bytes; the pool looks for those of the socket."""
         return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
 
 
-class Unanswered(NoAnswer):
-    """The server closed the connection before it sent a byte of the answer."""
+class HttpResponse:
+    """Status and headers of a response; a context manager that releases its connection.
 
-
-class Answer:
-    """Status and headers of an answer; a context manager that releases the line.
-
-    Raises ValueError for what is no answer of a known length: those are left to the client.
+    Raises ValueError for a response of unknown length: it is left to the client.
     """
 
-    def __init__(self, line: Line, raw: bytes) -> None:
+    def __init__(self, connection: HttpConnection, raw: bytes) -> None:
         head, _, rest = raw.partition(b"\r\n\r\n")
         text = head.decode("latin-1")
         version, code = text.partition("\r\n")[0].split(" ", 2)[:2]
@@ -305,7 +305,7 @@ class Answer:
             raise ValueError("an answer of unknown length")
         self.left = int(length)
         """Bytes of the body that were not read yet."""
-        self._line = line
+        self._connection = connection
         self._rest = memoryview(rest)
         self._keeps = (
             version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
@@ -320,13 +320,13 @@ class Answer:
 
     @property
     def total(self) -> int:
-        """Length of the whole value in bytes. Raises ``NoAnswer`` if it is not said."""
+        """Length of the whole value in bytes. Raises ``NoAnswer`` if the server does not say."""
         if self.status != 206:
             return int(self.headers["content-length"])
         try:
             return int(self.headers["content-range"].rpartition("/")[2])
         except (KeyError, ValueError) as exc:
-            raise NoAnswer("a range of nobody knows what") from exc
+            raise NoAnswer("a range of unknown place") from exc
 
     def starts_at(self, start: int) -> bool:
         """Whether a range begins at this byte of the value."""
@@ -335,9 +335,10 @@ class Answer:
     def fill(
         self, into: memoryview, deadline_s: float, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Read as many bytes of the body as ``into`` has, telling ``progress`` how many there are.
+        """Read as many bytes of the body as ``into`` has, from the socket straight into it, calling
+        ``progress`` with their number so far.
 
-        From the socket straight into ``into``. Raises ``NoAnswer``, also when the deadline passes.
+        Raises ``NoAnswer``, also when the deadline passes.
         """
         at = min(len(self._rest), len(into))
         into[:at] = self._rest[:at]
@@ -348,19 +349,16 @@ class Answer:
         while at < len(into):
             # Released at once: an exception that is under way would keep it alive.
             with into[at : at + STEP_BYTES] as step:
-                got = self._receive(step, deadline_s)
+                try:
+                    got = self._connection.receive_into(step, deadline_s)
+                except (OSError, ValueError) as exc:
+                    raise NoAnswer(f"reading: {exc}") from exc
             if not got:
                 raise NoAnswer(f"the body ended after {at} of {len(into)} bytes")
             at += got
             self.left -= got
             if progress is not None:
                 progress(at)
-
-    def _receive(self, into: memoryview, deadline_s: float) -> int:
-        try:
-            return self._line.receive_into(into, deadline_s)
-        except (OSError, ValueError) as exc:
-            raise NoAnswer(f"reading: {exc}") from exc
 
     def text(self, deadline_s: float) -> bytes:
         """The body, if it is as short as those of errors are. Raises ``NoAnswer``."""
@@ -370,9 +368,9 @@ class Answer:
         self.fill(memoryview(body), deadline_s)
         return bytes(body)
 
-    def __enter__(self) -> "Answer":
+    def __enter__(self) -> "HttpResponse":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._line.is_clean = self._keeps and self.left == 0
-        self._line.release()
+        self._connection.is_clean = self._keeps and self.left == 0
+        self._connection.release()

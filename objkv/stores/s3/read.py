@@ -1,7 +1,8 @@
-"""Reads values into the caller's buffer: the first request, then ranges of it beside each other."""
+"""Reads values into the caller's buffer: the first request, then further ranges in parallel."""
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -10,229 +11,259 @@ from botocore.exceptions import ClientError
 
 from objkv.errors import StoreUnavailable
 from objkv.stores.base import Arrived, check_fits, copy_into
-from objkv.stores.s3.body import read_all, read_exactly
-from objkv.stores.s3.client import Term, is_absent
-from objkv.stores.s3.helpers import Crew, Helper, Piece, Team
-from objkv.stores.s3.http import Answer, NoAnswer, strong_tag
+from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all, read_exactly
+from objkv.stores.s3.client import CallDeadline, error_code, is_absent
+from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
+from objkv.stores.s3.http import HttpResponse, NoAnswer, strong_tag
 from objkv.stores.s3.wire import Wire
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-TELL_BYTES = 512 << 10
-"""``arrived`` is told whenever so many more bytes have come: fewer than a core's cache holds."""
+PROGRESS_BYTES = 512 << 10
+"""``arrived`` is called whenever so many more bytes have come: fewer than a core's cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one get wants, and where to."""
+class Get:
+    """One get: of which value, from where on, and into which buffer."""
 
     place: dict[str, Any]
-    """As the client wants it."""
+    """Bucket and key as the client wants them."""
     key: str
-    start: int
-    """In the value."""
+    start: int | None
+    """In the value. None: all of it is wanted, and a value longer than the buffer is an error."""
     buffer: memoryview
     arrived: Arrived | None
-    is_whole: bool
-    """Whether a value longer than the buffer is an error."""
-    term: Term
+    deadline: CallDeadline
 
 
-class Ranges:
+class S3Reader:
     """Reads on a ``Wire``. ``NoAnswer`` before the first byte leaves the get to the client; after
-    it, what is missing is asked for again, of the same version of the value; by the client where
-    its term allows."""
+    it, what is missing is requested again, of the same version of the value; by the client where
+    the deadline allows."""
 
-    def __init__(self, client: "S3Client", wire: Wire, crew: Crew, *, range_bytes: int) -> None:
-        self._client = client
-        self._wire = wire
-        self._crew = crew
-        self._range_bytes = range_bytes
+    def __init__(
+        self, client: "S3Client", wire: Wire, pool: HelperPool, *, range_bytes: int
+    ) -> None:
+        self.client: Any = client
+        self.wire = wire
+        self.pool = pool
+        self.range_bytes = range_bytes
 
-    def read(self, wanted: Wanted) -> int | None:
+    def get(
+        self,
+        place: dict[str, Any],
+        deadline: CallDeadline,
+        start: int | None = None,
+        end: int = 0,
+    ) -> bytes | None:
+        """The whole value, or bytes ``[start, end)``, which are not none, by the client. Raises
+        what the client raises, as ``read_by_client`` does."""
+        asked = {} if start is None else {"Range": _range(start, end)["range"]}
+        with deadline.client():
+            try:
+                answer = self.client.get_object(**place, **asked)
+            except ClientError as exc:
+                if start is not None and error_code(exc)[0] == 416:
+                    return b""  # beyond the end, so there is a value
+                if is_absent(self.client, place, exc):
+                    return None
+                raise
+            is_part = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+            nbytes_max = end - start if is_part and start is not None else VALUE_BYTES_MAX
+            value = read_all(answer, deadline.end_s, nbytes_max)
+        return value if start is None or is_part else value[start:end]
+
+    def read(self, get: Get) -> int | None:
         """How many bytes were read, or None if there is no value. Raises ``NoAnswer``, and
-        ``StoreUnavailable`` for what broke off and could not be mended."""
-        size, start = len(wanted.buffer), wanted.start
-        is_split = self._crew.threads_max > 0 and size > self._range_bytes
+        ``StoreUnavailable`` for what broke off and could not be completed."""
+        size, start, end_s = len(get.buffer), get.start or 0, get.deadline.end_s
+        is_split = self.pool.threads_max > 0 and size > self.range_bytes
         if is_split:
-            size = self._range_bytes
-        extra = {} if wanted.is_whole and not is_split else _range(start, start + size)
-        with self._wire.ask("GET", wanted.key, extra, wanted.term.end_s) as answer:
-            if answer.status == 404 and b"<Code>NoSuchKey</Code>" in answer.text(wanted.term.end_s):
+            size = self.range_bytes
+        extra = {} if get.start is None and not is_split else _range(start, start + size)
+        with self.wire.ask("GET", get.key, extra, end_s) as response:
+            if response.status == 404 and b"<Code>NoSuchKey</Code>" in response.text(end_s):
                 return None
-            if answer.status not in (200, 206) or (answer.status == 200 and start):
-                raise NoAnswer(f"HTTP {answer.status}")
-            if answer.status == 206 and not (answer.left <= size and answer.starts_at(start)):
-                raise NoAnswer("another range than was asked for")
-            nbytes = answer.total - start
-            if answer.left > nbytes:
-                raise NoAnswer("a range that goes beyond the end")
-            if answer.left < min(nbytes, len(wanted.buffer)) and not answer.etag:
-                raise NoAnswer("ranges of nobody knows which version")
-            if wanted.is_whole:
-                check_fits(wanted.key, nbytes, wanted.buffer)
-            elif answer.status == 200 and answer.left > len(wanted.buffer):
-                raise NoAnswer("a server without ranges")
-            fetch = _Fetch(self, wanted, answer, min(nbytes, len(wanted.buffer)))
-            if fetch.is_single:
-                fetch.fill_first(answer)
-                return fetch.finish()
-            return fetch.run(answer)
+            reading = _Reading(self, get, response, _length(get, response, size))
+            if reading.is_single:
+                with suppress(NoAnswer), get.buffer[: response.left] as view:
+                    response.fill(view, end_s, reading.first_grew)
+            else:
+                reading.run(response)
+            return reading.finish()
 
-    def read_by_client(self, wanted: Wanted) -> int | None:
-        """Read a whole value as the client does it, which tries again, follows redirects and says
-        what is wrong; raises what the client raises. ``arrived`` is told at the end."""
-        with wanted.term.client():
-            return self._read_by_client(wanted)
-
-    def _read_by_client(self, wanted: Wanted) -> int | None:
-        try:
-            answer: Any = self._client.get_object(**wanted.place)
-        except ClientError as exc:
-            if is_absent(self._client, wanted.place, exc):
+    def read_by_client(self, get: Get) -> int | None:
+        """Read by the client, which retries, follows redirects and says what is wrong. ``arrived``
+        is called at the end."""
+        if get.start is not None:
+            end = get.start + len(get.buffer)
+            value = self.get(get.place, get.deadline, get.start, end)
+            if value is None:
                 return None
-            raise
-        if answer.get("ContentLength") is None:  # sent in chunks
-            value = read_all(answer, wanted.term.end_s)
-            return copy_into(wanted.key, value, wanted.buffer, wanted.arrived)
-        body, nbytes = answer["Body"], int(answer["ContentLength"])
-        try:
-            check_fits(wanted.key, nbytes, wanted.buffer)
-            read_exactly(body, wanted.buffer[:nbytes], wanted.term.end_s)
-        except BaseException:
-            body.close()  # the connection still carries the rest: it cannot be used again
-            raise
-        if wanted.arrived is not None:
-            wanted.arrived(nbytes)
+            return copy_into(get.key, value, get.buffer, get.arrived)
+        with get.deadline.client():
+            try:
+                answer = self.client.get_object(**get.place)
+            except ClientError as exc:
+                if is_absent(self.client, get.place, exc):
+                    return None
+                raise
+            if answer.get("ContentLength") is None:  # sent in chunks
+                value = read_all(answer, get.deadline.end_s)
+                return copy_into(get.key, value, get.buffer, get.arrived)
+            with _closed_on_error(answer["Body"]) as body:
+                nbytes = int(answer["ContentLength"])
+                check_fits(get.key, nbytes, get.buffer)
+                read_exactly(body, get.buffer[:nbytes], get.deadline.end_s)
+        if get.arrived is not None:
+            get.arrived(nbytes)
         return nbytes
 
 
-class _Fetch:
-    """One get after its first answer."""
+@contextmanager
+def _closed_on_error(body: Any) -> Iterator[Any]:
+    """The connection of a body that was not read to its end cannot be used again."""
+    try:
+        yield body
+    except BaseException:
+        body.close()
+        raise
 
-    def __init__(self, ranges: Ranges, wanted: Wanted, answer: Answer, nbytes: int) -> None:
-        self._ranges = ranges
-        self._wanted = wanted
+
+def _length(get: Get, response: HttpResponse, size: int) -> int:
+    """How many bytes of the value are for ``get``, whose first request was for ``size`` of them.
+    Raises ``NoAnswer`` for a response that cannot be trusted with the buffer."""
+    start, room = get.start or 0, len(get.buffer)
+    if response.status not in (200, 206) or (response.status == 200 and start):
+        raise NoAnswer(f"HTTP {response.status}")
+    if response.status == 206 and not (response.left <= size and response.starts_at(start)):
+        raise NoAnswer("another range than requested")
+    nbytes = response.total - start
+    if response.left > nbytes:
+        raise NoAnswer("a range that goes beyond the end")
+    if response.left < min(nbytes, room) and not response.etag:
+        raise NoAnswer("ranges of an unknown version")
+    if get.start is None:
+        check_fits(get.key, nbytes, get.buffer)
+    elif response.status == 200 and response.left > room:
+        raise NoAnswer("a server without ranges")
+    return min(nbytes, room)
+
+
+class _Reading:
+    """One get after the head of its first response."""
+
+    def __init__(self, reader: S3Reader, get: Get, response: HttpResponse, nbytes: int) -> None:
+        self._reader = reader
+        self._get = get
         self._nbytes = nbytes
-        self._etag = answer.etag
-        self._told = -1
-        step = ranges._range_bytes
-        cuts = [*range(answer.left, nbytes, step), nbytes]
-        self._pieces = [Piece(0, answer.left)]
-        self._pieces += [Piece(start, end) for start, end in pairwise(cuts)]
+        self._start = get.start or 0
+        self._etag = response.etag
+        self._reported = -1
+        cuts = [*range(response.left, nbytes, reader.range_bytes), nbytes]
+        self._first = Piece(0, response.left)
+        self._pieces = [self._first, *(Piece(start, end) for start, end in pairwise(cuts))]
 
     @property
     def is_single(self) -> bool:
-        """Whether the first answer has all of it."""
+        """Whether the first response has all of it."""
         return len(self._pieces) == 1
 
-    def fill_first(self, answer: Answer) -> None:
-        """Read the first answer's body; what is missing of it then, ``finish`` gets."""
-        piece = self._pieces[0]
+    def first_grew(self, at: int) -> None:
+        """So many bytes of the first response have arrived."""
+        self._first.at = at
+        self._report()
 
-        def grown(at: int) -> None:
-            piece.at = at
-            self._tell()
-
-        with suppress(NoAnswer), self._wanted.buffer[: piece.end] as view:
-            answer.fill(view, self._wanted.term.end_s, grown)
-
-    def run(self, answer: Answer) -> int:
-        """Read all pieces, the first from ``answer``, with whoever is free."""
-        with Team(self._ranges._crew, self._pieces[1:], self._read) as team:
-            self.fill_first(answer)
+    def run(self, response: HttpResponse) -> None:
+        """Read all pieces, the first from ``response``, together with free helpers."""
+        get = self._get
+        with Team(self._reader.pool, self._pieces[1:], self._read) as team:
+            with suppress(NoAnswer), get.buffer[: self._first.end] as view:
+                response.fill(view, get.deadline.end_s, self.first_grew)
             while (piece := team.take()) is not None:
                 try:
                     self._read(piece, None)
                 except NoAnswer:
                     continue
-                self._tell()
-            team.wait(self._wanted.term.end_s, self._tell)
-        return self.finish()
+                self._report()
+            team.wait(get.deadline.end_s, self._report)
 
     def finish(self) -> int:
-        """Get what is missing by the client, and tell that all is there."""
+        """Request once more what is missing, and report that all is there."""
         for piece in self._pieces:
             if not piece.is_done:
-                self._mend(piece)
-                self._tell()
-        if self._wanted.arrived is not None and self._told < self._nbytes:
-            self._wanted.arrived(self._nbytes)
+                self._complete(piece)
+                self._report()
+        if self._get.arrived is not None and self._reported < self._nbytes:
+            self._get.arrived(self._nbytes)
         return self._nbytes
 
-    def _tell(self) -> None:
-        """Tell how much there is from the beginning on, if it is worth it."""
-        if self._wanted.arrived is None:
+    def _report(self) -> None:
+        """Call ``arrived`` with the length of the complete beginning, if that has grown enough."""
+        if self._get.arrived is None:
             return
         prefix = 0
         for piece in self._pieces:
             prefix = piece.at
             if not piece.is_done:
                 break
-        if prefix >= self._told + TELL_BYTES or prefix == self._nbytes > self._told:
-            self._told = prefix
-            self._wanted.arrived(prefix)
+        if prefix >= self._reported + PROGRESS_BYTES or prefix == self._nbytes > self._reported:
+            self._reported = prefix
+            self._get.arrived(prefix)
 
     def _read(self, piece: Piece, helper: Helper | None) -> None:
-        wanted = self._wanted
-        first = wanted.start + piece.at
-        extra = _range(first, wanted.start + piece.end)
-        begun = told = piece.at
+        get = self._get
+        first, end_s = self._start + piece.at, get.deadline.end_s
+        extra = _range(first, self._start + piece.end)
+        begun = reported = piece.at
 
         def grown(at: int) -> None:
-            nonlocal told
+            nonlocal reported
             piece.at = begun + at
             if helper is None:
-                self._tell()
-            elif piece.at >= told + TELL_BYTES:
-                told = piece.at
+                self._report()
+            elif piece.at >= reported + PROGRESS_BYTES:
+                reported = piece.at
                 helper.grew()
 
-        asked = self._ranges._wire.ask("GET", wanted.key, extra, wanted.term.end_s, watcher=helper)
-        with asked as answer:
-            is_right = answer.left == piece.end - piece.at and answer.starts_at(first)
-            if answer.status != 206 or not is_right:
-                raise NoAnswer(f"HTTP {answer.status}")
-            self._check_version(answer.etag)
-            answer.fill(wanted.buffer[piece.at : piece.end], wanted.term.end_s, grown)
+        with self._reader.wire.ask("GET", get.key, extra, end_s, helper=helper) as response:
+            is_right = response.left == piece.end - piece.at and response.starts_at(first)
+            if response.status != 206 or not is_right:
+                raise NoAnswer(f"HTTP {response.status}")
+            self._check_version(response.etag)
+            response.fill(get.buffer[piece.at : piece.end], end_s, grown)
 
-    def _mend(self, piece: Piece) -> None:
+    def _complete(self, piece: Piece) -> None:
+        """Read the rest of ``piece``, by the client if need be."""
         with suppress(NoAnswer):
             self._read(piece, None)
             return
-        wanted, ranges = self._wanted, self._ranges
-        if time.monotonic() > wanted.term.last_s:
+        get = self._get
+        if time.monotonic() > get.deadline.last_s:
             raise StoreUnavailable(
-                f"get_into {wanted.key}: broke off after {piece.at} of {self._nbytes} bytes, "
-                "too late to be mended before the deadline passed"
+                f"get_into {get.key}: broke off after {piece.at} of {self._nbytes} bytes, "
+                "too late to be completed before the deadline passed"
             )
-        with wanted.term.client():
-            answer: Any = ranges._client.get_object(
-                **wanted.place,
-                Range=f"bytes={wanted.start + piece.at}-{wanted.start + piece.end - 1}",
-            )
-            self._take_mended(answer, piece)
+        asked = _range(self._start + piece.at, self._start + piece.end)["range"]
+        with get.deadline.client():
+            answer = self._reader.client.get_object(**get.place, Range=asked)
+            with _closed_on_error(answer["Body"]) as body:
+                self._check_version(strong_tag(answer.get("ETag", "")))
+                if answer.get("ContentLength") != piece.end - piece.at:
+                    raise StoreUnavailable(
+                        f"get_into {get.key}: broke off, and no range was served"
+                    )
+                read_exactly(body, get.buffer[piece.at : piece.end], get.deadline.end_s)
         piece.at = piece.end
-
-    def _take_mended(self, answer: Any, piece: Piece) -> None:
-        key, body = self._wanted.key, answer["Body"]
-        try:
-            self._check_version(strong_tag(answer.get("ETag", "")))
-            if answer.get("ContentLength") != piece.end - piece.at:
-                raise StoreUnavailable(f"get_into {key}: broke off, and no range was served")
-            into = self._wanted.buffer[piece.at : piece.end]
-            read_exactly(body, into, self._wanted.term.end_s)
-        except BaseException:
-            body.close()
-            raise
 
     def _check_version(self, etag: str) -> None:
         """Compared here rather than asked for by ``If-Match``, which servers read differently
         (Ceph 16 wants no quotes)."""
         if not etag or etag != self._etag:
             how = "replaced while it was read" if etag else "broke off, and no version was named"
-            raise StoreUnavailable(f"get_into {self._wanted.key}: {how}")
+            raise StoreUnavailable(f"get_into {self._get.key}: {how}")
 
 
 def _range(start: int, end: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where a bucket's values are and how requests for them are signed, learnt from the client.
+"""The endpoint of a bucket's values and the signatures of its requests, learnt from the client.
 
 The client resolves the endpoint, finds credentials and renews them, and says what signs; what is
 spared here is building each request from its models, 0.5 ms of CPU (2 cores, 2026-11), and deriving
@@ -29,8 +29,8 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the keys of a store are, as the client would ask for them."""
+class S3Endpoint:
+    """Where the values of a store are, as the client would ask for them."""
 
     url: str
     """``scheme://host:port``."""
@@ -108,10 +108,10 @@ def _canonical(headers: dict[str, str]) -> tuple[str, str, str]:
     return ";".join(names), signed, sent
 
 
-def find_place(client: "S3Client", bucket: str, prefix: str) -> Place | None:
-    """Have the client make a request, which is not sent, and look at it.
+def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint | None:
+    """The endpoint, read from a request that the client makes and that is not sent.
 
-    None if it is not signed with version 4 of the signature, which then is left to the client.
+    None if it is not signed with version 4 of the signature: such requests are left to the client.
     Raises what the client raises, e.g. without credentials.
     """
     seen: list[Any] = []
@@ -134,7 +134,7 @@ def find_place(client: "S3Client", bucket: str, prefix: str) -> Place | None:
     finally:
         asking = None
         events.unregister("before-send.s3.GetObject", look)
-    return _read_place(seen[-1]) if seen else None
+    return _read_endpoint(seen[-1]) if seen else None
 
 
 class _NoBody:
@@ -147,7 +147,7 @@ class _NoBody:
         return b""
 
 
-def _read_place(request: Any) -> Place | None:
+def _read_endpoint(request: Any) -> S3Endpoint | None:
     headers = {name.lower(): _text(value) for name, value in request.headers.items()}
     parts = urlsplit(request.url)
     algorithm, _, rest = headers.get("authorization", "").partition(" ")
@@ -160,7 +160,7 @@ def _read_place(request: Any) -> Place | None:
         or parts.query
     ):
         return None
-    return Place(
+    return S3Endpoint(
         url=f"{parts.scheme}://{parts.netloc}",
         host=parts.netloc.removesuffix(_DEFAULT_PORTS[parts.scheme]),
         path=parts.path.removesuffix(_SOUGHT),

@@ -1,12 +1,12 @@
 """A store in a bucket of anything that speaks S3.
 
 A get reads from the socket into the caller's buffer, large values by several ranges at once. A put
-is one conditional request, so of many writers one wins; values above ``multipart_bytes`` go up in
-parts. What is not ordinary in either is left to the client.
+is one conditional request, so that one of many writers wins; values above ``multipart_bytes`` go up
+in parts. What is not ordinary in either is left to the client.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
@@ -19,106 +19,19 @@ from objkv.stores.base import (
     Unfinished,
     check_key,
     check_prefix,
-    copy_range_into,
+    copy_into,
     is_key,
 )
-from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all
-from objkv.stores.s3.client import Term, attempt_s, error_code, is_absent, open_term, translated
-from objkv.stores.s3.helpers import Crew
+from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, head, translated
+from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.http import NoAnswer
-from objkv.stores.s3.read import Ranges, Wanted
+from objkv.stores.s3.read import Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
-from objkv.stores.s3.write import Uploads, Writer
+from objkv.stores.s3.write import S3Writer
 from objkv.telemetry import NullRecorder, Recorder
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
-
-
-# What a bucket lists: objects, what looks like folders, and uploads that nobody has completed.
-
-Page = dict[str, Any]
-
-
-class Listing:
-    """Lists what a bucket has under ``prefix``, which is empty or ends in ``/``. A page of 1000 is
-    in memory at a time."""
-
-    def __init__(
-        self,
-        client: "S3Client",
-        bucket: str,
-        prefix: str,
-        begun_in_time: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """``begun_in_time``: entered for each request; bounds when the last attempt begins."""
-        self._client: Any = client  # which verb is a variable here
-        self._bucket = bucket
-        self._prefix = prefix
-        self._begun_in_time = begun_in_time
-
-    def pages(self, verb: str, prefix: str, **options: Any) -> Iterator[Page]:
-        """Answers to ``verb``, of what begins with the store's prefix and ``prefix``."""
-        start = self._prefix + prefix
-        lister = self._client.get_paginator(verb)
-        pages = iter(lister.paginate(Bucket=self._bucket, Prefix=start, **options))
-        while True:
-            with self._begun_in_time(), translated(verb, start or self._bucket):
-                page = next(pages, None)
-            if page is None:
-                return
-            yield page
-
-    def folders(self, folder: str) -> list[str]:
-        """See ``ReadStore.folders``."""
-        prefix = f"{folder}/" if folder else ""
-        start = len(self._prefix) + len(prefix)
-        names = [
-            found["Prefix"][start:].removesuffix("/")
-            for page in self.pages("list_objects_v2", prefix, Delimiter="/")
-            for found in page.get("CommonPrefixes", ())
-        ]
-        return sorted(name for name in names if is_key(name))
-
-    def unfinished(self) -> Iterator[Unfinished]:
-        """Uploads in parts. How many bytes each holds costs a request of its own."""
-        for page in self.pages("list_multipart_uploads", ""):
-            for found in page.get("Uploads", ()):
-                key, name = found["Key"].removeprefix(self._prefix), found["UploadId"]
-                if is_key(key):
-                    begun_s = found["Initiated"].timestamp()
-                    yield Unfinished(key, name, self._part_bytes(found["Key"], name), begun_s)
-
-    def abort(self, unfinished: Unfinished) -> bool:
-        """End the upload, and free its parts."""
-        place = {"Bucket": self._bucket, "Key": self._prefix + unfinished.key}
-        with self._begun_in_time(), translated("discard", unfinished.key):
-            try:
-                self._client.abort_multipart_upload(**place, UploadId=unfinished.name)
-            except ClientError as exc:
-                if error_code(exc)[0] == 404:
-                    return False
-                raise
-            return True
-
-    def _part_bytes(self, key: str, upload: str) -> int:
-        lister = self._client.get_paginator("list_parts")
-        pages = iter(lister.paginate(Bucket=self._bucket, Key=key, UploadId=upload))
-        nbytes = 0
-        while True:
-            with self._begun_in_time(), translated("list_parts", key):
-                try:
-                    page = next(pages, None)
-                except ClientError as exc:
-                    if error_code(exc)[0] == 404:  # completed or aborted meanwhile
-                        return nbytes
-                    raise
-            if page is None:
-                return nbytes
-            nbytes += sum(int(part["Size"]) for part in page.get("Parts", ()))
-
-
-_PARTIAL = 206
 
 
 class S3Store:
@@ -155,33 +68,19 @@ class S3Store:
         is_direct: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
-        assert multipart_bytes > 0
-        assert range_bytes > 0
-        prefix = prefix.strip("/")
-        recorder = recorder or NullRecorder()
-        self._client = client
+        self._client: Any = client  # which verb is a variable here
         self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
-        self._deadline_s = deadline_s
-        self._attempt_s = attempt_s(client, deadline_s)
+        self._prefix = f"{prefix.strip('/')}/".removeprefix("/")
+        self._deadline_s, self._attempt_s = deadline_s, attempt_s(client, deadline_s)
         self._is_directory = is_directory_bucket(bucket)
-        self._listing = Listing(client, bucket, self._prefix, self._begun_in_time)
-        self._crew = Crew(ranges_max)
-        self._wire = Wire(
-            client,
-            place=(bucket, self._prefix),
-            hedge=Hedge(hedge_percent_max),
-            is_direct=is_direct and not self._is_directory,
-            recorder=recorder,
-        )
-        self._ranges = Ranges(client, self._wire, self._crew, range_bytes=range_bytes)
-        self._writer = Writer(
-            client,
-            Uploads(client, self._wire, self._crew),
-            exists=lambda key: self._head(key) is not None,
-            multipart_bytes=multipart_bytes,
-            term=self._term,
-            recorder=recorder,
+        is_direct = is_direct and not self._is_directory
+        recorder = recorder or NullRecorder()
+        hedge, place = Hedge(hedge_percent_max), (bucket, self._prefix)
+        self._pool = HelperPool(ranges_max)
+        self._wire = Wire(client, place, hedge, is_direct=is_direct, recorder=recorder)
+        self._reader = S3Reader(client, self._wire, self._pool, range_bytes=range_bytes)
+        self._writer = S3Writer(
+            client, self._wire, self._pool, multipart_bytes=multipart_bytes, recorder=recorder
         )
 
     def __repr__(self) -> str:
@@ -199,74 +98,39 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         """The whole object, or None."""
         with translated("get", key):
-            found = self._get(key, self._term())
-            return None if found is None else found[0]
+            return self._reader.get(self._place(key), self._deadline())
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Bytes ``[start, end)`` by one ranged request, or None."""
         if end <= start:
             return None if self.head(key) is None else b""
         with translated("get_range", key):
-            return self._get_range(key, start, end, self._term())
+            return self._reader.get(self._place(key), self._deadline(), start, end)
 
-    def _get_range(self, key: str, start: int, end: int, term: Term) -> bytes | None:
-        try:
-            found = self._get(key, term, end - start, Range=f"bytes={start}-{end - 1}")
-        except ClientError as exc:
-            if error_code(exc)[0] == 416:  # beyond the end, so there is a value
-                return b""
-            raise
-        if found is None:
-            return None
-        value, status = found
-        return value if status == _PARTIAL else value[start:end]
-
-    def get_range_into(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None = None
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """As ``get_into``, by requests for ranges."""
-        check_key(key)
-        if not len(buffer):
-            value = self.get_range(key, start, start)
-        else:
-            wanted = self._wanted(key, start, buffer, arrived, is_whole=False)
-            with translated("get_range_into", key):
-                with suppress(NoAnswer):
-                    return self._ranges.read(wanted)
-                value = self._get_range(key, start, start + len(buffer), wanted.term)
-        return None if value is None else copy_range_into(value, 0, buffer, arrived)
-
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
-        """Read from the socket into ``buffer``; what is larger than ``range_bytes``, by ranges on
-        several connections. The length is checked before and after."""
-        check_key(key)
-        wanted = self._wanted(key, 0, buffer, arrived, is_whole=True)
+        """Read from the socket into ``buffer``; more than ``range_bytes`` by ranges on several
+        connections. The length is checked before and after."""
+        place, deadline = self._place(key), self._deadline()
+        if start is not None and not len(buffer):  # no request for a range is empty
+            found = self.get_range(key, start, start)
+            return None if found is None else copy_into(key, found, buffer, arrived)
+        get = Get(place, key, start, buffer, arrived, deadline)
         with translated("get_into", key):
             with suppress(NoAnswer):
-                return self._ranges.read(wanted)
-            return self._ranges.read_by_client(wanted)
-
-    def _wanted(
-        self, key: str, start: int, buffer: memoryview, arrived: Arrived | None, *, is_whole: bool
-    ) -> Wanted:
-        return Wanted(self._place(key), key, start, buffer, arrived, is_whole, self._term())
+                return self._reader.read(get)
+            return self._reader.read_by_client(get)
 
     def head(self, key: str) -> Entry | None:
         """Size and age of the object, or None. A missing bucket is None as well: the answer to a
         HEAD does not tell one from the other."""
-        with self._begun_in_time():
-            return self._head(key)
-
-    def _head(self, key: str) -> Entry | None:
-        check_key(key)
-        with translated("head", key):
-            try:
-                answer = self._client.head_object(**self._place(key))
-            except ClientError as exc:
-                if is_absent(self._client, self._place(key), exc):
-                    return None
-                raise
-            return Entry(key, answer["ContentLength"], answer["LastModified"].timestamp())
+        place = self._place(key)
+        with self._deadline().client():
+            found = head(self._client, place, key)
+        if found is None:
+            return None
+        return Entry(key, found["ContentLength"], found["LastModified"].timestamp())
 
     def scan(self, prefix: str) -> Iterator[Entry]:
         """Entries in key order, a page of 1000 in memory; objects that are no keys are left out.
@@ -274,7 +138,7 @@ class S3Store:
         Directory buckets have no order, and list whole folders: all of the folder is looked at."""
         check_prefix(prefix)
         listed = prefix[: prefix.rfind("/") + 1] if self._is_directory else prefix
-        for page in self._listing.pages("list_objects_v2", listed):
+        for page in self._pages("list_objects_v2", listed):
             for found in page.get("Contents", ()):
                 key = found["Key"].removeprefix(self._prefix)
                 if is_key(key) and key.startswith(prefix):
@@ -282,69 +146,93 @@ class S3Store:
 
     def folders(self, folder: str) -> list[str]:
         """A request per 1000 names."""
-        check_prefix(f"{folder}/" if folder else "")
-        return self._listing.folders(folder)
+        prefix = f"{folder}/" if folder else ""
+        check_prefix(prefix)
+        start = len(self._prefix) + len(prefix)
+        names = [
+            found["Prefix"][start:].removesuffix("/")
+            for page in self._pages("list_objects_v2", prefix, Delimiter="/")
+            for found in page.get("CommonPrefixes", ())
+        ]
+        return sorted(name for name in names if is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """One conditional request; see the class for servers that have none."""
-        check_key(key)
+        place = self._place(key)
         with translated("put_if_absent", key), memoryview(value) as view:
-            return self._writer.put_if_absent(self._place(key), key, view)
+            return self._writer.put_if_absent(place, key, view, self._deadline())
 
     def put(self, key: str, value: Buffer) -> None:
         """One request, or an upload in parts."""
-        check_key(key)
+        place = self._place(key)
         with translated("put", key), memoryview(value) as view:
-            self._writer.put(self._place(key), key, view)
+            self._writer.put(place, key, view, self._deadline())
 
     def delete(self, key: str) -> bool:
         """Remove the object. S3 does not tell whether there was one: always True."""
-        check_key(key)
-        with self._begun_in_time(), translated("delete", key):
-            self._client.delete_object(**self._place(key))
+        place = self._place(key)
+        with self._deadline().client(), translated("delete", key):
+            self._client.delete_object(**place)
         return True
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Uploads in parts that nobody has completed."""
-        return self._listing.unfinished()
+        """Uploads in parts that were not completed. The size of each costs a request of its own."""
+        for page in self._pages("list_multipart_uploads", ""):
+            for found in page.get("Uploads", ()):
+                key, name = found["Key"].removeprefix(self._prefix), found["UploadId"]
+                if is_key(key):
+                    parts = self._pages("list_parts", key, Key=found["Key"], UploadId=name)
+                    sizes = (int(part["Size"]) for page in parts for part in page.get("Parts", ()))
+                    yield Unfinished(key, name, sum(sizes), found["Initiated"].timestamp())
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """Abort the upload."""
-        return self._listing.abort(unfinished)
+        """Abort the upload, and free its parts."""
+        place = self._place(unfinished.key)
+        with self._deadline().client(), translated("discard", unfinished.key):
+            try:
+                self._client.abort_multipart_upload(**place, UploadId=unfinished.name)
+            except ClientError as exc:
+                if error_code(exc)[0] == 404:
+                    return False
+                raise
+        return True
 
     def check(self) -> None:
         """List one object: the answer to a listing names what is wrong, that to a HEAD does not."""
         where = f"s3://{self._bucket} at {self._endpoint}"
-        with self._begun_in_time(), translated("check", where):
+        with self._deadline().client(), translated("check", where):
             self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
 
     def close(self) -> None:
         """End the threads; close the client and its connections."""
-        self._crew.close()
+        self._pool.close()
         self._wire.close()
         self._client.close()
 
     def _place(self, key: str) -> dict[str, Any]:
+        """Bucket and key as the client wants them."""
+        check_key(key)
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
-    def _term(self) -> Term:
-        return open_term(self._deadline_s, self._attempt_s)
+    def _deadline(self) -> CallDeadline:
+        return CallDeadline.of(self._deadline_s, self._attempt_s)
 
-    def _begun_in_time(self) -> AbstractContextManager[None]:
-        return self._term().client()
-
-    def _get(
-        self, key: str, term: Term, nbytes_max: int = VALUE_BYTES_MAX, **options: Any
-    ) -> tuple[bytes, int] | None:
-        """The body of an answer and its status; ``nbytes_max``: of a part."""
-        check_key(key)
-        with term.client():
-            try:
-                answer: Any = self._client.get_object(**self._place(key), **options)
-            except ClientError as exc:
-                if is_absent(self._client, self._place(key), exc):
-                    return None
-                raise
-            status = answer["ResponseMetadata"]["HTTPStatusCode"]
-            limit = nbytes_max if status == _PARTIAL else VALUE_BYTES_MAX
-            return read_all(answer, term.end_s, limit), status
+    def _pages(self, verb: str, below: str, **options: Any) -> Iterator[dict[str, Any]]:
+        """The pages of a listing of what begins with ``below``; each request has a deadline of its
+        own."""
+        start = self._prefix + below
+        if verb != "list_parts":
+            options["Prefix"] = start
+        lister = self._client.get_paginator(verb)
+        pages = iter(lister.paginate(Bucket=self._bucket, **options))
+        while True:
+            with self._deadline().client(), translated(verb, start or self._bucket):
+                try:
+                    page = next(pages, None)
+                except ClientError as exc:
+                    if verb != "list_parts" or error_code(exc)[0] != 404:
+                        raise
+                    return  # completed or aborted meanwhile
+            if page is None:
+                return
+            yield page

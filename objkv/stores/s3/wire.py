@@ -1,28 +1,31 @@
-"""The short way of large bodies: the client's connections, endpoint and credentials, but none of
-the layers that build a request and copy a body.
+"""Requests past the client: its connections, endpoint and credentials, but none of the layers that
+build a request and copy a body.
 
-Whatever is out of the ordinary raises ``NoAnswer``, and the client's own call follows: it tries
-again, follows redirects, and its errors say what is wrong.
+Whatever is out of the ordinary raises ``NoAnswer``, and the client's own call follows: it retries,
+follows redirects, and its errors say what is wrong.
 """
 
 import select
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from urllib3.exceptions import HTTPError
 
-from objkv.stores.s3.http import Answer, Kept, Line, NoAnswer, Unanswered
-from objkv.stores.s3.signing import Place, find_place
+from objkv.stores.s3.helpers import Helper
+from objkv.stores.s3.http import (
+    HttpConnection,
+    HttpResponse,
+    KeptConnections,
+    NoAnswer,
+    Unanswered,
+)
+from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
-
-
-# When a request that is slow to be answered is sent once more: rarely, and late enough.
 
 SAMPLES = 256
 SAMPLES_MIN = 20
@@ -32,12 +35,17 @@ _SHARE = 0.95
 _REFRESH = 16
 _SAVED_MAX = 8.0
 """Hedges that may have been saved up: a store that slows down must not get twice the requests."""
+_ANSWERED_EARLY_S = 1.0
+"""How long the response of a server is awaited that stopped taking the request."""
+_RELEARN = {301, 307, 308, 400, 401, 403}
+"""Statuses after which the endpoint is looked up again: another region, other credentials."""
 
 
 class Hedge:
-    """Observes how long answers take to begin. Safe from many threads.
+    """Decides when a request that is slow to be answered is sent once more: rarely, and late
+    enough. Safe from many threads.
 
-    ``percent_max``: of requests, so many are sent twice; 0 is none.
+    ``percent_max``: at most this percentage of requests is sent twice; 0 is none.
     """
 
     def __init__(self, percent_max: int) -> None:
@@ -49,7 +57,7 @@ class Hedge:
         self._saved = 0.0
 
     def observe(self, first_byte_s: float) -> None:
-        """Add what one request took from being sent to the first byte of its answer."""
+        """Add how long one request took from being sent to the first byte of its response."""
         if not self._share:
             return
         with self._lock:
@@ -64,8 +72,8 @@ class Hedge:
                 self._late_s = max(LATE_MIN_S, ranked[int(_SHARE * (len(ranked) - 1))])
 
     def late_s(self) -> float | None:
-        """After how many seconds an answer is late: later than 95 of 100. None while too few are
-        known, or no request may be sent twice."""
+        """After how many seconds a response is late: slower than p95. None while too few are known,
+        or no request may be sent twice."""
         return self._late_s
 
     def take(self) -> bool:
@@ -77,44 +85,29 @@ class Hedge:
             return True
 
 
-_ANSWERED_EARLY_S = 1.0
-"""How long is waited for the answer of a server that stopped taking the request."""
-_RELEARN = {301, 307, 308, 400, 401, 403}
-"""Answers after which the place is asked for again: another region, other credentials."""
-
-
-class Watcher(Protocol):
-    """Knows which connection its thread is using, so that another can end the use."""
-
-    def attach(self, line: Line) -> None:
-        """From now on ``line`` may be shut. Raises ``NoAnswer`` if nothing is wanted any more."""
-
-    def let_go(self) -> None:
-        """Nothing of the caller's is touched until the next ``attach``."""
-
-
 class Wire:
-    """Requests for the values of a ``place``, bucket and prefix. Safe from many threads."""
+    """Requests for the values of a bucket under a prefix. Safe from many threads."""
 
     def __init__(
         self,
         client: "S3Client",
-        *,
         place: tuple[str, str],
         hedge: Hedge,
+        *,
         is_direct: bool,
         recorder: Recorder,
     ) -> None:
+        """``place``: bucket and prefix."""
         self._client = client
-        self._bucket, self._prefix = place
+        self._place = place
         self._hedge = hedge
         self._recorder = recorder
         settings: Any = client.meta.config
         self._timeout_s = float(settings.read_timeout)
         self._connect_s = float(settings.connect_timeout)
         self._lock = threading.Lock()
-        self._kept = Kept()
-        self._found: tuple[Place, Any] | None = None
+        self._kept = KeptConnections()
+        self._found: tuple[S3Endpoint, Any] | None = None
         self._is_missing = not is_direct
 
     @property
@@ -139,152 +132,146 @@ class Wire:
         deadline_s: float,
         *,
         body: Callable[[], memoryview] | None = None,
-        watcher: Watcher | None = None,
-    ) -> Answer:
-        """Send one request and read the head of its answer; the caller closes that.
+        helper: Helper | None = None,
+    ) -> HttpResponse:
+        """Send one request and read the head of its response, which the caller closes.
 
         ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called once connected and
-        watched. A connection that the server had closed is replaced once. Raises ``NoAnswer``.
+        attached to ``helper``, whose requests are not hedged. A connection that the server had
+        closed is replaced once. Raises ``NoAnswer``.
         """
         found = self._find()
         if found is None:
             raise NoAnswer("the client is needed for every request")
-        place, pool = found
-        head = place.signed(self._client, method, key, extra)
-        request = _Request(head, body, deadline_s)
+        endpoint, pool = found
+        head = endpoint.signed(self._client, method, key, extra)
         for is_fresh in (False, True):
-            line = self._borrow(pool, deadline_s, is_fresh=is_fresh, watcher=watcher)
+            connection = self._borrow(pool, deadline_s, is_fresh=is_fresh, helper=helper)
+            was_used = connection.is_used
             try:
-                answer = self._exchange(line, pool, request)
+                if body is not None:
+                    response = _put(connection, head, body(), deadline_s)
+                else:
+                    connection.send(head, None, deadline_s)
+                    sent_s = time.monotonic()
+                    if helper is None:  # who may have to shut it, and knows just one
+                        connection = self._first_of_two(connection, pool, head, deadline_s)
+                    response = connection.read_head(deadline_s)
+                    self._hedge.observe(time.monotonic() - sent_s)
             except Unanswered:
-                if is_fresh or not line.is_used:
+                connection.release()
+                if is_fresh or not was_used:
                     raise
+            except BaseException:
+                connection.release()
+                raise
             else:
-                if answer.status in _RELEARN:
+                if response.status in _RELEARN:
                     self._found = None
-                return answer
-            if watcher is not None:  # the server had closed what nobody used
-                watcher.let_go()
+                return response
+            if helper is not None:  # the server had closed an idle connection
+                helper.let_go()
         raise AssertionError
 
-    def _find(self) -> tuple[Place, Any] | None:
+    def _find(self) -> tuple[S3Endpoint, Any] | None:
         found = self._found
         if found is not None or self._is_missing:
             return found
         with self._lock:
             if self._found is None and not self._is_missing:
-                place = find_place(self._client, self._bucket, self._prefix)
-                pool = None if place is None else _pool_of(self._client, place.url)
-                if place is None or pool is None or not place.can_sign(self._client):
+                endpoint = find_endpoint(self._client, *self._place)
+                pool = None if endpoint is None else _pool_of(self._client, endpoint.url)
+                if endpoint is None or pool is None or not endpoint.can_sign(self._client):
                     self._is_missing = True
                 else:
-                    self._found = place, pool
+                    self._found = endpoint, pool
             return self._found
 
     def _borrow(
-        self, pool: Any, deadline_s: float, *, is_fresh: bool = False, watcher: Watcher | None
-    ) -> Line:
+        self, pool: Any, deadline_s: float, *, is_fresh: bool = False, helper: Helper | None = None
+    ) -> HttpConnection:
         connect_s = min(self._connect_s, deadline_s - time.monotonic())
         if connect_s <= 0:
             raise NoAnswer("the deadline passed")
-        connection = None if is_fresh else self._kept.take(pool)
-        is_kept = connection is not None
-        if connection is None:
+        borrowed = None if is_fresh else self._kept.take(pool)
+        is_kept = borrowed is not None
+        if borrowed is None:
             try:
-                connection = pool._get_conn()
+                borrowed = pool._get_conn()
             except HTTPError as exc:
                 self._found = None  # the client has closed it
                 raise NoAnswer("no connections") from exc
         if is_fresh:
-            connection.close()  # it connects again
-        line = Line(pool, connection, timeout_s=self._timeout_s, kept=self._kept)
+            borrowed.close()  # it connects again
+        connection = HttpConnection(pool, borrowed, timeout_s=self._timeout_s, kept=self._kept)
         try:
-            line.connect(connect_s, is_kept=is_kept)
-            if watcher is not None:
-                watcher.attach(line)
+            connection.connect(connect_s, is_kept=is_kept)
+            if helper is not None:
+                helper.attach(connection)
         except BaseException:
-            line.release()
+            connection.release()
             raise
-        return line
+        return connection
 
-    def _exchange(self, line: Line, pool: Any, request: "_Request") -> Answer:
-        """Send, and read the head of the answer; releases the line if that fails."""
-        try:
-            if request.body is not None:
-                return _put(line, request.head, request.body(), request.deadline_s)
-            line.send(request.head, None, request.deadline_s)
-            started_s = time.monotonic()
-            if line.on_release is None:  # else somebody may have to shut it, and knows just one
-                line = self._first_of_two(line, pool, request)
-            answer = line.read_head(request.deadline_s)
-            self._hedge.observe(time.monotonic() - started_s)
-            return answer
-        except BaseException:
-            line.release()
-            raise
-
-    def _first_of_two(self, line: Line, pool: Any, request: "_Request") -> Line:
-        """The line whose answer begins first; a second one only if the first is late."""
+    def _first_of_two(
+        self, first: HttpConnection, pool: Any, head: bytes, deadline_s: float
+    ) -> HttpConnection:
+        """The connection whose response begins first; a second one only if the first is late."""
         late_s = self._hedge.late_s()
         if late_s is None:
-            return line
-        late_s = min(late_s, request.deadline_s - time.monotonic())
-        if _first_readable([line], late_s) or not self._hedge.take():
-            return line
+            return first
+        late_s = min(late_s, deadline_s - time.monotonic())
+        if _first_readable([first], late_s) or not self._hedge.take():
+            return first
         try:
-            second = self._borrow(pool, request.deadline_s, watcher=None)
+            second = self._borrow(pool, deadline_s)
         except NoAnswer:
-            return line
+            return first
         self._recorder.count("s3_hedges")
         try:
-            second.send(request.head, None, request.deadline_s)
-            wait_s = min(self._timeout_s, request.deadline_s - time.monotonic())
-            first = _first_readable([line, second], wait_s)
+            second.send(head, None, deadline_s)
+            wait_s = min(self._timeout_s, deadline_s - time.monotonic())
+            winner = _first_readable([first, second], wait_s)
         except NoAnswer:
-            first = None
+            winner = None
         except BaseException:
             second.release()
             raise
-        loser = line if first is second else second
-        loser.release()
-        if first is second:
-            self._recorder.count("s3_hedge_wins")
-            return second
-        return line
+        if winner is not second:
+            second.release()
+            return first
+        first.release()
+        self._recorder.count("s3_hedge_wins")
+        return second
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    head: bytes
-    body: Callable[[], memoryview] | None
-    deadline_s: float
-
-
-def _put(line: Line, head: bytes, body: memoryview, deadline_s: float) -> Answer:
+def _put(
+    connection: HttpConnection, head: bytes, body: memoryview, deadline_s: float
+) -> HttpResponse:
     """A server that refuses may answer and close while it is still being sent to."""
     try:
-        line.send(head, body, deadline_s)
+        connection.send(head, body, deadline_s)
     except NoAnswer as exc:
-        line.early = True
+        connection.early = True
         try:
-            answer = line.read_head(min(deadline_s, time.monotonic() + _ANSWERED_EARLY_S))
+            response = connection.read_head(min(deadline_s, time.monotonic() + _ANSWERED_EARLY_S))
         except Unanswered:
             raise
         except NoAnswer:
             raise exc from None
     else:
-        answer = line.read_head(deadline_s)
-    if line.early and answer.status < 300:
+        response = connection.read_head(deadline_s)
+    if connection.early and response.status < 300:
         raise NoAnswer("taken before all of it was sent")
-    return answer
+    return response
 
 
-def _first_readable(lines: list[Line], wait_s: float) -> Line | None:
+def _first_readable(connections: list[HttpConnection], wait_s: float) -> HttpConnection | None:
     poll = select.poll()
-    for line in lines:
-        poll.register(line.socket, select.POLLIN)
+    for one in connections:
+        poll.register(one.socket, select.POLLIN)
     ready = {descriptor for descriptor, _ in poll.poll(max(0, wait_s) * 1000)}
-    return next((line for line in lines if line.socket.fileno() in ready), None)
+    return next((one for one in connections if one.socket.fileno() in ready), None)
 
 
 def _pool_of(client: Any, url: str) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from objkv.ops.top.rates import Flow, Row, row_of, total_of
+from objkv.ops.top.rates import Flow, ReplicaRow, row_of, total_of
 from objkv.ops.top.scrape import Scrape
 
 
@@ -30,7 +30,7 @@ SECOND = scrape(
 )
 
 
-def row(before: Scrape | None, now: Scrape) -> Row:
+def row(before: Scrape | None, now: Scrape) -> ReplicaRow:
     return row_of("a:8000", before, now)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from objkv.errors import ConfigError
 from objkv.ops.top import scrape as scrape_module
-from objkv.ops.top.scrape import Source, values_of
+from objkv.ops.top.scrape import MetricsSource, values_of
 
 TEXT = """\
 # TYPE vllm:objkv_hit_tokens_total counter
@@ -28,13 +28,13 @@ odd NaN
 """
 
 
-def source_that(answer: httpx.Response | Exception, **settings: float) -> Source:
+def source_that(answer: httpx.Response | Exception, **settings: float) -> MetricsSource:
     def handler(request: httpx.Request) -> httpx.Response:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    return Source(
+    return MetricsSource(
         "http://user:hidden@replica:8000",
         deadline_s=settings.get("deadline_s", 1.0),
         clock=lambda: 7.0,
@@ -112,7 +112,7 @@ def test_an_answer_that_drips_is_given_up_at_the_deadline() -> None:
         while True:
             yield b"# x\n"
 
-    source = Source(
+    source = MetricsSource(
         "http://replica:8000",
         deadline_s=5,
         clock=lambda: next(times),
@@ -133,7 +133,7 @@ def test_an_answer_that_drips_is_given_up_at_the_deadline() -> None:
     ],
 )
 def test_urls_are_taken_as_people_write_them(url: str, asked: str, name: str) -> None:
-    source = Source(url, deadline_s=1)
+    source = MetricsSource(url, deadline_s=1)
     assert (source.url, source.name) == (asked, name)
     assert repr(source) == f"<Source {name}>"
     source.close()
@@ -145,7 +145,7 @@ def test_urls_are_taken_as_people_write_them(url: str, asked: str, name: str) ->
 )
 def test_other_urls_are_the_operators_mistake(url: str) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
-        Source(url, deadline_s=1)
+        MetricsSource(url, deadline_s=1)
 
 
 @pytest.mark.parametrize(
@@ -153,5 +153,5 @@ def test_other_urls_are_the_operators_mistake(url: str) -> None:
 )
 def test_no_mistake_shows_a_password(url: str) -> None:
     with pytest.raises(ConfigError, match="endpoint") as raised:
-        Source(url, deadline_s=1)
+        MetricsSource(url, deadline_s=1)
     assert "hidden" not in str(raised.value)

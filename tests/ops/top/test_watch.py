@@ -6,10 +6,10 @@ import httpx
 
 from objkv.errors import StoreUnavailable
 from objkv.index.memory import MemoryIndex
-from objkv.ops.top.scrape import Source
-from objkv.ops.top.watch import Watch
+from objkv.ops.top.scrape import MetricsSource
+from objkv.ops.top.watch import FleetWatch
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import save
+from tests.support.samples import save
 
 EXPORTER = """\
 # TYPE objkv_up gauge
@@ -33,14 +33,14 @@ class Clock:
         return self.now
 
 
-def source(name: str, clock: Clock, text: Callable[[], str]) -> Source:
+def source(name: str, clock: Clock, text: Callable[[], str]) -> MetricsSource:
     def handler(request: httpx.Request) -> httpx.Response:
         told = text()
         if not told:
             raise httpx.ConnectError("refused")
         return httpx.Response(200, text=told)
 
-    return Source(name, deadline_s=60, clock=clock, transport=httpx.MockTransport(handler))
+    return MetricsSource(name, deadline_s=60, clock=clock, transport=httpx.MockTransport(handler))
 
 
 def counters(queries: float, hits: float) -> str:
@@ -55,7 +55,7 @@ def counters(queries: float, hits: float) -> str:
 def test_rates_are_from_one_look_to_the_next() -> None:
     clock, told = Clock(), {"a": counters(0, 0), "b": counters(0, 0)}
     sources = [source(name, clock, lambda name=name: told[name]) for name in told]
-    with Watch(sources, clock=clock) as watch:
+    with FleetWatch(sources, clock=clock) as watch:
         assert [row.state for row in watch.tick().rows] == ["new", "new"]
         clock.now, told["a"], told["b"] = 2.0, counters(100, 50), counters(100, 0)
         view = watch.tick()
@@ -66,7 +66,7 @@ def test_rates_are_from_one_look_to_the_next() -> None:
 
 def test_one_that_was_away_is_rated_from_its_last_answer() -> None:
     clock, told = Clock(), {"a": counters(0, 0)}
-    with Watch([source("a", clock, lambda: told["a"])], clock=clock) as watch:
+    with FleetWatch([source("a", clock, lambda: told["a"])], clock=clock) as watch:
         watch.tick()
         clock.now, told["a"] = 2.0, ""
         [row] = watch.tick().rows
@@ -79,7 +79,7 @@ def test_one_that_was_away_is_rated_from_its_last_answer() -> None:
 def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
     clock = Clock()
     exporter = source("exporter", clock, lambda: EXPORTER)
-    with Watch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
+    with FleetWatch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
         view = watch.tick()
     assert view.ends == (("bulk", True), ("index", False))
     assert view.stored is not None
@@ -90,7 +90,7 @@ def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
 def test_an_exporter_that_is_down_is_said_to_be() -> None:
     clock = Clock()
     exporter = source("exporter", clock, lambda: "")
-    with Watch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
+    with FleetWatch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
         view = watch.tick()
     assert (view.stored, view.ends) == (None, ())
     assert view.problems == ("the exporter does not answer: refused",)
@@ -99,7 +99,7 @@ def test_an_exporter_that_is_down_is_said_to_be() -> None:
 def test_the_index_tells_what_is_stored_and_used() -> None:
     index, clock = MemoryIndex(), Clock()
     save(MemoryStore(), index)
-    watch = Watch([source("a", clock, lambda: counters(0, 0))], index=index, clock=clock)
+    watch = FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index, clock=clock)
     watch.look_now()
     view = watch.tick()
     watch.__exit__(None, None, None)
@@ -115,7 +115,7 @@ def test_an_index_that_is_down_costs_the_prefixes_only() -> None:
             raise StoreUnavailable("nobody there")
 
     clock = Clock()
-    watch = Watch([source("a", clock, lambda: counters(0, 0))], index=Down(), clock=clock)
+    watch = FleetWatch([source("a", clock, lambda: counters(0, 0))], index=Down(), clock=clock)
     watch.look_now()
     view = watch.tick()
     watch.__exit__(None, None, None)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from objkv.errors import ConfigError
 from objkv.ops.warm.chat import LocalTokenizer
-from objkv.ops.warm.prompts import Prompt, to_prompt
+from objkv.ops.warm.prompts import WarmPrompt, to_prompt
 
 TEMPLATE = """{{- bos_token }}
 {%- if tools %}
@@ -124,7 +124,7 @@ def test_arguments_of_calls_are_parsed_before_the_template_sees_them(
 
 
 def test_text_gets_the_special_tokens_that_the_tokenizer_adds(folder: Path, reference: Any) -> None:
-    tokens = LocalTokenizer(folder).tokenize(Prompt("p", text="how is the weather?"))
+    tokens = LocalTokenizer(folder).tokenize(WarmPrompt("p", text="how is the weather?"))
     assert tokens == reference.encode("how is the weather?")
     assert tokens[0] == 0
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_rendered_here_is_named(
 def test_a_folder_without_a_template_takes_text_only(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     tokenizer = LocalTokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.tokenize(Prompt("p", text="how"))
+    assert tokenizer.tokenize(WarmPrompt("p", text="how"))
     with pytest.raises(ConfigError, match="has no chat template"):
         tokenizer.tokenize(to_prompt({"messages": [USER]}, "p"))
 

@@ -14,13 +14,13 @@ import pytest
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.ops.warm import endpoint as endpoint_module
-from objkv.ops.warm.asking import Ask, AskError
 from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.ops.warm.prefill import PrefillError, PrefillRequest
 from objkv.stores.memory import MemoryStore
 from tests.ops.warm.fake_vllm import FakeVllm, Fault, Handler, Place, status
 
-ASK = Ask([1, 2, 3], "salt", None)
-BOUND_S = 20
+ASK = PrefillRequest([1, 2, 3], "salt", None)
+BOUND_S = 120
 """Against a hang; nothing takes this long."""
 
 
@@ -31,7 +31,7 @@ def beside(work: Callable[[], object]) -> "Future[object]":
     def run() -> None:
         try:
             found.set_result(work())
-        except AskError as exc:
+        except PrefillError as exc:
             found.set_exception(exc)
 
     Thread(target=run, daemon=True).start()
@@ -77,7 +77,7 @@ def test_what_an_answer_means_is_told_by_its_status(
     server: FakeVllm, endpoint: Endpoint, code: int, trouble: str
 ) -> None:
     server.every = status(code)
-    with pytest.raises(AskError) as raised:
+    with pytest.raises(PrefillError) as raised:
         endpoint.ask(ASK)
     assert raised.value.trouble == trouble
     assert f"HTTP {code}: told so" in str(raised.value)
@@ -90,7 +90,7 @@ def test_retry_after_is_read_in_both_forms(
     server: FakeVllm, endpoint: Endpoint, header: str, seconds: float | None
 ) -> None:
     server.every = status(429, Retry_After=header)
-    with pytest.raises(AskError) as raised:
+    with pytest.raises(PrefillError) as raised:
         endpoint.ask(ASK)
     assert raised.value.after_s == seconds
 
@@ -101,10 +101,10 @@ def test_a_server_of_something_else_is_told_in_a_sentence(tmp_path: Path) -> Non
         Thread(target=pages.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{pages.server_port}"
         endpoint = Endpoint(url, EndpointLimits())
-        with pytest.raises(AskError) as raised:
+        with pytest.raises(PrefillError) as raised:
             endpoint.check()
-        with pytest.raises(AskError) as posted:
-            endpoint.ask(Ask([1, 2, 3], None, "tiny"))
+        with pytest.raises(PrefillError) as posted:
+            endpoint.ask(PrefillRequest([1, 2, 3], None, "tiny"))
         endpoint.close()
         pages.shutdown()
     assert str(raised.value) == f"{url} answers, but HTTP 404 on /health: is it a vLLM server?"
@@ -124,7 +124,7 @@ def test_a_server_that_computed_another_number_of_tokens_is_not_believed(
         return handler.answer(200, {"usage": {"prompt_tokens": 2}})
 
     server.every = cut
-    with pytest.raises(AskError, match="computed 2 of 3 tokens"):
+    with pytest.raises(PrefillError, match="computed 2 of 3 tokens"):
         endpoint.ask(ASK)
 
 
@@ -136,9 +136,9 @@ def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
         return False
 
     server.every = close
-    with pytest.raises(AskError, match="given up"):
+    with pytest.raises(PrefillError, match="given up"):
         endpoint.ask(ASK)
-    with pytest.raises(AskError, match="given up"):
+    with pytest.raises(PrefillError, match="given up"):
         endpoint.ask(ASK)
 
 
@@ -172,7 +172,7 @@ def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(endpoint_module, "_CHECK_S", 0.2, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", EndpointLimits())
-        with pytest.raises(AskError, match="no answer in time"):
+        with pytest.raises(PrefillError, match="no answer in time"):
             beside(endpoint.check).result(BOUND_S)
         endpoint.close()
 
@@ -197,7 +197,7 @@ def test_an_answer_that_drips_is_given_up_when_its_time_is_over(server: FakeVllm
     endpoint = Endpoint(server.url, EndpointLimits(answer_s=0.5))
     endpoint.check()
     server.every = trickling(b"", b" ")
-    with pytest.raises(AskError, match="no answer in time") as raised:
+    with pytest.raises(PrefillError, match="no answer in time") as raised:
         beside(lambda: endpoint.ask(ASK)).result(BOUND_S)
     assert raised.value.trouble == "failed"
     endpoint.close()
@@ -208,6 +208,6 @@ def test_an_answer_without_an_end_is_not_kept(
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_ANSWER_BYTES_MAX", 1 << 16, raising=False)
     server.every = trickling(b"", b"x" * 1024)
-    with pytest.raises(AskError, match="longer than 65536 bytes") as raised:
+    with pytest.raises(PrefillError, match="longer than 65536 bytes") as raised:
         beside(lambda: endpoint.ask(ASK)).result(BOUND_S)
     assert raised.value.trouble == "failed"

@@ -8,9 +8,9 @@ import pytest
 
 from objkv.errors import ConfigError
 from objkv.ops.warm import engine
-from objkv.ops.warm.asking import Ask, AskError
-from objkv.ops.warm.engine import EngineJob, EngineProcess
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.engine import EngineProcess, WarmEngineJob
+from objkv.ops.warm.prefill import PrefillError, PrefillRequest
+from objkv.ops.warm.prompts import WarmPrompt
 
 CHILD = """
 import json, os, subprocess, sys
@@ -50,7 +50,7 @@ def vllm_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def process(tmp_path: Path, model: str = "tiny") -> EngineProcess:
-    job = EngineJob(model, {"file": str(tmp_path / "end")})
+    job = WarmEngineJob(model, {"file": str(tmp_path / "end")})
     return EngineProcess(job, {"OBJKV_BULK_URL": "file:///x"}, command=("-c", CHILD))
 
 
@@ -58,9 +58,11 @@ def test_it_answers_many_at_once_and_ends_in_order(tmp_path: Path) -> None:
     child = process(tmp_path)
     child.check()
     with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda n: child.ask(Ask([0] * n, None, None)), range(1, 100)))
+        replies = list(
+            pool.map(lambda n: child.ask(PrefillRequest([0] * n, None, None)), range(1, 100))
+        )
     assert [reply.cached_tokens for reply in replies] == list(range(1, 100))
-    assert child.tokenize(Prompt("p", text="a bc def")) == [1, 2, 3]
+    assert child.tokenize(WarmPrompt("p", text="a bc def")) == [1, 2, 3]
     child.close()
     child.close()
     assert (tmp_path / "end").read_text() == "ended in order, file:///x"
@@ -68,15 +70,15 @@ def test_it_answers_many_at_once_and_ends_in_order(tmp_path: Path) -> None:
 
 def test_what_the_engine_refuses_is_said(tmp_path: Path) -> None:
     child = process(tmp_path)
-    with pytest.raises(AskError, match="too long") as raised:
-        child.ask(Ask([1], "long", None))
+    with pytest.raises(PrefillError, match="too long") as raised:
+        child.ask(PrefillRequest([1], "long", None))
     assert raised.value.trouble == "refused"
     child.close()
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     child = process(tmp_path, "broken")
-    with pytest.raises(AskError, match="no such model") as raised:
+    with pytest.raises(PrefillError, match="no such model") as raised:
         child.check()
     assert raised.value.trouble == "down"
     child.close()
@@ -85,7 +87,7 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
 def test_the_sentence_of_a_setting_that_is_refused_is_told(tmp_path: Path) -> None:
     child = process(tmp_path, "invalid")
     words = "did not start: Value error, Invalid repository ID: '/nonexistent'; its log is /"
-    with pytest.raises(AskError, match=words):
+    with pytest.raises(PrefillError, match=words):
         child.check()
     child.close()
 
@@ -94,10 +96,10 @@ def test_an_engine_that_dies_answers_nobody_any_more(tmp_path: Path) -> None:
     child = process(tmp_path)
     child.check()
     for _ in range(2):
-        with pytest.raises(AskError) as raised:
-            child.ask(Ask([1], "die", None))
+        with pytest.raises(PrefillError) as raised:
+            child.ask(PrefillRequest([1], "die", None))
         assert raised.value.trouble == "down"
-    with pytest.raises(AskError):
+    with pytest.raises(PrefillError):
         child.check()
     child.close()
 
@@ -105,9 +107,9 @@ def test_an_engine_that_dies_answers_nobody_any_more(tmp_path: Path) -> None:
 def test_a_child_whose_engine_failed_passes_no_check_any_more(tmp_path: Path) -> None:
     child = process(tmp_path)
     child.check()
-    with pytest.raises(AskError, match="the engine failed"):
-        child.ask(Ask([1], "dead", None))
-    with pytest.raises(AskError, match="the engine failed") as raised:
+    with pytest.raises(PrefillError, match="the engine failed"):
+        child.ask(PrefillRequest([1], "dead", None))
+    with pytest.raises(PrefillError, match="the engine failed") as raised:
         child.check()
     assert raised.value.trouble == "down"
     child.close()
@@ -117,13 +119,13 @@ def test_a_child_that_is_still_starting_does_not_hold_up_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine, "_END_S", 1e6)
-    child = EngineProcess(EngineJob("tiny"), {}, command=("-c", "import time; time.sleep(1e6)"))
+    child = EngineProcess(WarmEngineJob("tiny"), {}, command=("-c", "import time; time.sleep(1e6)"))
     child.close()
-    with pytest.raises(AskError):
-        child.ask(Ask([1], None, None))
+    with pytest.raises(PrefillError):
+        child.ask(PrefillRequest([1], None, None))
 
 
 def test_without_vllm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'objkv\[vllm\]'"):
-        EngineProcess(EngineJob("tiny"), {}, command=("-c", "pass"))
+        EngineProcess(WarmEngineJob("tiny"), {}, command=("-c", "pass"))

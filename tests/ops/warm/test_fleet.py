@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from objkv.ops.warm.asking import Ask, AskError, Reply
-from objkv.ops.warm.fleet import Fleet
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.fleet import PrefillFleet
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
+from objkv.ops.warm.prompts import WarmPrompt
 
 
 @dataclass
@@ -18,11 +18,11 @@ class Nobody:
 
     def check(self) -> None: ...
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
         return []
 
-    def ask(self, ask: Ask) -> Reply:
-        return Reply(None)
+    def ask(self, ask: PrefillRequest) -> PrefillReply:
+        return PrefillReply(None)
 
     def close(self) -> None: ...
 
@@ -42,31 +42,31 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def fleet(clock: Clock) -> Fleet:
-    return Fleet([Nobody("one"), Nobody("two")], clock=clock, first_pause_s=1.0)
+def fleet(clock: Clock) -> PrefillFleet:
+    return PrefillFleet([Nobody("one"), Nobody("two")], clock=clock, first_pause_s=1.0)
 
 
-def taken(fleet: Fleet, root: bytes) -> str:
+def taken(fleet: PrefillFleet, root: bytes) -> str:
     return fleet.take(root).asker.name
 
 
-def test_prompts_of_one_tree_go_to_the_same_one_while_it_has_room(fleet: Fleet) -> None:
+def test_prompts_of_one_tree_go_to_the_same_one_while_it_has_room(fleet: PrefillFleet) -> None:
     first, second = taken(fleet, b"a"), taken(fleet, b"b")
     assert {first, second} == {"one", "two"}
     assert (taken(fleet, b"a"), taken(fleet, b"b")) == (first, second)
     assert not fleet.has_room()
 
 
-def test_when_its_own_is_full_a_prompt_goes_to_another(fleet: Fleet) -> None:
+def test_when_its_own_is_full_a_prompt_goes_to_another(fleet: PrefillFleet) -> None:
     names = [taken(fleet, b"a") for _ in range(4)]
     assert sorted(names) == ["one", "one", "two", "two"]
 
 
 def test_one_that_does_not_answer_is_left_to_the_others_until_it_passes_a_check(
-    fleet: Fleet, clock: Clock
+    fleet: PrefillFleet, clock: Clock
 ) -> None:
     seat = fleet.take(b"a")
-    fleet.failed(seat, AskError("down", "refused"))
+    fleet.failed(seat, PrefillError("down", "refused"))
     assert {taken(fleet, b"a"), taken(fleet, b"a")} == {"one", "two"} - {seat.asker.name}
     assert not fleet.has_room()
     clock.now += 0.9
@@ -78,38 +78,40 @@ def test_one_that_does_not_answer_is_left_to_the_others_until_it_passes_a_check(
     assert fleet.take(b"a") is seat
 
 
-def test_pauses_double_and_end(fleet: Fleet, clock: Clock) -> None:
+def test_pauses_double_and_end(fleet: PrefillFleet, clock: Clock) -> None:
     seat = fleet.take(b"a")
-    fleet.failed(seat, AskError("down", "refused"))
+    fleet.failed(seat, PrefillError("down", "refused"))
     pauses = []
     for _ in range(8):
         pauses.append(seat.not_before_s - clock.now)
         clock.now = seat.not_before_s
         assert fleet.to_check() == [seat]
-        fleet.failed(seat, AskError("down", "refused"))
+        fleet.failed(seat, PrefillError("down", "refused"))
     assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_one_that_is_busy_says_itself_when_it_is_asked_again(fleet: Fleet, clock: Clock) -> None:
+def test_one_that_is_busy_says_itself_when_it_is_asked_again(
+    fleet: PrefillFleet, clock: Clock
+) -> None:
     seat = fleet.take(b"a")
-    fleet.failed(seat, AskError("busy", "429", after_s=7.0))
+    fleet.failed(seat, PrefillError("busy", "429", after_s=7.0))
     assert taken(fleet, b"a") != seat.asker.name
     clock.now += 7.0
     assert fleet.has_room()
     assert not seat.is_down
 
 
-def test_a_refused_prompt_is_not_its_fault(fleet: Fleet) -> None:
+def test_a_refused_prompt_is_not_its_fault(fleet: PrefillFleet) -> None:
     seat = fleet.take(b"a")
-    fleet.failed(seat, AskError("refused", "too long"))
+    fleet.failed(seat, PrefillError("refused", "too long"))
     assert (seat.errors, seat.failed_in_row, seat.free) == (0, 0, 2)
 
 
-def test_nobody_is_there_since_the_last_of_them_went(fleet: Fleet, clock: Clock) -> None:
+def test_nobody_is_there_since_the_last_of_them_went(fleet: PrefillFleet, clock: Clock) -> None:
     one, two = fleet.take(b"a"), fleet.take(b"b")
-    fleet.failed(one, AskError("down", "refused"))
+    fleet.failed(one, PrefillError("down", "refused"))
     clock.now += 10
     assert fleet.gone_s() == 0
-    fleet.failed(two, AskError("down", "refused"))
+    fleet.failed(two, PrefillError("down", "refused"))
     clock.now += 3
     assert fleet.gone_s() == 3

@@ -9,18 +9,18 @@ import pytest
 from objkv.cache.promotion import HotLimits, Promoter
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import Ends
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm import promote as promote_module
-from objkv.ops.warm.prompts import Prompt
+from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.warm import Means, promote_stored
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity
+from tests.support.samples import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity, view_of
 
 LIMITS = HotLimits(1 << 20, 1, 3, 1)
 WORKERS = 8
-BOUND_S = 20
+BOUND_S = 120
 """Against a hang; nothing takes this long."""
 
 
@@ -30,20 +30,20 @@ def hot() -> MemoryStore:
 
 
 @pytest.fixture
-def ends(bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore) -> Ends:
+def view(bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore) -> BackendsView:
     save_identity(bulk)
     save(bulk, index)
-    return Ends(bulk, hot, index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+    return view_of(bulk, index, hot)  # type: ignore[arg-type]
 
 
 def promote(
-    ends: Ends,
-    prompts: Sequence[Prompt] | None,
+    view: BackendsView,
+    prompts: Sequence[WarmPrompt] | None,
     limits: HotLimits = LIMITS,
     bytes_max: int | None = None,
 ) -> WarmReport:
     return promote_stored(
-        Means(ends, {}, None, None), prompts, IDENTITY, limits, bytes_max=bytes_max
+        Means(view, {}, None, None), prompts, IDENTITY, limits, bytes_max=bytes_max
     )
 
 
@@ -52,9 +52,9 @@ def records_that_say_hot(index: MemoryIndex) -> int:
 
 
 def test_what_is_stored_of_prompts_is_hot_afterwards(
-    ends: Ends, index: MemoryIndex, hot: MemoryStore, bulk: MemoryStore
+    view: BackendsView, index: MemoryIndex, hot: MemoryStore, bulk: MemoryStore
 ) -> None:
-    report = promote(ends, [Prompt("p", tokens=TOKENS[: 2 * CHUNK])])
+    report = promote(view, [WarmPrompt("p", tokens=TOKENS[: 2 * CHUNK])])
     assert report.is_complete
     assert report.promotion is not None
     assert (report.promotion.payloads, report.promotion.promoted) == (2, 2)
@@ -65,11 +65,11 @@ def test_what_is_stored_of_prompts_is_hot_afterwards(
 
 
 def test_a_namespace_is_promoted_whole_what_is_used_most_first(
-    ends: Ends, index: MemoryIndex
+    view: BackendsView, index: MemoryIndex
 ) -> None:
     [used] = [r for r in index.scan(NAMESPACE) if r.token_start == CHUNK]
     index.touch(NAMESPACE, [used.prefix_hash], ttl_s=3600)
-    report = promote(ends, None, bytes_max=used.nbytes)
+    report = promote(view, None, bytes_max=used.nbytes)
     assert report.promotion is not None
     assert (report.promotion.promoted, report.promotion.over_budget) == (1, 2)
     [hot] = [r for r in index.scan(NAMESPACE) if any(s.hot for s in r.shards.values())]
@@ -77,41 +77,46 @@ def test_a_namespace_is_promoted_whole_what_is_used_most_first(
 
 
 def test_what_is_hot_is_not_copied_again_unless_the_copy_is_gone(
-    ends: Ends, hot: MemoryStore
+    view: BackendsView, hot: MemoryStore
 ) -> None:
-    promote(ends, None)
+    promote(view, None)
     lost = next(hot.scan("")).key
     hot.delete(lost)
-    report = promote(ends, None)
+    report = promote(view, None)
     assert report.promotion is not None
     assert (report.promotion.hot_before, report.promotion.promoted) == (2, 1)
     assert hot.head(lost) is not None
 
 
-def test_larger_payloads_than_replicas_keep_hot_are_left_out(ends: Ends, hot: MemoryStore) -> None:
-    report = promote(ends, None, HotLimits(10, 1, 3, 1))
+def test_larger_payloads_than_replicas_keep_hot_are_left_out(
+    view: BackendsView, hot: MemoryStore
+) -> None:
+    report = promote(view, None, HotLimits(10, 1, 3, 1))
     assert report.promotion is not None
     assert report.promotion.too_large == 3
     assert list(hot.scan("")) == []
 
 
 def test_a_damaged_payload_does_not_become_hot(
-    ends: Ends, bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore
+    view: BackendsView, bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore
 ) -> None:
     key = next(entry.key for entry in bulk.scan("") if entry.key.endswith(".safetensors"))
     payload = bytearray(bulk.get(key) or b"")
     payload[-1] ^= 1
     bulk.put(key, bytes(payload))
-    report = promote(ends, None)
+    report = promote(view, None)
     assert not report.is_complete
     assert [failure.name for failure in report.failures] == [key]
     assert hot.head(key) is None
     assert records_that_say_hot(index) == 2
 
 
-def test_a_prompt_that_is_not_stored_is_a_failure(ends: Ends) -> None:
-    prompts = [Prompt("long", tokens=(*TOKENS, *range(CHUNK))), Prompt("text", text="hello")]
-    report = promote(ends, prompts)
+def test_a_prompt_that_is_not_stored_is_a_failure(view: BackendsView) -> None:
+    prompts = [
+        WarmPrompt("long", tokens=(*TOKENS, *range(CHUNK))),
+        WarmPrompt("text", text="hello"),
+    ]
+    report = promote(view, prompts)
     assert not report.is_complete
     told = {failure.name: failure.why for failure in report.failures}
     assert told["long"] == "3 of 4 chunks are stored"
@@ -121,9 +126,9 @@ def test_a_prompt_that_is_not_stored_is_a_failure(ends: Ends) -> None:
 
 
 def test_without_a_hot_store_it_says_so(bulk: MemoryStore, index: MemoryIndex) -> None:
-    ends = Ends(bulk, None, index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+    view = view_of(bulk, index)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there is no hot store"):
-        promote(ends, None)
+        promote(view, None)
 
 
 class HeldStore(MemoryStore):
@@ -136,11 +141,13 @@ class HeldStore(MemoryStore):
         self.went: list[bool] = []
         """Of each copy, whether it was let go."""
 
-    def get_into(self, key: str, buffer: memoryview, arrived: Arrived | None = None) -> int | None:
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
         if not self.go.is_set():
             self.all_copy.wait(BOUND_S)
         self.went.append(self.go.wait(BOUND_S))
-        return super().get_into(key, buffer, arrived)
+        return super().get_into(key, buffer, arrived, start)
 
 
 def test_an_interruption_waits_for_no_copy_that_has_not_begun(
@@ -172,6 +179,6 @@ def test_an_interruption_waits_for_no_copy_that_has_not_begun(
             return done
 
     monkeypatch.setattr(promote_module, "Promoter", Watched)
-    report = promote(Ends(bulk, hot, index, False, 3600, 1000, "test"), None)
+    report = promote(view_of(bulk, index, hot), None)
     assert report.ending == "interrupted"
     assert bulk.went == [True] * WORKERS  # those under way, one of each thread

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from objkv.errors import ConfigError
-from objkv.ops.warm.prompts import Chat, Prompt, read_prompts, to_prompt
+from objkv.ops.warm.prompts import Chat, WarmPrompt, read_prompts, to_prompt
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -15,22 +15,22 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 @pytest.mark.parametrize(
     ("line", "prompt"),
     [
-        ("tell me", Prompt("p", text="tell me")),
-        ([1, 2], Prompt("p", tokens=(1, 2))),
-        ({"prompt": "tell me"}, Prompt("p", text="tell me")),
-        ({"text": "tell me"}, Prompt("p", text="tell me")),
-        ({"prompt": [1, 2]}, Prompt("p", tokens=(1, 2))),
-        ({"token_ids": [1, 2], "max_tokens": 9}, Prompt("p", tokens=(1, 2))),
-        ({"prompt": "x", "cache_salt": "s"}, Prompt("p", text="x", salt="s")),
-        ({"prompt": "x", "model": "m"}, Prompt("p", text="x", model="m")),
-        ({"messages": MESSAGES}, Prompt("p", chat=Chat(tuple(MESSAGES)))),
+        ("tell me", WarmPrompt("p", text="tell me")),
+        ([1, 2], WarmPrompt("p", tokens=(1, 2))),
+        ({"prompt": "tell me"}, WarmPrompt("p", text="tell me")),
+        ({"text": "tell me"}, WarmPrompt("p", text="tell me")),
+        ({"prompt": [1, 2]}, WarmPrompt("p", tokens=(1, 2))),
+        ({"token_ids": [1, 2], "max_tokens": 9}, WarmPrompt("p", tokens=(1, 2))),
+        ({"prompt": "x", "cache_salt": "s"}, WarmPrompt("p", text="x", salt="s")),
+        ({"prompt": "x", "model": "m"}, WarmPrompt("p", text="x", model="m")),
+        ({"messages": MESSAGES}, WarmPrompt("p", chat=Chat(tuple(MESSAGES)))),
         (
             {"custom_id": "a-7", "method": "POST", "body": {"messages": MESSAGES, "model": "m"}},
-            Prompt("p (a-7)", chat=Chat(tuple(MESSAGES)), model="m"),
+            WarmPrompt("p (a-7)", chat=Chat(tuple(MESSAGES)), model="m"),
         ),
     ],
 )
-def test_a_prompt_has_many_forms(line: Any, prompt: Prompt) -> None:
+def test_a_prompt_has_many_forms(line: Any, prompt: WarmPrompt) -> None:
     assert to_prompt(line, "p") == prompt
 
 

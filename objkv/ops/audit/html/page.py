@@ -1,13 +1,12 @@
-"""Puts the page together: template, style, script and data in one file that asks nobody for more.
+"""Renders an audit as one HTML page, a single file that loads nothing else.
 
-What others wrote, such as names, labels and texts, is hostile: it is escaped wherever it stands,
-control characters are masked, and the page's policy lets nothing run but its own script.
+Names, labels and texts are hostile: they are escaped wherever they stand, control characters are
+masked, and the page's policy lets nothing run but its own script.
 """
 
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from typing import Any, Final
@@ -15,34 +14,29 @@ from typing import Any, Final
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from objkv.ops.audit.html import figures, plots, tables
+from objkv.ops import formats
+from objkv.ops.audit.html import plots
 from objkv.ops.audit.html.remarks import KINDS, TO_MEND, is_of_now, name_of, remarks
 from objkv.ops.audit.report import AuditReport, TreeNode
 
-_ENDINGS: Final = {
-    "complete": "Complete",
-    "interrupted": "Interrupted",
-    "deadline": "Out of time",
-}
-# What would end the element that the data stand in, or begin another one.
+_BADGES: Final = {"complete": "Complete", "interrupted": "Interrupted", "deadline": "Out of time"}
+_FORMATS: Final = (
+    "ago", "brief", "count", "dollars", "moment", "noun", "sentence", "share", "size", "times",
+    "with_commands",
+)  # fmt: skip
+# Would end the script element that the data stand in, or begin another element.
 _UNSAFE: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028"}
 
 
 def html_report(report: AuditReport) -> str:
     """The page, to be written as UTF-8; some 70 KiB, and up to 1 KiB more for each row and box.
 
-    The same report makes the same page. Raises nothing for what a store may hold.
+    The same report makes the same page. Raises nothing, whatever a store holds.
     """
     style, script = _resource("report.css"), _resource("report.js")
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"style-src '{_digest(style)}'",
-            f"script-src '{_digest(script)}'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     return (
         _environment()
@@ -53,38 +47,15 @@ def html_report(report: AuditReport) -> str:
             style=Markup(style),  # noqa: S704  # a file of this package
             script=Markup(script),  # noqa: S704  # a file of this package
             tree=_data(_tree(report)),
-            endings=_ENDINGS,
-            kinds=KINDS,
-            to_mend=TO_MEND,
-            name_of=name_of,
             remarks=remarks(report),
             is_of_now=is_of_now(report),
-            plots=plots,
-            tables=tables,
-            **_filters(),
         )
     )
 
 
-def _filters() -> dict[str, Any]:
-    names = (
-        "ago",
-        "brief",
-        "count",
-        "dollars",
-        "moment",
-        "noun",
-        "sentence",
-        "share",
-        "size",
-        "with_commands",
-    )
-    return {name: getattr(figures, name) for name in names}
-
-
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=FunctionLoader(_resource),
         autoescape=True,
         undefined=StrictUndefined,
@@ -92,12 +63,17 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_masked,
     )
+    environment.globals.update({name: getattr(formats, name) for name in _FORMATS})
+    environment.globals.update(
+        badges=_BADGES, kinds=KINDS, to_mend=TO_MEND, name_of=name_of, plots=plots
+    )
+    return environment
 
 
 def _masked(value: Any) -> Any:
-    """What the template shows of anything: texts without control characters."""
+    """Texts without control characters; markup and all other values as they are."""
     if isinstance(value, str) and not isinstance(value, Markup):
-        return figures.printable(value)
+        return formats.printable(value)
     return value
 
 
@@ -119,46 +95,41 @@ def _data(value: Any) -> Markup:
 
 
 def _tree(report: AuditReport) -> dict[str, Any]:
-    """What the script draws the tree from."""
+    """The values that the script draws the tree from."""
     return {
         "made": report.made_s,
         "spaces": [
             {
                 "name": one.namespace,
-                "model": _text(one.model),
-                "tenant": _text(one.tenant),
+                "model": _masked(one.model),
+                "tenant": _masked(one.tenant),
                 "known": one.is_known,
             }
             for one in report.namespaces
         ],
-        "nodes": list(_nodes(report.tree)),
+        "nodes": [_node(node) for node in report.tree],
     }
 
 
-def _nodes(tree: Iterable[TreeNode]) -> Iterable[dict[str, Any]]:
-    for node in tree:
-        yield {
-            "id": node.id,
-            "parent": node.parent,
-            "other": node.kind == "other",
-            "space": node.namespace,
-            "hash": node.hash,
-            "start": node.token_start,
-            "end": node.token_end,
-            "depth": node.depth,
-            "chunks": node.chunks,
-            "bytes": node.nbytes,
-            "hits": node.hits,
-            "top": node.hits_max,
-            "used": node.last_used_s,
-            "new": node.newest_s,
-            "leaves": node.leaves,
-            "ways": node.children,
-            "folded": node.folded,
-            "label": _text(node.label),
-            "text": _text(node.text),
-        }
-
-
-def _text(text: str | None) -> str | None:
-    return None if text is None else figures.printable(text)
+def _node(node: TreeNode) -> dict[str, Any]:
+    return {
+        "id": node.id,
+        "parent": node.parent,
+        "other": node.kind == "other",
+        "space": node.namespace,
+        "hash": node.hash,
+        "start": node.token_start,
+        "end": node.token_end,
+        "depth": node.depth,
+        "chunks": node.chunks,
+        "bytes": node.nbytes,
+        "hits": node.hits,
+        "top": node.hits_max,
+        "used": node.last_used_s,
+        "new": node.newest_s,
+        "leaves": node.leaves,
+        "ways": node.children,
+        "folded": node.folded,
+        "label": _masked(node.label),
+        "text": _masked(node.text),
+    }

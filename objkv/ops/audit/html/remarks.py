@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from objkv.ops.audit.html.figures import brief, count, dollars, noun, sentence, share, size, times
 from objkv.ops.audit.report import AuditReport, FindingKind
+from objkv.ops.formats import brief, count, dollars, noun, sentence, share, size, times
 
 Level = Literal["bad", "warn", "info", "good"]
 
@@ -62,21 +62,15 @@ def remarks(report: AuditReport) -> list[Remark]:
 
 def _agreement(report: AuditReport) -> Remark:
     """Where nothing wrong was found: what that says of now."""
-    if not is_of_now(report):
-        seen = "part of what was told here was seen in an earlier run, and may be gone since"
-        if report.ending != "complete":
-            seen = "not everything was looked at"
-        return Remark(
-            "info",
-            "Whether index and bulk store agree is not known",
-            f"Nothing wrong in what was seen, but {seen}.",
-        )
-    return Remark(
-        "good",
-        "Index and bulk store agree",
-        f"All {count(report.totals.payloads)} payloads have the record they should have; "
-        "names and lengths were compared, bytes are what objkv verify reads.",
-    )
+    if is_of_now(report):
+        told = f"All {count(report.totals.payloads)} payloads have the record they should have; "
+        told += "names and lengths were compared, bytes are what objkv verify reads."
+        return Remark("good", "Index and bulk store agree", told)
+    seen = "part of what was told here was seen in an earlier run, and may be gone since"
+    if report.ending != "complete":
+        seen = "not everything was looked at"
+    unknown = "Whether index and bulk store agree is not known"
+    return Remark("info", unknown, f"Nothing wrong in what was seen, but {seen}.")
 
 
 def is_of_now(report: AuditReport) -> bool:

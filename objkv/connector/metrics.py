@@ -1,0 +1,168 @@
+"""The connectors' numbers in vLLM's statistics: logged per interval, and as Prometheus metrics.
+
+vLLM wants classes of its own kinds from each connector: they share the implementation here, and
+differ in their ``MetricTable``.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from objkv.connector.counters import BUCKETS_S, KV_METRICS, TIER, TIER_METRICS, MetricTable
+from objkv.telemetry import added
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
+
+_TIER_UNPREFIXED = ("breaker_", "quota_", "sweep")
+"""What counts these does not know that it is part of a tier."""
+
+
+class TableStats:
+    """Numbers since the last report; sums add up over workers and steps; of ``_max`` and levels
+    the largest counts. What is shown as a histogram is a list of single observations."""
+
+    table: ClassVar[MetricTable]
+    logged_prefix: ClassVar = ""
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def aggregate(self, other: Any) -> Self:
+        """Add another worker's, or another step's, numbers to these."""
+        # Into a dict of its own: vLLM hands the same report to all of its loggers, each of which
+        # adds the next ones to it. Source: vLLM 0.32, ``KVConnectorLogging`` in
+        # ``distributed/kv_transfer/kv_connector/v1/metrics.py``.
+        sampled = self.table.histograms
+        samples = {
+            name: [*self.data.get(name, ()), *other.data.get(name, ())]
+            for name in sampled
+            if name in self.data or name in other.data
+        }
+        numbers = (
+            {name: value for name, value in data.items() if name not in sampled}
+            for data in (self.data, other.data)
+        )
+        self.data = added(*numbers) | samples
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What vLLM logs for an interval."""
+        known = self.table.counters.keys() | self.table.gauges.keys()
+        shown = {
+            name: value
+            for name, value in self.data.items()
+            if name in known and not name.endswith("_count")
+        }
+        for name in self.table.histograms:
+            if count := self.data.get(f"{name}_count"):
+                shown[f"{name}_mean"] = self.data[f"{name}_sum"] / count
+        return {f"{self.logged_prefix}{name}": round(shown[name], 3) for name in sorted(shown)}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class TableMetrics:
+    """The metrics of a table, as Prometheus metrics per engine. Mixed into one of vLLM's kinds,
+    whose constructor sets these attributes."""
+
+    table: ClassVar[MetricTable]
+    per_engine_labelvalues: dict[int, list[object]]
+    _counter_cls: Any
+    _gauge_cls: Any
+    _histogram_cls: Any
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
+
+        table = self.table
+
+        def metrics(kind: Any, texts: Mapping[str, str], **more: Any) -> dict[str, Any]:
+            more["labelnames"] = labelnames
+            return {
+                name: kind(name=table.prefix + name, documentation=text, **more)
+                for name, text in texts.items()
+            }
+
+        self._counters = metrics(self._counter_cls, table.counters)
+        self._gauges = metrics(self._gauge_cls, table.gauges, multiprocess_mode="mostrecent")
+        self._histograms = metrics(self._histogram_cls, table.histograms, buckets=list(BUCKETS_S))
+        for labels in per_engine_labelvalues.values():
+            for metric in (
+                *self._counters.values(),
+                *self._gauges.values(),
+                *self._histograms.values(),
+            ):
+                metric.labels(*labels)  # at 0: Prometheus sees no increase in a series from 1
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one report."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if counter := self._counters.get(name):
+                counter.labels(*labels).inc(value)
+            elif gauge := self._gauges.get(name):
+                gauge.labels(*labels).set(value)
+            elif histogram := self._histograms.get(name):
+                for one in value:
+                    histogram.labels(*labels).observe(one)
+
+
+class ObjKVStats(TableStats, KVConnectorStats):
+    """Of the KV connector."""
+
+    table = KV_METRICS
+
+
+class ObjKVPromMetrics(TableMetrics, KVConnectorPromMetrics):
+    """Of the KV connector."""
+
+    table = KV_METRICS
+
+
+def tier_metric_definitions() -> dict[str, "OffloadingMetricMetadata"]:
+    """The metrics of a secondary tier, by full name."""
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+    table = TIER_METRICS
+    kinds = (OffloadingCounterMetadata, table.counters), (OffloadingGaugeMetadata, table.gauges)
+    return {
+        table.prefix + name: kind(text) for kind, texts in kinds for name, text in texts.items()
+    }
+
+
+def tier_stats(numbers: Mapping[str, float]) -> "OffloadingConnectorStats | None":
+    """Those of a tier's ``numbers`` that are defined above; None if there are none."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+
+    table, stats = TIER_METRICS, OffloadingConnectorStats()
+    named = {
+        TIER + name if name.startswith(_TIER_UNPREFIXED) else name: value
+        for name, value in numbers.items()
+    }
+    for name, value in named.items():
+        if name in table.counters:
+            stats.increase_counter(table.prefix + name, value)
+        elif name in table.gauges:
+            stats.set_gauge(table.prefix + name, value)
+    return stats if named.keys() & (table.counters | table.gauges) else None

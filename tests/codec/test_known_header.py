@@ -1,0 +1,356 @@
+"""Reading with the layers known is reading, only sooner: the same values, the same refusals."""
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from objkv.codec import header
+from objkv.codec import known_header as expected
+from objkv.codec.header import parse, render
+from objkv.codec.known_header import FORMS_MAX, form_of, parse_known
+from objkv.codec.payload import (
+    CODECS,
+    Claim,
+    Frame,
+    Header,
+    LayerSpec,
+    Provenance,
+    open_payload,
+)
+from objkv.codec.sealing import Sealing
+from objkv.errors import PayloadError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard
+from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, join, layer_lists, sample
+
+hex_digits = st.binary(min_size=16, max_size=16).map(bytes.hex)
+ranges = st.lists(st.integers(0, 2**40), min_size=2, max_size=2, unique=True).map(sorted)
+claims = st.builds(
+    lambda namespace, hashes, group, shard, tokens: Claim(
+        ChunkKey(namespace, hashes[:20], group, Shard(*shard[0], *shard[1])), hashes[20:], *tokens
+    ),
+    hex_digits,
+    st.binary(min_size=40, max_size=40),
+    st.integers(0, 99),
+    st.tuples(ranges, ranges),
+    ranges,
+)
+provenances = st.builds(
+    Provenance,
+    token_digest=st.binary(min_size=32, max_size=32).map(bytes.hex),
+    writer=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=256),
+    created_s=st.integers(0, 2**62),
+    tokens=st.none() | st.lists(st.integers(0, 2**31), max_size=5).map(tuple),
+)
+
+
+def rendered(
+    layers: list[LayerSpec] | tuple[LayerSpec, ...],
+    claim: Claim = CLAIM,
+    provenance: Provenance = PROVENANCE,
+) -> bytes:
+    """The header of an uncompressed payload; its frames' checksums are made up."""
+    frames, offset = [], 0
+    for layer in layers:
+        checksum = Random(offset).randbytes(16).hex()
+        frames.append(Frame(layer, "none", offset, layer.nbytes, checksum, checksum))
+        offset += layer.nbytes
+    return render(claim, frames, provenance)
+
+
+def outcome(read: Callable[[memoryview], Header], payload: bytes | bytearray) -> object:
+    """The header, or the words of its refusal."""
+    try:
+        return read(memoryview(payload))
+    except PayloadError as exc:
+        return str(exc)
+
+
+def with_layers(
+    payload: bytes | bytearray, layers: tuple[LayerSpec, ...] = LAYERS, claim: Claim = CLAIM
+) -> Header | str | object:
+    """What comes of ``payload``, after a check that it is the same whatever is known of it."""
+    result = outcome(lambda view: parse_known(view, claim, layers), payload)
+    assert result == outcome(parse, payload)
+    return result
+
+
+def text_of(payload: bytes | bytearray) -> bytes:
+    """The header's JSON without its padding."""
+    return bytes(payload[8:]).rstrip(b" ")
+
+
+@pytest.fixture
+def no_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow way is closed."""
+
+    def refuse(text: bytearray) -> None:
+        raise AssertionError("JSON was parsed")
+
+    for layers in (LAYERS, ODD):
+        parse_known(memoryview(rendered(layers)), CLAIM, layers)
+    monkeypatch.setattr(header, "load_object", refuse)
+
+
+ODD = (
+    LayerSpec("f" * 40, "F8_E8M0", (1, 2, 3, 4)),
+    LayerSpec("quantised", "F8_E4M3", (1, 2, 3, 4), "1.0 0.5"),
+    LayerSpec('a "q" \\ ä 🎈 \x00', "U8", (3, 1, 1, 7)),
+    LayerSpec(" .*%s", "F64", (1, 1, 1, 1)),
+)
+
+
+@pytest.mark.parametrize("layers", [LAYERS, ODD])
+@pytest.mark.usefixtures("no_json")
+def test_an_uncompressed_header_of_known_layers_is_read_without_json(
+    layers: tuple[LayerSpec, ...],
+) -> None:
+    found = parse_known(memoryview(rendered(layers)), CLAIM, layers)
+    assert found.claim == CLAIM
+    assert found.provenance == PROVENANCE
+    assert all(frame.layer is layer for frame, layer in zip(found.frames, layers, strict=True))
+
+
+@given(layer_lists, claims, provenances)
+def test_the_same_header_comes_of_both_ways(
+    layers: list[LayerSpec], claim: Claim, provenance: Provenance
+) -> None:
+    assert isinstance(with_layers(rendered(layers, claim, provenance), tuple(layers)), Header)
+    found = with_layers(rendered(layers, claim, provenance), tuple(layers), claim)
+    assert isinstance(found, Header)
+    assert (found.claim, found.provenance) == (claim, provenance)
+    assert hash(found) == hash(parse(memoryview(rendered(layers, claim, provenance))))
+
+
+@given(layer_lists, claims, provenances)
+def test_what_is_written_is_what_render_writes(
+    layers: list[LayerSpec], claim: Claim, provenance: Provenance
+) -> None:
+    form = form_of(tuple(layers))
+    assert form is not None
+    text = rendered(layers, claim, provenance)
+    header = parse(memoryview(text))
+    plain = provenance.tokens is None and not set(provenance.writer) & {'"', "\\"}
+    told = form.provenance_text(provenance)
+    assert (told is not None) == plain
+    if told is not None:
+        sealing = Sealing(claim, provenance, len(layers), None)
+        sums = header.frames.checksums, header.frames.proofs
+        assert form.write(told, sums, sealing) == (text, header)
+
+
+def test_threads_that_read_headers_of_other_lengths_do_not_see_each_others() -> None:
+    many = tuple(LayerSpec(f"layers.{i}", "U8", (1, 1, 1, 1)) for i in range(20))
+    short = rendered(many, provenance=replace(PROVENANCE, writer=""))
+    long = rendered(many, provenance=replace(PROVENANCE, writer="w" * 250))
+    while len(long) == len(short):
+        many += (LayerSpec(f"layers.{len(many)}", "U8", (1, 1, 1, 1)),)
+        short = rendered(many, provenance=replace(PROVENANCE, writer=""))
+        long = rendered(many, provenance=replace(PROVENANCE, writer="w" * 250))
+
+    def read(text: bytes) -> bool:
+        view = memoryview(text)
+        found = (parse_known(view, CLAIM, many) for _ in range(2_000))
+        return all(one.data_start == one.frames.starts[0] == len(text) for one in found)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, [short, long] * 2))
+
+
+@given(layer_lists, layer_lists)
+def test_a_header_of_other_layers_is_read_all_the_same(
+    layers: list[LayerSpec], others: list[LayerSpec]
+) -> None:
+    assert isinstance(with_layers(rendered(layers), tuple(others)), Header)
+
+
+def test_a_header_shorter_than_that_of_the_layers_is_read_all_the_same() -> None:
+    many = tuple(LayerSpec(f"layers.{i}", "U8", (1, 1, 1, 1)) for i in range(99))
+    assert isinstance(with_layers(rendered(LAYERS), many), Header)
+    assert isinstance(with_layers(rendered(many), many), Header)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+def test_a_compressed_payload_is_read_all_the_same(codec: str) -> None:
+    found = with_layers(sample(codec))
+    assert isinstance(found, Header)
+    assert open_payload(sample(codec), CLAIM, LAYERS) == found
+
+
+def test_both_ways_agree_on_every_flipped_byte() -> None:
+    payload = bytearray(rendered(LAYERS))
+    end = 8 + len(text_of(payload))
+    for at in [*range(end + 2), len(payload) - 1]:
+        for flip in (1, 2, 16, 32, 128):
+            payload[at] ^= flip
+            assert isinstance(with_layers(payload), str), at
+            payload[at] ^= flip
+
+
+def test_both_ways_agree_on_every_flipped_byte_whose_checksum_was_put_right() -> None:
+    text = text_of(rendered(LAYERS))
+    accepted = 0
+    for at in range(len(text) + 1):
+        for flip in (1, 2, 4, 16, 32, 128):
+            changed = bytearray(text + b" ")
+            changed[at] ^= flip
+            accepted += isinstance(with_layers(join(bytes(changed))), Header)
+    assert accepted
+
+
+@given(st.data())
+def test_both_ways_agree_on_any_stretch_written_over(data: st.DataObject) -> None:
+    text = text_of(rendered(LAYERS))
+    at = data.draw(st.integers(0, len(text)))
+    gone = data.draw(st.integers(0, 40))
+    pieces = [
+        b"",
+        b" ",
+        b"\n",
+        b"0",
+        b"00",
+        b'"',
+        b"\\",
+        b'\\"',
+        b"\\u0030",
+        b"\x7f",
+        b"\xff",
+        b",",
+    ]
+    new = data.draw(st.sampled_from(pieces) | st.binary(max_size=8))
+    with_layers(join(text[:at] + new + text[at + gone :]))
+
+
+NUMBERS = [
+    "",
+    "0",
+    "00",
+    "01",
+    "+1",
+    "-1",
+    "1.0",
+    "1e3",
+    " 1",
+    "1_0",
+    "９",
+    "9" * 19,
+    "9" * 20,
+    "7",
+]
+
+
+@pytest.mark.parametrize("name", ["token_start", "token_end", "created_s"])
+@pytest.mark.parametrize("number", NUMBERS)
+def test_both_ways_agree_on_every_way_to_write_a_number(name: str, number: str) -> None:
+    pattern = rf'"{name}":"[0-9]+"'.encode()
+    value = f'"{name}":"{number}"'.encode()
+    with_layers(join(re.sub(pattern, lambda _: value, text_of(rendered(LAYERS)))))
+
+
+KEYS = [
+    CLAIM.key.path().replace("/0.L", "/00.L"),
+    CLAIM.key.path().replace("/01/", "/02/"),
+    CLAIM.key.path().replace("L0-3", "L3-3"),
+    CLAIM.key.path().replace("L0-3", "L00-3"),
+    CLAIM.key.path().upper(),
+    CLAIM.key.path() + "\\n",
+    CLAIM.key.path().replace("/0.L", f"/{'9' * 900}.L"),
+    "x" * 901,
+    "",
+]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_both_ways_refuse_a_key_that_is_none(key: str) -> None:
+    text = text_of(rendered(LAYERS)).replace(CLAIM.key.path().encode(), key.encode())
+    assert isinstance(with_layers(join(text)), str)
+
+
+CHANGES: list[Callable[[bytes], bytes]] = [
+    lambda text: json.dumps(json.loads(text), separators=(", ", ": ")).encode(),
+    lambda text: text + b"\n",
+    lambda text: text + b"\t  ",
+    lambda text: text + b" " * 4096,
+    lambda text: text + b"\0",
+    lambda text: text + b" x",
+    lambda text: text + b"}",
+    lambda text: text[:-1] + b" }",
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"\\u0074ests"'),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"te\\\\sts"'),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"te\\"sts"'),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"te\x7fsts"'),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"' + b"x" * 256 + b'"'),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"' + b"x" * 257 + b'"'),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"a","more":"b"'),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"a","writer":"b"'),
+    lambda text: text.replace(b'"writer":"tests",', b""),
+    lambda text: text.replace(b'"writer":"tests"', b'"writer":"tests","tokens":"1 2"'),
+    lambda text: text.replace(b"objkv/1", b"objkv/2"),
+    lambda text: re.sub(rb'("token_start":"256"),("token_end":"512")', rb"\2,\1", text),
+    lambda text: re.sub(rb'("frame.0":"[^"]*"),("frame.1":"[^"]*")', rb"\2,\1", text),
+    lambda text: re.sub(rb'"frame.0":("[^"]*"),"frame.1"', rb'"frame.1":\1,"frame.0"', text),
+    lambda text: re.sub(rb'(x32 )[0-9a-f]{32}"', rb'\1ABCDEFABCDEFABCDEFABCDEFABCDEFAB"', text),
+    lambda text: re.sub(rb'(x32 )[0-9a-f]{32}"', rb'\1"', text),
+    lambda text: re.sub(rb'("dtype":"BF16"),("shape":\[[^]]*\])', rb"\2,\1", text),
+    lambda text: re.sub(rb'"data_offsets":\[0,', b'"data_offsets":[0.0,', text),
+    lambda text: re.sub(rb'"data_offsets":\[0,', b'"data_offsets":[-0,', text),
+    lambda text: text.replace(b"layers.10", b"layers.11"),
+    lambda text: text.replace(b"BF16", b"F16"),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_both_ways_agree_on_a_header_that_is_written_otherwise(
+    change: Callable[[bytes], bytes],
+) -> None:
+    text = text_of(rendered(LAYERS))
+    changed = change(text)
+    assert changed != text
+    with_layers(join(changed))
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 8, 100, 4095])
+def test_both_ways_refuse_a_header_that_is_cut_short(nbytes: int) -> None:
+    assert isinstance(with_layers(rendered(LAYERS)[:nbytes]), str)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (),
+        (LAYERS[0], LAYERS[0]),
+        (LAYERS[0], LayerSpec(LAYERS[0].name, "F32", (1, 1, 1, 1))),
+        (LayerSpec("\ud83c\udf88", "U8", (1, 1, 1, 1)),),
+        (LayerSpec("big", "U8", (1 << 31, 1, 1, 1)),),
+        (LayerSpec("true", "U8", (True, 1, 1, 1)),),
+    ],
+)
+def test_layers_that_a_header_does_not_tell_apart_are_read_the_slow_way(
+    layers: tuple[LayerSpec, ...],
+) -> None:
+    with_layers(rendered(layers), layers)
+    assert isinstance(with_layers(rendered(LAYERS), layers), Header)
+
+
+def test_the_layers_in_memory_are_bounded() -> None:
+    payload = rendered(LAYERS)
+    for _ in range(2 * FORMS_MAX):
+        fresh = (*LAYERS,)
+        assert isinstance(with_layers(payload, fresh), Header)
+        assert len(expected._forms) <= FORMS_MAX
+
+
+@given(layer_lists)
+@example(list(ODD))
+def test_checksums_are_verified_before_anything_is_read(layers: list[LayerSpec]) -> None:
+    payload = bytearray(rendered(layers))
+    payload[payload.index(b"tests")] ^= 1
+    refusal = with_layers(payload, tuple(layers))
+    assert refusal == "the header's checksum does not match"

@@ -1,0 +1,454 @@
+"""Whatever is wrong with a hand-off, the engine computes: no wrong byte, no exception, no hang."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from objkv.assembly.backends import Backends
+from objkv.cache.chunks import shard_record
+from objkv.codec.payload import LayerSpec, encode, frame_pages, read_header
+from objkv.connector import wiring
+from objkv.connector.handoff import connector as handoff
+from objkv.connector.handoff.connector import RankAgreement
+from objkv.errors import StoreUnavailable
+from objkv.index.base import ChunkEntry
+from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Arrived
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+from tests.connector.handoff.model import Shape, model_folder, prompts
+from tests.connector.handoff.world import PROMPTS, TABLES, Engine, bits, step
+
+WAITS_S = 120.0
+"""For another thread that has nothing else to do."""
+
+
+class StuckStore(MemoryStore):
+    """Answers no get and takes no put until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck = False
+        self.let_go = threading.Event()
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        if self.stuck:
+            assert self.let_go.wait(WAITS_S)
+        return super().get_into(key, buffer, arrived, start)
+
+    def put_if_absent(self, key: str, value: Any) -> bool:
+        if self.stuck:
+            assert self.let_go.wait(WAITS_S)
+        return super().put_if_absent(key, value)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> tuple[FlakyStore, MemoryIndex]:
+    """The stores of every engine made in a test."""
+    store, index = FlakyStore(MemoryStore()), MemoryIndex()
+    monkeypatch.setattr(wiring, "open_backends", lambda *_: Backends(store, None, index))
+    return store, index
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[StuckStore]:
+    store, index = StuckStore(), MemoryIndex()
+    monkeypatch.setattr(wiring, "open_backends", lambda *_: Backends(store, None, index))
+    yield store
+    store.let_go.set()
+
+
+def untouched(engine: Engine) -> bool:
+    """Whether nothing was written since ``spoil``."""
+    return all(bool((bits(cache) == 85).all()) for cache in engine.caches)
+
+
+def payload_of(engine: Engine, tokens: int) -> Path:
+    """The payload of the prompt that has so many tokens."""
+    (found,) = (
+        path
+        for path in engine.payloads()
+        if read_header(path.read_bytes()).claim.token_end == tokens
+    )
+    return found
+
+
+def test_a_broken_byte_anywhere_is_a_miss_and_is_forgotten(folder: Path) -> None:
+    sender = Engine(folder)
+    sender.send(step())
+    whole = payload_of(sender, len(PROMPTS[0])).read_bytes()
+    header = read_header(whole)
+    index = sender.connector._backends.index
+    claim = header.claim
+    chunk = ChunkEntry(claim.key.namespace, claim.key.prefix_hash, claim.parent_hash, 0, 7)
+    path = payload_of(sender, 7)
+
+    @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+    @given(st.integers(0, 8 * len(whole) - 1))
+    def check(bit: int) -> None:
+        spoilt = bytearray(whole)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoilt)
+        index.publish(chunk, {claim.key.field: shard_record(header)}, ttl_s=60)
+        receiver.spoil()
+        assert receiver.receive(step()) == (None, False)
+        assert untouched(receiver)
+        assert index.find(chunk.namespace, [chunk.prefix_hash], [claim.key.field]) == [None]
+
+    receiver = Engine(folder)
+    check()
+    assert receiver.recorder.value("load_corrupt") > 0
+
+
+@pytest.mark.parametrize("length", [0, 5, 4096, -1])
+def test_a_payload_cut_short_is_a_miss(folder: Path, length: int) -> None:
+    sender, receiver = Engine(folder), Engine(folder)
+    sender.send(step())
+    path = payload_of(sender, 13)
+    path.write_bytes(path.read_bytes()[:length])
+    receiver.spoil()
+    slots = step().attn_metadata.slot_mapping
+    assert receiver.receive(step()) == (None, False)
+    # The first prompt was whole, so its slots may be written; of the second nothing is.
+    assert all(bool((kv == 85).all()) for kv in receiver.kv(slots[7:]))
+
+
+def test_a_payload_that_is_gone_is_a_miss_and_is_forgotten(folder: Path) -> None:
+    sender, receiver = Engine(folder), Engine(folder)
+    sender.send(step())
+    payload_of(sender, 7).unlink()
+    receiver.spoil()
+    for _ in range(2):
+        assert receiver.receive(step()) == (None, False)
+    assert untouched(receiver)
+    assert receiver.recorder.value("load_ghosts") == 1
+
+
+def relabel(layers: list[LayerSpec], index: int, **change: Any) -> list[LayerSpec]:
+    old = layers[index]
+    values = {"name": old.name, "dtype": old.dtype, "shape": old.shape} | change
+    return [*layers[:index], LayerSpec(**values), *layers[index + 1 :]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: relabel(layers, 1, dtype="I32"),
+        lambda layers: relabel(layers, 3, dtype="I32"),
+        lambda layers: relabel(layers, 0, shape=(7, 8, 1, 8)),
+        lambda layers: relabel(layers, 0, shape=(1, 4, 7, 16)),
+        lambda layers: relabel(layers, 3, shape=(7, 2, 1, 12)),
+        lambda layers: relabel(layers, 2, name="layers.3"),
+        lambda layers: relabel(layers, 3, name="other_states"),
+        lambda layers: [layers[1], layers[0], *layers[2:]],
+        lambda layers: layers[:3],
+        lambda layers: layers[1:],
+    ],
+    ids=[
+        "dtype",
+        "state-dtype",
+        "heads",
+        "order",
+        "width",
+        "layer",
+        "state",
+        "swap",
+        "no-state",
+        "no-layer",
+    ],
+)
+def test_a_valid_payload_of_something_else_is_a_miss(
+    folder: Path, change: Callable[[list[LayerSpec]], list[LayerSpec]]
+) -> None:
+    sender, receiver = Engine(folder), Engine(folder)
+    sender.send(step())
+    path = payload_of(sender, 7)
+    whole = path.read_bytes()
+    header = read_header(whole)
+    layers = list(header.frames.layers)
+    pages = {layer.nbytes: frame_pages(header, i, whole, None) for i, layer in enumerate(layers)}
+    changed = change(layers)
+    path.write_bytes(
+        encode(
+            header.claim,
+            changed,
+            [pages[layer.nbytes] for layer in changed],
+            codec="none",
+            provenance=header.provenance,
+        )
+    )
+    receiver.spoil()
+    assert receiver.receive(step()) == (None, False)
+    assert untouched(receiver)
+    assert receiver.recorder.value("load_corrupt") == 1
+
+
+def test_the_payload_of_another_prompt_is_a_miss(folder: Path) -> None:
+    other = [[*PROMPTS[0][:-1], 1], PROMPTS[1]]
+    sender, receiver = Engine(folder), Engine(folder)
+    sender.send(step())
+    sender.send(prompts(other, TABLES))
+    one, two = (p for p in sender.payloads() if read_header(p.read_bytes()).claim.token_end == 7)
+    one.write_bytes(two.read_bytes())
+    receiver.spoil()
+    answers = [receiver.receive(prompts([t], TABLES[:1]))[1] for t in (PROMPTS[0], other[0])]
+    assert sorted(answers) == [False, True]
+
+
+def test_a_bulk_store_that_fails_is_a_miss_or_a_drop(
+    folder: Path, flaky: tuple[FlakyStore, MemoryIndex]
+) -> None:
+    store, index = flaky
+    engine = Engine(folder)
+    store.fail_next(StoreUnavailable("gone"))
+    engine.send(prompts(PROMPTS[:1], TABLES[:1]))
+    assert index.namespaces() == []
+    engine.send(step())
+    assert len(index.namespaces()) == 1
+    store.fail_next(StoreUnavailable("gone"))
+    assert engine.receive(step()) == (None, False)
+    assert engine.receive(step())[1]
+
+
+def test_an_index_that_fails_is_a_miss(
+    folder: Path, flaky: tuple[FlakyStore, MemoryIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder)
+    engine.send(step())
+
+    def fail(*_: Any) -> Any:
+        raise StoreUnavailable("gone")
+
+    monkeypatch.setattr(MemoryIndex, "find", fail)
+    assert engine.receive(step()) == (None, False)
+
+
+def test_a_bug_is_a_miss_or_a_drop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(folder)
+    engine.send(step())
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(handoff, "read_batch", fail)
+    engine.send(step())
+    assert engine.receive(step()) == (None, False)
+
+
+def test_a_store_that_does_not_answer_is_left_at_the_deadline(
+    folder: Path, stuck: StuckStore
+) -> None:
+    engine = Engine(folder, settings={"step_load_deadline_ms": 200})
+    engine.send(step())
+    engine.spoil()
+    stuck.stuck = True
+    for _ in range(2):  # the second finds that the first is still under way
+        assert engine.receive(step()) == (None, False)
+    thread = engine.connector._store._bounded._thread
+    stuck.stuck = False
+    stuck.let_go.set()
+    assert thread is not None
+    thread.join(WAITS_S)
+    assert untouched(engine)  # what comes too late goes nowhere
+    patient = Engine(folder)
+    assert patient.receive(step())[1]
+
+
+def test_a_store_that_takes_nothing_is_left_at_the_deadline(
+    folder: Path, stuck: StuckStore
+) -> None:
+    engine = Engine(folder, settings={"save_deadline_ms": 200})
+    stuck.stuck = True
+    engine.send(step())
+    assert engine.recorder.value("save_errors") == 2
+    assert engine.receive(step()) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda s: setattr(s, "lora_requests", {"an adapter"}),
+        lambda s: setattr(s, "multi_modal_kwargs", {"pixel_values": 1}),
+        lambda s: setattr(s, "inputs_embeds", torch.zeros(20, 4)),
+        lambda s: setattr(s.attn_metadata, "encoder_seq_lens", [4]),
+        lambda s: setattr(s, "attn_metadata", None),
+        lambda s: setattr(s, "input_tokens", None),
+        lambda s: setattr(s.attn_metadata, "seq_lens", None),
+        lambda s: setattr(s.attn_metadata, "seq_lens", [20]),
+        lambda s: setattr(s.attn_metadata, "seq_lens", [15, 13]),  # 8 tokens computed before
+        lambda s: setattr(s.attn_metadata, "seq_lens", [20, 13]),  # as many as the batch has
+        lambda s: setattr(s.attn_metadata, "seq_lens", [20, 0]),
+        lambda s: setattr(s.attn_metadata, "num_prefill_tokens", 0),
+        lambda s: setattr(s.attn_metadata, "num_prefill_tokens", 21),
+        lambda s: setattr(s, "input_tokens", s.input_tokens[:-1]),
+        lambda s: s.attn_metadata.slot_mapping.__setitem__(3, -1),
+        lambda s: s.attn_metadata.slot_mapping.__setitem__(3, 64 * 4),
+        lambda s: s.input_tokens.__setitem__(3, -1),
+        lambda s: setattr(s.attn_metadata, "slot_mapping", s.attn_metadata.slot_mapping[:-1]),
+    ],
+)
+def test_prompts_that_token_ids_do_not_name_whole_are_left_alone(
+    folder: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[SimpleNamespace], None]
+) -> None:
+    engine = Engine(folder)
+    odd = step()
+    spoil(odd)
+    engine.send(odd, engine.states(20))
+    kept = [read_header(path.read_bytes()).claim.token_end for path in engine.payloads()]
+    assert kept in ([], [13])  # where only one prompt is odd
+    Engine(folder).send(step())
+    engine.spoil()
+    assert engine.receive(odd) == (None, False)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]  # no index error, no assertion
+
+
+def test_why_prompts_are_left_alone_is_told_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = Engine(folder)
+    for _ in range(5):
+        engine.send(step(lora_requests={"a"}))
+        engine.send(step())
+        engine.receive(step(lora_requests={"a"}))
+        engine.receive(step())
+    told = [r.message for r in caplog.records if "ready" not in r.message]
+    assert told == ["prompts left alone reason=prompts with lora_requests are not handed over"]
+
+
+def test_requests_that_generate_are_neither_sent_nor_left_out(folder: Path) -> None:
+    engine = Engine(folder)
+    mixed = step()
+    mixed.input_tokens = torch.cat((mixed.input_tokens, torch.tensor([5])))
+    attention = mixed.attn_metadata
+    attention.slot_mapping = torch.cat((attention.slot_mapping, torch.tensor([77])))
+    attention.seq_lens = [*attention.seq_lens, 30]
+    engine.send(mixed)
+    assert len(engine.payloads()) == len(PROMPTS)
+    assert engine.receive(mixed) == (None, False)
+    assert engine.receive(step())[1]
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        torch.zeros(20, 23),
+        torch.zeros(19, 24),
+        torch.zeros(20, 24, dtype=torch.float16),
+        torch.zeros(20, 2, 12),
+        SimpleNamespace(tensors={"hidden_states": torch.zeros(20, 24)}),
+    ],
+    ids=["width", "few", "dtype", "shape", "between"],
+)
+def test_states_of_another_form_are_not_sent(folder: Path, states: Any) -> None:
+    engine = Engine(folder)
+    engine.send(prompts([[*range(20)]], [[1, 2, 3, 4, 5]]), states)
+    assert not engine.payloads()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e.caches.pop(),
+        lambda e: e.caches.append(e.caches[0]),
+        lambda e: e.caches.__setitem__(1, e.caches[1][..., :4]),
+        lambda e: e.caches.__setitem__(1, e.caches[1].flatten(2)),
+        lambda e: e.caches.__setitem__(1, e.caches[1].double()),
+        lambda e: e.caches.__setitem__(1, e.caches[1][:, :0]),
+        lambda e: setattr(e.model.model, "end_layer", 4),
+        lambda e: setattr(e.model.model, "start_layer", -1),
+    ],
+)
+def test_caches_that_objkv_does_not_know_are_left_alone(
+    folder: Path, change: Callable[[Engine], None]
+) -> None:
+    sender, odd = Engine(folder), Engine(folder)
+    sender.send(step())
+    change(odd)
+    before = [bits(c).clone() for c in odd.caches if c.element_size() < 8]
+    assert odd.receive(step()) == (None, False)
+    odd.send(prompts([[1, 2]], [[1]]))
+    assert len(sender.payloads()) == 2
+    after = [bits(c) for c in odd.caches if c.element_size() < 8]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_stage_that_does_not_say_what_it_gives_is_left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder, Shape(start_layer=0, end_layer=1))
+    states = engine.states(20)
+    monkeypatch.setattr(engine.model, "make_empty_intermediate_tensors", None)
+    engine.send(step(), states)
+    assert not engine.payloads()
+    assert engine.receive(step()) == (None, False)
+
+
+def test_a_prompt_beyond_the_memory_allowed_is_left_alone(folder: Path) -> None:
+    small = {"pinned_bytes_max": 1 << 20}
+    long = prompts([list(range(90)) * 15, [1, 2]], [list(range(350)), [399]])
+    Engine(folder, blocks=400).send(long)
+    bounded = Engine(folder, blocks=400, settings=small)
+    assert bounded.receive(long) == (None, False)
+    assert bounded.receive(prompts([[1, 2]], [[399]]))[1]
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    model_folder(elsewhere)
+    bounded = Engine(elsewhere, blocks=400, settings=small)
+    bounded.send(long)
+    assert [read_header(p.read_bytes()).claim.token_end for p in bounded.payloads()] == [2]
+
+
+def test_a_record_that_promises_too_much_allocates_nothing(
+    folder: Path, flaky: tuple[FlakyStore, MemoryIndex], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, index = flaky
+    engine = Engine(folder)
+    engine.send(step())
+    (namespace,) = index.namespaces()
+    for record in list(index.scan(namespace)):
+        chunk = ChunkEntry(namespace, record.prefix_hash, record.parent_hash, 0, record.token_end)
+        for field, shard in record.shards.items():
+            huge = {field: type(shard)(1 << 50, 1, "none", False, "0" * 32, 1)}
+            index.publish(chunk, huge, ttl_s=60)
+    sizes = []
+    empty = np.empty
+    monkeypatch.setattr(np, "empty", lambda size, *a: sizes.append(size) or empty(size, *a))
+    assert engine.receive(step()) == (None, False)
+    assert sizes == []
+
+
+def test_after_close_everything_is_a_miss(folder: Path) -> None:
+    engine = Engine(folder)
+    engine.send(step())
+    for _ in range(2):
+        engine.connector.close()
+    engine.send(prompts([[1, 2]], [[1]]))
+    assert len(engine.payloads()) == 2
+    assert engine.receive(step()) == (None, False)
+
+
+def test_a_rank_that_lost_the_others_asks_them_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def lost(*_: Any, **__: Any) -> None:
+        calls.append(1)
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(dist, "all_reduce", lost)
+    nobody: Any = None
+    agree = RankAgreement(nobody)
+    assert not agree(True)
+    assert not agree(True)
+    assert calls == [1]

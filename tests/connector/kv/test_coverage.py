@@ -1,0 +1,78 @@
+"""What a replica can be served from, of what replicas of any shape saved."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.connector.kv.coverage import Coverage
+from objkv.connector.model.groups import Geometry
+from objkv.index.base import ShardRecord
+from objkv.keys.identity import GroupIdentity
+
+LAYERS, HEADS = 4, 8
+GROUP = GroupIdentity(
+    "full", None, tuple(f"l{i}" for i in range(LAYERS)), heads=HEADS, content=8, block_size=32
+)
+
+
+def geometry(tp: int, pp: int = 1, groups: int = 1) -> Geometry:
+    stages = ((LAYERS // pp,) * pp,) * groups if pp > 1 else ()
+    return Geometry((GROUP,) * groups, 64, 32, tp_size=tp, stages=stages)
+
+
+def coverage(tp: int, pp: int = 1, groups: int = 1) -> Coverage:
+    return Coverage(geometry(tp, pp, groups), is_mixed=lambda: True)
+
+
+def stored(tp: int, pp: int = 1, groups: int = 1, nbytes: int = 100) -> dict[str, ShardRecord]:
+    record = ShardRecord(nbytes, nbytes, "none", False, "0" * 32, 1)
+    return dict.fromkeys(sorted(geometry(tp, pp, groups).all_fields()), record)
+
+
+sizes = st.tuples(st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4]))
+
+
+@given(sizes, sizes)
+def test_any_shape_is_served_by_any_other(reader: tuple[int, int], writer: tuple[int, int]) -> None:
+    assert coverage(*reader).is_complete(stored(*writer))
+    assert coverage(*reader).is_readable(stored(*writer), 0)
+
+
+@given(sizes, sizes, st.data())
+def test_a_chunk_is_complete_exactly_when_every_head_of_every_layer_is_stored(
+    reader: tuple[int, int], writer: tuple[int, int], data: st.DataObject
+) -> None:
+    shards = stored(*writer)
+    kept = data.draw(st.sets(st.sampled_from(sorted(shards))))
+    some = {field: shards[field] for field in kept}
+    assert coverage(*reader).is_complete(some) == (len(some) == len(shards))
+
+
+def test_of_several_groups_one_may_be_readable_alone() -> None:
+    one = coverage(2, groups=2)
+    shards = {f: r for f, r in stored(4, groups=2).items() if f.startswith("1.")}
+    assert not one.is_readable(shards, 0)
+    assert one.is_readable(shards, 1)
+    assert not one.is_complete(shards)
+
+
+def test_bytes_are_those_of_the_rank_that_fetches_most() -> None:
+    assert coverage(2).size(stored(1)) == (100, False)
+    assert coverage(1).size(stored(2)) == (200, False)
+    assert coverage(2).size(stored(2)) == (100, False)
+    assert coverage(2).size(stored(1) | stored(2)) == (100, False)
+    assert coverage(1, groups=2).size(stored(2, groups=2)) == (400, False)
+
+
+def test_without_other_shapes_shards_are_counted() -> None:
+    own = Coverage(geometry(2))
+    assert own.is_complete(stored(2))
+    assert own.is_readable(stored(2), 0)
+    assert own.size(stored(2)) == (100, False)
+    assert not own.is_complete(stored(1))
+
+
+def test_what_cannot_be_a_shard_of_the_model_is_known() -> None:
+    one = coverage(1)
+    assert one.is_possible("0.L0-4_H0-8")
+    for field in ("1.L0-4_H0-8", "0.L0-5_H0-8", "0.L0-4_H0-9", "0.x", "x", "00.L0-4_H0-8"):
+        assert not one.is_possible(field)

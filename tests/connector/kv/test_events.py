@@ -1,0 +1,439 @@
+"""KV events: what a router that believes them takes to be stored is stored."""
+
+import random
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from objkv.assembly.backends import Backends
+from objkv.cache.admission import LoadTime
+from objkv.connector.kv.events import (
+    MEDIUM,
+    BlockEvents,
+    EventLog,
+    NoEvents,
+    PublishedIndex,
+    open_event_log,
+    watch_saves,
+    with_stored,
+)
+from objkv.connector.kv.metadata import StepPlan, StepReport
+from objkv.connector.model.groups import Geometry
+from objkv.errors import StoreUnavailable
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.stores.memory import MemoryStore
+from objkv.testing.clock import ManualClock
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+
+NAMESPACE = "0" * 32
+CHUNK = 64
+FULL = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=4, content=8, block_size=16)
+WINDOW = GroupIdentity("sliding_window", 32, ("e", "f"), heads=2, content=8, block_size=32)
+RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+
+
+@pytest.fixture(autouse=True)
+def hashes() -> None:
+    kv_cache_utils.init_none_hash(sha256)
+
+
+def request(name: str = "r", tokens: int = 4 * CHUNK + 3, unit: int = 16, **more: Any) -> Request:
+    ids = random.Random(len(name) + tokens).choices(range(1000), k=tokens)
+    kv_cache_utils.init_none_hash(sha256)
+    return Request(
+        name,
+        ids,
+        SamplingParams(),
+        None,
+        block_hasher=kv_cache_utils.get_request_block_hasher(unit, sha256),
+        **more,
+    )
+
+
+def prefix_hash(chunk: int) -> bytes:
+    return chunk.to_bytes(20, "big")
+
+
+def move(chunk: int, group: int) -> ChunkMove:
+    return ChunkMove(
+        chunk=chunk,
+        group=group,
+        prefix_hash=prefix_hash(chunk),
+        parent_hash=bytes(20),
+        token_start=chunk * CHUNK,
+        token_end=(chunk + 1) * CHUNK,
+        first_block=0,
+        block_ids=(1,),
+    )
+
+
+def shown(request: Request) -> list[Any]:
+    """Its block hashes as events show them."""
+    return [kv_cache_utils.maybe_convert_block_hash(one) for one in request.block_hashes]
+
+
+class World:
+    """A log, and a router that believes it."""
+
+    def __init__(self, geometry: Geometry, unit: int = 16, **limits: Any) -> None:
+        self.geometry, self.clock = geometry, ManualClock()
+        blocks = BlockEvents(geometry, unit)
+        self.log = EventLog(geometry, blocks, clock=self.clock, **({"ttl_s": 60} | limits))
+        self.request = request(unit=unit)
+        self.believed: set[tuple[int, Any]] = set()
+        self.events: list[Any] = []
+
+    def _find(self, request_id: str) -> Any:
+        tracked = type("TrackedRequest", (), {"request": self.request})
+        return tracked if request_id == self.request.request_id else None
+
+    def save(self, *chunks: int, groups: tuple[int, ...] | None = None) -> None:
+        """A step plans to save these chunks."""
+        numbers = range(len(self.geometry.groups)) if groups is None else groups
+        moves = [SaveMove(move(chunk, group), "", None) for chunk in chunks for group in numbers]
+        plan = SavePlan(self.request.request_id, NAMESPACE, tuple(moves))
+        self.log.planned(StepPlan(saves=(plan,)), self._find)
+
+    def load(self, *chunks: int, sync: bool = False) -> None:
+        """A step plans to load these chunks."""
+        groups = range(len(self.geometry.groups))
+        moves = tuple(LoadMove(move(chunk, group), ()) for chunk in chunks for group in groups)
+        plan = LoadPlan(self.request.request_id, NAMESPACE, moves, sync)
+        self.log.planned(StepPlan(loads=(plan,)), self._find)
+
+    def report(self, received: set[str] | None = None, **told: Any) -> None:
+        """The workers told something; all of it is in one step."""
+        output = KVConnectorOutput(
+            finished_recving=received, kv_connector_worker_meta=StepReport(**told)
+        )
+        self.log.update(output)
+
+    def stored(self, chunk: int, *fields: str) -> None:
+        """Workers announced these shards."""
+        self.report(stored={(NAMESPACE, prefix_hash(chunk), field) for field in fields})
+
+    def listen(self) -> list[Any]:
+        """What the log tells now; the router believes it."""
+        events = list(self.log.take())
+        for event in events:
+            assert event.medium == MEDIUM
+            blocks = {(event.group_idx, one) for one in event.block_hashes}
+            if isinstance(event, BlockStored):
+                assert not blocks & self.believed
+                self.believed |= blocks
+            else:
+                assert blocks <= self.believed
+                self.believed -= blocks
+        self.events += events
+        return events
+
+    def blocks(self, chunk: int, group: int) -> set[tuple[int, Any]]:
+        """The blocks that a group's payloads of a chunk hold."""
+        identity, known = self.geometry.groups[group], shown(self.request)
+        size = identity.block_size
+        start = chunk * CHUNK if identity.window is None else (chunk + 1) * CHUNK - identity.window
+        ends = range(start + size, (chunk + 1) * CHUNK + 1, size)
+        return {(group, known[end // 16 - 1]) for end in ends}
+
+
+ONE = Geometry((FULL,), CHUNK, 16, tp_size=1)
+SHAPES = [
+    ONE,
+    Geometry((FULL,), CHUNK, 16, tp_size=2),
+    Geometry((FULL,), CHUNK, 16, tp_size=8),
+    Geometry((FULL,), CHUNK, 16, tp_size=2, stages=((3, 1),)),
+    Geometry((FULL, WINDOW), CHUNK, 32, tp_size=1),
+    Geometry((FULL, WINDOW), CHUNK, 32, tp_size=4),
+    Geometry((FULL, WINDOW), CHUNK, 32, tp_size=2, stages=((2, 2), (1, 1))),
+]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("salt", [None, "s"])
+def test_a_chunk_is_told_as_vllm_tells_the_same_blocks_on_the_device(
+    *, lora: bool, salt: str | None
+) -> None:
+    adapter = LoRARequest("ada", 3, "/some/where") if lora else None
+    world = World(ONE)
+    world.request = request(cache_salt=salt, lora_request=adapter)
+    world.save(0, 1)
+    for chunk in (0, 1):
+        world.stored(chunk, "0.L0-4_H0-4")
+    mine = world.listen()
+    pool = BlockPool(16, True, 16, enable_kv_cache_events=True)
+    blocks = pool.get_new_blocks(8)
+    for first in (0, 4):
+        pool.cache_full_blocks(world.request, blocks, first, first + 4, 16, 0)
+    theirs = pool.take_events()
+    for event in theirs:
+        event.medium = MEDIUM
+        event.session_id = None
+    assert mine == theirs
+    assert mine[1].parent_block_hash == mine[0].block_hashes[-1]
+
+
+def test_of_a_window_only_the_blocks_that_are_kept_are_told() -> None:
+    world = World(SHAPES[4])
+    world.save(1)
+    world.stored(1, "0.L0-4_H0-4", "1.L0-2_H0-2")
+    events = {event.group_idx: event for event in world.listen()}
+    hashes = shown(world.request)
+    assert events[0].block_hashes == hashes[4:8]
+    assert events[1].block_hashes == [hashes[7]]
+    assert events[1].parent_block_hash == hashes[5]
+    assert events[1].block_size == 32
+    assert events[1].token_ids == list(world.request.all_token_ids[96:128])
+
+
+@pytest.mark.parametrize("geometry", SHAPES)
+@given(data=st.data())
+@settings(deadline=None, max_examples=30)
+def test_a_group_is_told_once_all_its_shards_are_stored_in_whatever_order(
+    geometry: Geometry, data: st.DataObject
+) -> None:
+    """Against every rank of every shape: who holds what, and who writes it."""
+    world = World(geometry)
+    world.save(0, 1)
+    left: dict[tuple[int, int], set[str]] = {}
+    reports = []
+    for chunk in (0, 1):
+        for group in range(len(geometry.groups)):
+            for rank in range(geometry.ranks):
+                share = geometry.rank_shard(
+                    group, rank % geometry.tp_size, rank // geometry.tp_size
+                )
+                if share is not None and share.writes(prefix_hash(chunk)):
+                    field = f"{group}.{share.shard}"
+                    left.setdefault((chunk, group), set()).add(field)
+                    reports.append((chunk, group, field))
+    for chunk, group, field in data.draw(st.permutations(reports)):
+        world.stored(chunk, field)
+        left[chunk, group].discard(field)
+        world.listen()
+        expected = set[tuple[int, Any]]()
+        for (done, of), fields in left.items():
+            expected |= set() if fields else world.blocks(done, of)
+        assert world.believed == expected
+    assert not any(left.values())
+    assert repr(world.log) == "<EventLog 2 chunks reported, 0 being saved>"
+
+
+ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3)), max_size=40))
+@settings(deadline=None, max_examples=150)
+def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int]]) -> None:
+    geometry = Geometry((FULL,), CHUNK, 16, tp_size=2)
+    fields = sorted(geometry.all_fields())
+    world = World(geometry, chunks_max=3, pending_max=2)
+    there: dict[int, set[str]] = {chunk: set() for chunk in range(4)}
+    for action, chunk in steps:
+        if action == "save":
+            world.save(chunk)
+        elif action == "store":
+            lacking = sorted(set(fields) - there[chunk]) or fields
+            there[chunk].add(lacking[0])
+            world.stored(chunk, lacking[0])
+        elif action == "reject":
+            there[chunk].clear()
+            world.report(rejected={(NAMESPACE, prefix_hash(chunk))})
+        elif action == "load" and len(there[chunk]) == 2:
+            world.load(chunk)
+            world.report({"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})
+        elif action == "fail":
+            world.load(chunk)
+            world.report({"r"}, failed={"r"})
+        elif action == "reset":
+            world.log.reset()
+            there = {chunk: set() for chunk in range(4)}
+        elif action == "wait":
+            world.clock.advance(25)
+        world.listen()
+        stored = [chunk for chunk, held in there.items() if len(held) == 2]
+        assert world.believed <= {block for chunk in stored for block in world.blocks(chunk, 0)}
+        assert len(world.believed) <= 3 * 4
+
+
+def test_what_was_loaded_is_told_once_it_is_there() -> None:
+    world = World(SHAPES[4])
+    world.load(0, 1)
+    world.report(loaded={"r": LoadTime(1, 1.0, 0.5)})  # one of several workers, perhaps
+    assert not world.listen()
+    world.report({"r"})
+    assert len(world.listen()) == 4
+    world.load(0, 1)
+    world.report({"r"})
+    assert not world.listen()
+
+
+def test_what_was_loaded_within_the_step_is_told_in_it() -> None:
+    world = World(ONE)
+    world.load(0, sync=True)
+    world.report(loaded={"r": LoadTime(1, 1.0, 0.5)})
+    assert world.listen()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_load_that_failed_on_any_rank_is_not_told(*, sync: bool) -> None:
+    world = World(ONE)
+    world.load(0, sync=sync)
+    world.report(failed={"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})
+    world.report({"r"})
+    assert not world.listen()
+
+
+def test_a_reject_takes_back_what_was_told_and_nothing_else() -> None:
+    world = World(SHAPES[4])
+    world.save(0, 1)
+    for chunk in (0, 1):
+        world.stored(chunk, "0.L0-4_H0-4", "1.L0-2_H0-2")
+    world.listen()
+    world.report(rejected={(NAMESPACE, prefix_hash(0)), (NAMESPACE, prefix_hash(3))})
+    removed = world.listen()
+    assert all(isinstance(event, BlockRemoved) for event in removed)
+    assert world.believed == world.blocks(1, 0) | world.blocks(1, 1)
+
+
+def test_what_is_stored_anew_after_a_reject_is_told_anew() -> None:
+    world = World(Geometry((FULL,), CHUNK, 16, tp_size=2))
+    world.save(0)
+    world.stored(0, "0.L0-4_H0-2")
+    world.report(rejected={(NAMESPACE, prefix_hash(0))})
+    world.stored(0, "0.L0-4_H2-4")
+    assert not world.listen()
+    world.stored(0, "0.L0-4_H0-2")
+    assert world.listen()
+
+
+def test_a_reset_takes_everything_back_and_ignores_what_comes_late() -> None:
+    world = World(ONE)
+    world.save(0, 1)
+    world.stored(0, "0.L0-4_H0-4")
+    world.listen()
+    world.log.reset()
+    world.stored(1, "0.L0-4_H0-4")
+    (event,) = world.listen()
+    assert isinstance(event, BlockRemoved)
+    assert not world.believed
+
+
+def test_what_nobody_here_used_for_as_long_as_a_record_lives_is_taken_back() -> None:
+    world = World(ONE)
+    world.save(0, 1)
+    for chunk in (0, 1):
+        world.stored(chunk, "0.L0-4_H0-4")
+    world.listen()
+    world.clock.advance(40)
+    world.load(0)
+    world.report({"r"})
+    assert not world.listen()
+    world.clock.advance(40)
+    world.listen()
+    assert world.believed == world.blocks(0, 0)
+
+
+def test_hashes_that_vllm_has_not_made_are_not_told() -> None:
+    world = World(ONE)
+    world.request = request(tokens=CHUNK - 1)
+    world.save(0)
+    world.stored(0, "0.L0-4_H0-4")
+    assert not world.listen()
+
+
+def test_hashes_of_other_blocks_than_expected_are_not_told() -> None:
+    world = World(ONE, unit=32)
+    world.request = request(unit=16)
+    world.save(0)
+    world.stored(0, "0.L0-4_H0-4")
+    assert not world.listen()
+
+
+def test_a_bug_in_the_log_costs_events_and_nothing_else() -> None:
+    world = World(ONE)
+    cast(Any, world.request).block_hashes = None
+    world.save(0)
+    assert not world.listen()
+
+
+def test_events_cross_to_routers_as_vllms_own() -> None:
+    import msgspec
+
+    world = World(ONE)
+    world.save(0)
+    world.stored(0, "0.L0-4_H0-4")
+    world.listen()
+    world.log.reset()
+    world.listen()
+    batch = KVEventBatch(ts=1.0, events=world.events)
+    raw = msgspec.msgpack.Encoder().encode(batch)
+    assert msgspec.msgpack.Decoder(KVEventBatch).decode(raw).events == world.events
+
+
+@pytest.fixture
+def backends() -> Iterator[Backends]:
+    with Backends(MemoryStore(), None, MemoryIndex()) as backends:
+        yield backends
+
+
+def config(*, enabled: bool | None) -> Any:
+    events = None if enabled is None else KVEventsConfig(enabled, publisher="null")
+    return type("VllmConfig", (), {"kv_events_config": events})
+
+
+@pytest.mark.parametrize("enabled", [None, False])
+def test_where_vllm_wants_no_events_nothing_is_kept(
+    backends: Backends, *, enabled: bool | None
+) -> None:
+    same, published = watch_saves(backends, config(enabled=enabled))
+    assert same is backends
+    assert published is None
+    assert with_stored(None, published) is None
+    log = open_event_log(config(enabled=enabled), cast(Any, None), ONE, cast(Any, None))
+    assert type(log) is NoEvents
+    assert log.take() == ()
+
+
+def entry(chunk: int) -> ChunkEntry:
+    return ChunkEntry(NAMESPACE, prefix_hash(chunk), bytes(20), 0, CHUNK)
+
+
+def test_what_was_announced_is_in_the_next_report(backends: Backends) -> None:
+    watched, published = watch_saves(backends, config(enabled=True))
+    watched.index.publish(entry(1), {"0.a": RECORD, "1.a": RECORD}, ttl_s=60)
+    report = with_stored(StepReport(failed={"x"}), published)
+    assert report is not None
+    assert report.failed == {"x"}
+    assert report.stored == {(NAMESPACE, prefix_hash(1), name) for name in ("0.a", "1.a")}
+    assert with_stored(None, published) is None
+
+
+def test_what_could_not_be_announced_is_not_told() -> None:
+    class Broken(MemoryIndex):
+        def publish(self, *args: Any, **kwargs: Any) -> None:
+            raise StoreUnavailable("gone")
+
+    index = PublishedIndex(Broken())
+    with pytest.raises(StoreUnavailable):
+        index.publish(entry(1), {"0.a": RECORD}, ttl_s=60)
+    assert index.take() == set()
+
+
+def test_what_several_ranks_announced_comes_together() -> None:
+    one, two = (StepReport(stored={(NAMESPACE, prefix_hash(n), "0.a")}) for n in (1, 2))
+    assert not one.is_empty()
+    assert one.aggregate(two).stored == one.stored | two.stored

@@ -1,0 +1,101 @@
+"""The namespace a replica lives in, and what a reset makes of it."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from objkv.connector.kv.namespace import ReplicaNamespace
+from objkv.errors import StoreUnavailable
+from objkv.keys.identity import identity_path
+from objkv.ops.diff import namespace_of, parse_document
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+from tests.support.sides import IDENTITY, Jobs
+
+
+def run(jobs: Jobs) -> None:
+    with contextlib.suppress(StoreUnavailable):
+        jobs.run()
+
+
+def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
+    store, jobs = MemoryStore(), Jobs()
+    namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
+    for _ in range(3):
+        namespace.announce()
+    assert len(jobs) == 1
+    run(jobs)
+    assert store.get(identity_path(namespace.name)) == IDENTITY.canonical()
+    namespace.announce()
+    assert not jobs
+
+
+def test_a_document_that_was_not_taken_is_tried_again() -> None:
+    store, jobs = FlakyStore(MemoryStore()), Jobs()
+    namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
+    jobs.full = True
+    namespace.announce()
+    jobs.full = False
+    store.fail_next(StoreUnavailable("gone"))
+    namespace.announce()
+    run(jobs)
+    namespace.announce()
+    run(jobs)
+    assert store.get(identity_path(namespace.name)) is not None
+
+
+def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -> None:
+    store, jobs = FlakyStore(MemoryStore()), Jobs()
+
+    def at_once(job: Callable[[], None]) -> bool:
+        jobs.submit(job)
+        run(jobs)
+        return True
+
+    namespace = ReplicaNamespace(IDENTITY, store, at_once, writes=True)
+    store.fail_next(StoreUnavailable("gone"))
+    namespace.announce()
+    namespace.announce()
+    assert store.get(identity_path(namespace.name)) is not None
+
+
+def test_a_reader_writes_no_document() -> None:
+    jobs = Jobs()
+    ReplicaNamespace(IDENTITY, MemoryStore(), jobs.submit, writes=False).announce()
+    assert not jobs
+
+
+def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
+    namespaces = [
+        ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True) for _ in range(2)
+    ]
+    assert namespaces[0].name == namespaces[1].name
+    for namespace in namespaces:
+        assert namespace.renew(clean=True)
+    assert len({IDENTITY.namespace(), *(namespace.name for namespace in namespaces)}) == 3
+    assert all(namespace.open for namespace in namespaces)
+
+
+def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did_not() -> None:
+    namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True)
+    assert not namespace.renew(clean=False)
+    assert not namespace.open
+    assert namespace.name == IDENTITY.namespace()
+    assert namespace.renew(clean=True)
+    assert namespace.open
+    assert namespace.name != IDENTITY.namespace()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_reader_logs_the_document_that_it_does_not_store(
+    caplog: pytest.LogCaptureFixture, *, writes: bool
+) -> None:
+    with caplog.at_level(logging.INFO, logger="objkv.connector.kv.namespace"):
+        namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=writes)
+        namespace.announce()
+        assert ("document=" in caplog.text) is not writes
+        namespace.renew(clean=True)
+    if not writes:
+        assert namespace_of(parse_document(caplog.text, "log")) == namespace.name

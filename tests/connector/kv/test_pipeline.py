@@ -1,0 +1,246 @@
+"""Stages of a pipeline: which layers vLLM gives them, and that all ranks mean the same groups."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry, whole_groups
+from objkv.errors import ConfigError
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import token_digest
+from objkv.keys.topology import Topology, pp_layers
+from objkv.stores.memory import MemoryStore
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.paged_cache import BLOCKS, CHUNK, HASHES, NAMESPACE, TOKENS
+from tests.support.servers.redis import wait_until
+from tests.support.sides import worker_side
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning  # since 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64
+)
+SPECS = {"full_attention": FULL, "sliding_attention": WINDOW}
+MIXES = {
+    "one to one": ["sliding_attention", "full_attention"] * 12,
+    "five to one": (["sliding_attention"] * 5 + ["full_attention"]) * 4 + ["sliding_attention"] * 2,
+    "nearly as many": ["sliding_attention"] * 12 + ["full_attention"] * 13,
+    "one kind": ["full_attention"] * 13,
+}
+
+
+@pytest.fixture(autouse=True)
+def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+
+
+def engine(pp_size: int, kinds: Sequence[str], *, told: bool = True) -> Any:
+    """vLLM's configuration, as far as it is asked."""
+    text = SimpleNamespace(layer_types=list(kinds)) if told else SimpleNamespace()
+    model = SimpleNamespace(hf_text_config=text, get_total_num_hidden_layers=lambda: len(kinds))
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pp_size), model_config=model
+    )
+
+
+def of_vllm(
+    kinds: Sequence[str], pp_size: int, naming: str = "model.layers.{}.self_attn.attn"
+) -> tuple[list[KVCacheGroupSpec], list[list[KVCacheGroupSpec]]]:
+    """The groups of the whole model, and what each stage is told of them."""
+    specs = {naming.format(layer): SPECS[kind] for layer, kind in enumerate(kinds)}
+    whole = planning._get_kv_cache_groups_uniform_page_size(cast("Any", specs))
+    names = list(specs)
+    stages = [
+        planning._project_kv_cache_groups_to_worker(
+            whole,
+            {name: specs[name] for name in names[slice(*get_pp_indices(len(kinds), r, pp_size))]},
+        )
+        for r in range(pp_size)
+    ]
+    return whole, stages
+
+
+def test_layers_are_dealt_to_stages_as_vllm_does() -> None:
+    for layers, pp_size in product(range(1, 130), range(1, 9)):
+        topology = Topology(1, 1, pp_layers(layers, pp_size))
+        ranges = [get_pp_indices(layers, rank, pp_size) for rank in range(pp_size)]
+        assert [topology.layer_range(rank) for rank in range(pp_size)] == ranges
+
+
+@pytest.mark.parametrize("pp_size", range(2, 9))
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_stage_means_the_groups_of_the_whole_model(mix: str, pp_size: int) -> None:
+    kinds = MIXES[mix]
+    whole, stages = of_vllm(kinds, pp_size)
+    for told in stages:
+        found, counts = whole_groups(engine(pp_size, kinds), told)
+        assert [group.layer_names for group in found] == [group.layer_names for group in whole]
+        for g in range(len(whole)):
+            assert counts[g] == tuple(len(stage[g].layer_names) for stage in stages)
+
+
+def test_without_a_pipeline_groups_are_as_vllm_gives_them() -> None:
+    whole, _ = of_vllm(MIXES["five to one"], 1, naming="strange.{}.0")
+    assert whole_groups(engine(1, [], told=False), whole) == (whole, ())
+
+
+def test_stages_are_as_long_as_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,9,1")
+    kinds = MIXES["one kind"]
+    _, stages = of_vllm(kinds, 3)
+    for told in stages:
+        assert whole_groups(engine(3, kinds), told)[1] == ((3, 9, 1),)
+
+
+def test_a_stage_without_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "13,0")
+    _, stages = of_vllm(MIXES["one kind"], 2)
+    with pytest.raises(ConfigError, match="so that each has some"):
+        whole_groups(engine(2, MIXES["one kind"]), stages[0])
+
+
+def test_several_groups_of_which_nothing_is_told_are_refused() -> None:
+    kinds = MIXES["five to one"]
+    _, stages = of_vllm(kinds, 2)
+    for strange in (engine(2, kinds, told=False), engine(2, [])):
+        strange.model_config.get_total_num_hidden_layers = lambda: len(kinds)
+        with pytest.raises(ConfigError, match="no layer_types"):
+            whole_groups(strange, stages[0])
+
+
+def test_a_stage_with_other_layers_than_expected_stops_the_engine() -> None:
+    """Each stage checks its own, so what is wrong anywhere is found by the stage that has it."""
+    kinds = MIXES["five to one"]
+    _, stages = of_vllm(kinds, 2)
+    for rank, layer in ((0, 3), (1, 20)):
+        lied = list(kinds)
+        lied[layer], lied[layer + 3] = lied[layer + 3], lied[layer]
+        if lied == list(kinds):
+            lied[layer] = "full_attention"
+        with pytest.raises(ConfigError, match="cannot tell those of other stages"):
+            whole_groups(engine(2, lied), stages[rank])
+
+
+def test_layers_that_share_the_kv_of_others_are_refused_in_a_pipeline() -> None:
+    _, stages = of_vllm(MIXES["one kind"], 2)
+    group = stages[1][0]
+    fewer = [replace(group, layer_names=group.layer_names[:-2])]
+    with pytest.raises(ConfigError, match="cannot tell those of other stages"):
+        whole_groups(engine(2, MIXES["one kind"]), fewer)
+
+
+@pytest.mark.parametrize("naming", ["model.layers.{}.attn.{}", "model.attn"])
+def test_layers_named_another_way_are_refused_in_a_pipeline(naming: str) -> None:
+    names = [naming.format(layer, 0) for layer in range(2)]
+    with pytest.raises(ConfigError, match="named alike but for one number"):
+        whole_groups(engine(2, ["full_attention"] * 4), [KVCacheGroupSpec(names, FULL)])
+
+
+# Two workers of a pipeline, and two of another replica.
+
+GROUPS = (
+    GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32),
+    GroupIdentity("full", None, ("m0",), heads=2, content=16, block_size=32),
+)
+GEOMETRY = Geometry(GROUPS, CHUNK, 32, tp_size=1, stages=((2, 1), (0, 1)))
+"""The first stage has no layer of the second group."""
+Caches = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def index() -> MemoryIndex:
+    return MemoryIndex()
+
+
+@pytest.fixture
+def workers(index: MemoryIndex) -> Iterator[list[tuple[WorkerSide, Caches]]]:
+    store = MemoryStore()
+    made = [_worker(store, index, pp_rank, seed) for seed in (0, 1) for pp_rank in (0, 1)]
+    yield made
+    for worker, _ in made:
+        worker.close()
+
+
+def _worker(
+    store: MemoryStore, index: MemoryIndex, pp_rank: int, seed: int
+) -> tuple[WorkerSide, Caches]:
+    generator = torch.Generator().manual_seed(2 * seed + pp_rank)
+    caches = {
+        name: torch.randn((32, 2, 32, 16), generator=generator).to(torch.bfloat16)
+        for name in (("l0", "l1"), ("l2", "m0"))[pp_rank]
+    }
+    rank = Rank(0, f"w{seed}-{pp_rank}", batches_in_flight=2, pp_rank=pp_rank)
+    worker = worker_side(store, index, geometry=GEOMETRY, rank=rank, caches=caches)
+    return worker, caches
+
+
+def _load(worker: WorkerSide, load: LoadPlan) -> None:
+    received: set[str] = set()
+
+    def told() -> bool:
+        received.update(worker.results(StepPlan(), set()).received)
+        return bool(received)
+
+    worker.start_loads(StepPlan(loads=(load,)))
+    wait_until(told, "the load to end")
+
+
+def _moves(first_block: int) -> list[ChunkMove]:
+    blocks = tuple(range(first_block, first_block + BLOCKS))
+    return [
+        ChunkMove(0, group, HASHES[0], bytes(20), 0, CHUNK, first_block=0, block_ids=blocks)
+        for group in range(len(GROUPS))
+    ]
+
+
+def test_a_group_lies_on_the_stages_that_have_layers_of_it() -> None:
+    assert GEOMETRY.ranks == 2
+    assert GEOMETRY.fields(0) == {"0.L0-2_H0-2", "0.L2-3_H0-2"}
+    assert GEOMETRY.fields(1) == {"1.L0-1_H0-2"}
+    first, second = GEOMETRY.shape(0, 0, 0), GEOMETRY.shape(0, 0, 1)
+    assert first is not None
+    assert second is not None
+    assert (first.layers, second.layers) == (("l0", "l1"), ("l2",))
+    assert first.model_layers == second.model_layers == ("l0", "l1", "l2")
+    assert GEOMETRY.shape(1, 0, 0) is None
+
+
+def test_every_stage_saves_and_loads_its_own_layers(
+    workers: list[tuple[WorkerSide, Caches]], index: MemoryIndex
+) -> None:
+    saves = tuple(SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None) for move in _moves(1))
+    for worker, _ in workers[:2]:
+        plan = StepPlan(saves=(SavePlan("r", NAMESPACE, saves),))
+        worker.end_forward(plan)
+        assert worker.take_report() is None
+
+    def shards() -> dict[str, Any]:
+        (record,) = index.lookup(NAMESPACE, [HASHES[0]])
+        return dict(record.shards) if record else {}
+
+    wait_until(lambda: set(shards()) == GEOMETRY.all_fields(), "all shards to be there")
+    loads = tuple(LoadMove(move, tuple(shards().items())) for move in _moves(9))
+    load = LoadPlan("q", NAMESPACE, loads, sync=False)
+    for worker, _ in workers[2:]:
+        _load(worker, load)
+        assert worker.take_failed_blocks() == set()
+        report = worker.take_report()
+        assert report is not None
+        assert not report.failed
+    for (_, saved), (_, loaded) in zip(workers[:2], workers[2:], strict=True):
+        for name, cache in saved.items():
+            assert torch.equal(cache[1 : 1 + BLOCKS], loaded[name][9 : 9 + BLOCKS])

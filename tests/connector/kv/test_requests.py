@@ -1,0 +1,289 @@
+"""What is followed of a request: its hashes, computed in the background, and its chunks."""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.telemetry import MemoryRecorder
+from objkv.testing.clock import ManualClock
+from tests.support.sides import FIELD, GEOMETRY, SIZE, Jobs, request
+
+NAMESPACE = "0" * 32
+TOKENS = list(range(100 * SIZE + 5))
+WHOLE = prefix_hashes(NAMESPACE, TOKENS, SIZE)
+PATIENCE_S = 120
+
+
+def hashes_of(tokens: list[int], **more: Any) -> RequestHashes:
+    return RequestHashes(request(tokens, **more), NAMESPACE, None, SIZE)
+
+
+def test_they_are_those_of_the_prompt_in_any_slices() -> None:
+    hashes = hashes_of(TOKENS)
+    assert len(hashes) == 100
+    assert hashes[20:40] == WHOLE[20:40]
+    assert hashes[0:100] == WHOLE
+
+
+def test_the_scheduler_is_told_of_what_others_computed_and_has_the_rest_computed() -> None:
+    hashes, jobs = hashes_of(TOKENS), Jobs()
+    assert hashes.ready(80, jobs.submit) == 0
+    assert hashes.ready(80, jobs.submit) == 0
+    assert len(jobs) == 1
+    jobs.run()
+    assert hashes.ready(80, jobs.submit) == 80
+    assert [hashes.chain.hash(i) for i in range(100)] == WHOLE
+    assert hashes.chain.parent(0) == root_hash(NAMESPACE)
+    assert hashes.chain.token_digest(1) == token_digest(TOKENS[SIZE : 2 * SIZE])
+
+
+def test_a_token_that_cannot_be_hashed_ends_the_request_s_hashes_and_raises_nothing() -> None:
+    """What one prompt raises on the scheduler's thread costs all others their saves."""
+    tokens = TOKENS[: 2 * SIZE]
+    hashes, jobs = hashes_of(tokens), Jobs()
+    hashes.ready(2, jobs.submit)
+    jobs.run()
+    tokens += [-1] * SIZE
+    assert hashes.ready(3, jobs.submit) == 2
+    assert hashes.failed
+    assert hashes.ready(3, jobs.submit) == 2
+    assert not jobs
+
+
+def test_when_there_is_no_room_for_the_job_it_is_tried_again() -> None:
+    hashes, jobs = hashes_of(TOKENS), Jobs()
+    jobs.full = True
+    assert hashes.ready(80, jobs.submit) == 0
+    jobs.full = False
+    hashes.ready(80, jobs.submit)
+    jobs.run()
+    assert hashes.ready(80, jobs.submit) == 80
+
+
+def test_the_next_chunk_of_a_growing_request_needs_no_other_thread() -> None:
+    tokens = TOKENS[: 10 * SIZE]
+    hashes, jobs = hashes_of(tokens), Jobs()
+    assert hashes[0:10] == WHOLE[:10]
+    tokens += TOKENS[10 * SIZE : 11 * SIZE]
+    assert hashes.ready(11, jobs.submit) == 11
+    assert hashes.chain.hash(10) == WHOLE[10]
+    assert not jobs
+    tokens += TOKENS[11 * SIZE :]
+    assert hashes.ready(100, jobs.submit) == 11
+    assert len(jobs) == 1
+
+
+def test_the_scheduler_does_not_wait_for_a_thread_that_is_computing() -> None:
+    tokens = TOKENS[: 10 * SIZE]
+    hashes = hashes_of(tokens)
+    assert hashes[0:10]
+    tokens += TOKENS[10 * SIZE : 11 * SIZE]
+    with hashes._lock:
+        assert hashes.ready(11, lambda _: True) == 10
+
+
+def test_what_cannot_be_computed_is_not_tried_again() -> None:
+    hashes, jobs = hashes_of(TOKENS, mm_features=[SimpleNamespace(identifier=None)]), Jobs()
+    hashes.ready(1, jobs.submit)
+    with pytest.raises(AttributeError):
+        jobs.run()
+    assert hashes.failed
+    assert hashes.ready(1, jobs.submit) == 0
+    assert not jobs
+
+
+def test_many_threads_compute_the_same() -> None:
+    for _ in range(5):
+        hashes = hashes_of(TOKENS)
+        with ThreadPoolExecutor(4) as pool:
+            slices = [slice(0, n) for n in (100, 30, 70, 100)]
+            assert [list(found) for found in pool.map(hashes.__getitem__, slices)] == [
+                WHOLE[one] for one in slices
+            ]
+
+
+@pytest.fixture
+def index() -> MemoryIndex:
+    index = MemoryIndex()
+    for chunk in range(2):
+        entry = ChunkEntry(NAMESPACE, WHOLE[chunk], b"p" * 20, 0, SIZE)
+        index.publish(entry, {FIELD: ShardRecord(9, 9, "none", False, "0" * 32, 1)}, ttl_s=3600)
+    return index
+
+
+@pytest.fixture
+def lookups(index: MemoryIndex) -> Iterator[LookupService]:
+    limits = LookupLimits(PATIENCE_S, queue_max=8)
+    service = LookupService(index, [FIELD], MemoryRecorder(), limits)
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def tracker(lookups: LookupService) -> RequestTracker:
+    return RequestTracker(GEOMETRY, lookups, MemoryRecorder())
+
+
+def wait_for(tell: Callable[[], object]) -> object:
+    end = time.monotonic() + PATIENCE_S
+    while (told := tell()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return told
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"prompt_embeds": torch.zeros(len(TOKENS), 4), "prompt_is_token_ids": None}]
+)
+def test_nothing_is_hashed_on_the_thread_that_follows_requests(
+    tracker: RequestTracker, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    threads, sha256 = set(), hashlib.sha256
+
+    def seen(*args: Any) -> Any:
+        threads.add(get_ident())
+        return sha256(*args)
+
+    monkeypatch.setattr(hashlib, "sha256", seen)
+    tracked = tracker.add(request(TOKENS, **more), NAMESPACE)
+    assert wait_for(lambda: tracker.records(tracked)) is not None
+    assert tracker.due(tracked, 100)
+    assert threads
+    assert get_ident() not in threads
+
+
+def test_a_prompt_is_not_copied_when_a_request_arrives(tracker: RequestTracker) -> None:
+    class Tokens(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            slices.append((get_ident(), key))
+            return super().__getitem__(key)
+
+    slices: list[tuple[int, Any]] = []
+    tracked = tracker.add(request(Tokens(TOKENS)), NAMESPACE)
+    wait_for(lambda: tracker.records(tracked))
+    assert slices
+    assert get_ident() not in {thread for thread, _ in slices}
+    assert max(key.stop - key.start for _, key in slices) < len(TOKENS) / 4
+
+
+def test_chunks_that_are_stored_are_not_due_and_those_without_hashes_wait(
+    tracker: RequestTracker, lookups: LookupService
+) -> None:
+    jobs = Jobs()
+    tracked = tracker.add(request(TOKENS[: 2 * SIZE]), NAMESPACE)
+    wait_for(lambda: tracker.records(tracked))
+    assert tracker.due(tracked, 2) == []
+    tracked.request.all_token_ids += TOKENS[2 * SIZE : 50 * SIZE]
+    submit: Any = jobs.submit
+    lookups.submit = submit  # type: ignore[method-assign]
+    assert tracker.due(tracked, 50) == []
+    jobs.run()
+    assert tracker.due(tracked, 50) == list(range(2, 50))
+
+
+def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
+    tracker: RequestTracker,
+) -> None:
+    tracked = tracker.add(request(TOKENS[: 3 * SIZE]), NAMESPACE)
+    wait_for(lambda: tracker.records(tracked))
+    assert tracker.due(tracked, 3) == [2]
+    tracker.reject([WHOLE[1], WHOLE[2], b"?" * 20])
+    assert tracker.due(tracked, 3) == [1]
+
+
+def test_saves_wait_for_hashes_only_while_they_are_computed(tracker: RequestTracker) -> None:
+    tracked = tracker.add(request(TOKENS), NAMESPACE)
+    wait_for(lambda: None if tracker.hashing(tracked) else True)
+    assert tracked.hashes is not None
+    assert tracked.hashes.done == 100
+    empty = tracker.add(request([1], name="s"), NAMESPACE)
+    assert not tracker.hashing(empty)
+
+
+DEADLINE_S = 0.5
+
+
+def adapter(*, in_place: bool = False) -> Any:
+    return SimpleNamespace(lora_path="/nowhere", lora_int_id=1, load_inplace=in_place)
+
+
+def test_a_session_whose_prompt_changes_while_it_runs_is_left_alone(
+    tracker: RequestTracker,
+) -> None:
+    """vLLM takes tokens back and adds images to it; hashes made before would name other KV."""
+    tracked = tracker.add(request(resumable=True), NAMESPACE)
+    assert (tracked.may_load, tracked.may_save) == (False, False)
+    assert tracker.records(tracked) == ()
+
+
+def test_an_adapter_that_was_replaced_in_place_is_not_shared(tracker: RequestTracker) -> None:
+    """Its file says what it is now, not what blocks in this engine were computed with."""
+    tracked = tracker.add(request(lora_request=adapter(in_place=True)), NAMESPACE)
+    assert (tracked.may_load, tracked.may_save) == (False, False)
+    assert tracker.records(tracked) == ()
+
+
+def test_a_request_waits_for_an_adapter_no_longer_than_for_a_lookup() -> None:
+    """Its folder may hang, or be large."""
+    clock, limits = ManualClock(), LookupLimits(DEADLINE_S, queue_max=8)
+    lookups = LookupService(MemoryIndex(), [FIELD], MemoryRecorder(), limits, clock=clock)
+    cast("Any", lookups).submit = lambda _job: True
+    tracker = RequestTracker(GEOMETRY, lookups, MemoryRecorder())
+    tracked = tracker.add(request(lora_request=adapter()), NAMESPACE)
+    assert tracker.records(tracked) is None
+    clock.advance(DEADLINE_S + 0.1)
+    assert tracker.records(tracked) == ()
+    assert tracked.may_save
+    lookups.close()
+
+
+def tracked(*, stored: set[int]) -> TrackedRequest:
+    return TrackedRequest(cast("Any", SimpleNamespace(request_id="r")), "n" * 32, stored=stored)
+
+
+def test_each_computed_chunk_that_is_not_stored_is_due_once() -> None:
+    one = tracked(stored={0, 2})
+    assert one.due(1) == []
+    assert one.due(4) == [1, 3]
+    assert one.due(4) == []
+
+
+def test_a_chunk_whose_payload_was_refused_is_due_in_the_step_that_computes_it() -> None:
+    """A step later a sliding window may have passed its blocks."""
+    one = tracked(stored={0, 1, 2})
+    one.again.add(1)
+    assert one.due(1) == []
+    assert one.due(3) == [1]
+    assert one.due(3) == []
+
+
+def test_a_chunk_whose_save_was_dropped_is_due_again() -> None:
+    one = tracked(stored=set())
+    assert one.due(2) == [0, 1]
+    one.again.add(0)
+    assert one.due(2) == [0]
+    assert one.due(2) == []
+
+
+def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
+    """Otherwise each step of a long prompt would plan all of them until the last is saved."""
+    one = tracked(stored=set())
+    assert len(one.due(500)) == 500
+    one.again.update(range(500))
+    tried: list[int] = []
+    while some := one.due(500):
+        assert len(some) < 50
+        tried += some
+    assert tried == list(range(500))

@@ -1,0 +1,200 @@
+"""The worker's side over a real paged cache in memory, one step at a time."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from objkv.connector.kv import wiring
+from objkv.connector.kv import worker as worker_module
+from objkv.connector.kv.metadata import StepPlan
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import token_digest
+from objkv.transfer.lanes import HostLane
+from objkv.transfer.plan import LoadPlan, SaveMove, SavePlan
+from tests.support.paged_cache import (
+    BLOCKS,
+    CHUNK,
+    GROUP,
+    NAMESPACE,
+    TOKENS,
+    Replica,
+    stores,
+    wait_until,
+)
+from tests.support.sides import worker_side
+
+
+def without_its_payload(
+    group: GroupIdentity = GROUP, *, sync: bool = False
+) -> tuple[WorkerSide, LoadPlan]:
+    """A worker, and a load whose payload is gone."""
+    store, index = stores()
+    writer = Replica(store, index, seed=1, group=group)
+    writer.save(range(1))
+    plan = writer.load_plan(range(1), 9, sync=sync)
+    store.delete(writer.path(0))
+    writer.close()
+    return worker_side(store, index, group=group), plan
+
+
+@pytest.fixture
+def spoilt() -> Iterator[tuple[WorkerSide, LoadPlan]]:
+    """The same, of a load within the step."""
+    worker, plan = without_its_payload(sync=True)
+    yield worker, plan
+    worker.close()
+
+
+@pytest.mark.parametrize("speculating", [False, True])
+def test_a_load_that_failed_within_a_step_is_told_in_that_step(
+    spoilt: tuple[WorkerSide, LoadPlan], *, speculating: bool
+) -> None:
+    """With speculation vLLM asks for results before it ends the step."""
+    worker, load = spoilt
+    plan = StepPlan(loads=(load,))
+    worker.start_loads(plan)
+    for layer in GROUP.layers:
+        worker.wait_layer(layer)
+    if not speculating:
+        worker.end_forward(plan)
+    results = worker.results(plan, set())
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+    assert results.received == set()
+    if speculating:
+        worker.end_forward(plan)
+    assert worker.take_failed_blocks() == set()
+
+
+def test_a_load_is_told_to_have_ended_whatever_happens_to_its_report(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, load = spoilt
+    plan = StepPlan(loads=(replace(load, sync=False),))
+    monkeypatch.setattr(worker, "_note", lambda _: 1 / 0)
+    worker.start_loads(plan)
+    received: set[str] = set()
+    wait_until(lambda: bool(received.update(worker.results(plan, set()).received) or received))
+    assert received == {load.request_id}
+    assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
+
+
+def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = spoilt
+    waited: list[float] = []
+    monkeypatch.setattr(worker._loader, "wait_over", waited.append)
+    worker.results(StepPlan(), set())
+    assert waited == []
+    worker.results(StepPlan(idle=True), set())
+    assert waited == [worker_module._IDLE_WAIT_S]
+
+
+def test_waiting_for_loads_ends_with_the_first_that_is_over(
+    spoilt: tuple[WorkerSide, LoadPlan],
+) -> None:
+    worker, load = spoilt
+    worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
+    worker._loader.wait_over(300)
+    assert worker.results(StepPlan(), set()).received == {load.request_id}
+
+
+def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
+    spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, load = spoilt
+    with monkeypatch.context() as forked:
+        forked.setattr(worker_module, "getpid", lambda: -1)
+        worker.close()
+    names = [thread.name for thread in threading.enumerate()]
+    assert "objkv-save-0" in names
+    worker.start_loads(StepPlan(loads=(load,)))
+    worker.end_forward(StepPlan(loads=(load,)))
+    assert worker.take_report() is not None
+
+
+WINDOW = replace(GROUP, kind="sliding_window", window=64)
+
+
+def test_a_window_alone_fails_as_a_request_and_not_as_blocks() -> None:
+    """vLLM would go on from the first failed block, whose own window was never given blocks."""
+    results = _fail(WINDOW)
+    assert results == ({"r"}, {"r"}, set())
+
+
+def test_full_attention_alone_fails_from_a_block_on() -> None:
+    received, failed, blocks = _fail(GROUP)
+    assert (received, failed) == ({"r"}, set())
+    assert blocks
+
+
+def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
+    """What a worker reports of a load whose payload is gone: received, failed, failed blocks."""
+    worker, load = without_its_payload(group)
+    received: set[str] = set()
+    failed: set[str] = set()
+
+    def told() -> bool:
+        results = worker.results(StepPlan(), set())
+        received.update(results.received)
+        failed.update(results.failed)
+        return bool(received)
+
+    try:
+        worker.start_loads(StepPlan(loads=(load,)))
+        wait_until(told)
+        return received, failed, worker.take_failed_blocks()
+    finally:
+        worker.close()
+
+
+class LateMark:
+    """Of a copy that is not over when the step is, as on a GPU."""
+
+    def __init__(self, held: list[str]) -> None:
+        self._held = held
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        return
+
+    def hold_compute(self) -> None:
+        self._held.append("held")
+
+
+class LateLane(HostLane):
+    def __init__(self, held: list[str]) -> None:
+        self._held = held
+
+    def mark(self) -> LateMark:
+        return LateMark(self._held)
+
+
+@pytest.mark.parametrize("writes_early", [False, True])
+def test_the_model_waits_for_saves_before_the_runner_first_writes_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, *, writes_early: bool
+) -> None:
+    """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
+    held: list[str] = []
+
+    def open_lane(_device: torch.device, *, urgent: bool = False) -> LateLane:
+        return LateLane(held)
+
+    monkeypatch.setattr(wiring, "open_lane", open_lane)
+    store, index = stores()
+    rank = Rank(0, "w", batches_in_flight=2, writes_early=writes_early)
+    worker = worker_side(store, index, rank=rank)
+    planner = Replica(store, index, seed=1)
+    save = SaveMove(planner.move(0, 1), token_digest(TOKENS[:CHUNK]), None)
+    worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
+    assert bool(held) is writes_early
+    worker.before_reuse()
+    assert held
+    worker.close()
+    planner.close()

@@ -1,0 +1,237 @@
+"""Which LoRA adapter a request uses."""
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from objkv.connector.model import adapters as module
+from objkv.connector.model import weights as digests_module
+from objkv.connector.model.adapters import Adapters, UnknownAdapterError
+from objkv.connector.model.weights import DigestCache
+from tests.support.sides import Jobs
+
+
+@pytest.fixture
+def jobs() -> Jobs:
+    return Jobs()
+
+
+@pytest.fixture
+def known(jobs: Jobs) -> Adapters:
+    return Adapters(jobs.submit)
+
+
+@pytest.fixture
+def ada(tmp_path: Path) -> Path:
+    folder = tmp_path / "ada"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(b"ada")
+    return folder
+
+
+def lora(folder: Path, number: int = 1, **more: Any) -> Any:
+    """vLLM's ``LoRARequest``."""
+    plain = {"lora_path": str(folder), "lora_int_id": number, "load_inplace": False}
+    return SimpleNamespace(**(plain | {"is_3d_lora_weight": False} | more))
+
+
+def ask(known: Adapters, jobs: Jobs, request_id: str, request: Any) -> bytes:
+    assert known.digest(request_id, request) is None
+    jobs.run()
+    digest = known.digest(request_id, request)
+    assert digest is not None
+    return digest
+
+
+def exchange(folder: Path, content: bytes) -> None:
+    """Other weights at the same path, as ``mv`` puts them there."""
+    other = folder / "new"
+    other.write_bytes(content)
+    other.rename(folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_is_what_it_holds_wherever_it_lies(
+    known: Adapters, jobs: Jobs, ada: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(ada, tmp_path / "moved")
+    shutil.copytree(ada, tmp_path / "other")
+    exchange(tmp_path / "other", b"other")
+    first = ask(known, jobs, "a", lora(ada))
+    assert ask(known, jobs, "b", lora(tmp_path / "moved", 2)) == first
+    assert ask(known, jobs, "c", lora(tmp_path / "other", 3)) != first
+    assert ask(known, jobs, "d", lora(ada, 4, is_3d_lora_weight=True)) != first
+
+
+def test_it_is_read_once_and_every_request_looks_by_stat_alone(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(known, jobs, "a", lora(ada))
+    monkeypatch.setattr(module, "adapter_digest", lambda files: pytest.fail("read again"))
+    assert ask(known, jobs, "b", lora(ada)) == first
+
+
+def test_requests_that_come_while_it_is_read_keep_no_thread_waiting(
+    known: Adapters, jobs: Jobs, ada: Path
+) -> None:
+    assert [known.digest(name, lora(ada)) for name in "abc"] == [None] * 3
+    assert len(jobs) == 1
+    jobs.run()
+    assert known.digest("a", lora(ada)) is not None
+    assert known.digest("b", lora(ada)) is None
+    jobs.run()
+    assert known.digest("b", lora(ada)) == known.digest("a", lora(ada))
+
+
+@pytest.mark.parametrize("change", ["exchanged", "written", "added", "removed", "gone"])
+def test_an_adapter_that_changed_beneath_its_name_is_unknown_from_then_on(
+    known: Adapters, jobs: Jobs, ada: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM may have loaded it before, or load it again now: nobody can tell which."""
+    ask(known, jobs, "a", lora(ada))
+    if change == "exchanged":
+        exchange(ada, b"ben")
+    elif change == "written":
+        (ada / "adapter_model.safetensors").write_bytes(b"longer")
+    elif change == "added":
+        (ada / "new_embeddings.safetensors").write_bytes(b"")
+    elif change == "removed":
+        (ada / "adapter_config.json").unlink()
+    else:
+        shutil.rmtree(ada)
+    for name in "bc":
+        assert known.digest(name, lora(ada)) is None
+        jobs.run()
+        with pytest.raises(UnknownAdapterError):
+            known.digest(name, lora(ada))
+    assert caplog.text.count("adapter changed in place") <= 2
+
+
+def test_after_it_was_put_away_it_is_read_anew(known: Adapters, jobs: Jobs, ada: Path) -> None:
+    first = ask(known, jobs, "a", lora(ada))
+    exchange(ada, b"ben")
+    known.unloaded(2)
+    assert known.digest("b", lora(ada)) is None
+    jobs.run()
+    with pytest.raises(UnknownAdapterError):
+        known.digest("b", lora(ada))
+    known.unloaded(1)
+    assert ask(known, jobs, "c", lora(ada)) != first
+
+
+def test_it_is_read_when_vllm_loads_it_so_that_later_changes_are_seen(
+    known: Adapters, jobs: Jobs, ada: Path
+) -> None:
+    known.loaded(lora(ada))
+    known.loaded(lora(ada))
+    assert len(jobs) == 1
+    jobs.run()
+    exchange(ada, b"ben")
+    known.digest("a", lora(ada))
+    jobs.run()
+    with pytest.raises(UnknownAdapterError):
+        known.digest("a", lora(ada))
+
+
+def test_a_number_with_another_path_is_unknown_because_vllm_goes_by_the_number(
+    known: Adapters, jobs: Jobs, ada: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(ada, tmp_path / "ben")
+    exchange(tmp_path / "ben", b"ben")
+    first = ask(known, jobs, "a", lora(ada))
+    with pytest.raises(UnknownAdapterError):
+        known.digest("b", lora(tmp_path / "ben"))
+    known.unloaded(1)
+    assert ask(known, jobs, "c", lora(tmp_path / "ben")) != first
+
+
+def test_what_was_replaced_in_place_is_unknown(known: Adapters, ada: Path) -> None:
+    with pytest.raises(UnknownAdapterError):
+        known.digest("a", lora(ada, load_inplace=True))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "", "s3://bucket/adapter"])
+def test_what_is_not_there_is_unknown_and_asked_for_once(
+    known: Adapters, jobs: Jobs, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    request = lora(tmp_path / "empty", lora_path=name or str(tmp_path / "empty"))
+    assert known.digest("a", request) is None
+    jobs.run()
+    for _ in range(2):
+        with pytest.raises(UnknownAdapterError):
+            known.digest("a", request)
+    assert not jobs
+
+
+def test_one_that_cannot_be_read_for_any_reason_keeps_nobody_waiting(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(files: list[Path]) -> bytes:
+        raise ValueError(files)
+
+    monkeypatch.setattr(module, "adapter_digest", broken)
+    assert known.digest("a", lora(ada)) is None
+    with pytest.raises(ValueError, match="adapter_model"):
+        jobs.pop()()
+    with pytest.raises(UnknownAdapterError):
+        known.digest("a", lora(ada))
+
+
+def test_when_there_is_no_room_to_read_it_is_tried_again(
+    known: Adapters, jobs: Jobs, ada: Path
+) -> None:
+    jobs.full = True
+    assert known.digest("a", lora(ada)) is None
+    jobs.full = False
+    assert ask(known, jobs, "a", lora(ada))
+
+
+def test_a_digest_that_was_being_read_when_adapters_changed_is_not_believed(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "adapter_digest", lambda files: b"before")
+    assert known.digest("a", lora(ada)) is None
+    known.forget()
+    jobs.run()
+    assert known.digest("a", lora(ada)) is None
+    monkeypatch.setattr(module, "adapter_digest", lambda files: b"after")
+    jobs.run()
+    assert known.digest("a", lora(ada)) == b"after"
+
+
+def test_a_file_that_changes_while_it_is_read_makes_it_unknown(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(files: list[Path]) -> bytes:
+        exchange(ada, b"ben")
+        return b"mixed"
+
+    monkeypatch.setattr(module, "adapter_digest", slow)
+    known.digest("a", lora(ada))
+    jobs.run()
+    with pytest.raises(UnknownAdapterError):
+        known.digest("a", lora(ada))
+
+
+def test_the_next_process_need_not_read_it_again(
+    jobs: Jobs, ada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests_module, "_SETTLED_NS", -1)
+    for path in ada.iterdir():
+        os.utime(path, (1, 1))
+    cache = DigestCache(tmp_path / "digests")
+    first = ask(Adapters(jobs.submit, cache), jobs, "a", lora(ada))
+    monkeypatch.setattr(module, "adapter_digest", lambda files: pytest.fail("read again"))
+    assert ask(Adapters(jobs.submit, cache), jobs, "a", lora(ada)) == first
+
+
+def test_nothing_is_kept_of_requests_that_ended(known: Adapters, jobs: Jobs, ada: Path) -> None:
+    for number in range(100):
+        ask(known, jobs, str(number), lora(ada))
+        known.ended(str(number))
+    assert not known._answers

@@ -1,0 +1,178 @@
+"""vLLM's groups in objkv's words: every kind, and those that are refused."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group
+from objkv.errors import ConfigError
+from objkv.keys.identity import GroupIdentity
+
+PLAIN: dict[str, Any] = {
+    "block_size": 32,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.bfloat16,
+}
+GDN = MambaAttentionBackendEnum.GDN_ATTN
+STATE = MambaSpec(
+    160,
+    ((3, 512), (4, 64, 64)),
+    (torch.bfloat16, torch.float32),
+    page_size_padded=81_920,
+    mamba_type=GDN,
+    mamba_cache_mode="align",
+)
+LOCAL = GroupIdentity("chunked_local", 64, ("a",), heads=4, content=128, block_size=32)
+FULL = GroupIdentity("full", None, ("a",), heads=4, content=128, block_size=32)
+KEPT = GroupIdentity("mamba", None, ("b",), heads=2, content=9, block_size=48, state="s")
+
+
+def config(*, tp_size: int = 2, **cache: Any) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
+        cache_config=SimpleNamespace(**cache),
+    )
+
+
+def read(spec: KVCacheSpec, **more: Any) -> GroupIdentity:
+    return read_group(config(**more), KVCacheGroupSpec(["a", "b"], spec))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "window", "heads", "content"),
+    [
+        (FullAttentionSpec(**PLAIN), "full", None, 4, 128),
+        (SlidingWindowSpec(**PLAIN, sliding_window=100), "sliding_window", 100, 4, 128),
+        (ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=96), "chunked_local", 96, 4, 128),
+        (MLAAttentionSpec(**(PLAIN | {"num_kv_heads": 1, "head_size": 576})), "mla", None, 1, 576),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_kinds_of_attention(
+    spec: KVCacheSpec, kind: str, window: int | None, heads: int, content: int
+) -> None:
+    group = read(spec)
+    assert (group.kind, group.window, group.heads, group.content) == (kind, window, heads, content)
+    assert (group.layers, group.block_size, group.state) == (("a", "b"), 32, None)
+
+
+def test_a_state_is_shared_among_replicas_of_as_many_ranks() -> None:
+    """How it is split over them is the model's business, and so is what its bytes mean."""
+    group = read(STATE)
+    assert (group.kind, group.heads, group.block_size) == ("mamba", 2, 160)
+    assert group.content == 3 * 512 * 2 + 4 * 64 * 64 * 4
+    assert group.state == "gdn_attn bfloat16[3,512] float32[4,64,64]"
+    assert read(STATE, tp_size=4).heads == 4
+    assert read(replace(STATE, tp_replicated=True)).heads == 1
+
+
+def test_each_rank_holds_its_own_state() -> None:
+    geometry = Geometry((read(STATE),), 160, 160, tp_size=2)
+    assert geometry.all_fields() == {"0.L0-2_H0-1", "0.L0-2_H1-2"}
+    shape = geometry.shape(0, 1)
+    assert shape is not None
+    assert (shape.blocks, shape.block_size) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cache", "what"),
+    [
+        (replace(STATE, mamba_cache_mode="none"), {}, "--enable-prefix-caching"),
+        (STATE, {"use_replayssm": True}, "use_replayssm off"),
+        (STATE, {"use_kda_recoverssm": True}, "use_kda_recoverssm off"),
+        (RSWASpec(**PLAIN, rswa_window=64), {}, "RSWASpec"),
+        (SlidingWindowMLASpec(**PLAIN, sliding_window=64), {}, "SlidingWindowMLASpec"),
+        (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, "several of them"),
+        (FullAttentionSpec(**PLAIN, non_causal=True), {}, "later tokens"),
+        (ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=100), {}, "divisor of 100"),
+        (FullAttentionSpec(**(PLAIN | {"num_kv_heads": 3})), {}, "set tensor_parallel_size"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_says_what_to_do(
+    spec: KVCacheSpec, cache: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what):
+        read(spec, **cache)
+
+
+def test_blocks_that_live_on_the_host_are_refused() -> None:
+    group = cast("Any", KVCacheGroupSpec(["a"], FullAttentionSpec(**PLAIN), host_resident=True))
+    with pytest.raises(ConfigError, match="FullAttentionSpec"):
+        read_group(config(), group)
+
+
+def test_chunks_of_a_model_with_states_are_as_small_as_its_blocks_allow() -> None:
+    assert read_chunk_tokens(256, [FULL]) == 256
+    assert read_chunk_tokens(256, [FULL, KEPT]) == 96
+
+
+def test_a_model_of_which_nothing_could_ever_be_loaded_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lower chunk_tokens"):
+        read_chunk_tokens(64, [LOCAL])
+    assert read_chunk_tokens(64, [LOCAL, FULL]) == 64
+    assert read_chunk_tokens(32, [LOCAL]) == 32
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_planes_of_k_and_v_are_not_taken_for_heads(tp_size: int) -> None:
+    """Some backends keep two of them, which looks like two heads of another content."""
+    heads = 4 // tp_size
+    plain = FullAttentionSpec(**PLAIN | {"num_kv_heads": heads})
+    planes = replace(plain, num_head_slots=2, state_content_bytes=heads * 64 * 2)
+    with pytest.raises(ConfigError, match="planes"):
+        read(planes, tp_size=tp_size)
+
+
+LAYERS = ("l0", "l1")
+FULL_2 = GroupIdentity("full", None, LAYERS, heads=4, content=8, block_size=32)
+LATENT = GroupIdentity("mla", None, LAYERS, heads=1, content=8, block_size=32)
+WINDOW = GroupIdentity("sliding_window", 48, LAYERS, heads=4, content=8, block_size=32)
+LOCAL_2 = GroupIdentity("chunked_local", 128, LAYERS, heads=4, content=8, block_size=32)
+
+
+def geometry(*groups: GroupIdentity, canonical: bool) -> Geometry:
+    return Geometry(groups, 64, 32, tp_size=2, canonical=canonical)
+
+
+def test_only_groups_that_keep_all_tokens_forget_their_block_size() -> None:
+    stored = geometry(FULL_2, LATENT, WINDOW, LOCAL_2, canonical=True).stored_groups
+    assert [group.block_size for group in stored] == [1, 1, 32, 32]
+    shapes = [
+        geometry(FULL_2, LATENT, WINDOW, LOCAL_2, canonical=True).shape(group, 0)
+        for group in range(4)
+    ]
+    assert [shape.divisible for shape in shapes if shape] == [True, True, False, False]
+
+
+def test_where_pages_are_the_kernels_own_no_group_does() -> None:
+    one = geometry(FULL_2, LATENT, canonical=False)
+    assert one.stored_groups == one.groups
+    assert not any(shape.divisible for g in range(2) if (shape := one.shape(g, 0)))
+
+
+def test_a_rank_knows_the_layers_and_heads_of_all() -> None:
+    two = Geometry((FULL_2,), 64, 32, tp_size=2, stages=((1, 1),))
+    shape = two.shape(0, 1, 1)
+    assert shape is not None
+    assert shape.layers == ("l1",)
+    assert shape.model_layers == LAYERS
+    assert shape.heads == 4
+    assert str(shape.rank_shard.shard) == "L1-2_H2-4"

@@ -1,0 +1,293 @@
+"""vLLM's configuration as an identity, and which engines are refused."""
+
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+from objkv.config import Config, LoadMode
+from objkv.connector.encoder.identity import read_form
+from objkv.connector.model.groups import Geometry
+from objkv.connector.model.identity import (
+    further_settings,
+    names_media,
+    read_geometry,
+    read_weights,
+    refuse_external_launcher,
+    safe_load_mode,
+    warn_of_sudden_end,
+)
+from objkv.errors import ConfigError
+from tests.connector.encoder_engine import engine, make_model
+from tests.support.sides import ONE_LAYER
+
+ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+
+
+def settings(
+    max_model_len: int = 2048,
+    rope: dict[str, Any] | None = None,
+    *,
+    skip_layers: tuple[str, ...] = (),
+    lora_config: Any = None,
+    **more: Any,
+) -> dict[str, str]:
+    plain = {"dtype": "torch.bfloat16", "hf_overrides": {}, "multimodal_config": None}
+    plain |= {"max_model_len": max_model_len, "hf_config_path": None, "quantization_config": None}
+    text = SimpleNamespace(rope_parameters=rope or {})
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(**(plain | {"hf_text_config": text} | more)),
+        cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=list(skip_layers)),
+        lora_config=lora_config,
+    )
+    return dict(further_settings(cast("Any", vllm_config)))
+
+
+def config_elsewhere(theta: int, version: str = "5.0") -> dict[str, Any]:
+    values = {"rope_theta": theta, "_name_or_path": f"/mnt/{theta}{version}"}
+    config = SimpleNamespace(to_dict=lambda: values | {"transformers_version": version})
+    return {"hf_config_path": f"/mnt/{theta}{version}", "hf_config": config}
+
+
+def videos(method: str, rate: float | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        mm_processor_kwargs=None, video_pruning_method=method, video_pruning_rate=rate
+    )
+
+
+def test_replicas_of_a_longrope_model_share_only_on_one_side_of_its_original_length() -> None:
+    """vLLM takes the long factors for all positions where the engine's length exceeds it."""
+    assert settings(4096, ROPE) == settings(2048, ROPE)
+    assert settings(4097, ROPE) == settings(131_072, ROPE)
+    assert settings(4096, ROPE) != settings(4097, ROPE)
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "default"}, {"rope_type": "yarn"}])
+def test_the_engines_length_does_not_matter_to_other_models(rope: dict[str, Any]) -> None:
+    assert settings(2048, rope) == settings(131_072, rope) == {"dtype": "bfloat16"}
+
+
+def test_a_configuration_from_another_place_than_the_weights_counts_by_what_it_says() -> None:
+    theirs = settings(**config_elsewhere(10_000))
+    assert theirs == settings(**config_elsewhere(10_000, version="5.1"))
+    assert theirs != settings(**config_elsewhere(500_000))
+    assert theirs != settings()
+
+
+def test_settings_that_change_what_layers_compute_or_keep_are_told() -> None:
+    plain = settings()
+    assert settings(quantization_config={"ignore": ["lm_head"]}) != plain
+    assert settings(skip_layers=("0", "1")) != plain
+    assert settings(skip_layers=("1", "0")) == settings(skip_layers=("0", "1"))
+
+
+def test_replicas_that_prune_videos_differently_do_not_share() -> None:
+    unpruned = settings(multimodal_config=videos("evs", None))
+    assert unpruned == settings()
+    pruned = [settings(multimodal_config=videos(method, 0.5)) for method in ("evs", "other")]
+    assert pruned[0] != pruned[1]
+    assert unpruned not in pruned
+
+
+def fp8(scales: Path | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        mm_processor_kwargs=None,
+        mm_encoder_attn_dtype="fp8",
+        mm_encoder_fp8_scale_path=None if scales is None else str(scales),
+    )
+
+
+def test_replicas_that_look_at_images_in_fp8_share_where_their_scales_are_the_same(
+    tmp_path: Path,
+) -> None:
+    """By what the file says, not by where it is."""
+    found = [settings(), settings(multimodal_config=fp8(None))]
+    for name, content in (("a", "{}"), ("b", "{}"), ("a", '{"layers": {}}')):
+        (tmp_path / name).write_text(content)
+        found.append(settings(multimodal_config=fp8(tmp_path / name)))
+    assert found[2] == found[3]
+    assert all(a != b for a, b in combinations(found, 2) if a is not found[2])
+    with pytest.raises(ConfigError, match="scales"):
+        settings(multimodal_config=fp8(tmp_path / "gone"))
+
+
+def lora(**more: Any) -> SimpleNamespace:
+    plain = {"lora_dtype": "auto", "target_modules": None, "enable_tower_connector_lora": False}
+    return SimpleNamespace(**(plain | {"max_lora_rank": 16, "max_loras": 1} | more))
+
+
+def test_overrides_by_a_function_count_by_what_they_made_of_the_configuration() -> None:
+    def made(theta: int) -> dict[str, str]:
+        return settings(**(config_elsewhere(theta) | {"hf_config_path": None, "hf_overrides": len}))
+
+    assert made(10_000) == made(10_000)
+    assert made(10_000) != made(500_000)
+    assert made(10_000) != settings()
+
+
+@pytest.mark.parametrize("same", [lora(), lora(lora_dtype="bfloat16"), lora(max_lora_rank=64)])
+def test_replicas_with_adapters_share_the_base_model_with_those_without(
+    same: SimpleNamespace,
+) -> None:
+    assert settings(lora_config=same) == settings()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lora(lora_dtype="float32"),
+        lora(target_modules=["q_proj"]),
+        lora(enable_tower_connector_lora=True),
+    ],
+)
+def test_settings_that_change_what_adapters_compute_are_told(other: SimpleNamespace) -> None:
+    assert settings(lora_config=other) != settings()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def name_of(folder: Path | None, *, load_format: str = "auto", **more: Any) -> str:
+    model = SimpleNamespace(model="org/model", seed=3, revision=more.pop("revision", None))
+    load = SimpleNamespace(load_format=load_format)
+    vllm_config = SimpleNamespace(model_config=model, load_config=load)
+    return read_weights(cast("Any", vllm_config), Config(**more), folder)
+
+
+def test_weights_are_sampled_unless_all_bytes_are_wanted(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"w" * 100)
+    assert name_of(tmp_path).startswith("sampled:")
+    assert name_of(tmp_path, weights_digest="full").startswith("full:")
+
+
+def test_without_files_a_revision_is_their_name() -> None:
+    assert name_of(None, revision="abc") == "revision:abc"
+    with pytest.raises(ConfigError, match="--revision"):
+        name_of(None)
+
+
+def test_weights_of_nobody_are_named_by_their_seed() -> None:
+    assert name_of(None, load_format="dummy") == "dummy:seed=3"
+
+
+class Mine(ExecutorWithExternalLauncher):
+    """Somebody's own."""
+
+
+def ranks(backend: Any, world_size: int) -> Any:
+    return SimpleNamespace(
+        world_size=world_size, tensor_parallel_size=1, distributed_executor_backend=backend
+    )
+
+
+EXTERNAL = ("external_launcher", Mine, f"{__name__}.Mine")
+
+
+@pytest.mark.parametrize("backend", EXTERNAL)
+def test_kv_is_not_shared_by_ranks_that_schedule_for_themselves(backend: Any) -> None:
+    vllm_config = cast("Any", SimpleNamespace(parallel_config=ranks(backend, 2)))
+    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
+        read_geometry(vllm_config, cast("Any", None), Config())
+
+
+@pytest.mark.parametrize("backend", EXTERNAL)
+def test_encoder_outputs_are_not_either(backend: Any, tmp_path: Path) -> None:
+    vllm_config = engine(make_model(tmp_path))
+    vllm_config.parallel_config = ranks(backend, 2)
+    with pytest.raises(ConfigError, match="--distributed-executor-backend mp"):
+        read_form(vllm_config, item_bytes_max=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [("external_launcher", 1), (Mine, 1), ("mp", 2), ("ray", 2), ("uni", 1), (None, 1)],
+)
+def test_others_are_not_refused(backend: Any, world_size: int) -> None:
+    refuse_external_launcher(
+        cast("Any", SimpleNamespace(parallel_config=ranks(backend, world_size)))
+    )
+
+
+def mode(wish: LoadMode, *, batches: int, groups: int = 1, stages: int = 1) -> str:
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    engine = cast("Any", SimpleNamespace(max_concurrent_batches=batches, parallel_config=parallel))
+    geometry = Geometry((ONE_LAYER,) * groups, 32, 32, tp_size=1)
+    return safe_load_mode(engine, geometry, Config(load_mode=wish)).load_mode
+
+
+@pytest.mark.parametrize("wish", ["layerwise", "auto"])
+def test_with_steps_in_flight_loads_are_between_steps(
+    wish: LoadMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM believes the token of a step that was scheduled before the failure was known."""
+    assert mode(wish, batches=2) == "async"
+    assert "--no-async-scheduling" in caplog.text
+
+
+def test_in_a_pipeline_loads_are_between_steps(caplog: pytest.LogCaptureFixture) -> None:
+    assert mode("layerwise", batches=2, stages=2) == "async"
+    assert "--no-async-scheduling" not in caplog.text
+
+
+def test_with_several_groups_loads_are_between_steps() -> None:
+    """vLLM cannot be told which blocks of which group failed within a step."""
+    assert mode("layerwise", batches=1, groups=2) == "async"
+
+
+def test_one_step_at_a_time_may_load_within_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert mode("layerwise", batches=1) == "layerwise"
+    assert mode("async", batches=2) == "async"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0, True), (15, False)])
+def test_says_what_to_set_where_saves_would_be_lost(
+    seconds: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        warn_of_sudden_end(cast("Any", SimpleNamespace(shutdown_timeout=seconds)))
+    assert ("--shutdown-timeout" in caplog.text) is told
+
+
+def engine_with(*, prefix_caching: bool, cache_gb: float | None) -> Any:
+    multimodal = None if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gb", "named"),
+    [
+        (True, 4, True),
+        (True, 0, True),
+        (False, 4, True),
+        (False, 0, False),
+        (False, None, True),
+    ],
+)
+def test_vllm_numbers_images_where_both_of_its_caches_are_off(
+    prefix_caching: bool, cache_gb: float | None, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert names_media(engine_with(prefix_caching=prefix_caching, cache_gb=cache_gb)) is named
+    assert ("--mm-processor-cache-gb" in caplog.text) is not named
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "alike"),
+    [(None, None, True), ("fp8", "/scales.json", True), ("fp8", None, False)],
+)
+def test_what_fp8_encoders_make_of_an_image_depends_on_earlier_ones_without_given_scales(
+    dtype: str | None, scales: str | None, alike: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine_with(prefix_caching=True, cache_gb=4)
+    one.model_config.multimodal_config.mm_encoder_attn_dtype = dtype
+    one.model_config.multimodal_config.mm_encoder_fp8_scale_path = scales
+    assert names_media(one) is alike
+    assert ("--mm-encoder-fp8-scale-path" in caplog.text) is not alike

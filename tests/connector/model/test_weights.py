@@ -1,0 +1,363 @@
+"""Which weights these are: digests of files, and how they are remembered."""
+
+import json
+import logging
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from objkv.connector.model import weights as digests
+from objkv.connector.model import weights as module
+from objkv.connector.model.weights import (
+    DigestCache,
+    adapter_digest,
+    adapter_files,
+    identify,
+    local_folder,
+    weights_digest,
+)
+
+PAGE = 4096
+
+
+def tensors(path: Path, content: bytes, name: str = "w") -> None:
+    """A safetensors file of one tensor."""
+    entry = {"dtype": "U8", "shape": [len(content)], "data_offsets": [0, len(content)]}
+    header = json.dumps({name: entry}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    tensors(folder / "a.safetensors", bytes(40 * PAGE))
+    tensors(folder / "b.safetensors", b"b" * 100)
+    return folder
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", ["config.json", "params.json"])
+def test_another_configuration_makes_another_model(
+    name: str, tmp_path: Path, *, full: bool
+) -> None:
+    (tmp_path / "consolidated.safetensors").write_bytes(b"weights")
+    found = {weights_digest(tmp_path, full=full)}
+    for theta in (10_000, 500_000):
+        (tmp_path / name).write_text(f'{{"rope_theta": {theta}}}')
+        found.add(weights_digest(tmp_path, full=full))
+    assert len(found) == 3
+
+
+def test_the_digest_says_what_was_read_so_that_the_two_kinds_never_share(model: Path) -> None:
+    sampled, full = weights_digest(model), weights_digest(model, full=True)
+    assert sampled is not None
+    assert full is not None
+    assert (sampled[:8], full[:5]) == ("sampled:", "full:")
+    assert sampled.partition(":")[2] != full.partition(":")[2]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_copy_elsewhere_has_the_same_digest(model: Path, tmp_path: Path, *, full: bool) -> None:
+    shutil.copytree(model, tmp_path / "copy")
+    assert weights_digest(tmp_path / "copy", full=full) == weights_digest(model, full=full)
+
+
+def test_one_changed_byte_is_seen_by_the_full_digest_wherever_it_is(model: Path) -> None:
+    """The sampled one looks at eight pages of a tensor of a safetensors file."""
+    before = weights_digest(model), weights_digest(model, full=True)
+    content = bytearray((model / "a.safetensors").read_bytes())
+    content[-1] ^= 1  # the last page of 40 is not among the eight
+    (model / "a.safetensors").write_bytes(content)
+    after = weights_digest(model), weights_digest(model, full=True)
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.pt", "w.pth", "w.gguf", "no_header.safetensors"])
+def test_a_file_that_does_not_say_where_its_tensors_are_is_read_whole(
+    name: str, tmp_path: Path
+) -> None:
+    """Eight pages of such a file would be of a few of its layers."""
+    content = bytearray(b"\xff" * (40 * PAGE))
+    found = set()
+    for page in range(41):
+        (tmp_path / name).write_bytes(content)
+        found.add(weights_digest(tmp_path))
+        content[(page % 40) * PAGE] ^= 1
+    assert len(found) == 41
+
+
+def test_weights_in_two_formats_are_each_read_in_their_way(model: Path) -> None:
+    (model / "c.bin").write_bytes(bytes(40 * PAGE))
+    found = {weights_digest(model)}
+    for name in ("c.bin", "b.safetensors"):
+        content = bytearray((model / name).read_bytes())
+        content[-1] ^= 1
+        (model / name).write_bytes(content)
+        found.add(weights_digest(model))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_names_shapes_and_files_count(model: Path, tmp_path: Path, *, full: bool) -> None:
+    found = {weights_digest(model, full=full)}
+    tensors(model / "b.safetensors", b"b" * 100, name="v")
+    found.add(weights_digest(model, full=full))
+    (model / "b.safetensors").rename(model / "c.safetensors")
+    found.add(weights_digest(model, full=full))
+    (model / "c.safetensors").unlink()
+    found.add(weights_digest(model, full=full))
+    assert len(found) == 4
+
+
+@given(content=st.binary(max_size=200))
+def test_whatever_a_weight_file_holds_it_has_a_digest(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("weights")
+    (folder / "w.safetensors").write_bytes(content)
+    assert weights_digest(folder) != weights_digest(folder, full=True)
+
+
+def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_digest(tmp_path) is None
+
+
+def test_both_kinds_are_remembered_apart(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_SETTLED_NS", -1)
+    cache = DigestCache(tmp_path / "digests")
+    known = [weights_digest(model, full=full, cache=cache) for full in (False, True)]
+    monkeypatch.setattr(module, "_sample", lambda path, spans: pytest.fail(f"read {path}"))
+    monkeypatch.setattr(module, "_read_whole", lambda path, tell: pytest.fail(f"read {path}"))
+    assert [weights_digest(model, full=full, cache=cache) for full in (False, True)] == known
+
+
+def test_reading_all_weights_tells_how_far_it_is(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PIECE", PAGE)
+    monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO, logger=module.__name__):
+        weights_digest(model, full=True)
+    told = [record for record in caplog.records if "hashing all weights" in record.message]
+    assert len(told) > 40
+    done, total = told[-1].args  # type: ignore[misc]
+    assert done == total
+
+
+def test_an_adapter_is_all_its_files_and_not_its_folder(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text('{"r": 8}')
+        (folder / "README.md").write_text(name)
+        (folder / "subfolder.json").mkdir()
+        tensors(folder / "adapter_model.safetensors", b"x" * 10)
+    one, two = (adapter_digest(adapter_files(tmp_path / name)) for name in ("one", "two"))
+    assert one == two
+    (tmp_path / "two" / "adapter_config.json").write_text('{"r": 4}')
+    assert adapter_digest(adapter_files(tmp_path / "two")) != one
+    (tmp_path / "one" / "adapter_model.safetensors").unlink()
+    assert adapter_digest(adapter_files(tmp_path / "one")) is None
+
+
+def test_a_folder_below_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "ada").mkdir()
+    assert local_folder("~/ada", None) == tmp_path / "ada"
+    assert local_folder("s3://bucket/model", None) is None
+
+
+LONG_AGO = (1_000_000_000, 1_000_000_000)
+
+
+class Computed:
+    """Counts how often somebody had to compute."""
+
+    def __init__(self, digest: str = "d") -> None:
+        self.times = 0
+        self.digest = digest
+
+    def __call__(self) -> str:
+        self.times += 1
+        return self.digest
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a test are new; to these tests they are as old as those of a model."""
+    monkeypatch.setattr(module, "_SETTLED_NS", -1)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    os.utime(path, LONG_AGO)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DigestCache:
+    return DigestCache(tmp_path / "made" / "digests")
+
+
+def entry_of(tmp_path: Path) -> Path:
+    [entry] = (tmp_path / "made" / "digests").iterdir()
+    return entry
+
+
+def test_what_was_computed_once_is_remembered_by_every_process(
+    cache: DigestCache, weights: Path, tmp_path: Path
+) -> None:
+    compute = Computed()
+    for one in (cache, cache, DigestCache(tmp_path / "made" / "digests")):
+        assert one.remembered("k", [weights], compute) == "d"
+    assert compute.times == 1
+
+
+def test_another_recipe_and_other_files_are_computed(
+    cache: DigestCache, weights: Path, tmp_path: Path
+) -> None:
+    compute, beside = Computed(), tmp_path / "config.json"
+    beside.write_text("{}")
+    cache.remembered("k", [weights], compute)
+    cache.remembered("l", [weights], compute)
+    cache.remembered("k", [weights, beside], compute)
+    assert compute.times == 3
+
+
+def test_a_file_that_was_exchanged_is_read_again_though_size_and_time_are_kept(
+    cache: DigestCache, weights: Path
+) -> None:
+    compute = Computed()
+    cache.remembered("k", [weights], compute)
+    other = weights.with_suffix(".new")
+    other.write_bytes(b"WEIGHTS")
+    os.utime(other, LONG_AGO)
+    other.rename(weights)
+    cache.remembered("k", [weights], compute)
+    assert compute.times == 2
+
+
+def test_a_file_that_was_written_in_place_is_read_again(cache: DigestCache, weights: Path) -> None:
+    compute = Computed()
+    cache.remembered("k", [weights], compute)
+    time.sleep(0.02)  # a tick of the file system's clock: within one, ``_SETTLED_NS`` protects
+    with weights.open("r+b") as file:
+        file.write(b"W")
+    os.utime(weights, LONG_AGO)
+    cache.remembered("k", [weights], compute)
+    assert compute.times == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_remembered(
+    cache: DigestCache, weights: Path
+) -> None:
+    def compute() -> str:
+        weights.write_bytes(b"longer than it was")
+        return "mixed"
+
+    assert cache.remembered("k", [weights], compute) == "mixed"
+    again = Computed("whole")
+    assert cache.remembered("k", [weights], again) == "whole"
+
+
+def test_a_file_that_was_just_written_is_not_remembered(
+    cache: DigestCache, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SETTLED_NS", 3600 * 10**9)
+    compute = Computed()
+    for _ in range(2):
+        cache.remembered("k", [weights], compute)
+    assert compute.times == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"null",
+        b"[]",
+        b'{"digest": "e"}',
+        b'{"digest": 7}',
+        b"[" * 100_000,
+        b" " * (5 << 20),
+    ],
+)
+def test_a_damaged_entry_is_none_and_is_replaced(
+    cache: DigestCache, weights: Path, tmp_path: Path, content: bytes
+) -> None:
+    compute = Computed()
+    cache.remembered("k", [weights], compute)
+    entry_of(tmp_path).write_bytes(content)
+    assert cache.remembered("k", [weights], compute) == "d"
+    assert cache.remembered("k", [weights], compute) == "d"
+    assert compute.times == 2
+
+
+@pytest.mark.parametrize("name", ["kind", "files", "identity", "digest", "check"])
+def test_an_entry_with_a_changed_value_is_none(
+    cache: DigestCache, weights: Path, tmp_path: Path, name: str
+) -> None:
+    compute = Computed()
+    cache.remembered("k", [weights], compute)
+    entry = entry_of(tmp_path)
+    content: dict[str, Any] = json.loads(entry.read_text())
+    content[name] = "e"
+    entry.write_text(json.dumps(content))
+    cache.remembered("k", [weights], compute)
+    assert compute.times == 2
+
+
+def test_somebody_else_s_entry_is_none(
+    cache: DigestCache, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = Computed()
+    cache.remembered("k", [weights], compute)
+    monkeypatch.setattr(os, "geteuid", lambda: 424_242)
+    cache.remembered("k", [weights], compute)
+    assert compute.times == 2
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(weights: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    compute = Computed()
+    for _ in range(2):
+        assert DigestCache(tmp_path / "file").remembered("k", [weights], compute) == "d"
+    assert compute.times == 2
+
+
+def test_the_oldest_entries_go(
+    cache: DigestCache, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ENTRIES_MAX", 2)
+    folder = tmp_path / "made" / "digests"
+    for number in range(4):
+        before = set(folder.glob("*")) if folder.exists() else set()
+        cache.remembered(f"k{number}", [weights], Computed())
+        [entry] = set(folder.glob("*")) - before
+        os.utime(entry, (number, number))
+    compute = Computed()
+    for kind in ("k3", "k2", "k1"):
+        cache.remembered(kind, [weights], compute)
+    assert len(list(folder.iterdir())) == 2
+    assert compute.times == 1
+
+
+def test_a_link_is_what_it_leads_to(weights: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(weights)
+    assert identify([link]) == identify([weights])

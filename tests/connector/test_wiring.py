@@ -1,0 +1,62 @@
+"""What connectors are opened with: who saves, how far a store is, how memory is divided."""
+
+import pytest
+
+from objkv.codec.payload import payload_bytes_max
+from objkv.config import Config
+from objkv.connector.kv.wiring import plan_pools
+from objkv.connector.wiring import is_far, may_save
+from objkv.errors import ConfigError
+from tests.support.paged_cache import GROUP, paged_group
+
+CHUNK = 4096
+
+
+def test_a_slab_holds_what_a_replica_that_keeps_tokens_has_saved() -> None:
+    """To be refused for its length it would have to be corrupt, and would be replaced."""
+    paged, _ = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1)
+    pools = [plan_pools(Config(store_tokens=keep), {0: paged}, CHUNK) for keep in (False, True)]
+    longest = payload_bytes_max(paged.layers, tokens=CHUNK)
+    assert min(pool.slab_bytes for pool in pools) >= longest
+
+
+@pytest.mark.parametrize(
+    ("role", "producer", "consumer", "saving"),
+    [
+        ("writer", True, True, True),
+        ("writer", False, True, False),
+        ("reader", True, True, False),
+        ("reader", False, True, False),
+    ],
+)
+def test_a_replica_saves_if_vllm_wants_it_and_its_rights_allow_it(
+    role: str, producer: bool, consumer: bool, saving: bool
+) -> None:
+    assert (
+        may_save(Config.model_validate({"role": role}), producer=producer, consumer=consumer)
+        is saving
+    )
+
+
+def test_a_producer_without_the_right_to_save_is_refused() -> None:
+    with pytest.raises(ConfigError, match="set role to writer"):
+        may_save(Config(role="reader"), producer=True, consumer=False)
+
+
+@pytest.mark.parametrize(
+    ("bulk_url", "endpoint", "far"),
+    [
+        ("s3://bucket/prefix", None, True),
+        ("s3://bucket", "https://s3.example.org", True),
+        ("s3://bucket", "https://10.0.0.7:9000", True),
+        ("s3://bucket", "http://127.0.0.1:9000", False),
+        ("s3://bucket", "http://localhost:9000", False),
+        ("s3://bucket", "http://[::1]:9000", False),
+        ("file:///tmp/x", None, False),
+        ("memory:", None, False),
+    ],
+)
+def test_only_a_bucket_on_another_machine_is_far(
+    bulk_url: str, endpoint: str | None, far: bool
+) -> None:
+    assert is_far(Config(bulk_url=bulk_url, s3_endpoint_url=endpoint)) is far

@@ -1,0 +1,291 @@
+"""A secondary tier whose stores are slow, full, gone or lie: never an exception, never a wait."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import LookupResult
+
+from objkv.assembly.backends import Backends
+from objkv.connector import wiring
+from objkv.errors import ConfigError, StoreUnavailable
+from objkv.testing.flaky import FlakyStore
+from tests.connector.tier.world import Engine, init_hashes, offload_key, row
+from tests.support.servers.redis import wait_until
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+
+class World:
+    """Replicas over one folder whose bulk store fails on request."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.engines: list[Engine] = []
+        self.bulks: list[FlakyStore] = []
+        self.gate = threading.Event()
+        opened: Callable[..., Backends] = wiring.open_backends
+
+        def flaky(*args: Any, **kwargs: Any) -> Backends:
+            backends = opened(*args, **kwargs)
+            self.bulks.append(FlakyStore(backends.bulk))
+            return replace(backends, bulk=self.bulks[-1])
+
+        monkeypatch.setattr(wiring, "open_backends", flaky)
+
+    def engine(self, tier: dict[str, Any] | None = None, **changes: Any) -> Engine:
+        """One more replica."""
+        self.engines.append(Engine(self.folder, tier, **changes))
+        return self.engines[-1]
+
+    def close(self) -> None:
+        self.gate.set()
+        for engine in self.engines:
+            engine.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    init_hashes()
+    world = World(tmp_path, monkeypatch)
+    yield world
+    world.close()
+
+
+def save(engine: Engine, *numbers: int) -> None:
+    engine.compute(engine.begin(), {offload_key(n): row(n) for n in numbers})
+    engine.settle()
+
+
+def counted(engine: Engine, name: str) -> float:
+    return float(engine.tier._recorder.value(name))
+
+
+@pytest.mark.parametrize("bit", [3, 9_000, 60_000])
+def test_a_flipped_bit_is_a_miss_and_reaches_no_row(world: World, bit: int) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1, 2)
+    world.bulks[1].flip_bit(bit)
+    before = bytes(reader.view.cast("B"))
+    request = reader.begin()
+    assert reader.find(request, [offload_key(1), offload_key(2)]) == [MISS, MISS]
+    assert bytes(reader.view.cast("B")) == before
+    assert counted(reader, "tier_load_corrupt") == 2
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 4_000, 8_191])
+def test_a_short_payload_is_a_miss(world: World, nbytes: int) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1)
+    world.bulks[1].truncate(nbytes)
+    assert reader.find(reader.begin(), [offload_key(1)]) == [MISS]
+    assert counted(reader, "tier_load_corrupt") == 1
+
+
+def test_the_payload_of_another_key_is_a_miss(world: World, tmp_path: Path) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1, 2)
+    paths = sorted((tmp_path / "chunks").rglob("*.safetensors"))
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, reversed(contents), strict=True):
+        path.chmod(0o644)
+        path.write_bytes(content)
+    assert reader.find(reader.begin(), [offload_key(1), offload_key(2)]) == [MISS, MISS]
+    assert counted(reader, "tier_load_corrupt") == 2
+
+
+def test_a_key_that_is_gone_fails_alone_and_its_record_is_forgotten(
+    world: World, tmp_path: Path
+) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1)
+    (gone,) = (tmp_path / "chunks").rglob("*.safetensors")
+    save(writer, 2, 3)
+    gone.unlink()
+    request = reader.begin()
+    keys = [offload_key(n) for n in (1, 2, 3)]
+    assert reader.find(request, keys) == [MISS, HIT, HIT]
+    assert reader.read(request, keys[2]) == row(3)
+    assert counted(reader, "tier_load_ghosts") == 1
+    third = world.engine()
+    assert third.find(third.begin(), keys) == [MISS, HIT, HIT]
+    assert counted(third, "tier_load_ghosts") == 0
+
+
+def test_a_ghost_is_told_as_an_event(world: World, tmp_path: Path) -> None:
+    writer = world.engine()
+    reader = world.engine({"enable_kv_events": True}, enable_kv_cache_events=True)
+    save(writer, 1)
+    (gone,) = (tmp_path / "chunks").rglob("*.safetensors")
+    gone.unlink()
+    assert reader.find(reader.begin(), [offload_key(1)]) == [MISS]
+    (event,) = [e for e in reader.manager.take_events() if e.medium.value == "STORAGE"]
+    assert (list(event.keys), event.removed) == ([offload_key(1)], True)
+
+
+def test_a_failing_store_fails_jobs_and_raises_nothing(world: World) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1)
+    for bulk in world.bulks:
+        bulk.fail_until_mended(StoreUnavailable("gone"))
+    assert reader.find(reader.begin(), [offload_key(1)]) == [MISS]
+    save(writer, 2)
+    assert counted(reader, "tier_load_errors") == 1
+    assert counted(writer, "tier_save_errors") == 1
+    for bulk in world.bulks:
+        bulk.mend()
+    save(writer, 3)
+    assert counted(writer, "tier_saves") == 2
+
+
+def test_a_slow_load_is_a_miss_after_its_deadline_and_writes_nothing_later(world: World) -> None:
+    writer, reader = world.engine(), world.engine({"load_deadline_ms": 50})
+    save(writer, 1)
+    world.bulks[1].hold(world.gate)
+    request = reader.begin()
+    assert reader.find(request, [offload_key(1)]) == [MISS]
+    assert counted(reader, "tier_load_deadlines") == 1
+    np.asarray(reader.view)[:] = 7  # the row is somebody else's now
+    world.gate.set()
+    reader.tier.shutdown()  # waits for its threads
+    assert (np.asarray(reader.view) == 7).all()
+
+
+def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> None:
+    engine = world.engine({"save_deadline_ms": 50}, rows=2)
+    world.bulks[0].hold(world.gate)
+    save(engine, 1, 2)  # settles although the store does not answer
+    assert counted(engine, "tier_save_deadlines") == 1
+    save(engine, 3, 4)  # the rows can be given to others
+    world.gate.set()
+
+
+def test_above_the_quota_nothing_is_saved_and_rows_are_freed(world: World) -> None:
+    engine = world.engine(rows=2)
+    save(engine, 1, 2)
+    no_room = SimpleNamespace(has_room=lambda: False, close=lambda: None)
+    engine.tier._store._cache._room = no_room
+    save(engine, 3, 4)
+    assert counted(engine, "tier_save_over_quota") == 2
+    request = engine.begin()
+    assert engine.find(request, [offload_key(n) for n in (1, 3)]) == [HIT, MISS]
+
+
+def test_a_slow_index_is_a_miss_after_its_deadline(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = world.engine({"lookup_deadline_ms": 50})
+    save(engine, 1)
+    index = engine.tier._store._index
+    monkeypatch.setattr(index, "find", lambda *_: world.gate.wait(60) and [None])
+    request = engine.begin()
+    assert engine.manager.lookup(offload_key(9), request) is RETRY
+    assert engine.find(request, [offload_key(9)]) == [MISS]
+    assert counted(engine, "tier_lookup_deadlines") == 1
+
+
+def test_a_full_queue_refuses_some_chunks_and_takes_the_others(world: World) -> None:
+    engine = world.engine({"queue_max": 4, "save_threads": 1, "save_deadline_ms": 60_000})
+    world.bulks[0].hold(world.gate)
+    engine.compute(engine.begin(), {offload_key(0): row(0)})
+    # One put is the identity document's; after the other the only thread waits for the store.
+    wait_until(lambda: world.bulks[0].calls.count("put_if_absent") == 2, "both puts")
+    engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(1, 8)})
+    assert counted(engine, "tier_save_refused") == 3
+    world.gate.set()
+    engine.settle()
+    assert counted(engine, "tier_saves") == 5
+
+
+def test_a_reset_does_not_wait_for_the_store(world: World) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1)
+    world.bulks[1].hold(world.gate)
+    reader.compute(reader.begin(), {offload_key(5): row(5)})
+    request = reader.begin()
+    wait_until(
+        lambda: (
+            reader.manager.lookup(offload_key(1), request) is LookupResult.HIT_PENDING
+            or bool(reader.end_step())
+        ),
+        "the load to begin",
+    )
+    reader.end_step()
+    wait_until(lambda: "get_into" in world.bulks[1].calls, "the store to be asked")
+    assert reader.manager.has_pending_work()
+    reader.manager.reset_cache()  # asserts that no job is left
+    np.asarray(reader.view)[:] = 7
+    world.gate.set()
+    reader.tier.shutdown()
+    assert (np.asarray(reader.view) == 7).all()
+
+
+def test_a_shutdown_while_busy_is_bounded_and_lets_go_of_vllms_memory(world: World) -> None:
+    engine = world.engine({"drain_deadline_ms": 1})
+    world.bulks[0].hold(world.gate)
+    engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(4)})
+    region = engine.manager.primary_tier._mmap_region
+    memory = region.mmap_obj
+    engine.close()
+    world.engines.remove(engine)
+    assert memory.closed
+
+
+def test_a_shutdown_saves_what_is_queued(world: World) -> None:
+    writer, reader = world.engine({"save_threads": 1}), world.engine()
+    content = {offload_key(n): row(n) for n in range(6)}
+    writer.compute(writer.begin(), content)
+    writer.close()
+    world.engines.remove(writer)
+    assert reader.find(reader.begin(), list(content)) == [HIT] * 6
+
+
+def test_jobs_that_end_after_the_shutdown_fail(world: World) -> None:
+    engine = world.engine()
+    engine.tier.shutdown()
+    engine.compute(engine.begin(), {offload_key(1): row(1)})
+    engine.settle()
+    assert engine.find(engine.begin(), [offload_key(2)]) == [MISS]
+
+
+def test_a_load_of_a_request_that_ended_still_ends(world: World) -> None:
+    writer, reader = world.engine(), world.engine()
+    save(writer, 1)
+    request = reader.begin()
+    wait_until(
+        lambda: (
+            reader.manager.lookup(offload_key(1), request) is LookupResult.HIT_PENDING
+            or bool(reader.end_step())
+        ),
+        "the load to begin",
+    )
+    reader.end(request)
+    reader.settle()
+    assert not reader.manager.has_pending_work()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"bulk_urll": "x"}, "bulk_url"),
+        ({"queue_max": 0}, "queue_max"),
+        ({"locality": "HERE"}, "locality"),
+        ({"weights": None}, "weights"),
+    ],
+)
+def test_a_wrong_option_is_told_at_the_start(
+    world: World, options: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        world.engine(options)
+
+
+def test_what_a_later_vllm_hands_to_its_tiers_is_no_option(world: World) -> None:
+    engine = world.engine({"something_new": object()})
+    save(engine, 1)
+    assert counted(engine, "tier_saves") == 1

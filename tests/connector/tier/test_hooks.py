@@ -1,0 +1,148 @@
+"""What a secondary tier hears of weights and adapters that change with no cache being reset."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_offload.base import LookupResult
+
+from objkv.connector.tier.identity import TierAdapters
+from tests.connector.tier.world import Engine, offload_key, row
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+pytestmark = pytest.mark.usefixtures("vllm_as_before")
+
+
+def core() -> Any:
+    """An EngineCore without a model; every tier of this process hears it."""
+    engine: Any = object.__new__(EngineCore)
+    engine.model_executor = SimpleNamespace(
+        collective_rpc=lambda *_: ["done"],
+        add_lora=lambda *_: True,
+        remove_lora=lambda *_: True,
+    )
+    return engine
+
+
+def save(engine: Engine, *numbers: int) -> None:
+    request = engine.begin()
+    engine.compute(request, {offload_key(n): row(n) for n in numbers})
+    engine.settle()
+    engine.end(request)
+
+
+def found(engine: Engine, number: int) -> bool:
+    """Asked by a new request."""
+    request = engine.begin()
+    (answer,) = engine.find(request, [offload_key(number)])
+    engine.end(request)
+    return answer is HIT
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "update_weights", "load_weights"])
+def test_after_a_weight_update_nothing_goes_out_under_the_old_digest(
+    engines: Any, method: str
+) -> None:
+    engine = engines()
+    save(engine, 1)
+    core().collective_rpc(method, None, (), {})
+    save(engine, 2)
+    other = engines()
+    assert found(other, 1)
+    assert not found(other, 2)
+
+
+def test_weights_that_change_before_the_first_request_leave_the_namespace_too(
+    engines: Any,
+) -> None:
+    engine = engines()
+    core().collective_rpc("reload_weights", None, (), {})
+    engine.manager.reset_cache()
+    save(engine, 1)
+    assert found(engine, 1)
+    assert not found(engines(), 1)
+
+
+def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(engines: Any) -> None:
+    """Its own memory may still serve blocks of the old weights, and new ones that build on them."""
+    writer, engine = engines(), engines()
+    save(writer, 1)
+    core().collective_rpc("reload_weights", None, (), {})
+    assert not found(engine, 1)
+    assert engine.tier.namespace.current is None
+    assert not engine.tier.open
+    save(engine, 2)
+    assert engine.tier._recorder.value("tier_saves") == 0
+    engine.manager.reset_cache()
+    assert engine.tier.open
+    assert not found(engine, 1)
+    save(engine, 3)
+    assert engine.tier._recorder.value("tier_saves") == 1
+    assert not found(engines(), 3)
+
+
+def test_a_call_that_changes_no_weights_changes_nothing(engines: Any) -> None:
+    engine = engines()
+    save(engine, 1)
+    before = engine.tier.namespace.current
+    core().collective_rpc("get_weight_version", None, (), {})
+    core().collective_rpc("profile", None, (), {})
+    assert engine.tier.namespace.current == before
+
+
+def test_a_reset_while_requests_hold_blocks_does_not_open_the_tier(engines: Any) -> None:
+    """vLLM drops no block then, and says so only to who asked for the reset."""
+    engine = engines()
+    request = engine.begin()
+    engine.manager.reset_cache()
+    assert not engine.tier.open
+    engine.end(request)
+    engine.manager.reset_cache()
+    assert engine.tier.open
+
+
+def lora(name: str, number: int, *, load_inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, load_inplace=load_inplace)
+
+
+def test_an_adapter_whose_name_comes_back_is_as_a_weight_update(engines: Any) -> None:
+    engine = engines()
+    save(engine, 1)
+    core().add_lora(lora("a", 1))
+    core().remove_lora(1)
+    assert engine.tier.open
+    core().add_lora(lora("a", 2))
+    assert not engine.tier.open
+
+
+@pytest.mark.parametrize(
+    ("calls", "changed"),
+    [
+        ([("a", 1)], 0),
+        ([("a", 1), ("a", 1)], 0),
+        ([("a", 1), 1, ("b", 2)], 0),
+        ([("a", 1), 1, ("b", 1)], 0),
+        ([("a", 1), 1, ("a", 1)], 1),
+        ([("a", 1), ("a", 2)], 1),
+        ([1, ("a", 2)], 1),  # its name was never heard: a request brought it
+        ([1, ("a", 2), ("b", 3)], 2),
+    ],
+)
+def test_only_a_name_that_may_stand_for_other_weights_counts(
+    calls: list[Any], changed: int
+) -> None:
+    heard: list[int] = []
+    adapters = TierAdapters(lambda: heard.append(1))
+    for call in calls:
+        if isinstance(call, int):
+            adapters.unloaded(call)
+        else:
+            adapters.loaded(lora(*call))
+    assert len(heard) == changed
+
+
+def test_an_adapter_replaced_in_place_counts() -> None:
+    heard: list[int] = []
+    TierAdapters(lambda: heard.append(1)).loaded(lora("a", 1, load_inplace=True))
+    assert heard == [1]

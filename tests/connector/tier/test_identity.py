@@ -1,0 +1,220 @@
+"""Who may share what a secondary tier stores."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+)
+
+from objkv.connector.model import media as scales
+from objkv.errors import ConfigError
+from tests.connector.tier.world import Engine, init_hashes, offload_key, row
+
+
+def namespace(engine: Engine) -> str:
+    engine.begin()
+    assert engine.tier.namespace.current is not None
+    return str(engine.tier.namespace.current)
+
+
+def test_equal_engines_share(engines: Any) -> None:
+    assert namespace(engines()) == namespace(engines(engine_id="other"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "release-2"},
+        {"tenant": "other"},
+        {"weights_epoch": 1},
+        {"model_id": "other"},
+        {"settings": {"quantization": "fp8"}},
+    ],
+)
+def test_what_the_operator_says_keeps_engines_apart(engines: Any, options: dict[str, Any]) -> None:
+    assert namespace(engines()) != namespace(engines(options))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": OffloadingModelConfig("other/model", "bfloat16")},
+        {"model": OffloadingModelConfig("some/model", "fp8_e5m2")},
+        {"groups": (OffloadingGroupConfig(16, ("l0", "l2"), 0),)},
+        {"groups": (OffloadingGroupConfig(32, ("l0", "l1"), 0),)},
+        {"groups": (OffloadingGroupConfig(16, ("l0", "l1"), 1),)},
+        {"cache": OffloadingCacheConfig(tokens_per_hash=8, blocks_per_chunk=1)},
+        {"kv_cache_layout": "LBHNC"},
+        {"canonical_layout": True},
+        {"parallel": {"world_size": 2, "tp_size": 2}},
+        {"parallel": {"world_size": 2, "tp_size": 2, "is_parallelism_agnostic": True}},
+        {"parallel": {"world_size": 2, "pp_size": 2}},
+    ],
+)
+def test_what_vllm_says_keeps_engines_apart(engines: Any, changes: dict[str, Any]) -> None:
+    assert namespace(engines()) != namespace(engines(**changes))
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"model_config": {"quantization": "fp8"}},
+        {"model_config": {"hf_overrides": {"rope_theta": 500_000}}},
+        {"model_config": {"dtype": "torch.float16"}},
+        {"model_config": {"revision": "v2"}, "load_config": {"load_format": "dummy"}},
+        {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}},
+    ],
+)
+def test_what_the_engine_was_told_keeps_engines_apart(engines: Any, engine: dict[str, Any]) -> None:
+    plain = engines({"weights": None}, engine={"model_config": {"revision": "v1"}})
+    other = {name: {"revision": "v1"} | engine.get(name, {}) for name in ("model_config",)}
+    assert namespace(plain) != namespace(engines({"weights": None}, engine=engine | other))
+
+
+def test_weights_are_named_by_the_engines_revision(engines: Any) -> None:
+    named = [
+        namespace(engines({"weights": None}, engine={"model_config": {"revision": revision}}))
+        for revision in ("v1", "v1", "v2")
+    ]
+    assert named[0] == named[1] != named[2]
+
+
+def test_both_kinds_of_fp8_are_told_apart(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OffloadingModelConfig("some/model", "fp8_e4m3")
+    one = namespace(engines(model=model))
+    monkeypatch.setattr(type(scales.current_platform), "is_fp8_fnuz", lambda *_: True)
+    assert namespace(engines(model=model)) != one
+
+
+def test_an_engine_that_is_not_seen_is_refused_unless_the_operator_answers_for_it(
+    engines: Any,
+) -> None:
+    with pytest.raises(ConfigError, match="engine_unseen"):
+        engines(engine=None)
+    unseen = engines({"engine_unseen": True}, engine=None)
+    assert namespace(unseen) != namespace(engines({"engine_unseen": True}))
+    assert namespace(engines({"engine_unseen": True})) == namespace(engines())
+
+
+def test_unseen_weights_are_read_where_the_operator_says(engines: Any) -> None:
+    options = {"engine_unseen": True, "weights": None, "revision": "v1"}
+    assert engines(options, engine=None).tier.namespace.open
+    with pytest.raises(ConfigError, match="'weights' or 'revision'"):
+        engines(options | {"revision": None}, engine=None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "word"),
+    [
+        ({"lora_config": {"lora_dtype": "auto"}}, "'adapters'"),
+        ({"speculative_config": {"method": "eagle3"}}, "'speculative'"),
+        (
+            {
+                "model_config": {
+                    "multimodal_config": SimpleNamespace(
+                        mm_processor_cache_gb=0, mm_processor_kwargs=None
+                    )
+                },
+                "cache_config": {"enable_prefix_caching": False},
+            },
+            "mm-processor-cache-gb",
+        ),
+        (
+            {"parallel_config": {"distributed_executor_backend": "external_launcher"}},
+            "external_launcher",
+        ),
+    ],
+)
+def test_what_keys_do_not_tell_is_refused(engines: Any, engine: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        engines(engine=engine, parallel={"world_size": 2, "tp_size": 2})
+
+
+def test_what_the_operator_names_is_not_refused(engines: Any) -> None:
+    engine = {"lora_config": {"lora_dtype": "auto"}, "speculative_config": {"method": "eagle3"}}
+    settings = {"adapters": "release-1", "speculative": "draft-1"}
+    first = namespace(engines({"settings": settings}, engine=engine))
+    assert namespace(engines({"settings": settings | {"adapters": "2"}}, engine=engine)) != first
+    alone = {"parallel_config": {"distributed_executor_backend": "external_launcher"}}
+    assert engines(engine=alone).tier.namespace.open
+
+
+def test_a_revision_that_is_not_vllms_is_refused(engines: Any) -> None:
+    with pytest.raises(ConfigError, match="'revision'"):
+        engines({"revision": "v1"}, engine={"model_config": {"revision": "v2"}})
+
+
+def test_certified_bytes_are_shared_whatever_the_ranks(engines: Any) -> None:
+    one = {"is_parallelism_agnostic": True}
+    two = {"is_parallelism_agnostic": True, "world_size": 2, "tp_size": 2}
+    assert namespace(engines(canonical_layout=True, parallel=one)) == namespace(
+        engines(canonical_layout=True, parallel=two)
+    )
+
+
+def test_data_parallel_replicas_share(engines: Any) -> None:
+    assert namespace(engines()) == namespace(
+        engines(parallel={"data_parallel_size": 4, "data_parallel_index": 3})
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
+def test_another_hash_algorithm_is_another_namespace(engines: Any, algorithm: str) -> None:
+    one = namespace(engines())
+    init_hashes(algorithm)
+    assert namespace(engines()) != one
+
+
+def test_another_seed_is_another_namespace(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    one = namespace(engines())
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    assert namespace(engines()) != one
+
+
+def test_an_engine_made_before_it_chose_its_hash_takes_the_one_it_chose(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes its tiers first; a process may have had another engine before."""
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of an engine before")
+    engine = engines()
+    assert namespace(engine) == namespace(engines())
+
+
+def test_weights_are_read_where_they_lie(engines: Any, tmp_path: Path) -> None:
+    names = set()
+    for seed in (1, 2):
+        folder = tmp_path / str(seed) / "model"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(row(seed))
+        model = OffloadingModelConfig(str(folder), "bfloat16")
+        names.add(namespace(engines({"weights": None}, model=model)))
+    assert len(names) == 2
+
+
+def test_the_document_is_stored_beside_the_chunks(engines: Any, tmp_path: Path) -> None:
+    engine = engines()
+    engine.compute(engine.begin(), {offload_key(1): row(1)})
+    engine.settle()
+    engine.close = lambda: None
+    name = str(engine.tier.namespace.current)
+    engine.manager.shutdown()
+    document = json.loads((tmp_path / "chunks" / name / "identity.json").read_bytes())
+    assert document["hash"] == "vllm-block-hash-1"
+    assert document["none_hash"] == kv_cache_utils.NONE_HASH.hex()
+
+
+def test_replicas_with_other_weights_do_not_find_each_others_chunks(engines: Any) -> None:
+    writer, reader = engines(), engines({"weights": "release-2"})
+    writer.compute(writer.begin(), {offload_key(1): row(1)})
+    writer.settle()
+    assert reader.find(reader.begin(), [offload_key(1)]) == [LookupResult.MISS]

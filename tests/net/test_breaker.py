@@ -1,0 +1,504 @@
+"""``Breaker``: when it tries again, over outages of all lengths, by a clock set by hand."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError, StoreUnavailable
+from objkv.net.breaker import Attempt, Breaker, Breakers, Burst, Change, Direction, Patience
+from objkv.net.deadline import EndsBy
+from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.testing.clock import ManualClock
+
+PATIENCE = Patience(failures=3, reset_s=1.0, reset_max_s=15.0)
+DAY_S = 86_400.0
+
+
+class Server:
+    """Answers, or not, and counts who asks; time passes when told to."""
+
+    def __init__(self, patience: Patience = PATIENCE) -> None:
+        self.clock = ManualClock(0.0)
+        self.changes: list[Change] = []
+        self.recorder = MemoryRecorder()
+        self.breaker = Breaker("bulk", "read", patience, self.recorder, self.changes.append)
+        self.breaker.clock = self.breaker.now_s = self.clock
+        self.error: StoreError | None = StoreUnavailable("down")
+        self.asked_s: list[float] = []
+
+    def call(self) -> bool:
+        """Whether it answered."""
+        try:
+            self.make(self._answer)
+        except StoreError:
+            return False
+        return True
+
+    def make(self, call: Callable[[], object]) -> None:
+        """Make ``call`` through the breaker."""
+        with Attempt(self.breaker, "get"):
+            call()
+
+    def _answer(self) -> None:
+        self.asked_s.append(self.clock.now_s)
+        if self.error is not None:
+            raise self.error
+
+
+@given(
+    outages=st.lists(
+        st.tuples(st.floats(0.1, 3 * DAY_S), st.floats(0.0, 100.0)), min_size=1, max_size=4
+    ),
+    draws=st.lists(st.floats(0.0, 1.0, exclude_max=True), min_size=1, max_size=7),
+    every_s=st.sampled_from([0.25, 4.0]),
+)
+def test_an_outage_costs_its_own_length_and_a_bounded_time_more(
+    outages: list[tuple[float, float]], draws: list[float], every_s: float
+) -> None:
+    server = Server()
+    drawn = iter(draws * 20_000)
+    server.breaker.draw = lambda: next(drawn)
+    for outage_s, calm_s in outages:
+        ends_s = server.clock.now_s + outage_s
+        server.error = StoreUnavailable("down")
+        for _ in range(PATIENCE.failures):
+            assert not server.call()
+        while server.clock.now_s < ends_s:  # calls come all the time; those in between are refused
+            server.clock.advance(max(every_s, outage_s / 60))
+            server.call()
+        server.error = None
+        bound_s = server.clock.now_s + PATIENCE.reset_max_s
+        while not server.call():
+            server.clock.advance(every_s)
+            assert server.clock.now_s <= bound_s + every_s
+        server.clock.advance(calm_s)
+        assert server.call()
+
+
+@settings(max_examples=30)
+@given(st.floats(1.0, DAY_S))
+def test_a_server_that_stays_away_is_seldom_asked(outage_s: float) -> None:
+    server = Server()
+    for _ in range(PATIENCE.failures):
+        server.call()
+    step_s = max(0.25, outage_s / 200)
+    while server.clock.now_s < outage_s:
+        server.clock.advance(step_s)
+        server.call()
+    pauses = [after - before for before, after in pairwise(server.asked_s[2:])]
+    assert all(pause >= PATIENCE.reset_s / 2 for pause in pauses)
+    assert all(pause >= PATIENCE.reset_max_s / 2 for pause in pauses[4:])
+    assert all(pause <= PATIENCE.reset_max_s + step_s for pause in pauses)
+
+
+def test_replicas_do_not_try_again_in_step() -> None:
+    servers = [Server() for _ in range(50)]
+    for now in range(600):
+        for server in servers:
+            server.clock.now_s = now / 4
+            server.call()
+    late = [tuple(at for at in server.asked_s if at > 60) for server in servers]
+    assert all(late)
+    by_moment: dict[float, int] = {}
+    for moments in late:
+        for at in moments:
+            by_moment[at] = by_moment.get(at, 0) + 1
+    assert max(by_moment.values()) < 25  # of 50, in one quarter of a second
+    assert len(set(late)) > 40
+
+
+def test_a_probe_that_does_not_return_is_not_the_last_but_threads_are_not_used_up() -> None:
+    server = Server()
+    for _ in range(PATIENCE.failures):
+        server.call()
+    server.error = None
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def hang() -> None:
+        entered.release()
+        assert gate.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        probes = []
+        for _ in range(2):
+            server.clock.advance(PATIENCE.reset_max_s)
+            probes.append(pool.submit(server.make, hang))
+            assert entered.acquire(timeout=60)
+        server.clock.advance(PATIENCE.reset_max_s)
+        assert not server.call()  # two threads are enough
+        gate.set()
+        for probe in probes:
+            probe.result()
+    assert server.call()
+    assert [change.error is None for change in server.changes] == [False, True]
+
+
+def test_the_first_pause_is_short_again_after_the_server_was_back() -> None:
+    server = Server()
+    for _ in range(2):
+        server.error = StoreUnavailable("down")
+        for _ in range(100):
+            server.call()
+            server.clock.advance(15.0)
+        server.error = None
+        while not server.call():
+            server.clock.advance(1.0)
+        server.clock.advance(PATIENCE.reset_max_s + 1)
+    server.error = StoreUnavailable("down")
+    for _ in range(PATIENCE.failures):
+        server.call()
+    asked = len(server.asked_s)
+    server.clock.advance(PATIENCE.reset_s)
+    server.call()
+    assert len(server.asked_s) == asked + 1
+
+
+def test_a_server_that_is_back_for_a_moment_only_is_not_asked_ever_more_often() -> None:
+    server = Server()
+    for _ in range(6):
+        server.error = StoreUnavailable("down")
+        for _ in range(PATIENCE.failures):
+            server.call()
+        server.error = None
+        while not server.call():
+            server.clock.advance(0.25)
+    server.error = StoreUnavailable("down")
+    for _ in range(PATIENCE.failures):
+        server.call()
+    asked = len(server.asked_s)
+    server.clock.advance(PATIENCE.reset_max_s / 2 - 0.1)
+    server.call()
+    assert len(server.asked_s) == asked
+
+
+def test_refusals_and_failures_in_a_row_count_together_and_the_last_one_is_told() -> None:
+    server = Server()
+    server.call()
+    server.call()
+    server.error = StoreDenied("credentials expired")
+    server.call()
+    [change] = server.changes
+    assert change.error is server.error
+    assert server.recorder.value("breaker_open_bulk_read") == 1
+
+
+def test_without_anybody_listening_it_works_as_well() -> None:
+    breaker = Breaker("hot", "write", PATIENCE, NullRecorder())
+
+    for _ in range(5):
+        with suppress(StoreUnavailable), Attempt(breaker, "put"):
+            raise StoreUnavailable("down")
+    assert breaker.is_open
+
+
+@pytest.mark.parametrize("given_s", [0.0, 0.005, 0.9])
+def test_a_caller_with_too_little_time_says_nothing_of_the_server(given_s: float) -> None:
+    server = Server()
+
+    def late() -> None:
+        server.clock.advance(given_s)
+        raise StoreUnavailable("the deadline passed")
+
+    def cut() -> None:
+        with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + given_s):
+            server.make(late)
+
+    for _ in range(10):
+        cut()
+    assert not server.breaker.is_open
+    server.call()
+    server.call()
+    cut()  # nor is it an answer
+    server.call()
+    assert server.breaker.is_open
+
+
+def test_an_attempt_not_begun_since_the_time_is_too_short_is_no_failure() -> None:
+    """S3 begins none in the last quarter of the time there is."""
+    server = Server()
+
+    def refuse_to_begin() -> None:
+        server.clock.advance(0.08)
+        raise StoreUnavailable("the deadline is too near to ask")
+
+    for _ in range(10):
+        with pytest.raises(StoreUnavailable, match="near"), EndsBy(server.clock.now_s + 0.1):
+            server.make(refuse_to_begin)
+    assert not server.breaker.is_open
+
+
+@pytest.mark.parametrize("given_s", [1.0, 5.0])
+def test_who_had_time_enough_and_got_nothing_tells_of_a_server_that_stalls(given_s: float) -> None:
+    server = Server()
+
+    def stall() -> None:
+        server.clock.advance(given_s)
+        raise StoreUnavailable("the deadline passed")
+
+    for _ in range(PATIENCE.failures):
+        assert not server.breaker.is_open
+        with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + given_s):
+            server.make(stall)
+    assert server.breaker.is_open
+
+
+def test_a_deadline_set_within_the_call_is_the_servers() -> None:
+    server = Server()
+
+    def stall() -> None:
+        with EndsBy(server.clock.now_s + 0.1):
+            server.clock.advance(0.1)
+            raise StoreUnavailable("the deadline passed")
+
+    for _ in range(PATIENCE.failures):
+        with pytest.raises(StoreUnavailable, match="passed"):
+            server.make(stall)
+    assert server.breaker.is_open
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("reset"), StoreDenied("403"), StoreBusy("503")])
+def test_what_a_server_does_while_there_is_time_is_its_own_doing(error: StoreError) -> None:
+    server = Server()
+    server.error = error
+    for _ in range(PATIENCE.failures):
+        with EndsBy(server.clock.now_s + 0.1):
+            assert not server.call()
+    assert server.breaker.is_open
+
+
+def test_a_clock_of_pauses_that_is_another_says_nothing_of_deadlines() -> None:
+    server = Server()
+    server.breaker.clock = ManualClock(14_400.0)
+    with EndsBy(30.0):
+        for _ in range(PATIENCE.failures):
+            server.call()
+    assert server.breaker.is_open
+
+
+@pytest.mark.parametrize("error", [StoreDenied("403"), StoreBusy("503")])
+def test_an_answer_that_comes_late_is_an_answer(error: StoreError) -> None:
+    server = Server()
+
+    def answer() -> None:
+        server.clock.advance(0.1)
+        raise error
+
+    for _ in range(PATIENCE.failures):
+        with pytest.raises(type(error), match=str(error)), EndsBy(server.clock.now_s + 0.1):
+            server.make(answer)
+    assert server.breaker.is_open
+
+
+def test_a_probe_cut_short_by_its_caller_keeps_its_pause_and_is_not_waited_for() -> None:
+    server = Server()
+    server.breaker.draw = lambda: 1.0
+    for _ in range(PATIENCE.failures):
+        server.call()
+
+    def late() -> None:
+        server.clock.advance(0.005)
+        raise StoreUnavailable("the deadline passed")
+
+    server.error = None
+    for _ in range(3):
+        server.clock.advance(PATIENCE.reset_max_s)
+        with pytest.raises(StoreUnavailable, match="passed"), EndsBy(server.clock.now_s + 0.005):
+            server.make(late)
+        assert not server.call()
+    server.clock.advance(PATIENCE.reset_max_s)
+    assert server.call()
+
+
+def test_a_probe_that_raises_what_is_no_error_of_a_store_keeps_its_pause() -> None:
+    server = Server()
+    for _ in range(PATIENCE.failures):
+        server.call()
+    server.clock.advance(PATIENCE.reset_max_s)
+    for number in range(10):
+        with pytest.raises(LeftAlone if number else ZeroDivisionError):
+            server.make(lambda: 1 // 0)
+    server.clock.advance(PATIENCE.reset_max_s)
+    server.error = None
+    assert server.call()
+
+
+def test_where_probes_hang_another_is_made_now_and_then() -> None:
+    server = Server()
+    for _ in range(PATIENCE.failures):
+        server.call()
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def hang() -> None:
+        entered.release()
+        assert gate.wait(60)
+
+    made = 0
+    with ThreadPoolExecutor(8) as pool:
+        try:
+            for _ in range(45):  # of 15 s: four times ten of them and a bit
+                server.clock.advance(PATIENCE.reset_max_s)
+                before = server.recorder.value("breaker_refused_bulk_read")
+                probe = pool.submit(server.make, hang)
+                while not entered.acquire(timeout=0.01):
+                    if server.recorder.value("breaker_refused_bulk_read") > before:
+                        assert isinstance(probe.exception(), LeftAlone)
+                        break
+                else:
+                    made += 1
+            assert made == 2 + 4
+            server.clock.advance(10 * PATIENCE.reset_max_s)
+            server.error = None
+            assert server.call(), "the server was back, and those that hang are not"
+        finally:
+            gate.set()
+    assert server.call()
+
+
+def test_probes_that_hang_since_an_earlier_outage_do_not_slow_down_a_later_one() -> None:
+    server = Server()
+    entered, gate = threading.Semaphore(0), threading.Event()
+
+    def hang() -> None:
+        entered.release()
+        assert gate.wait(60)
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            for _ in range(PATIENCE.failures):
+                server.call()
+            for _ in range(2):
+                server.clock.advance(PATIENCE.reset_max_s)
+                pool.submit(server.make, hang)
+                assert entered.acquire(timeout=60)
+            server.clock.advance(10 * PATIENCE.reset_max_s)
+            server.error = None
+            assert server.call()
+            server.error = StoreUnavailable("down")
+            for _ in range(PATIENCE.failures):
+                server.call()
+            server.error = None
+            server.clock.advance(PATIENCE.reset_max_s)
+            assert server.call()
+        finally:
+            gate.set()
+
+
+class Busy:
+    """Breakers of a server that is asked too much now and then."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(0.0)
+        self.breakers = Breakers("bulk", PATIENCE, NullRecorder(), clock=self.clock)
+        self.breakers.write.draw = lambda: 1.0
+
+    def call(self, direction: Direction, error: StoreError | None = None) -> bool:
+        """Whether it answered."""
+        try:
+            with self.breakers.attempt(direction, "verb"):
+                if error is not None:
+                    raise error
+        except StoreError:
+            return False
+        return True
+
+    def busy_reads(self, count: int = 3) -> None:
+        for _ in range(count):
+            self.call("read", StoreBusy("503"))
+            self.call("read")
+
+
+def test_one_read_in_a_hundred_that_is_too_much_stops_no_writes() -> None:
+    server = Busy()
+    for _ in range(600):
+        server.busy_reads(1)
+        assert sum(server.call("read") for _ in range(98)) == 98
+        server.clock.advance(0.5)
+        assert server.call("write")
+        server.clock.advance(0.5)
+
+
+def test_reads_that_are_too_much_now_and_then_stop_no_writes() -> None:
+    server = Busy()
+    for _ in range(20):
+        server.busy_reads(1)
+        server.clock.advance(2.0)
+        assert server.call("write")
+
+
+def test_several_reads_that_are_too_much_stop_writes_for_the_first_pause_each_time() -> None:
+    server = Busy()
+    for _ in range(20):
+        server.busy_reads(2)
+        assert server.call("write")
+        server.busy_reads(1)
+        assert not server.call("write")
+        server.clock.advance(PATIENCE.reset_s - 0.1)
+        assert not server.call("write")
+        server.clock.advance(0.2)
+        assert server.call("write")
+    for _ in range(PATIENCE.failures):  # nor is the next pause longer for it
+        server.call("write", StoreUnavailable("down"))
+    assert not server.call("write")
+    server.clock.advance(PATIENCE.reset_s + 0.1)
+    assert server.call("write")
+
+
+def test_writes_that_fail_when_tried_again_are_left_alone_ever_longer_whatever_stopped_them() -> (
+    None
+):
+    server = Busy()
+    server.busy_reads()
+    for pause_s in (1.0, 2.0, 4.0):
+        server.clock.advance(pause_s - 0.1)
+        assert not server.call("write")
+        server.clock.advance(0.2)
+        assert not server.call("write", StoreUnavailable("down"))
+    server.clock.advance(7.9)
+    assert not server.call("write")
+
+
+def test_reads_that_are_too_much_make_no_pause_of_failing_writes_shorter() -> None:
+    server = Busy()
+    for _ in range(6):  # back for a moment only
+        for _ in range(PATIENCE.failures):
+            server.call("write", StoreUnavailable("down"))
+        while not server.call("write"):
+            server.clock.advance(0.25)
+    server.busy_reads()
+    while not server.call("write"):
+        server.clock.advance(0.25)
+    for _ in range(PATIENCE.failures):
+        server.call("write", StoreUnavailable("down"))
+    server.clock.advance(PATIENCE.reset_max_s - 0.1)
+    assert not server.call("write")
+
+
+def test_so_many_close_to_each_other_are_a_burst_and_the_next_begins_anew() -> None:
+    burst = Burst(3, seconds=3.0, calls=30)
+    assert [burst.add(0.0, n) for n in range(7)] == [False, False, True, False, False, True, False]
+
+
+def test_what_is_far_apart_in_time_or_in_calls_is_none() -> None:
+    burst = Burst(3, seconds=3.0, calls=30)
+    assert not any(burst.add(n * 1.6, n) for n in range(100))
+    burst = Burst(3, seconds=3.0, calls=30)
+    assert not any(burst.add(0.0, n * 16) for n in range(100))
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 4.0), st.integers(0, 40)), max_size=50))
+def test_each_burst_has_its_own_within_the_bounds(steps: list[tuple[float, int]]) -> None:
+    burst, now_s, number = Burst(3, seconds=3.0, calls=30), 0.0, 0
+    since: list[tuple[float, int]] = []
+    for wait_s, calls in steps:
+        now_s, number = now_s + wait_s, number + calls
+        since.append((now_s, number))
+        close = len(since) >= 3 and now_s - since[-3][0] <= 3.0 and number - since[-3][1] <= 30
+        assert burst.add(now_s, number) == close
+        if close:
+            since = []

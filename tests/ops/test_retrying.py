@@ -1,0 +1,59 @@
+"""Calls that time may mend are repeated; scans and refusals are not."""
+
+import pytest
+
+from objkv.errors import StoreDenied, StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.ops.retrying import PATIENCE_S, retrying
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+from tests.index.flaky_index import FlakyIndex
+
+
+def test_a_call_that_fails_for_a_while_succeeds() -> None:
+    slept: list[float] = []
+    inner = FlakyStore(MemoryStore())
+    store = retrying(inner, sleep=slept.append)
+    inner.fail_next(StoreUnavailable("busy"), times=4)
+    store.put("a", b"1")
+    assert store.get("a") == b"1"
+    assert len(slept) == 4
+    assert all(later > 0 for later in slept)
+
+
+def test_patience_ends() -> None:
+    slept: list[float] = []
+    inner = FlakyStore(MemoryStore())
+    inner.fail_until_mended(StoreUnavailable("gone"))
+    with pytest.raises(StoreUnavailable):
+        retrying(inner, sleep=slept.append).get("a")
+    assert PATIENCE_S <= sum(slept) < 2 * PATIENCE_S
+
+
+def test_what_time_does_not_mend_is_not_repeated() -> None:
+    inner = FlakyStore(MemoryStore())
+    inner.fail_next(StoreDenied("403"))
+    with pytest.raises(StoreDenied):
+        retrying(inner, sleep=lambda _: pytest.fail("slept")).get("a")
+
+
+def test_a_scan_that_breaks_off_is_an_error_and_not_the_end() -> None:
+    inner = FlakyStore(MemoryStore())
+    for key in "abc":
+        inner.put(key, b"")
+    scan = retrying(inner, sleep=lambda _: pytest.fail("slept")).scan("")
+    next(scan)
+    inner.fail_next(StoreUnavailable("gone"))
+    with pytest.raises(StoreUnavailable):
+        list(scan)
+
+
+def test_an_index_is_asked_again_too() -> None:
+    inner = FlakyIndex(MemoryIndex())
+    inner.error = StoreUnavailable("busy")
+
+    def mend(_: float) -> None:
+        inner.error = None
+
+    assert retrying(inner, sleep=mend).lookup("n" * 32, [bytes(20)]) == [None]
+    assert inner.calls == ("lookup", "lookup")

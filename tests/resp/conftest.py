@@ -1,0 +1,3 @@
+from tests.support.servers.fixtures import valkey
+
+__all__ = ["valkey"]

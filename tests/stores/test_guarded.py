@@ -1,0 +1,434 @@
+"""``GuardedStore``: counted, limited, given up and found again, read-only, and yet a good store."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+
+from objkv.errors import (
+    LeftAlone,
+    StoreBusy,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    ValueTooLong,
+)
+from objkv.net.breaker import Breakers, Change, Patience
+from objkv.net.deadline import EndsBy, is_trial
+from objkv.stores.base import Unfinished
+from objkv.stores.guarded import GuardedStore
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.testing.flaky import FlakyStore
+from objkv.testing.store_contract import StoreContract
+from tests.stores.guards import guard_of
+
+DOWN = StoreUnavailable("down")
+
+
+class TestGuardedStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> GuardedStore:
+        return GuardedStore(MemoryStore(), guard_of(slots=(2, 60), seconds=60))
+
+
+def test_repr_is_a_status_line() -> None:
+    store = GuardedStore(MemoryStore(), guard_of(slots=(3, 1), seconds=2, may_write=False))
+    what = "reads closed, writes closed, 3 calls, 2 s, read-only"
+    assert repr(store) == f"<GuardedStore {what}, of <MemoryStore 0 values>>"
+    assert (
+        repr(GuardedStore(MemoryStore())) == "<GuardedStore unguarded, of <MemoryStore 0 values>>"
+    )
+
+
+def test_every_call_is_timed_and_its_bytes_are_counted() -> None:
+    recorder, ticks = MemoryRecorder(), count()
+    store = GuardedStore(MemoryStore(), guard_of(recorder=recorder, clock=lambda: next(ticks)))
+    store.put("a", b"12345")
+    store.put_if_absent("b", b"123")
+    store.put_if_absent("b", b"123")
+    store.get("a")
+    store.get_range("a", 1, 3)
+    store.get_into("a", memoryview(bytearray(8)))
+    drained = recorder.drain()
+    assert drained["bulk_written_bytes"] == 8
+    assert drained["bulk_duplicates"] == 1
+    assert drained["bulk_read_bytes"] == 12
+    assert drained["bulk_reads"] == drained["bulk_writes"] == 3
+    assert drained["bulk_put_if_absent_seconds_count"] == 2
+    assert drained["bulk_get_into_seconds_sum"] == 1
+    store.get_into("a", memoryview(bytearray(2)), start=4)
+    store.delete("a")
+    drained |= recorder.drain()
+    assert drained["bulk_get_range_into_seconds_count"] == drained["bulk_read_bytes"] == 1
+    assert drained["bulk_delete_seconds_count"] == 1
+    assert drained["bulk_writes"] == 3, "a delete is no write of bytes"
+    assert not any("misses" in name or "errors" in name for name in drained)
+
+
+def test_misses_and_errors_are_counted_by_verb() -> None:
+    recorder, inner = MemoryRecorder(), FlakyStore(MemoryStore())
+    store = GuardedStore(inner, guard_of("hot", recorder))
+    store.get("absent")
+    store.get_into("absent", memoryview(bytearray(1)))
+    store.head("absent")
+    inner.fail_next(StoreDenied("403"))
+    with pytest.raises(StoreDenied):
+        store.put_if_absent("k", b"")
+    drained = recorder.drain()
+    assert drained["hot_get_misses"] == drained["hot_get_into_misses"] == 1
+    assert drained["hot_head_misses"] == 1
+    assert drained["hot_put_if_absent_errors"] == 1
+    assert drained["hot_put_if_absent_errors_StoreDenied"] == 1
+    assert drained["hot_put_if_absent_seconds_count"] == 1
+    assert (drained["hot_writes"], drained["hot_write_errors"]) == (1, 1)
+    assert "hot_read_errors" not in drained
+
+
+def test_the_end_of_a_scan_is_no_miss() -> None:
+    recorder = MemoryRecorder()
+    store = GuardedStore(MemoryStore(), guard_of(recorder=recorder))
+    assert list(store.scan("")) == []
+    assert recorder.value("bulk_scan_misses") == 0
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda store: store.put("k", b"2"),
+        lambda store: store.put_if_absent("l", b"2"),
+        lambda store: store.delete("k"),
+        lambda store: store.discard(Unfinished("k", "x", 1, 0.0)),
+    ],
+)
+def test_what_would_write_is_denied_with_what_to_set_and_sent_nowhere(
+    write: Callable[[GuardedStore], object],
+) -> None:
+    inner = FlakyStore(MemoryStore())
+    inner.put("k", b"1")
+    asked = len(inner.calls)
+    store = GuardedStore(inner, guard_of(may_write=False))
+    with pytest.raises(StoreDenied, match="set role to writer or sweeper"):
+        write(store)
+    assert len(inner.calls) == asked
+    assert store.get("k") == b"1"
+    assert [entry.key for entry in store.scan("")] == ["k"]
+
+
+def test_no_more_calls_go_through_than_allowed() -> None:
+    inner, gate = FlakyStore(MemoryStore()), threading.Event()
+    inner.hold(gate)
+    store = GuardedStore(inner, guard_of(slots=(3, 60)))
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(store.get, "k") for _ in range(8)]
+        while len(inner.calls) < 3:
+            pass
+        assert len(inner.calls) == 3
+        gate.set()
+        assert [call.result() for call in calls] == [None] * 8
+    assert len(inner.calls) == 8
+
+
+def test_waiting_ends_in_unavailable() -> None:
+    inner, gate = FlakyStore(MemoryStore()), threading.Event()
+    inner.hold(gate)
+    store = GuardedStore(inner, guard_of(slots=(1, 0)))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.get, "k")
+        assert inner.arrived.wait(60)
+        with pytest.raises(StoreUnavailable, match="1 calls under way"):
+            store.get("k")
+        gate.set()
+        assert first.result() is None
+    assert store.get("k") is None
+
+
+def test_a_call_that_fails_gives_its_slot_back() -> None:
+    inner = FlakyStore(MemoryStore())
+    store = GuardedStore(inner, guard_of(slots=(1, 0)))
+    inner.fail_next(StoreError("once"))
+    with pytest.raises(StoreError, match="once"):
+        store.get("k")
+    assert store.get("k") is None
+
+
+def test_a_scan_holds_no_slot_while_its_consumer_works() -> None:
+    store = GuardedStore(MemoryStore(), guard_of(slots=(1, 0)))
+    store.put("a", b"")
+    store.put("b", b"")
+    for entry in store.scan(""):
+        assert store.get(entry.key) == b""
+
+
+def test_writes_leave_half_of_the_slots_to_reads() -> None:
+    inner, gate = FlakyStore(MemoryStore()), threading.Event()
+    inner.hold(gate)
+    store = GuardedStore(inner, guard_of(slots=(4, 60)))
+    with ThreadPoolExecutor(10) as pool:
+        puts = [pool.submit(store.put, f"k{i}", b"v") for i in range(8)]
+        while len(inner.calls) < 2:
+            pass
+        gets = [pool.submit(store.get, "k0") for _ in range(2)]
+        while inner.calls.count("get") < 2:
+            pass
+        assert inner.calls.count("put") == 2
+        gate.set()
+        for call in (*puts, *gets):
+            call.result()
+    assert inner.calls.count("put") == 8
+
+
+def test_whoever_has_less_time_waits_less() -> None:
+    inner, gate = FlakyStore(MemoryStore()), threading.Event()
+    inner.hold(gate)
+    store = GuardedStore(inner, guard_of(slots=(1, 3600)))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(store.get, "k")
+        assert inner.arrived.wait(60)
+        with pytest.raises(StoreUnavailable), EndsBy(time.monotonic()):
+            store.get("k")
+        gate.set()
+        assert first.result() is None
+
+
+class Scene:
+    """Breakers that open after three failures for ten seconds, and their clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.news: list[bool] = []
+        self.inner = FlakyStore(MemoryStore())
+        self.recorder = MemoryRecorder()
+        self.breakers = Breakers(
+            "bulk",
+            Patience(failures=3, reset_s=10, reset_max_s=10),
+            self.recorder,
+            clock=lambda: self.now_s,
+            on_change=self._hear,
+        )
+        self.breakers.read.draw = self.breakers.write.draw = lambda: 1.0
+        self.store = GuardedStore(self.inner, guard_of(breakers=self.breakers))
+
+    def _hear(self, change: Change) -> None:
+        assert change.end == "bulk"
+        assert change.direction == "read"
+        self.news.append(change.error is not None)
+
+    def fail(self, times: int, error: StoreError = DOWN) -> None:
+        self.inner.fail_next(error, times)
+        for _ in range(times):
+            with pytest.raises(type(error), match=str(error)):
+                self.store.get("k")
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_after_so_many_failures_the_store_is_left_alone(scene: Scene) -> None:
+    scene.fail(3)
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        next(scene.store.scan(""))
+    assert len(scene.inner.calls) == 3
+    assert scene.news == [True]
+
+
+def test_a_success_in_between_starts_the_count_again(scene: Scene) -> None:
+    scene.fail(2)
+    assert scene.store.get("k") is None
+    scene.fail(2)
+    assert scene.store.get("k") is None
+    assert scene.news == []
+
+
+def test_errors_that_nobody_can_mend_do_not_count(scene: Scene) -> None:
+    scene.fail(10, ValueTooLong("an answer all the same"))
+    assert scene.store.get("k") is None
+    assert scene.news == []
+
+
+def test_a_store_that_refuses_is_left_alone_too(scene: Scene) -> None:
+    scene.fail(3, StoreDenied("403"))
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    assert scene.news == [True]
+
+
+def test_a_probe_that_succeeds_brings_the_store_back(scene: Scene) -> None:
+    scene.fail(3)
+    scene.now_s += 9.9
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    scene.now_s += 0.1
+    assert scene.store.get("k") is None
+    assert scene.store.get("k") is None
+    assert scene.news == [True, False]
+
+
+def test_a_probe_that_fails_leaves_it_alone_again_without_news(scene: Scene) -> None:
+    scene.fail(3)
+    for _ in range(3):
+        scene.now_s += 10
+        scene.fail(1)
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+    assert scene.news == [True]
+    scene.now_s += 10
+    assert scene.store.get("k") is None
+    assert scene.news == [True, False]
+
+
+def test_a_store_that_answers_the_probe_with_a_refusal_is_not_back_and_that_is_news(
+    scene: Scene,
+) -> None:
+    scene.fail(3)
+    for _ in range(2):
+        scene.now_s += 10
+        scene.fail(1, StoreDenied("403"))
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+    assert scene.news == [True, True]
+    scene.now_s += 10
+    assert scene.store.get("k") is None
+    assert scene.news == [True, True, False]
+
+
+def test_one_probe_at_a_time(scene: Scene) -> None:
+    scene.fail(3)
+    scene.now_s += 10
+    gate = threading.Event()
+    scene.inner.arrived.clear()
+    scene.inner.hold(gate)
+    with ThreadPoolExecutor(1) as pool:
+        probe = pool.submit(scene.store.get, "k")
+        assert scene.inner.arrived.wait(60)
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+        gate.set()
+        assert probe.result() is None
+    assert scene.store.get("k") is None
+
+
+def test_calls_go_on_side_by_side(scene: Scene) -> None:
+    gate = threading.Event()
+    scene.inner.hold(gate)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(scene.store.get, "k") for _ in range(4)]
+        while len(scene.inner.calls) < 4:
+            pass
+        gate.set()
+        assert [call.result() for call in calls] == [None] * 4
+
+
+def test_a_late_success_of_an_earlier_call_does_not_close_it(scene: Scene) -> None:
+    gate = threading.Event()
+    scene.inner.hold(gate)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(scene.store.get, "k")
+        assert scene.inner.arrived.wait(60)
+        scene.inner.mend()
+        scene.fail(3)
+        gate.set()
+        assert slow.result() is None
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        scene.store.get("k")
+    assert scene.news == [True]
+
+
+def test_an_interrupt_is_no_failure_and_no_end_of_probing(scene: Scene) -> None:
+    scene.fail(3)
+    scene.now_s += 10
+    scene.inner.fail_next(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        scene.store.get("k")
+    assert scene.store.get("k") is None
+
+
+def test_check_asks_the_place_itself(scene: Scene) -> None:
+    scene.fail(3)
+    scene.store.check()
+    scene.inner.fail_until_mended(DOWN)
+    with pytest.raises(StoreUnavailable, match="down"):
+        scene.store.check()
+
+
+@pytest.mark.parametrize("error", [DOWN, StoreDenied("no space left")])
+def test_writes_that_fail_do_not_stop_reads(error: StoreError) -> None:
+    inner = FlakyStore(MemoryStore())
+    store = GuardedStore(
+        inner, guard_of(breakers=Breakers("bulk", Patience(failures=3), NullRecorder()))
+    )
+    for write in (
+        lambda: store.put_if_absent("k", b"v"),
+        lambda: store.put("k", b"v"),
+        lambda: store.delete("k"),
+    ):
+        inner.fail_next(error)
+        with pytest.raises(type(error), match=str(error)):
+            write()
+        assert store.get("k") is None
+    with pytest.raises(StoreUnavailable, match="left alone"):
+        store.put("k", b"v")
+    assert store.head("k") is None
+    assert list(store.scan("")) == []
+
+
+def test_reads_that_fail_do_not_stop_writes(scene: Scene) -> None:
+    scene.fail(3)
+    assert scene.store.put_if_absent("k", b"v")
+
+
+def test_state_openings_and_refused_calls_are_told(scene: Scene) -> None:
+    scene.fail(3)
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable, match="left alone"):
+            scene.store.get("k")
+    numbers = scene.recorder.drain()
+    assert numbers == {
+        "breaker_open_bulk_read": 1,
+        "breaker_openings_bulk_read": 1,
+        "breaker_refused_bulk_read": 4,
+    }
+    assert scene.recorder.drain() == {"breaker_open_bulk_read": 1}
+    scene.now_s += 10
+    scene.store.get("k")
+    assert scene.recorder.drain() == {"breaker_open_bulk_read": 0}
+    assert scene.recorder.drain() == {}
+
+
+@pytest.mark.parametrize(("verb", "times"), [("get", 3), ("put", 1)])
+def test_a_store_that_is_asked_too_much_is_spared_writes_first(verb: str, times: int) -> None:
+    inner = FlakyStore(MemoryStore())
+    store = GuardedStore(inner, guard_of())
+    inner.fail_next(StoreBusy("503"), times)
+    for _ in range(times):
+        with pytest.raises(StoreBusy):
+            store.get("k") if verb == "get" else store.put("k", b"v")
+    with pytest.raises(LeftAlone):
+        store.put_if_absent("k", b"v")
+    assert store.get("k") is None
+    assert inner.calls == [*[verb] * times, "get"]
+
+
+def test_a_probe_is_known_as_one(scene: Scene) -> None:
+    trials: list[bool] = []
+
+    class Asked(MemoryStore):
+        def get(self, key: str) -> bytes | None:
+            trials.append(is_trial())
+            raise DOWN
+
+    store = GuardedStore(Asked(), guard_of(breakers=scene.breakers))
+    for _ in range(4):
+        with pytest.raises(StoreUnavailable):
+            store.get("k")
+    scene.now_s += 10
+    with pytest.raises(StoreUnavailable, match="down"):
+        store.get("k")
+    assert trials == [False, False, False, True]

@@ -1,0 +1,128 @@
+"""A real browser that looks at a page, and tells what it drew, said and asked for."""
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from PIL import Image
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
+
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--disable-dev-shm-usage", "--hide-scrollbars", "--force-prefers-reduced-motion",
+    "--force-color-profile=srgb",
+)  # fmt: skip
+SIZE = (1360, 1000)
+PATIENCE_S = 120
+
+
+def browser_programs() -> tuple[str, str] | None:
+    """Debian's Chromium and its driver, if both are installed."""
+    found = shutil.which("chromium"), shutil.which("chromedriver")
+    return (found[0], found[1]) if found[0] and found[1] else None
+
+
+@contextmanager
+def open_browser(*, dark: bool = False) -> Iterator["Browser"]:
+    """A browser with a profile of its own."""
+    programs = browser_programs()
+    assert programs is not None
+    with TemporaryDirectory(prefix="objkv-browser-") as profile:
+        options = ChromeOptions()
+        options.binary_location = programs[0]
+        for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={SIZE[0]},{SIZE[1]}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        driver = Chrome(options=options, service=Service(programs[1]))
+        try:
+            if dark:
+                feature = {"name": "prefers-color-scheme", "value": "dark"}
+                driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+            yield Browser(driver)
+        finally:
+            driver.quit()
+
+
+class Browser:
+    """One window."""
+
+    def __init__(self, driver: Chrome) -> None:
+        self.driver = driver
+
+    def open(self, page: Path) -> None:
+        """Show ``page``, from its beginning; what was before is forgotten."""
+        self.driver.get("about:blank")
+        self.complaints(), self.requests()
+        self.driver.get(page.as_uri())
+        self.resize(*SIZE)
+
+    def resize(self, width: int, height: int) -> None:
+        """Of what the page has for itself."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def find(self, selector: str) -> WebElement:
+        """The one element, or the first."""
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def every(self, selector: str) -> list[WebElement]:
+        """All of them."""
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def texts(self, selector: str) -> list[str]:
+        """What stands in them."""
+        script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.textContent)"
+        return list(self.driver.execute_script(script, selector))
+
+    def boxes(self) -> dict[str, tuple[float, float, float]]:
+        """What the tree's picture shows: left edge, top and width of each box, by its sentence."""
+        script = """
+            const whole = document.getElementById("icicle").getBoundingClientRect();
+            return [...document.querySelectorAll(".box")].filter((b) => b.style.display !== "none")
+              .map((b) => [b.getAttribute("aria-label"), b.getBoundingClientRect()])
+              .map(([name, r]) => [name, r.left - whole.left, r.top - whole.top, r.width]);
+        """
+        return {name: (x, y, w) for name, x, y, w in self.driver.execute_script(script)}
+
+    def press(self, key: str) -> None:
+        """A key, where the focus is."""
+        self.driver.switch_to.active_element.send_keys(getattr(Keys, key))
+
+    def until(self, what: str, *arguments: object) -> None:
+        """Wait until the script ``what`` returns true."""
+        wait = WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05)
+        wait.until(lambda driver: driver.execute_script(f"return {what}", *arguments))
+
+    def picture(self, selector: str) -> Image.Image:
+        """The pixels of one element."""
+        return Image.open(io.BytesIO(self.find(selector).screenshot_as_png)).convert("RGB")
+
+    def shoot(self, target: Path, *, width: int = SIZE[0], height: int) -> None:
+        """A PNG of the page from where it is scrolled to."""
+        self.resize(width, height)
+        shot = Image.open(io.BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
+        # 256 colours are enough for flat ones, and a fifth of the bytes.
+        shot.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
+
+    def complaints(self) -> list[str]:
+        """What the page's console has said since it was asked last."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """The addresses that were asked for, since it was asked last."""
+        messages = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]

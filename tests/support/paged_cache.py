@@ -1,0 +1,372 @@
+"""A paged KV cache as vLLM registers it, without vLLM: replicas over one store, a lane that copies
+late, and stores that give bytes in pieces."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from threading import Event, Lock
+from typing import Any, ClassVar, Self
+
+import torch
+
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.match import stored_blocks
+from objkv.codec.payload import payload_bytes_max
+from objkv.codec.seal import Seal
+from objkv.errors import StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.topology import rank_shard
+from objkv.stores.base import Arrived, WriteStore, check_fits
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from objkv.tracing import NO_TRACING, Tracing
+from objkv.transfer.fetch import Cuts
+from objkv.transfer.lanes import HostBlocks, HostLane, Lane, Pages, Recast
+from objkv.transfer.loader import Loader, LoadLimits
+from objkv.transfer.paging import GroupShape, PagedGroup
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.queue import Task
+from objkv.transfer.saver import SaveLimits, Saver
+from objkv.transfer.slabs import SlabPool, WideSlabs
+
+
+def paged_group(
+    identity: GroupIdentity,
+    *,
+    chunk_tokens: int,
+    num_blocks: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    tp: tuple[int, int] = (0, 1),
+) -> tuple[PagedGroup, list[torch.Tensor]]:
+    """A rank's group over random blocks, and its tensors ``[num_blocks, H, N, C]``, one a layer.
+
+    ``tp`` is (rank, size). Block 0 is the null block, as in vLLM.
+    """
+    rank = rank_shard(
+        layers=len(identity.layers), heads=identity.heads, tp_rank=tp[0], tp_size=tp[1]
+    )
+    heads = rank.shard.head_end - rank.shard.head_start
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_blocks, heads, identity.block_size, identity.content)
+    caches = [torch.randn(shape, generator=generator).to(dtype) for _ in identity.layers]
+    blocks = stored_blocks(identity, chunk_tokens)
+    paged = PagedGroup(GroupShape(identity.layers, blocks, identity.block_size, rank), caches)
+    return paged, caches
+
+
+def same_blocks(
+    left: Sequence[torch.Tensor],
+    left_ids: Sequence[int],
+    right: Sequence[torch.Tensor],
+    right_ids: Sequence[int],
+) -> bool:
+    """Whether the blocks hold the same bytes, layer by layer."""
+    return all(
+        torch.equal(
+            a[list(left_ids)].contiguous().view(torch.uint8),
+            b[list(right_ids)].contiguous().view(torch.uint8),
+        )
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+PATIENCE_S = 120.0
+"""For other threads to come, on a machine that is busy with other things."""
+NAMESPACE = "0123456789abcdef" * 2
+CHUNK = 64
+BLOCKS = CHUNK // 32
+GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
+WHOLE = Cuts()
+"""The payloads of these tests are so small that each comes in one request."""
+IN_SPANS = Cuts(step_spans_max=4, span_bytes_min=1)
+"""Unless a test wants several."""
+TOKENS = list(range(1000, 1000 + 4 * CHUNK))
+HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
+
+
+class Worker:
+    """A rank's loader and saver over its pages. Tests of transfers close it at their end."""
+
+    opened: ClassVar[list["Worker"]] = []
+
+    def __init__(
+        self,
+        paged: PagedGroup,
+        cache: ChunkCache,
+        recorder: MemoryRecorder,
+        *,
+        name: str,
+        load: LoadLimits,
+        slab_bytes: int,
+        slabs: int = 8,
+        codec: str = "none",
+        save_queue_max: int = 64,
+        wide: WideSlabs[Task] | None = None,
+        lane: Callable[[], Lane] = HostLane,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self.paged, self.cache, self.recorder = paged, cache, recorder
+        self.load_slabs = SlabPool("load", count=slabs, slab_bytes=slab_bytes, pinned=False)
+        self.save_slabs = SlabPool("save", count=slabs, slab_bytes=slab_bytes, pinned=False)
+        self.loader = Loader(
+            cache,
+            {0: paged},
+            self.load_slabs,
+            wide=wide,
+            lane_for_thread=lane,
+            limits=load,
+            recorder=recorder,
+            tracing=tracing,
+        )
+        self.saver = self.saver_of(SaveLimits(1, save_queue_max, PATIENCE_S, codec, name))
+        Worker.opened.append(self)
+
+    def saver_of(
+        self,
+        limits: SaveLimits,
+        lane: Lane | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Saver:
+        """A saver of its pages and slabs."""
+        return Saver(
+            self.cache,
+            {0: self.paged},
+            self.save_slabs,
+            lane=lane or HostLane(),
+            limits=limits,
+            recorder=self.recorder,
+            clock=clock,
+        )
+
+    def save_moves(
+        self, moves: Iterable[tuple[ChunkMove, str]], request: str = "r"
+    ) -> set[tuple[str, int]]:
+        """Save chunks, each with its digest; waits until they are stored. Those dropped."""
+        saves = tuple(SaveMove(move, digest, None) for move, digest in moves)
+        dropped = self.saver.gather((SavePlan(request, NAMESPACE, saves),))
+        assert self.saver.drain(PATIENCE_S)
+        return dropped
+
+    def outcome(self, plan: LoadPlan | None = None) -> LoadOutcome:
+        """The outcome of ``plan``, or of the one load between steps that is under way."""
+        if plan is not None:
+            self.loader.submit(plan)
+        found: list[LoadOutcome] = []
+        sync = plan is not None and plan.sync
+        wait_until(lambda: bool(found.extend(self.loader.take_finished(sync=sync)) or found))
+        (outcome,) = found
+        return outcome
+
+    def keep(self) -> Self:
+        """Not to be closed at the end of its test."""
+        Worker.opened.remove(self)
+        return self
+
+    def close(self) -> None:
+        """Stop its threads."""
+        self.saver.close(1.0)
+        self.loader.close()
+        if self in Worker.opened:
+            Worker.opened.remove(self)
+
+
+class Replica(Worker):
+    """One worker over a paged cache of its own."""
+
+    def __init__(
+        self,
+        store: WriteStore,
+        index: MemoryIndex,
+        *,
+        seed: int,
+        deadline_s: float = PATIENCE_S,
+        step_deadline_s: float = PATIENCE_S,
+        queue_max: int = 64,
+        group: GroupIdentity = GROUP,
+        cuts: Cuts = WHOLE,
+        hot: WriteStore | None = None,
+        num_blocks: int = 32,
+        join_s: float = PATIENCE_S,
+        seal: Seal | None = None,
+        **options: Any,
+    ) -> None:
+        """``options``: of ``Worker``."""
+        paged, self.caches = paged_group(
+            group, chunk_tokens=CHUNK, num_blocks=num_blocks, seed=seed
+        )
+        name, recorder = f"replica-{seed}", MemoryRecorder()
+        settings = CacheSettings(name, ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=1 << 20)
+        self.index = index
+        super().__init__(
+            paged,
+            ChunkCache(store, hot, index, settings, recorder, seal=seal),
+            recorder,
+            name=name,
+            load=LoadLimits(2, queue_max, deadline_s, step_deadline_s, cuts, join_s),
+            slab_bytes=payload_bytes_max(paged.layers),
+            save_queue_max=queue_max,
+            **options,
+        )
+
+    def save(self, chunks: range, first_block: int = 1, request: str = "r") -> set[tuple[str, int]]:
+        """Save chunks whose blocks follow each other from ``first_block``; waits until stored."""
+        digests = [token_digest(tuple(TOKENS[c * CHUNK : (c + 1) * CHUNK])) for c in chunks]
+        moves = [self.move(c, first_block) for c in chunks]
+        return self.save_moves(zip(moves, digests, strict=True), request)
+
+    def load(
+        self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
+    ) -> LoadOutcome:
+        """Load chunks, without the first ``skip`` blocks of the first one; waits for the end."""
+        return self.outcome(self.load_plan(chunks, first_block, skip=skip, sync=sync))
+
+    def load_plan(
+        self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
+    ) -> LoadPlan:
+        """A plan whose records come from the index; blocks follow each other."""
+        moves = []
+        for c in chunks:
+            (record,) = self.index.lookup(NAMESPACE, [HASHES[c]])
+            shards = tuple(record.shards.items()) if record else ()
+            cut = skip if c == chunks[0] else 0
+            moves.append(LoadMove(self.move(c, first_block, cut=cut, base=chunks[0]), shards))
+        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+
+    def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
+        """Chunk ``chunk``, its blocks counted from ``first_block`` at chunk ``base``."""
+        start = first_block + (chunk - base) * BLOCKS
+        return ChunkMove(
+            chunk=chunk,
+            group=0,
+            prefix_hash=HASHES[chunk],
+            parent_hash=HASHES[chunk - 1] if chunk else root_hash(NAMESPACE),
+            token_start=chunk * CHUNK,
+            token_end=(chunk + 1) * CHUNK,
+            first_block=cut,
+            block_ids=tuple(range(start + cut, start + BLOCKS)),
+        )
+
+    def path(self, chunk: int) -> str:
+        """Where this rank's payload of a chunk is."""
+        digest = HASHES[chunk].hex()
+        shard = self.paged.shape.rank_shard.shard
+        return f"{NAMESPACE}/{digest[:2]}/{digest}/0.{shard}.safetensors"
+
+    def snapshot(self) -> list[torch.Tensor]:
+        """A copy of the whole paged cache."""
+        return [cache.clone() for cache in self.caches]
+
+
+def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
+    """Poll for something that other threads do."""
+    end = time.monotonic() + seconds_max
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.001)
+
+
+def stores() -> tuple[MemoryStore, MemoryIndex]:
+    """An empty bulk store and index."""
+    return MemoryStore(), MemoryIndex()
+
+
+class LazyLane(HostLane):
+    """Reads the pages it is given when a mark behind them is waited for, not before."""
+
+    def __init__(self) -> None:
+        self._given: list[Callable[[], None]] = []
+        self._passed = 0
+        self._lock = Lock()
+
+    def scatter(
+        self, pages: Pages, cache: torch.Tensor, placed: HostBlocks, recast: Recast | None = None
+    ) -> None:
+        self._given.append(lambda: HostLane.scatter(self, pages, cache, placed, recast))
+
+    def mark(self) -> "LazyMark":
+        return LazyMark(self, len(self._given))
+
+    def has_passed(self, number: int) -> bool:
+        """Whether so many copies have been made."""
+        return self._passed >= number
+
+    def let_pass(self, number: int) -> None:
+        """Make copies until there are so many."""
+        with self._lock:
+            while self._passed < number:
+                self._given[self._passed]()
+                self._passed += 1
+
+
+class LazyMark:
+    def __init__(self, lane: LazyLane, number: int) -> None:
+        self._lane = lane
+        self._number = number
+
+    def done(self) -> bool:
+        return self._lane.has_passed(self._number)
+
+    def wait(self) -> None:
+        self._lane.let_pass(self._number)
+
+    def hold_compute(self) -> None:
+        self._lane.let_pass(self._number)
+
+
+class PiecewiseStore(MemoryStore):
+    """Tells of bytes in pieces of the sizes that ``pieces`` gives for each call; what has not
+    arrived yet is noise."""
+
+    def __init__(self, pieces: Callable[[], Iterator[int]] = lambda: repeat(1000)) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self.requests: list[tuple[str, int]] = []
+        """(key, first byte) of each get."""
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        if start is None:
+            start = 0
+            check_fits(key, len(self.get(key) or b""), buffer)
+        self.requests.append((key, start))
+        value = self.get(key)
+        if value is None:
+            return None
+        value = value[start : start + len(buffer)]
+        buffer[:] = b"\xaa" * len(buffer)
+        at = 0
+        for piece in chain(self.pieces(), repeat(len(value))):
+            part = value[at : at + piece]
+            buffer[at : at + len(part)] = part
+            at += len(part)
+            if arrived is not None:
+                arrived(at)
+            if at == len(value):
+                return at
+        raise AssertionError
+
+
+class StuckStore(MemoryStore):
+    """Gets hang until told; puts can be made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = Event()
+        self.asked = Event()
+        self.broken = False
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self.asked.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().get_into(key, buffer, arrived, start)
+
+    def put_if_absent(self, key: str, value: bytes | bytearray | memoryview) -> bool:
+        if self.broken:
+            raise StoreUnavailable("put: gone")
+        return super().put_if_absent(key, value)

@@ -1,0 +1,242 @@
+"""Replicas of any TP and PP size, block size and layout, over one memory store: for tests of what
+they read of each other. What is computed is a fixed function of layer, head, token and element, so
+that the pages of every replica are known in advance."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import payload_bytes_max
+from objkv.index.memory import MemoryIndex
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.topology import RankShard, Shard, rank_shard
+from objkv.stores.base import WriteStore
+from objkv.telemetry import MemoryRecorder
+from objkv.transfer.fetch import Cuts
+from objkv.transfer.loader import LoadLimits
+from objkv.transfer.paging import GroupShape, PagedGroup
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
+from objkv.transfer.slabs import WideSlabs
+from objkv.transfer.sources import whole_payload_bytes_max
+from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
+
+CONTENT = 4
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+"""vLLM's ``KVCacheLayout``: the physical order of layers, blocks, heads, tokens and content."""
+
+
+def truth(layers: range, heads: range, tokens: range) -> np.ndarray:
+    """``[layers, heads, tokens, CONTENT]`` int32: what any replica computes for them."""
+    grid = np.meshgrid(layers, heads, tokens, range(CONTENT), indexing="ij")
+    layer, head, token, element = (axis.astype(np.int32) for axis in grid)
+    return ((layer * 64 + head) * 8192 + token) * CONTENT + element
+
+
+@dataclass(frozen=True)
+class ShapeOfReplica:
+    """How one replica is cut."""
+
+    tp: int = 1
+    pp: int = 1
+    block_size: int = 4
+    layout: str = "LBHNC"
+    codec: str = "none"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What all replicas agree on."""
+
+    heads: int = 4
+    layers: int = 4
+    chunk: int = 16
+    chunks: int = 3
+    divisible: bool = True
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(range(500, 500 + self.chunk * self.chunks))
+
+    @property
+    def hashes(self) -> list[bytes]:
+        return prefix_hashes(NAMESPACE, self.tokens, self.chunk)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"model.layers.{i}.attn" for i in range(self.layers))
+
+
+def layer_range(model: Model, shape: ShapeOfReplica, pp_rank: int) -> range:
+    """An even cut, as long as it is one."""
+    each = model.layers // shape.pp
+    return range(pp_rank * each, (pp_rank + 1) * each)
+
+
+class ShapedRank(Worker):
+    """One worker: its pages hold nothing until it computes or loads."""
+
+    def __init__(
+        self,
+        model: Model,
+        shape: ShapeOfReplica,
+        ranks: tuple[int, int],
+        store: WriteStore,
+        index: MemoryIndex,
+        queue_max: int = 64,
+    ) -> None:
+        tp_rank, pp_rank = ranks
+        self.model, self.shape = model, shape
+        self.layers = layer_range(model, shape, pp_rank)
+        cut = rank_shard(layers=model.layers, heads=model.heads, tp_rank=tp_rank, tp_size=shape.tp)
+        heads = cut.shard.head_start, cut.shard.head_end
+        self.rank = RankShard(
+            Shard(self.layers.start, self.layers.stop, *heads), cut.replica, cut.replicas
+        )
+        self.heads = range(*heads)
+        self.blocks = model.chunk * model.chunks // shape.block_size
+        self.memory = self._allocate(2 * self.blocks + 1)
+        self.index = index
+        recorder, tokens = MemoryRecorder(), model.chunk
+        paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
+        settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+        wide = whole_payload_bytes_max(paged, tokens=tokens) + 4096
+        cuts = Cuts(step_spans_max=3, span_bytes_min=1)
+        super().__init__(
+            paged,
+            ChunkCache(store, None, index, settings, recorder),
+            recorder,
+            name="writer",
+            load=LoadLimits(2, queue_max, PATIENCE_S, PATIENCE_S, cuts, PATIENCE_S),
+            slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
+            codec=shape.codec,
+            wide=WideSlabs(pairs=1, slab_bytes=wide, pinned=False),
+        )
+
+    def compute(self) -> None:
+        """Fill blocks 1, 2, ... with what the prompt comes to."""
+        self.memory.view(torch.int32)[:, 1 : 1 + self.blocks] = self.expected()
+
+    def expected(self) -> torch.Tensor:
+        """``[layers, blocks, heads, block_size, CONTENT]`` of the whole prompt."""
+        tokens = range(self.model.chunk * self.model.chunks)
+        whole = truth(self.layers, self.heads, tokens)
+        size = self.shape.block_size
+        cut = whole.reshape(len(self.layers), len(self.heads), self.blocks, size, CONTENT)
+        return torch.from_numpy(np.ascontiguousarray(cut.swapaxes(1, 2)))
+
+    def save(self) -> None:
+        """Save every chunk of the prompt, the ones that this rank writes."""
+        each = self.model.chunk // self.shape.block_size
+        digest, moves = token_digest(self.model.tokens), []
+        for chunk in range(self.model.chunks):
+            ids = tuple(range(1 + chunk * each, 1 + (chunk + 1) * each))
+            moves.append((self._move(chunk, 0, ids), digest))
+        assert not self.save_moves(moves)
+
+    def plan(
+        self,
+        index: MemoryIndex,
+        *,
+        skip: int = 0,
+        sync: bool = False,
+        fields: Collection[str] | None = None,
+    ) -> LoadPlan:
+        """The prompt without its first ``skip`` blocks, into blocks behind those that ``compute``
+        fills. ``fields``: of all that is stored only these."""
+        each, moves = self.model.chunk // self.shape.block_size, []
+        base = 1 + self.blocks
+        for chunk, record in enumerate(index.lookup(NAMESPACE, self.model.hashes)):
+            ids = tuple(range(base + chunk * each, base + (chunk + 1) * each))
+            cut = min(each, max(0, skip - chunk * each))
+            if cut < each:
+                shards = record.shards.items() if record else ()
+                known = tuple(s for s in shards if fields is None or s[0] in fields)
+                moves.append(LoadMove(self._move(chunk, cut, ids[cut:]), known))
+        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+
+    def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
+        """Load what ``plan`` says; waits for the end."""
+        return self.outcome(self.plan(index, skip=skip, sync=sync))
+
+    def loaded(self) -> torch.Tensor:
+        """What is in the blocks that ``load`` fills, as ``expected``."""
+        return self.memory[:, 1 + self.blocks :].contiguous()
+
+    def close(self) -> None:
+        super().close()
+        assert self.load_slabs.leased == 0
+
+    def _allocate(self, blocks: int) -> torch.Tensor:
+        """``[layers, blocks, heads, block_size, CONTENT]``, in the physical order of the layout."""
+        order = LAYOUTS[self.shape.layout]
+        logical = (len(self.layers), blocks, len(self.heads), self.shape.block_size, CONTENT)
+        physical = torch.full([logical[axis] for axis in order], -1, dtype=torch.int32)
+        return physical.permute([order.index(axis) for axis in range(5)]).view(torch.float32)
+
+    def _group_shape(self) -> GroupShape:
+        model, size = self.model, self.shape.block_size
+        names = model.names[self.layers.start : self.layers.stop]
+        return GroupShape(
+            names,
+            model.chunk // size,
+            size,
+            self.rank,
+            model_layers=model.names,
+            heads=model.heads,
+            divisible=model.divisible,
+        )
+
+    def _move(self, chunk: int, first_block: int, ids: tuple[int, ...]) -> ChunkMove:
+        hashes, size = self.model.hashes, self.model.chunk
+        return ChunkMove(
+            chunk=chunk,
+            group=0,
+            prefix_hash=hashes[chunk],
+            parent_hash=hashes[chunk - 1] if chunk else root_hash(NAMESPACE),
+            token_start=chunk * size,
+            token_end=(chunk + 1) * size,
+            first_block=first_block,
+            block_ids=ids,
+        )
+
+
+@dataclass
+class ShapedReplica:
+    """All ranks of one replica."""
+
+    model: Model
+    shape: ShapeOfReplica
+    store: WriteStore
+    index: MemoryIndex
+    queue_max: int = 64
+    ranks: list[ShapedRank] = field(default_factory=list)
+
+    def __enter__(self) -> "ShapedReplica":
+        for pp_rank in range(self.shape.pp):
+            for tp_rank in range(self.shape.tp):
+                place = (tp_rank, pp_rank)
+                self.ranks.append(
+                    ShapedRank(
+                        self.model, self.shape, place, self.store, self.index, self.queue_max
+                    )
+                )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def compute_and_save(self) -> None:
+        for rank in self.ranks:
+            rank.compute()
+            rank.save()

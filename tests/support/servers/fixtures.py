@@ -1,0 +1,213 @@
+"""Real servers as fixtures: Valkey, Redis alone, with TLS and in groups, and S3 by Ceph. Those that
+no test kills are started once per run."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from objkv.config import Config
+from objkv.ops.doctor.access import acl_rights
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
+from objkv.testing.clock import ManualClock
+from tests.support.servers.ceph import S3Server, ceph_missing, ceph_radosgw
+from tests.support.servers.certificates import make_certificates
+from tests.support.servers.redis import (
+    RedisServer,
+    redis_binary,
+    redis_missing,
+    redis_server,
+    valkey_server,
+)
+from tests.support.servers.redis_groups import ServerGroup, redis_cluster, redis_sentinel
+
+BUCKET = "kv-cache"
+PART_BYTES = 5 << 20
+PATIENT = {"lookup_deadline_ms": 20_000}
+"""A client that gives a server on a busy machine 40 s for an answer; for all tests but of that."""
+NOBODY_DIES_MS = 120_000
+
+OpenS3Store = Callable[..., S3Store]
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One Valkey for all tests, which flush it."""
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(valkey: RedisServer) -> Iterator[redis.Redis]:
+    """A client of a Valkey that is empty."""
+    with valkey.client() as opened:
+        opened.flushall()
+        yield opened
+
+
+@pytest.fixture
+def own_valkey(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Valkey of this test alone."""
+    with valkey_server(tmp_path / "valkey") as server:
+        yield server
+
+
+class ServerClock(ManualClock):
+    """Time as the servers see it: passing means that every key has so much less to live."""
+
+    def __init__(self, *clients: redis.Redis) -> None:
+        super().__init__()
+        self.clients = clients
+
+    def advance(self, seconds: float) -> None:
+        """Let ``seconds`` pass for every key of the servers."""
+        super().advance(seconds)
+        for client in self.clients:
+            for key in client.scan_iter():
+                left_ms = client.pttl(key)
+                if 0 <= left_ms <= seconds * 1000:
+                    client.delete(key)
+                elif left_ms > 0:
+                    client.pexpire(key, left_ms - int(seconds * 1000))
+
+
+def flushed(*servers: RedisServer) -> ServerClock:
+    """The clock of ``servers``, which are empty now."""
+    clients = [server.client() for server in servers]
+    for client in clients:
+        client.flushall()
+    return ServerClock(*clients)
+
+
+def documented_rights() -> str:
+    """The commands that ``objkv access`` tells operators to allow for everything in the index."""
+    where = {"has_hot": False, "is_cluster": False, "has_database": False}
+    return acl_rights("sweeper", "objkv", **where).removeprefix("~objkv:* ")
+
+
+def need(missing: str | None) -> None:
+    """Skip the test where a server's program is missing; fail it in CI, where nothing may be
+    skipped."""
+    if missing:
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+
+
+@pytest.fixture(scope="session")
+def redis_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One plain redis-server."""
+    need(redis_missing())
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of ``make_certificates``."""
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def redis_tls(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Path
+) -> Iterator[RedisServer]:
+    """One redis-server that speaks TLS only."""
+    need(redis_missing())
+    with redis_server(tmp_path_factory.mktemp("redis-tls"), tls=certificates) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerGroup]:
+    """Three primaries with a replica each; tests that kill some start their own."""
+    need(redis_missing())
+    folder = tmp_path_factory.mktemp("cluster")
+    with redis_cluster(redis_binary(), folder, node_timeout_ms=NOBODY_DIES_MS) as group:
+        yield group
+
+
+@pytest.fixture
+def mortal_cluster(tmp_path: Path) -> Iterator[ServerGroup]:
+    """A cluster that a test may kill."""
+    need(redis_missing())
+    with redis_cluster(redis_binary(), tmp_path / "cluster") as group:
+        yield group
+
+
+@pytest.fixture
+def sentinel(tmp_path: Path) -> Iterator[ServerGroup]:
+    """A primary, a replica and three Sentinels, which a test may kill."""
+    need(redis_missing())
+    with redis_sentinel(redis_binary(), tmp_path / "sentinel") as group:
+        yield group
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One radosgw with the bucket ``BUCKET``. A test that kills it starts it again."""
+    need(ceph_missing())
+    with ceph_radosgw(tmp_path_factory.mktemp("ceph") / "data") as server:
+        client = open_s3_client(s3_config(server))
+        client.create_bucket(Bucket=BUCKET)
+        client.close()
+        yield server
+
+
+def s3_config(server: S3Server, **changes: Any) -> Config:
+    """Settings that lead to ``server``."""
+    values: dict[str, Any] = {
+        "s3_endpoint_url": server.endpoint_url,
+        "s3_addressing": "path",
+        "s3_access_key_id": server.access_key,
+        "s3_secret_access_key": server.secret_key,
+        # An attempt that seems to take too long is repeated, and a put may find what it has put
+        # itself: not on a machine that is merely busy.
+        "load_deadline_ms": 300_000,
+    }
+    return Config(**values | changes)
+
+
+@pytest.fixture(scope="session")
+def s3_prefixes() -> Iterator[str]:
+    """Endless prefixes that no other test uses."""
+    return (f"test/{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def open_s3_store(s3_server: S3Server, s3_prefixes: Iterator[str]) -> Iterator[OpenS3Store]:
+    """Opens stores under a prefix of this test; keywords change the settings, ``bucket`` too."""
+    prefix, opened = next(s3_prefixes), []
+
+    def open_store(*, bucket: str = BUCKET, **changes: Any) -> S3Store:
+        client = open_s3_client(s3_config(s3_server, **changes))
+        opened.append(S3Store(client, bucket=bucket, prefix=prefix, multipart_bytes=PART_BYTES))
+        return opened[-1]
+
+    yield open_store
+    for store in opened:
+        store.close()
+
+
+def use_servers(
+    monkeypatch: pytest.MonkeyPatch, s3_server: S3Server, prefix: str, valkey: RedisServer
+) -> None:
+    """Both ends, for commands and for ``load_config``; patient, because the machine may be busy."""
+    settings = {
+        "BULK_URL": f"s3://{BUCKET}/{prefix}",
+        "INDEX_URL": f"{valkey.url}/0",
+        "S3_ENDPOINT_URL": s3_server.endpoint_url,
+        "S3_ADDRESSING": "path",
+        "S3_REGION": "us-east-1",
+        "S3_ACCESS_KEY_ID": s3_server.access_key,
+        "S3_SECRET_ACCESS_KEY": s3_server.secret_key,
+        "LOOKUP_DEADLINE_MS": "20000",
+        "LOAD_DEADLINE_MS": "300000",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(f"OBJKV_{name}", value)

@@ -1,0 +1,50 @@
+"""Stores on quick S3 servers, for the tests of the short way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from objkv.config import Config
+from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.store import S3Store
+
+MIB = 1 << 20
+PART = 5 * MIB
+BUCKET = "kv-cache"
+
+
+def s3_client(url: str, **settings: Any) -> Any:
+    """A client for ``url`` with keys that quick servers do not look at."""
+    return open_s3_client(
+        Config(
+            **{
+                "s3_endpoint_url": url,
+                "s3_addressing": "path",
+                "s3_access_key_id": "test",
+                "s3_secret_access_key": "testsecret",
+                "load_deadline_ms": 60_000,
+                **settings,
+            }
+        )
+    )
+
+
+@contextmanager
+def s3_store(url: str, **options: Any) -> Iterator[S3Store]:
+    """A store at ``url``; keywords ``client``, a dict of settings, and those of ``S3Store``."""
+    client = s3_client(url, **options.pop("client", {}))
+    given = {"bucket": BUCKET, "prefix": "p", "multipart_bytes": PART, **options}
+    store = S3Store(client, **given)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def pattern(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes in which every MiB differs from every other."""
+    unit = bytes((number * 7 + seed) % 256 for number in range(256)) * (MIB >> 8)
+    out = bytearray(unit * (nbytes // MIB + 1))
+    for at in range(0, len(out), 4096):
+        out[at : at + 4] = (at >> 12 ^ seed).to_bytes(4, "little")
+    return bytes(out[:nbytes])

@@ -1,0 +1,134 @@
+"""Both sides of the KV connector over stores in memory, and what they read of vLLM's requests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.config import Config
+from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.wiring import make_scheduler_side, make_worker_side
+from objkv.connector.kv.worker import Rank, WorkerSide
+from objkv.connector.model.groups import Geometry
+from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.index.memory import MemoryIndex
+from objkv.index.near import NearIndex
+from objkv.keys.identity import GroupIdentity, Identity
+from objkv.keys.prefix import prefix_hashes, root_hash
+from objkv.stores.base import PruneStore
+from objkv.stores.memory import MemoryStore
+from objkv.telemetry import MemoryRecorder
+from tests.support.paged_cache import CHUNK, paged_group
+from tests.support.paged_cache import GROUP as THREE_LAYERS
+
+SIZE = 32
+"""Tokens of a chunk, and of a block, on the scheduler's side."""
+ONE_LAYER = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=SIZE)
+GEOMETRY = Geometry((ONE_LAYER,), SIZE, SIZE, tp_size=1)
+FIELD = "0.L0-1_H0-1"
+IDENTITY = Identity("m", "w", None, "bfloat16", (ONE_LAYER,), "canonical", SIZE, 0, "default")
+RECORD = ShardRecord(9, 9, "none", False, "0" * 32, 1)
+PATIENCE_MS = 120_000
+"""For other threads to come, on a machine that is busy with other things."""
+
+
+class Jobs(list[Callable[[], None]]):
+    """Takes background jobs, unless it is full, and runs them, the oldest first, when a test wants
+    it."""
+
+    full = False
+
+    def submit(self, job: Callable[[], None]) -> bool:
+        if not self.full:
+            self.append(job)
+        return not self.full
+
+    def run(self) -> None:
+        while self:
+            self.pop(0)()
+
+
+def request(tokens: Sequence[int] | int = 64, name: str = "r", **more: Any) -> Any:
+    """What is read of vLLM's request; ``tokens``: its prompt, or the length of it."""
+    ids = [7] * tokens if isinstance(tokens, int) else tokens
+    plain = {"request_id": name, "all_token_ids": ids, "num_tokens": len(ids)}
+    plain |= {"num_prompt_tokens": len(ids), "num_computed_tokens": 0, "resumable": False}
+    plain |= {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
+    return SimpleNamespace(**(plain | {"skip_reading_prefix_cache": False} | more))
+
+
+def step(scheduled: Mapping[str, int], blocks: Sequence[int], *, sync_loads: bool = False) -> Any:
+    """A step that computes so many tokens of each request, in the blocks of one."""
+    return SimpleNamespace(
+        has_sync_kv_loads=sync_loads,
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (blocks,)),
+        num_scheduled_tokens=dict(scheduled),
+        scheduled_spec_decode_tokens={},
+        total_num_scheduled_tokens=sum(scheduled.values()),
+    )
+
+
+def publish_prompt(index: MemoryIndex, tokens: Sequence[int]) -> None:
+    """Announce every whole chunk of a prompt."""
+    namespace = IDENTITY.namespace()
+    hashes = prefix_hashes(namespace, tokens, SIZE)
+    parents = [root_hash(namespace), *hashes]
+    for i, (name, parent) in enumerate(zip(hashes, parents, strict=False)):
+        entry = ChunkEntry(namespace, name, parent, i * SIZE, (i + 1) * SIZE)
+        index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
+
+
+def scheduler_side(
+    index: Any = None,
+    *,
+    bulk: Any = None,
+    records_max: int = 8,
+    roles: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> SchedulerSide:
+    """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
+    plain = {"chunk_tokens": SIZE, "lookup_deadline_ms": PATIENCE_MS}
+    does = {"loads": True, "saves": True, "copies_are_synchronous": True, "steps_in_flight": 1}
+    return make_scheduler_side(
+        Config.model_validate(plain | settings),
+        Roles(**(does | dict(roles or {}))),
+        GEOMETRY,
+        IDENTITY,
+        bulk=bulk or MemoryStore(),
+        index=NearIndex(
+            index if index is not None else MemoryIndex(),
+            records_max=records_max,
+            ttl_s=1.0,
+            miss_ttl_s=PATIENCE_MS / 1000,
+            fields=frozenset({FIELD}),
+        ),
+        recorder=MemoryRecorder(),
+    )
+
+
+def worker_side(
+    store: PruneStore,
+    index: MemoryIndex,
+    *,
+    group: GroupIdentity = THREE_LAYERS,
+    geometry: Geometry | None = None,
+    rank: Rank | None = None,
+    caches: Mapping[str, torch.Tensor] | None = None,
+    recorder: MemoryRecorder | None = None,
+) -> WorkerSide:
+    """A worker's side with one thread for each direction, over a paged cache of its own."""
+    recorder = recorder or MemoryRecorder()
+    settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_payload_bytes_max=0)
+    if caches is None:
+        _, tensors = paged_group(group, chunk_tokens=CHUNK, num_blocks=32, seed=2)
+        caches = dict(zip(group.layers, tensors, strict=True))
+    return make_worker_side(
+        Config(pinned_bytes_max=1 << 20, load_threads=1, save_threads=1),
+        geometry or Geometry((group,), CHUNK, group.block_size, tp_size=1),
+        rank or Rank(0, "w", batches_in_flight=1),
+        ChunkCache(store, None, index, settings, recorder),
+        recorder=recorder,
+        kv_caches=caches,
+    )

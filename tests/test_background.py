@@ -1,0 +1,176 @@
+"""Pools of threads: jobs in order, whatever a job does, and an end within its bound."""
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from threading import Event
+
+import pytest
+
+from objkv.background import Pool
+from objkv.testing.clock import ManualClock
+
+PATIENCE_S = 120.0
+
+
+class Gate:
+    """A job that hangs until ``open`` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.open = Event(), Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.open.wait(PATIENCE_S)
+
+
+def run(job: Callable[[], object]) -> None:
+    job()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_jobs_run_in_order_and_those_put_first_before_the_others() -> None:
+    done: list[str] = []
+    gate = Gate()
+    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+    assert pool.put([gate])
+    assert gate.begun.wait(PATIENCE_S)
+    assert pool.put(lambda name=name: done.append(name) for name in "cd")
+    assert pool.put((lambda name=name: done.append(name) for name in "ab"), first=True)
+    assert str(pool) == "4 waiting, 1 under way"
+    assert not pool.drain(0.001)
+    gate.open.set()
+    assert pool.drain(PATIENCE_S)
+    assert done == ["a", "b", "c", "d"]
+    assert pool.close() == []
+    assert not any(thread.is_alive() for thread in pool._threads)
+
+
+def test_what_a_job_raises_is_its_owners_or_logged_and_the_next_job_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    def failed(_job: object, error: Exception) -> None:
+        errors.append(error)
+        if len(errors) == 2:
+            raise ValueError("so does what takes errors")
+
+    done, errors = Event(), list[Exception]()
+    owned: Pool[Callable[[], object]] = Pool("owned", 1, run, failed=failed)
+    plain: Pool[Callable[[], object]] = Pool("plain", 1, run)
+    for pool in (owned, plain):
+        with caplog.at_level(logging.ERROR):
+            done.clear()
+            pool.put([fail, fail, done.set])
+            assert done.wait(PATIENCE_S)
+        pool.close()
+    assert [type(error) for error in errors] == [KeyError, KeyError]
+    assert caplog.text.count("job failed unexpectedly pool=owned") == 1
+    assert caplog.text.count("job failed unexpectedly pool=plain") == 2
+
+
+def test_closing_hands_back_what_no_thread_began_and_names_what_hangs() -> None:
+    gate, left = Gate(), list[Callable[[], object]]()
+    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+    pool.put([gate, list, dict])
+    assert gate.begun.wait(PATIENCE_S)
+    assert pool.close(0.0, give_up=left.extend) == ["t-0"]
+    assert left == [list, dict]
+    assert pool.is_closed
+    assert not pool.put([list])
+    gate.open.set()
+    assert pool.close(PATIENCE_S, give_up=left.extend) == []
+    assert left == [list, dict]
+    assert pool.drain(0.0)
+
+
+def test_waiting_jobs_can_be_taken_back() -> None:
+    gate = Gate()
+    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+    pool.put([gate, list, dict])
+    assert gate.begun.wait(PATIENCE_S)
+    assert pool.take_back(lambda job: job is list) == [list]
+    assert pool.waiting == 1
+    gate.open.set()
+    assert pool.drain(PATIENCE_S)
+    pool.close()
+
+
+def test_threads_that_hang_are_counted() -> None:
+    clock, gates = ManualClock(), [Gate(), Gate()]
+    pool: Pool[Callable[[], object]] = Pool("t", 3, run, clock=clock)
+    for gate in gates:
+        pool.put([gate])
+        assert gate.begun.wait(PATIENCE_S)
+        clock.advance(1.0)
+    assert [pool.hanging(seconds) for seconds in (0.5, 1.5, 2.5)] == [2, 1, 0]
+    for gate in gates:
+        gate.open.set()
+    assert pool.drain(PATIENCE_S)
+    assert pool.hanging(0.0) == 0
+    pool.close()
+
+
+def test_a_job_that_is_done_is_not_kept_until_the_next_one() -> None:
+    pool: Pool[Gate] = Pool("t", 1, lambda _: None)
+    gate = Gate()
+    seen = weakref.ref(gate)
+    pool.put([gate])
+    del gate
+    wait_until(lambda: gc.collect() >= 0 and seen() is None)
+    pool.close()
+
+
+def test_a_lazy_pool_starts_threads_as_jobs_need_them_and_each_begins_once() -> None:
+    begun, gates = list[str](), [Gate(), Gate(), Gate()]
+    pool: Pool[Callable[[], object]] = Pool(
+        "t", 2, run, lazy=True, begin=lambda: begun.append(threading.current_thread().name)
+    )
+    assert begun == []
+    for gate in gates[:2]:
+        pool.put([gate])
+        assert gate.begun.wait(PATIENCE_S)
+    pool.put(gates[2:])
+    assert begun == ["t-0", "t-1"]
+    for gate in gates:
+        gate.open.set()
+    assert pool.drain(PATIENCE_S)
+    assert begun == ["t-0", "t-1"]
+    pool.close()
+
+
+def test_a_lazy_pool_refuses_what_it_gets_no_thread_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool: Pool[Callable[[], object]] = Pool("t", 1, run, lazy=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert not pool.put([list])
+    assert pool.put([list])
+    assert pool.drain(PATIENCE_S)
+    pool.close()
+
+
+def test_a_process_ends_although_a_job_hangs() -> None:
+    program = (
+        "from objkv.background import Pool\n"
+        "from threading import Event\n"
+        "begun = Event()\n"
+        "Pool('t', 1, lambda _: (begun.set(), Event().wait())).put([1])\n"
+        "begun.wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)

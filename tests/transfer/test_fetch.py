@@ -1,0 +1,613 @@
+"""Payloads are verified and written while they arrive; whatever arrives, only the truth is."""
+
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from objkv.cache.chunks import ChunkCache
+from objkv.cache.match import stored_blocks
+from objkv.codec.header import digest
+from objkv.codec.payload import read_header
+from objkv.errors import PayloadError, StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.topology import rank_shard
+from objkv.stores.base import Arrived, WriteStore
+from objkv.stores.local import LocalStore
+from objkv.stores.memory import MemoryStore
+from objkv.tracing import OtelTracing
+from objkv.transfer.fetch import Cuts, Decoder
+from objkv.transfer.job import LoadJob
+from objkv.transfer.lanes import HostLane
+from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
+from objkv.transfer.plan import LoadPlan
+from objkv.transfer.queue import opening_bytes
+from objkv.transfer.slabs import SlabPool
+from objkv.transfer.sources import Sources
+from tests.codec.seals import SEALS, other_seal, rechecked
+from tests.support import paged_cache
+from tests.support.paged_cache import (
+    BLOCKS,
+    CHUNK,
+    GROUP,
+    HASHES,
+    IN_SPANS,
+    NAMESPACE,
+    PATIENCE_S,
+    WHOLE,
+    PiecewiseStore,
+    Replica,
+    same_blocks,
+    stores,
+    wait_until,
+)
+from tests.transfer.test_loader import SETTINGS
+
+# Payloads are verified and written while they arrive; whatever arrives, only the truth is.
+
+
+LARGE = GroupIdentity(
+    "full", None, tuple(f"l{i}" for i in range(6)), heads=4, content=64, block_size=32
+)
+"""Layers large enough that a header's upper bound does not bring the next one as well."""
+CODECS = ("none", "zstd", "blosc")
+MINE, THEIRS = [9, 10], [1, 2]
+
+
+class World:
+    """A payload in bulk, and a replica to load it, in one request or in spans."""
+
+    def __init__(self, codec: str) -> None:
+        self.store, index = PiecewiseStore(), MemoryIndex()
+        self.writer = Replica(self.store, index, seed=1, codec=codec, group=LARGE).keep()
+        for layer in self.writer.caches:
+            layer.round_()  # compressible
+        self.writer.save(range(1))
+        self.reader = Replica(self.store, index, seed=2, group=LARGE, cuts=IN_SPANS).keep()
+        self.path = self.writer.path(0)
+        self.payload = self.store.get(self.path) or b""
+        self.plan = self.reader.load_plan(range(1), MINE[0])
+
+    def load(self, payload: bytes, *, sync: bool) -> bool:
+        """Put, load; True if it is told to be fine. Blocks hold the truth, or what they held."""
+        self.store.put(self.path, payload)
+        for layer in self.reader.caches:
+            layer.zero_()
+        loader = self.reader.loader
+        loader.submit(replace(self.plan, sync=sync))
+        (outcome,) = loader.take_finished(sync=True) if sync else [self.reader.outcome()]
+        for mine, theirs in zip(self.reader.caches, self.writer.caches, strict=True):
+            for block, other in zip(MINE, THEIRS, strict=True):
+                assert torch.equal(mine[block], theirs[other]) or not mine[block].any()
+        fine = not outcome.failed
+        if fine:
+            assert same_blocks(self.reader.caches, MINE, self.writer.caches, THEIRS)
+        return fine
+
+
+@cache
+def world(codec: str) -> World:
+    return World(codec)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    for codec in CODECS:
+        world(codec).writer.close()
+        world(codec).reader.close()
+    world.cache_clear()
+
+
+pieces = st.lists(st.integers(1, 40_000), max_size=30)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_layers_are_stored_as_this_test_wants_them(codec: str) -> None:
+    found = world(codec).reader.index.lookup(NAMESPACE, [HASHES[0]])[0]
+    assert found is not None
+    assert [record.codec for record in found.shards.values()] == [codec]
+
+
+@given(st.sampled_from(CODECS), st.booleans(), pieces)
+@settings(max_examples=30, deadline=None)
+def test_a_payload_is_loaded_however_it_arrives(codec: str, sync: bool, sizes: list[int]) -> None:
+    place = world(codec)
+    place.store.pieces = lambda: iter(sizes)
+    assert place.load(place.payload, sync=sync)
+
+
+@given(st.sampled_from(CODECS), st.booleans(), pieces, st.data())
+@settings(max_examples=80, deadline=None)
+def test_no_flipped_bit_reaches_the_model_however_it_arrives(
+    codec: str, sync: bool, sizes: list[int], data: st.DataObject
+) -> None:
+    place = world(codec)
+    place.store.pieces = lambda: iter(sizes)
+    payload = bytearray(place.payload)
+    near_head = st.integers(0, 6000 * 8)
+    bit = data.draw(st.one_of(near_head, st.integers(0, len(payload) * 8 - 1)))
+    payload[bit // 8] ^= 1 << (bit % 8)
+    assert not place.load(bytes(payload), sync=sync)
+
+
+@given(st.sampled_from(CODECS), st.booleans(), pieces, st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_payload_of_another_length_is_refused_however_it_arrives(
+    codec: str, sync: bool, sizes: list[int], data: st.DataObject
+) -> None:
+    place = world(codec)
+    place.store.pieces = lambda: iter(sizes)
+    cut = data.draw(st.one_of(st.integers(0, 5000), st.integers(0, len(place.payload) - 1)))
+    assert not place.load(place.payload[:cut], sync=sync)
+    more = data.draw(st.binary(min_size=1, max_size=3))
+    assert not place.load(place.payload + more, sync=sync)
+
+
+def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once() -> None:
+    place = world("none")
+    header, layers = read_header(place.payload), place.reader.paged.layers
+    job = LoadJob(place.plan, [range(len(layers))], 1.0, lambda: 0.0)
+    source = Sources({0: place.reader.paged}).of(place.plan.moves[0])
+    slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1, pinned=False)
+    decoder = Decoder((job, 0, None), source, HostLane(), slabs, cuts=Cuts(), seal=None)
+    with decoder:
+        decoder.buffer[:] = place.payload[:-1]
+        decoder.arrived(header.data_start - 1)
+        assert decoder.header is None
+        with pytest.raises(PayloadError, match="can be"):
+            decoder.arrived(header.data_start)
+    assert decoder._layer == 0
+    assert slabs.leased == 0
+
+
+def test_a_header_longer_than_any_can_be_is_refused_by_its_first_bytes() -> None:
+    """Otherwise a span could bring no more than a part of it."""
+    place = world("none")
+    payload = bytearray(place.payload)
+    room = opening_bytes(place.reader.paged.layers, 4, tokens=CHUNK)
+    payload[:8] = (-(-room // 4096) * 4096 + 4096 - 8).to_bytes(8, "little")
+    before = len(place.store.requests)
+    assert not place.load(bytes(payload), sync=True)
+    assert len(place.store.requests) == before + 1
+
+
+def test_a_payload_that_is_replaced_between_two_of_its_spans_is_refused_or_right() -> None:
+    """By one with another header, as a replica with another codec writes it."""
+    place, other = world("none"), world("zstd")
+    requests = place.store.requests
+    del requests[:]
+
+    def sizes() -> Iterator[int]:
+        if len(requests) == 2:
+            place.store.put(place.path, other.payload)
+        return iter([])
+
+    place.store.pieces = sizes
+    assert not place.load(place.payload, sync=True)
+
+
+class SpoiledHot(MemoryStore):
+    """Fails when some bytes have arrived, or has forgotten by then."""
+
+    def __init__(self, *, forgets: bool) -> None:
+        super().__init__()
+        self._forgets = forgets
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        if start == 0:
+            return super().get_into(key, buffer, arrived, start)
+        if start and self._forgets:
+            return None
+        value = self.get(key) or b""
+        buffer[:5000] = value[:5000]
+        assert arrived is not None
+        arrived(5000)
+        raise StoreUnavailable("gone in the middle")
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
+    *, sync: bool, forgets: bool
+) -> None:
+    store, index = stores()
+    hot = SpoiledHot(forgets=forgets)
+    writer = Replica(store, index, seed=1, group=LARGE)
+    reader = Replica(store, index, seed=2, group=LARGE, hot=hot, cuts=IN_SPANS)
+    writer.save(range(1))
+    hot.put(writer.path(0), store.get(writer.path(0)) or b"")
+    plan = _hot(reader.load_plan(range(1), MINE[0], sync=sync))
+    reader.loader.submit(plan)
+    (outcome,) = reader.loader.take_finished(sync=True) if sync else [reader.outcome()]
+    assert not outcome.failed
+    assert same_blocks(reader.caches, MINE, writer.caches, THEIRS)
+    counted = "hot_misses" if sync and forgets else "hot_errors"
+    assert reader.recorder.value(counted)
+    assert reader.recorder.value("hot_hits") == (1 if sync else 0)
+
+
+def _hot(plan: LoadPlan) -> LoadPlan:
+    (load,) = plan.moves
+    records = tuple((field, replace(record, hot=True)) for field, record in load.records)
+    return replace(plan, moves=(replace(load, records=records),))
+
+
+def test_a_load_of_which_bytes_came_tells_how_many_and_when() -> None:
+    store, index = PiecewiseStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1)
+    replica.save(range(2))
+    outcome = replica.load(range(2), first_block=9)
+    nbytes = sum(len(store.get(replica.path(chunk)) or b"") for chunk in range(2))
+    assert outcome.nbytes == nbytes == replica.recorder.value("load_bytes")
+    assert outcome.first_s is not None
+    assert 0 < outcome.first_s <= outcome.seconds
+
+
+def test_a_chunk_in_the_middle_of_which_nobody_waits_any_more_is_not_fetched_to_its_end() -> None:
+    store, index = PiecewiseStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1, group=LARGE)
+    replica.save(range(1))
+    before = replica.snapshot()
+    seen: list[int] = []
+
+    def sizes() -> Iterator[int]:
+        while True:
+            if len(seen) == 20:
+                replica.loader.cancel("r")
+            seen.append(1000)
+            yield 1000
+
+    store.pieces = sizes
+    outcome = replica.load(range(1), first_block=9)
+    assert outcome.failed_blocks == set(range(9, 9 + BLOCKS))
+    replica.close()
+    assert len(seen) * 1000 < len(store.get(replica.path(0)) or b"")
+    assert replica.recorder.value("load_given_up") == 1
+    assert replica.recorder.value("load_errors") == 0
+    assert replica.load_slabs.leased == 0
+    last = len(replica.caches) - 1
+    assert same_blocks([before[last]], MINE, [replica.caches[last]], MINE)
+
+
+# Bytes go from the store into a slab and from there into blocks: no buffer is made for them.
+
+
+PEAK_BYTES_MAX = 256 << 10
+BIG_CHUNKS = 3
+BIG = GroupIdentity(
+    "full", None, tuple(f"l{i}" for i in range(8)), heads=8, content=1024, block_size=32
+)
+"""Payloads of 8 MiB."""
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, LocalStore])
+def test_no_large_buffer_is_allocated_by_a_load(kind: type, tmp_path: Path) -> None:
+    store: WriteStore = LocalStore(tmp_path) if kind is LocalStore else MemoryStore()
+    ids = range(BIG_CHUNKS * BLOCKS)
+    first = 1 + len(ids)
+    replica = Replica(store, MemoryIndex(), seed=1, group=BIG, num_blocks=1 + 2 * len(ids))
+    replica.save(range(BIG_CHUNKS))
+    for sync in (False, True):
+        for layer in replica.caches:
+            layer[first:].zero_()
+        tracemalloc.start()
+        try:
+            outcome = replica.load(range(BIG_CHUNKS), first_block=first, sync=sync)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert not outcome.failed
+        assert outcome.nbytes > BIG_CHUNKS * 8 << 20
+        assert peak < PEAK_BYTES_MAX
+        mine, theirs = [first + i for i in ids], [1 + i for i in ids]
+        assert same_blocks(replica.caches, theirs, replica.caches, mine)
+
+
+# Quantised pages reach only a cache whose scales are theirs: any other is a miss.
+
+
+def quantised_group(
+    identity: GroupIdentity,
+    *,
+    chunk_tokens: int,
+    num_blocks: int,
+    seed: int,
+    says: dict[str, Quantised],
+) -> tuple[PagedGroup, list[torch.Tensor]]:
+    """As vLLM registers an fp8 cache: plain bytes."""
+    rank = rank_shard(layers=len(identity.layers), heads=identity.heads, tp_rank=0, tp_size=1)
+    shape = (num_blocks, identity.heads, identity.block_size, identity.content)
+    generator = torch.Generator().manual_seed(seed)
+    caches = [
+        torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        for _ in identity.layers
+    ]
+    blocks = stored_blocks(identity, chunk_tokens)
+    group = GroupShape(identity.layers, blocks, identity.block_size, rank)
+    return PagedGroup(group, caches, says), caches
+
+
+Opened = Callable[[int, str, str], Replica]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    store, index = MemoryStore(), MemoryIndex()
+
+    def make(seed: int, dtype: str, scales: str) -> Replica:
+        says = {name: Quantised(dtype, "1.0 1.0") for name in GROUP.layers}
+        says[GROUP.layers[1]] = Quantised(dtype, scales)
+        monkeypatch.setattr(paged_cache, "paged_group", partial(quantised_group, says=says))
+        return Replica(store, index, seed=seed)
+
+    return make
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_pages_of_equal_scales_come_bit_for_bit(opened: Opened, sync: bool) -> None:
+    writer, reader = opened(1, "F8_E4M3", "0.5 2.0"), opened(2, "F8_E4M3", "0.5 2.0")
+    writer.save(range(2))
+    assert reader.load(range(2), 9, sync=sync).failed_blocks == frozenset()
+    count = 2 * BLOCKS
+    assert same_blocks(writer.caches, range(1, 1 + count), reader.caches, range(9, 9 + count))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [("F8_E4M3", "0.25 2.0"), ("F8_E4M3", "0.5 4.0"), ("F8_E5M2", "0.5 2.0")]
+)
+def test_pages_of_other_scales_or_another_format_never_arrive(
+    opened: Opened, dtype: str, scales: str, sync: bool
+) -> None:
+    writer, reader = opened(1, "F8_E4M3", "0.5 2.0"), opened(2, dtype, scales)
+    writer.save(range(1))
+    before = [cache.clone() for cache in reader.caches]
+    assert reader.load(range(1), 9, sync=sync).failed_blocks == set(range(9, 9 + BLOCKS))
+    assert all(torch.equal(*pair) for pair in zip(before, reader.caches, strict=True))
+
+
+# Sealed payloads from one replica to another: pages for who holds the keys, else a miss.
+
+
+KINDS = sorted(SEALS)
+
+
+def promised(replica: Replica, chunk: int) -> bool:
+    return replica.index.lookup(NAMESPACE, [HASHES[chunk]]) != [None]
+
+
+@pytest.mark.parametrize(("sync", "cuts"), [(False, WHOLE), (True, IN_SPANS)])
+@pytest.mark.parametrize("codec", ["none", "blosclz4"])
+@pytest.mark.parametrize("kind", ["signed", "signed and encrypted"])
+def test_what_one_replica_sealed_another_one_loads(
+    kind: str, codec: str, *, sync: bool, cuts: object
+) -> None:
+    store, index = stores()
+    writer = Replica(store, index, seed=1, codec=codec, seal=SEALS[kind])
+    reader = Replica(store, index, seed=2, cuts=cuts, seal=SEALS[kind])
+    for pages in writer.caches:
+        pages[1:5] = 0.5  # so that a codec has something to do
+    writer.save(range(2))
+    assert not reader.load(range(2), first_block=9, sync=sync).failed
+    assert same_blocks(writer.caches, [1, 2, 3, 4], reader.caches, [9, 10, 11, 12])
+    header = read_header(store.get(writer.path(0)) or b"")
+    assert header.codec == codec + "+aes256gcm" * SEALS[kind].encrypts
+    assert header.marks.signed_by
+    assert writer.recorder.value(f"save_codec_{codec}") == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whose", ["nobody's", "somebody else's"])
+def test_what_is_not_sealed_with_our_keys_is_not_loaded_but_replaced(whose: str, kind: str) -> None:
+    store, index = stores()
+    seal = None if whose == "nobody's" else other_seal(kind)
+    forger = Replica(store, index, seed=1, seal=seal)
+    reader = Replica(store, index, seed=2, seal=SEALS[kind])
+    forger.save(range(1))
+    before = reader.snapshot()
+    assert reader.load(range(1), first_block=9).failed
+    assert all((a == b).all() for a, b in zip(before, reader.snapshot(), strict=True))
+    assert reader.recorder.value("load_corrupt") == 1
+    assert not promised(reader, 0)
+    # A replica that has never seen it replaces it as well: it counts as if it were not there.
+    saver = Replica(store, index, seed=3, seal=SEALS[kind])
+    saver.save(range(1))
+    assert saver.recorder.value("saves") == 1
+    assert not reader.load(range(1), first_block=9).failed
+    assert same_blocks(saver.caches, [1, 2], reader.caches, [9, 10])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_another_replica_sealed_before_is_left_as_it_is(kind: str) -> None:
+    store, index = stores()
+    first, second = (Replica(store, index, seed=i, seal=SEALS[kind]) for i in (1, 2))
+    first.save(range(1))
+    stored = store.get(first.path(0))
+    second.save(range(1))
+    assert second.recorder.value("save_existed") == 1
+    assert store.get(first.path(0)) == stored
+
+
+def forged_frames(payload: bytes) -> bytes:
+    """Other bytes in the last layer, and every checksum made right again."""
+    header = read_header(payload)
+    changed = bytearray(payload)
+    changed[-1] ^= 1
+    frame = header.frames[len(header.frames) - 1]
+    now = digest(changed[frame.offset :])
+    head = changed[: header.data_start].replace(frame.checksum.encode(), now.encode())
+    return rechecked(head) + bytes(changed[header.data_start :])
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forger_who_makes_checksums_right_gets_nothing_loaded(kind: str, *, sync: bool) -> None:
+    store, index = stores()
+    writer = Replica(store, index, seed=1, seal=SEALS[kind])
+    reader = Replica(store, index, seed=2, cuts=IN_SPANS, seal=SEALS[kind])
+    writer.save(range(2))
+    first, second = (store.get(writer.path(chunk)) or b"" for chunk in (0, 1))
+    assert isinstance(store, MemoryStore)
+    before = reader.snapshot()
+    for forged in (forged_frames(first), second):  # the other one is signed, and of another chunk
+        store.put(writer.path(0), forged)
+        outcome = reader.load(range(1), first_block=9, sync=sync)
+        assert outcome.failed_blocks >= {9, 10}
+        writer.cache.reject(ChunkKey.parse(writer.path(0)), {}, corrupt=True)
+        store.put(writer.path(0), first)
+        writer.save(range(1))
+    # The layers before it were good, and are of no use: their blocks were told as failed.
+    after = reader.snapshot()
+    assert all((a[:9] == b[:9]).all() for a, b in zip(before, after, strict=True))
+    assert not reader.load(range(2), first_block=9, sync=sync).failed
+
+
+def test_without_a_seal_encrypted_payloads_are_misses() -> None:
+    store, index = stores()
+    writer = Replica(store, index, seed=1, seal=SEALS["encrypted"])
+    reader = Replica(store, index, seed=2)
+    writer.save(range(1))
+    assert reader.load(range(1), first_block=9).failed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hot_copy_is_made_of_what_was_sealed_only_and_as_it_is(kind: str) -> None:
+    (store, index), hot = stores(), MemoryStore()
+    writer = Replica(store, index, seed=1, seal=SEALS[kind])
+    reader = Replica(store, index, seed=2, seal=SEALS[kind])
+    ChunkCache.__init__(
+        reader.cache, store, hot, index, SETTINGS, reader.recorder, seal=SEALS[kind]
+    )
+    promoter = reader.cache._promoter
+    assert promoter is not None
+    writer.save(range(2))
+    paths = [writer.path(chunk) for chunk in (0, 1)]
+    payloads = [store.get(path) or b"" for path in paths]
+    for _ in range(SETTINGS.hot_promote_loads):
+        assert not reader.load(range(2), first_block=9).failed
+        # In time for the copy, and too late for the load: the header is right, a frame is not.
+        store.put(paths[1], payloads[1][:-1] + bytes([payloads[1][-1] ^ 1]))
+        promoter.drain(PATIENCE_S)
+        store.put(paths[1], payloads[1])
+    wait_until(lambda: hot.get(paths[0]) is not None)
+    assert hot.get(paths[0]) == payloads[0]
+    assert hot.get(paths[1]) in (None, payloads[1])
+    reader.cache.close(PATIENCE_S)
+
+
+# What one load took is told payload by payload, and where its bytes came from.
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class TracedWorld:
+    def __init__(self, hot: MemoryStore | None = None) -> None:
+        self.store, self.index = stores()
+        self.exporter, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        tracing = OtelTracing(provider.get_tracer("objkv"))
+        writer = Replica(self.store, self.index, seed=1, hot=hot)
+        writer.save(range(3))
+        writer.close()
+        self.reader = Replica(self.store, self.index, seed=2, hot=hot, tracing=tracing)
+
+    def spans(self, name: str) -> Sequence[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+
+@pytest.fixture(params=[False, True], ids=["between steps", "within the step"])
+def sync(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def traced() -> TracedWorld:
+    return TracedWorld()
+
+
+def attribute(span: ReadableSpan, name: str) -> object:
+    return (span.attributes or {})[name]
+
+
+def test_a_load_has_a_get_of_each_payload_with_its_decoding_and_copying(
+    traced: TracedWorld, sync: bool
+) -> None:
+    traced.reader.load(range(3), 1, sync=sync)
+    traced.reader.close()  # within a step nobody waits for the last copies but the threads
+    (load,) = traced.spans("objkv.load")
+    gets = traced.spans("objkv.get")
+    assert sorted(attribute(get, "objkv.chunk") for get in gets) == [0, 1, 2]  # type: ignore[type-var]
+    assert {attribute(get, "objkv.store") for get in gets} == {"bulk"}
+    assert attribute(load, "objkv.chunks") == 3
+    total = sum(attribute(get, "objkv.bytes") for get in gets)  # type: ignore[misc]
+    assert attribute(load, "objkv.bytes") == total
+    by_id = {get.context.span_id: get for get in gets}
+    for name in ("objkv.decode", "objkv.copy"):
+        parts = traced.spans(name)
+        parents = [part.parent.span_id for part in parts if part.parent]
+        assert sorted(parents) == sorted(by_id)
+        for part, parent in zip(parts, parents, strict=True):
+            get = by_id[parent]
+            times = (get.start_time, part.start_time, part.end_time, get.end_time)
+            assert list(times) == sorted(time or 0 for time in times)
+
+
+def test_hot_bytes_and_bulk_bytes_are_told_apart() -> None:
+    traced = TracedWorld(hot=MemoryStore())
+    traced.reader.load(range(1), 1)
+    assert {attribute(get, "objkv.store") for get in traced.spans("objkv.get")} == {"hot"}
+    numbers = traced.reader.recorder.drain()
+    assert numbers["hot_load_bytes"] == numbers["load_bytes"] > CHUNK
+    assert "bulk_load_bytes" not in numbers
+
+
+def test_bytes_of_a_hot_copy_that_is_gone_came_from_bulk() -> None:
+    hot = MemoryStore()
+    traced = TracedWorld(hot=hot)
+    hot.delete(traced.reader.path(0))
+    assert not traced.reader.load(range(1), 1).failed
+    numbers = traced.reader.recorder.drain()
+    assert numbers["bulk_load_bytes"] == numbers["load_bytes"]
+    assert "hot_load_bytes" not in numbers
+
+
+def test_a_payload_that_is_gone_is_an_error_of_its_span_and_of_the_load(
+    traced: TracedWorld,
+) -> None:
+    plan = traced.reader.load_plan(range(2), 1)
+    traced.store.delete(traced.reader.path(1))
+    traced.reader.loader.submit(plan)
+    assert traced.reader.outcome().failed
+    (load,) = traced.spans("objkv.load")
+    assert load.status.status_code is StatusCode.ERROR
+    failed = [s for s in traced.spans("objkv.get") if s.status.status_code is StatusCode.ERROR]
+    assert [(attribute(s, "objkv.chunk"), s.status.description) for s in failed] == [
+        (1, "indexed, but gone")
+    ]
+
+
+def test_a_payload_that_is_corrupt_says_so_in_its_span(traced: TracedWorld) -> None:
+    path = traced.reader.path(0)
+    payload = bytearray(traced.store.get(path) or b"")
+    payload[-1] ^= 1
+    traced.store.put(path, bytes(payload))
+    assert traced.reader.load(range(1), 1).failed
+    (get,) = traced.spans("objkv.get")
+    assert get.status.status_code is StatusCode.ERROR
+    assert get.status.description

@@ -1,0 +1,743 @@
+"""What one replica saves another loads, byte for byte, in time; anything else is a miss."""
+
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Event, Thread
+
+import pytest
+import torch
+
+from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import read_header
+from objkv.errors import StoreBusy, StoreUnavailable
+from objkv.index.memory import MemoryIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.net.deadline import ends_s
+from objkv.stores.base import Arrived, Buffer
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+from objkv.transfer.fetch import Cuts
+from objkv.transfer.lanes import HostBlocks, HostLane
+from objkv.transfer.plan import LoadOutcome
+from tests.support.paged_cache import (
+    BLOCKS,
+    HASHES,
+    IN_SPANS,
+    NAMESPACE,
+    PATIENCE_S,
+    LazyLane,
+    PiecewiseStore,
+    Replica,
+    StuckStore,
+    same_blocks,
+    stores,
+    wait_until,
+)
+
+# What one replica saves another loads, byte for byte; anything else is a miss.
+
+
+@pytest.fixture(params=["none", "lz4", "zstd", "blosc", "blosclz4"])
+def codec(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def world() -> tuple[Replica, Replica, MemoryStore]:
+    store, index = stores()
+    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
+    return writer, reader, store
+
+
+def test_what_one_replica_saves_another_loads_byte_for_byte(codec: str) -> None:
+    store, index = stores()
+    writer = Replica(store, index, seed=1, codec=codec)
+    reader = Replica(store, index, seed=2, codec=codec)
+    assert writer.save(range(3)) == set()
+    outcome = reader.load(range(3), first_block=9)
+    assert not outcome.failed
+    ids = range(3 * BLOCKS)
+    assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
+
+
+def test_a_load_touches_no_other_block(world: tuple[Replica, Replica, MemoryStore]) -> None:
+    writer, reader, _ = world
+    writer.save(range(2))
+    before = reader.snapshot()
+    reader.load(range(2), first_block=9, skip=1)
+    others = [b for b in range(32) if not 10 <= b < 9 + 2 * BLOCKS]
+    assert same_blocks(before, others, reader.caches, others)
+    assert same_blocks(writer.caches, [2, 3, 4], reader.caches, [10, 11, 12])
+
+
+def test_a_load_within_the_step_waits_layer_by_layer(
+    world: tuple[Replica, Replica, MemoryStore],
+) -> None:
+    writer, reader, _ = world
+    writer.save(range(2))
+    reader.loader.submit(reader.load_plan(range(2), 9, sync=True))
+    for layer in range(3):
+        reader.loader.wait_layer(0, layer)
+        ids = range(2 * BLOCKS)
+        mine, theirs = [9 + i for i in ids], [1 + i for i in ids]
+        assert same_blocks([writer.caches[layer]], theirs, [reader.caches[layer]], mine)
+    (outcome,) = reader.loader.take_finished(sync=True)
+    assert not outcome.failed
+
+
+def test_a_missing_payload_fails_its_chunk_and_all_later_ones_and_is_forgotten(
+    world: tuple[Replica, Replica, MemoryStore],
+) -> None:
+    writer, reader, store = world
+    writer.save(range(3))
+    store.delete(writer.path(1))
+    outcome = reader.load(range(3), first_block=9)
+    assert outcome.failed_blocks == set(range(9 + BLOCKS, 9 + 3 * BLOCKS))
+    assert outcome.rejected == {(NAMESPACE, HASHES[1])}
+    assert reader.index.lookup(NAMESPACE, [HASHES[1]]) == [None]
+    assert same_blocks(writer.caches, [1, 2], reader.caches, [9, 10])
+
+
+def test_a_corrupt_payload_never_reaches_the_cache_and_is_replaced_by_the_next_save(
+    world: tuple[Replica, Replica, MemoryStore],
+) -> None:
+    writer, reader, store = world
+    writer.save(range(1))
+    payload = bytearray(store.get(writer.path(0)) or b"")
+    payload[-1] ^= 1
+    store.put(writer.path(0), payload)
+    before = reader.snapshot()
+    outcome = reader.load(range(1), first_block=9)
+    assert outcome.failed_blocks == {9, 10}
+    assert reader.index.lookup(NAMESPACE, [HASHES[0]]) == [None]
+    last = reader.paged.layers[-1]
+    assert torch.equal(before[-1], reader.caches[-1]), last.name
+    reader.save(range(1), first_block=5)
+    outcome = writer.load(range(1), first_block=20)
+    assert not outcome.failed
+    assert same_blocks(reader.caches, [5, 6], writer.caches, [20, 21])
+
+
+def test_a_payload_of_another_chunk_under_the_key_is_refused(
+    world: tuple[Replica, Replica, MemoryStore],
+) -> None:
+    writer, reader, store = world
+    writer.save(range(2))
+    store.put(writer.path(0), store.get(writer.path(1)) or b"")
+    before = reader.snapshot()
+    assert reader.load(range(1), first_block=9).failed_blocks == {9, 10}
+    assert same_blocks(before, range(32), reader.caches, range(32))
+
+
+def test_a_payload_longer_than_any_can_be_is_corrupt(
+    world: tuple[Replica, Replica, MemoryStore],
+) -> None:
+    writer, reader, store = world
+    writer.save(range(1))
+    store.put(writer.path(0), bytes(reader.load_slabs.slab_bytes + 1))
+    outcome = reader.load(range(1), first_block=9)
+    assert outcome.rejected == {(NAMESPACE, HASHES[0])}
+    assert reader.index.lookup(NAMESPACE, [HASHES[0]]) == [None]
+
+
+def test_after_the_deadline_a_late_payload_touches_nothing() -> None:
+    store, index = StuckStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1, deadline_s=0.05)
+    replica.save(range(1))
+    before = replica.snapshot()
+    outcome = replica.load(range(1), first_block=9)
+    assert outcome.failed_blocks == {9, 10}
+    assert outcome.rejected == set()
+    store.go.set()
+    wait_until(lambda: "0/8 leased" in repr(replica.load_slabs))
+    assert same_blocks(before, range(32), replica.caches, range(32))
+    assert index.lookup(NAMESPACE, [HASHES[0]]) != [None]
+
+
+def test_a_step_does_not_wait_as_long_as_a_load_between_steps_may_take() -> None:
+    store, index = StuckStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1, step_deadline_s=0.05)
+    replica.save(range(1))
+    assert replica.load(range(1), first_block=9, sync=True).failed
+    replica.loader.submit(replica.load_plan(range(1), 9))
+    store.go.set()
+    assert not replica.outcome().failed
+
+
+def test_a_cancelled_load_ends_at_once_and_touches_nothing_later() -> None:
+    store, index = StuckStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1)
+    replica.save(range(1))
+    before = replica.snapshot()
+    replica.loader.submit(replica.load_plan(range(1), 9))
+    assert store.asked.wait(PATIENCE_S)
+    replica.loader.cancel("r")
+    (outcome,) = replica.loader.take_finished(sync=False)
+    assert outcome.failed
+    store.go.set()
+    wait_until(lambda: "0/8 leased" in repr(replica.load_slabs))
+    assert same_blocks(before, range(32), replica.caches, range(32))
+
+
+def test_what_does_not_fit_the_queue_is_a_miss() -> None:
+    store, index = StuckStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1, queue_max=2)
+    replica.save(range(2))
+    replica.save(range(2, 4))
+    store.go.set()
+    outcome = replica.load(range(4), first_block=9)
+    assert outcome.failed_blocks == set(range(9 + 2 * BLOCKS, 9 + 4 * BLOCKS))
+    assert replica.recorder.value("load_refused") == 2
+
+
+def test_saves_without_a_slab_are_dropped_and_told() -> None:
+    store, index = stores()
+    replica = Replica(store, index, seed=1, slabs=1)
+    held = replica.save_slabs.lease()
+    assert replica.save(range(2)) == {("r", 0), ("r", 1)}
+    held.release()
+    assert replica.save(range(1)) == set()
+
+
+def test_nothing_is_announced_that_the_bulk_store_did_not_take() -> None:
+    store, index = StuckStore(), MemoryIndex()
+    store.broken = True
+    replica = Replica(store, index, seed=1)
+    replica.save(range(1))
+    assert index.lookup(NAMESPACE, [HASHES[0]]) == [None]
+    assert replica.recorder.value("save_errors") == 1
+    store.broken = False
+    replica.save(range(1))
+    assert index.lookup(NAMESPACE, [HASHES[0]]) != [None]
+
+
+def test_a_payload_that_another_writer_left_is_announced_as_it_is(
+    world: tuple[Replica, Replica, MemoryStore],
+) -> None:
+    writer, reader, store = world
+    writer.save(range(1))
+    theirs = store.get(writer.path(0))
+    (record,) = writer.index.lookup(NAMESPACE, [HASHES[0]])
+    assert record is not None
+    writer.index.drop(NAMESPACE, HASHES[0])
+    reader.save(range(1), first_block=5)
+    assert store.get(writer.path(0)) == theirs
+    (again,) = writer.index.lookup(NAMESPACE, [HASHES[0]])
+    assert again is not None
+    assert dict(again.shards) == dict(record.shards)
+
+
+def test_a_lease_held_elsewhere_means_skipping(
+    world: tuple[Replica, Replica, MemoryStore],
+) -> None:
+    writer, reader, store = world
+    assert writer.index.lease(writer.path(0), "replica-1", ttl_ms=600_000)
+    reader.save(range(1), first_block=5)
+    assert store.get(writer.path(0)) is None
+    assert reader.recorder.value("save_leased_elsewhere") == 1
+
+
+def test_a_chunk_that_cannot_leave_its_blocks_is_dropped_and_gives_its_slab_back(
+    world: tuple[Replica, Replica, MemoryStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, _, _ = world
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(writer.saver._lane, "gather", refuse)
+        assert writer.save(range(2)) == {("r", 0), ("r", 1)}
+    assert "0/8 leased" in repr(writer.save_slabs)
+    assert writer.save(range(2)) == set()
+
+
+# The end of a loader: its threads go, and what still arrives touches nothing.
+
+
+def load_threads(replica: Replica) -> list[str]:
+    """Those that are alive; other tests' loaders may have threads of the same names."""
+    return [thread.name for thread in replica.loader._threads if thread.is_alive()]
+
+
+def test_closing_ends_all_threads(caplog: pytest.LogCaptureFixture) -> None:
+    before = set(threading.enumerate())
+    replica = Replica(*stores(), seed=1)
+    assert load_threads(replica) == ["objkv-load-0", "objkv-load-1"]
+    replica.close()
+    assert not load_threads(replica)
+    assert not set(threading.enumerate()) - before
+    assert "at shutdown" not in caplog.text
+    replica.loader.close()
+
+
+def test_closing_waits_for_no_network_beyond_its_bound_and_says_what_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = StuckStore()
+    replica = Replica(store, MemoryIndex(), seed=1, join_s=0.01)
+    replica.save(range(1))
+    before = replica.snapshot()
+    replica.loader.submit(replica.load_plan(range(1), 9))
+    assert store.asked.wait(PATIENCE_S)
+    with caplog.at_level(logging.WARNING):
+        replica.close()
+    assert "loads still on the network at shutdown" in caplog.text
+    assert len(load_threads(replica)) == 1
+    store.go.set()
+    wait_until(lambda: not load_threads(replica))
+    assert same_blocks(before, range(32), replica.caches, range(32))
+    assert replica.load_slabs.leased == 0
+
+
+# Loads within a step and between steps, side by side on one worker.
+
+
+def test_settling_a_step_leaves_the_loads_between_steps_to_be_told_as_such() -> None:
+    store, index = stores()
+    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
+    writer.save(range(2))
+    later = replace(reader.load_plan(range(1), 20), request_id="later")
+    reader.loader.submit(later)
+    wait_until(lambda: same_blocks(writer.caches, [1, 2], reader.caches, [20, 21]))
+    wait_until(lambda: reader.loader._jobs["later"].is_over())
+    reader.loader.submit(reader.load_plan(range(2), 9, sync=True))
+    (settled,) = reader.loader.take_finished(sync=True)
+    assert settled.request_id == "r"
+    assert reader.outcome().request_id == "later"
+    ids = range(2 * BLOCKS)
+    assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
+
+
+# What loads and saves do about a store that hangs, or that is asked too much.
+
+
+class HangingStore(MemoryStore):
+    """Gets return when the gate opens, whatever their deadline: as on a network file system whose
+    server is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Event()
+        self.gate.set()
+        self.asked = 0
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        self.asked += 1
+        assert self.gate.wait(PATIENCE_S)
+        return super().get_into(key, buffer, arrived, start)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_when_all_threads_hang_loads_fail_at_once_and_none_is_queued(sync: bool) -> None:
+    store = HangingStore()
+    deadlines = {"deadline_s": 0.05, "step_deadline_s": 0.05}
+    replica = Replica(store, MemoryIndex(), seed=1, join_s=0.01, **deadlines)
+    replica.save(range(4))
+    store.gate.clear()
+    assert replica.load(range(4), 9, sync=sync).failed  # at its deadline
+    wait_until(lambda: store.asked == 2)  # each thread hangs at one
+    wait_until(replica.loader._is_stuck)
+    assert replica.load(range(4), 9, sync=sync).failed
+    assert replica.recorder.value("load_refused") == 4
+    assert store.asked == 2
+    replica.close()  # does not wait for them
+    store.gate.set()
+
+
+def test_threads_that_come_back_load_again() -> None:
+    store = HangingStore()
+    replica = Replica(store, MemoryIndex(), seed=1, deadline_s=0.05, step_deadline_s=0.05)
+    replica.save(range(4))
+    store.gate.clear()
+    assert replica.load(range(4), 9).failed
+    wait_until(replica.loader._is_stuck)
+    store.gate.set()
+    wait_until(lambda: not replica.loader._is_stuck())
+    wait_until(lambda: replica.load_slabs.leased == 0)
+
+
+def test_the_store_is_told_how_long_a_load_may_take() -> None:
+    told = []
+
+    class Asked(MemoryStore):
+        def get_into(
+            self,
+            key: str,
+            buffer: memoryview,
+            arrived: Arrived | None = None,
+            start: int | None = None,
+        ) -> int | None:
+            told.append(ends_s())
+            return super().get_into(key, buffer, arrived, start)
+
+    replica = Replica(Asked(), MemoryIndex(), seed=1)
+    replica.save(range(1))
+    replica.load(range(1), 9)
+    assert told[0] < math.inf
+    assert ends_s() == math.inf
+
+
+def test_saves_give_way_while_loads_go_on() -> None:
+    class Busy(MemoryStore):
+        is_busy = False
+
+        def put_if_absent(self, key: str, value: Buffer) -> bool:
+            if self.is_busy:
+                raise StoreBusy("503")
+            return super().put_if_absent(key, value)
+
+    store = Busy()
+    replica = Replica(FlakyStore(store), MemoryIndex(), seed=1)
+    replica.save(range(1))
+    store.is_busy = True
+    replica.save(range(1, 2))
+    wait_until(lambda: replica.recorder.value("saves_shed") == 1)
+    crew = replica.saver._pool
+    crew._shed_until = math.inf
+    store.is_busy = False
+    assert replica.save(range(2, 4)) == set()  # no drop: nobody plans them again
+    assert replica.recorder.value("saves_shed") == 3
+    assert replica.save_slabs.leased == 0
+    assert not replica.load(range(1), 9).failed
+    crew._shed_until = -math.inf
+    replica.save(range(1, 4))
+    assert replica.recorder.value("saves") == 4
+
+
+# Layer 0 of all chunks comes first, and is usable while later layers are still on the wire.
+
+
+LAYERED_CHUNKS = 4
+LAYERED = 8
+LAYERED_GROUP = GroupIdentity(
+    "full", None, tuple(f"l{i}" for i in range(LAYERED)), heads=4, content=64, block_size=32
+)
+ALL_THEIRS = [1 + i for i in range(LAYERED_CHUNKS * BLOCKS)]
+ALL_MINE = [9 + i for i in range(LAYERED_CHUNKS * BLOCKS)]
+
+
+class LateStore(PiecewiseStore):
+    """What does not begin with the payload's first byte comes when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = Event()
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        if start:
+            assert self.go.wait(PATIENCE_S)
+        return super().get_into(key, buffer, arrived, start)
+
+
+@pytest.mark.parametrize("codec", ["none", "blosc"])
+def test_layer_0_of_all_chunks_is_usable_before_the_last_layer_of_any_has_arrived(
+    codec: str,
+) -> None:
+    store, index = LateStore(), MemoryIndex()
+    writer = Replica(store, index, seed=1, group=LAYERED_GROUP, codec=codec)
+    for pages in writer.caches:
+        pages.round_()  # compressible
+    # With fewer slabs than chunks: a span needs one (two to decode) for its own time only.
+    reader = Replica(store, index, seed=2, group=LAYERED_GROUP, cuts=IN_SPANS, slabs=4)
+    writer.save(range(LAYERED_CHUNKS))
+    before = reader.snapshot()
+    reader.loader.submit(reader.load_plan(range(LAYERED_CHUNKS), ALL_MINE[0], sync=True))
+    for layer in range(LAYERED // IN_SPANS.step_spans_max):
+        reader.loader.wait_layer(0, layer)
+        assert same_blocks([writer.caches[layer]], ALL_THEIRS, [reader.caches[layer]], ALL_MINE)
+    assert not store.go.is_set()
+    assert same_blocks(before[-1:], ALL_MINE, reader.caches[-1:], ALL_MINE)
+    store.go.set()
+    (outcome,) = reader.loader.take_finished(sync=True)
+    assert not outcome.failed
+    assert same_blocks(writer.caches, ALL_THEIRS, reader.caches, ALL_MINE)
+    wait_until(lambda: reader.load_slabs.leased == 0)
+
+
+def test_a_last_layer_that_never_comes_fails_the_chunk_whose_first_layers_came() -> None:
+    store, index = LateStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, cuts=IN_SPANS)
+    replica.save(range(1))
+    replica.loader.submit(replica.load_plan(range(1), ALL_MINE[0], sync=True))
+    replica.loader.wait_layer(0, 0)
+    assert same_blocks(replica.caches[:1], ALL_THEIRS[:2], replica.caches[:1], ALL_MINE[:2])
+    store.delete(replica.path(0))
+    store.go.set()
+    (outcome,) = replica.loader.take_finished(sync=True)
+    assert outcome.failed_blocks == set(ALL_MINE[:BLOCKS])
+    assert len(outcome.rejected) == 1
+
+
+@pytest.mark.parametrize(
+    ("sync", "cuts", "requests"),
+    [
+        (True, Cuts(step_spans_max=4, span_bytes_min=1), 4),
+        (True, Cuts(step_spans_max=2, span_bytes_min=1), 2),
+        (True, Cuts(), 1),  # each request is paid for, and these payloads are small
+        (False, Cuts(step_spans_max=4, span_bytes_min=1), 1),  # nobody waits for a layer
+    ],
+)
+def test_how_many_requests_a_payload_costs(*, sync: bool, cuts: Cuts, requests: int) -> None:
+    store, index = PiecewiseStore(), MemoryIndex()
+    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, cuts=cuts)
+    replica.save(range(1))
+    del store.requests[:]
+    assert not replica.load(range(1), first_block=ALL_MINE[0], sync=sync).failed
+    assert len(store.requests) == requests
+    assert len(set(store.requests)) == requests
+
+
+# Lanes whose copies pass later than they are given, as on a GPU.
+
+
+MINE, THEIRS = [9, 10], [1, 2]
+
+
+class LateMark:
+    def __init__(self, lane: "LateLane") -> None:
+        self._lane = lane
+
+    def done(self) -> bool:
+        return self._lane.passed.is_set()
+
+    def wait(self) -> None:
+        self._lane.waited.set()
+        assert self._lane.passed.wait(PATIENCE_S)
+
+    def hold_compute(self) -> None:
+        self._lane.held += 1
+
+
+class LateLane(HostLane):
+    """Its copies pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = Event()
+        self.waited = Event()
+        self.held = 0
+        self.places: list[int] = []
+
+    def place(self, block_ids: Sequence[int]) -> HostBlocks:
+        self.places.append(len(block_ids))
+        return super().place(block_ids)
+
+    def mark(self) -> LateMark:
+        return LateMark(self)
+
+
+def replica_of(lane: LateLane) -> Replica:
+    replica = Replica(PiecewiseStore(), MemoryIndex(), seed=1, lane=lambda: lane)
+    replica.save(range(1))
+    return replica
+
+
+def test_between_steps_a_load_is_over_when_its_copies_have_passed_and_so_are_its_slabs() -> None:
+    lane = LateLane()
+    replica = replica_of(lane)
+    replica.loader.submit(replica.load_plan(range(1), MINE[0]))
+    assert lane.waited.wait(PATIENCE_S)
+    assert replica.loader.take_finished(sync=False) == []
+    assert replica.load_slabs.leased == 1
+    lane.passed.set()
+    assert not replica.outcome().failed
+    wait_until(lambda: replica.load_slabs.leased == 0)
+    assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)
+
+
+def test_within_a_step_the_forward_thread_waits_for_no_copy_and_slabs_do() -> None:
+    lane = LateLane()
+    replica = replica_of(lane)
+    replica.loader.submit(replica.load_plan(range(1), MINE[0], sync=True))
+    for layer in range(3):
+        replica.loader.wait_layer(0, layer)
+        assert lane.held == layer + 1
+    (outcome,) = replica.loader.take_finished(sync=True)
+    assert not outcome.failed
+    assert lane.held == 4, "what comes after the step waits for all of it"
+    assert not lane.passed.is_set()
+    assert replica.load_slabs.leased == 1
+    lane.passed.set()
+    wait_until(lambda: replica.load_slabs.leased == 0)
+
+
+def test_a_load_that_is_cancelled_is_told_when_its_copies_have_passed() -> None:
+    """Its blocks go to somebody else with that."""
+    lane = LateLane()
+    replica = replica_of(lane)
+    replica.loader.submit(replica.load_plan(range(1), MINE[0]))
+    assert lane.waited.wait(PATIENCE_S)
+    lane.waited.clear()
+    replica.loader.cancel("r")
+    told: list[LoadOutcome] = []
+    telling = Thread(target=lambda: told.extend(replica.loader.take_finished(sync=False)))
+    telling.start()
+    assert lane.waited.wait(PATIENCE_S)
+    assert not told
+    lane.passed.set()
+    telling.join()
+    assert told[0].failed_blocks == set(MINE)
+
+
+def test_block_ids_are_placed_once_for_all_layers_of_a_move() -> None:
+    lane = LateLane()
+    lane.passed.set()
+    replica = replica_of(lane)
+    del lane.places[:]
+    assert not replica.load(range(1), first_block=MINE[0]).failed
+    assert lane.places == [2]
+
+
+class BreaksOff(MemoryStore):
+    """Has given all but the last bytes when it fails."""
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        start = start or 0
+        part = (self.get(key) or b"")[start : start + len(buffer) - 1][:-1]
+        buffer[: len(part)] = part
+        assert arrived is not None
+        arrived(len(part))
+        raise StoreUnavailable("gone shortly before the end")
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_bulk_writes_over_a_hot_copy_that_broke_off_is_not_copied_unverified(
+    *, sync: bool
+) -> None:
+    """Verified layers of the hot copy may still be on their way from the slab to the blocks."""
+    (store, index), hot = stores(), BreaksOff()
+    replica = Replica(store, index, seed=1, hot=hot, lane=LazyLane, cuts=IN_SPANS)
+    replica.save(range(1))
+    path = replica.path(0)
+    payload = bytearray(store.get(path) or b"")
+    hot.put(path, payload)
+    payload[read_header(payload).frames[0].offset] ^= 1
+    store.put(path, payload)
+    before = replica.snapshot()
+    (load,) = (plan := replica.load_plan(range(1), MINE[0], sync=sync)).moves
+    records = tuple((field, replace(record, hot=True)) for field, record in load.records)
+    replica.loader.submit(replace(plan, moves=(replace(load, records=records),)))
+    (outcome,) = replica.loader.take_finished(sync=True) if sync else [replica.outcome()]
+    replica.close()
+    if not outcome.failed:
+        assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)
+    for now, then in zip(replica.caches, before, strict=True):
+        for mine, theirs in zip(MINE, THEIRS, strict=True):
+            assert torch.equal(now[mine], now[theirs]) or torch.equal(now[mine], then[mine])
+
+
+# A payload that has rotted is replaced by the process that found it, whatever happens between.
+
+
+def test_a_corrupt_payload_is_replaced_also_if_the_first_save_after_it_failed() -> None:
+    inner, index = stores()
+    assert isinstance(inner, MemoryStore)
+    store = FlakyStore(inner)
+    replica = Replica(store, index, seed=1)
+    replica.save(range(1))
+    payload = bytearray(inner.get(replica.path(0)) or b"")
+    payload[-1] ^= 1
+    inner.put(replica.path(0), payload)
+    assert replica.load(range(1), first_block=9).failed
+    store.fail_next(StoreUnavailable("gone"))
+    replica.save(range(1))
+    replica.save(range(1))
+    assert not replica.load(range(1), first_block=20).failed
+
+
+def spoil(store: MemoryStore, path: str) -> None:
+    payload = bytearray(store.get(path) or b"")
+    payload[-1] ^= 1
+    store.put(path, payload)
+
+
+def promises_hot(replica: Replica) -> bool:
+    (record,) = replica.index.lookup(NAMESPACE, [HASHES[0]])
+    return record is not None and all(shard.hot for shard in record.shards.values())
+
+
+def test_a_hot_copy_that_has_rotted_is_replaced_by_who_found_it() -> None:
+    (store, index), hot = stores(), MemoryStore()
+    replica, other = (Replica(store, index, seed=i, hot=hot) for i in (1, 2))
+    replica.save(range(1))
+    path = replica.path(0)
+    spoil(hot, path)
+    assert replica.load(range(1), first_block=9).failed
+    assert index.lookup(NAMESPACE, [HASHES[0]]) == [None]
+    replica.save(range(1))
+    assert promises_hot(replica)
+    assert hot.get(path) == store.get(path)
+    for loading in (replica, other):
+        assert not loading.load(range(1), first_block=9).failed
+        assert loading.recorder.value("hot_hits") >= 1
+
+
+def test_a_hot_copy_that_has_rotted_costs_one_miss_also_where_nobody_who_saves_has_seen_it() -> (
+    None
+):
+    """The next one who saves the chunk finds both copies, and promises them as they are."""
+    (store, index), hot = stores(), MemoryStore()
+    reader, first, second = (Replica(store, index, seed=i, hot=hot) for i in (1, 2, 3))
+    first.save(range(1))
+    spoil(hot, first.path(0))
+    assert reader.load(range(1), first_block=9).failed
+    second.save(range(1))
+    assert second.recorder.value("save_existed") == 1
+    for _ in range(3):
+        assert promises_hot(reader)
+        assert not reader.load(range(1), first_block=9).failed
+
+
+# From loads to the hot store: what a replica loads often, it and others get from there.
+
+
+SETTINGS = CacheSettings(
+    "reader",
+    ttl_s=3600,
+    lease_ms=600_000,
+    hot_payload_bytes_max=1 << 20,
+    hot_save_bytes_max=0,
+    hot_promote_loads=2,
+    hot_promote_bytes_max=1 << 20,
+)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("codec", ["none", "blosclz4"])
+def test_a_chunk_that_is_loaded_often_comes_from_the_hot_store_then(
+    codec: str, *, sync: bool
+) -> None:
+    (store, index), hot = stores(), MemoryStore()
+    writer, reader = Replica(store, index, seed=1, codec=codec), Replica(store, index, seed=2)
+    ChunkCache.__init__(reader.cache, store, hot, index, SETTINGS, reader.recorder)
+    promoter = reader.cache._promoter
+    assert promoter is not None
+    writer.save(range(1))
+    path = writer.path(0)
+    assert not reader.load(range(1), first_block=9, sync=sync).failed
+    wait_until(lambda: path in promoter._often._loads)
+    assert promoter.drain(PATIENCE_S)
+    assert hot.get(path) is None
+    assert not reader.load(range(1), first_block=9, sync=sync).failed
+    wait_until(lambda: reader.recorder.value("hot_promotions") == 1)
+    assert hot.get(path) == store.get(path)
+    (record,) = index.lookup(NAMESPACE, [HASHES[0]])
+    assert record is not None
+    assert all(shard.hot for shard in record.shards.values())
+    store.delete(path)
+    outcome = reader.load(range(1), first_block=9, sync=sync)
+    assert not outcome.failed
+    assert reader.recorder.value("hot_hits") >= 1
+    assert same_blocks(writer.caches, [1, 2], reader.caches, [9, 10])
+    hot.delete(path)
+    assert reader.load(range(1), first_block=9, sync=sync).failed
+    assert reader.cache.close(PATIENCE_S)

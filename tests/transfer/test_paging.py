@@ -1,0 +1,63 @@
+"""A rank looks at its pages before the first request."""
+
+import pytest
+import torch
+
+from objkv.errors import ConfigError
+from objkv.keys.topology import RankShard, Shard
+from objkv.transfer.lanes import HostLane
+from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
+from tests.support.paged_cache import stores
+from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapeOfReplica
+
+SHAPE = GroupShape(("l0", "l1"), 2, 4, RankShard(Shard(0, 2, 0, 2), 0, 1))
+
+
+def group(*caches: torch.Tensor) -> PagedGroup:
+    return PagedGroup(SHAPE, caches)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_every_physical_order_passes_and_keeps_what_was_in_it(layout: str) -> None:
+    rank = ShapedRank(Model(), ShapeOfReplica(layout=layout), (0, 0), *stores())
+    rank.compute()
+    before = rank.memory.clone()
+    check_pages(rank.paged, HostLane())
+    assert torch.equal(rank.memory.view(torch.int32), before.view(torch.int32))
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn]
+)
+def test_every_dtype_passes(dtype: torch.dtype) -> None:
+    caches = [torch.zeros(9, 2, 4, 8).to(dtype) for _ in range(2)]
+    check_pages(group(*caches), HostLane())
+    assert not any(cache.view(torch.uint8).any() for cache in caches)
+
+
+def test_padded_states_pass() -> None:
+    memory = torch.zeros(9, 2, 1, 8, 100, dtype=torch.int8)
+    shape = GroupShape(("l0", "l1"), 1, 1, RankShard(Shard(0, 2, 0, 1), 0, 1))
+    paged = PagedGroup(shape, [memory[:, i, :, :1, :90] for i in range(2)])
+    check_pages(paged, HostLane())
+    assert not memory.any()
+
+
+def test_layers_that_share_their_memory_are_refused() -> None:
+    cache = torch.zeros(9, 2, 4, 8)
+    with pytest.raises(ConfigError, match="KV cache of l0 does not hold"):
+        check_pages(group(cache, cache), HostLane())
+    assert not cache.any()
+
+
+def test_blocks_that_overlap_are_refused() -> None:
+    caches = [torch.zeros(4096).as_strided((9, 2, 4, 8), (32, 32, 8, 1)) for _ in range(2)]
+    with pytest.raises(ConfigError, match="strides"):
+        check_pages(group(*caches), HostLane())
+
+
+def test_heads_that_are_one_and_the_same_are_refused() -> None:
+    caches = [torch.zeros(9, 1, 4, 8).expand(9, 2, 4, 8) for _ in range(2)]
+    with pytest.raises(ConfigError, match="not supported"):
+        check_pages(group(*caches), HostLane())

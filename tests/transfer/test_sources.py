@@ -1,0 +1,251 @@
+"""Replicas of other TP, PP and block sizes, and of other layouts, read each other's payloads."""
+
+from dataclasses import replace
+from itertools import product
+from threading import Event
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objkv.index.memory import MemoryIndex
+from objkv.stores.base import Arrived
+from objkv.stores.memory import MemoryStore
+from objkv.transfer.plan import LoadOutcome
+from tests.support.paged_cache import NAMESPACE, PATIENCE_S, wait_until
+from tests.support.paged_shapes import LAYOUTS, Model, ShapedRank, ShapedReplica, ShapeOfReplica
+
+MODEL = Model(heads=8, layers=4)
+
+
+def all_loaded(
+    model: Model, writer: ShapeOfReplica, reader: ShapeOfReplica, *, sync: bool = False
+) -> None:
+    """Every rank of ``reader`` has what it would have computed, of what ``writer`` saved."""
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, writer, store, index) as one:
+        one.compute_and_save()
+    with ShapedReplica(model, reader, store, index) as other:
+        for rank in other.ranks:
+            assert not rank.load(index, sync=sync).failed
+            assert same(rank.loaded(), rank.expected())
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
+
+
+SIZES = [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(product(SIZES, SIZES)))
+def test_any_tensor_parallel_size_reads_any_other(writer: int, reader: int) -> None:
+    all_loaded(MODEL, ShapeOfReplica(tp=writer), ShapeOfReplica(tp=reader))
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_any_pipeline_parallel_size_reads_any_other(writer: int, reader: int) -> None:
+    all_loaded(MODEL, ShapeOfReplica(pp=writer), ShapeOfReplica(pp=reader))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_tensor_and_pipeline_parallel_sizes_mix(sync: bool) -> None:
+    one, other = ShapeOfReplica(tp=2, pp=2), ShapeOfReplica(tp=4, pp=1)
+    all_loaded(MODEL, one, other, sync=sync)
+    all_loaded(MODEL, other, one, sync=sync)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(4, 8), (8, 4), (2, 16), (16, 2)])
+def test_block_sizes_are_converted_both_ways(writer: int, reader: int) -> None:
+    all_loaded(MODEL, ShapeOfReplica(block_size=writer), ShapeOfReplica(block_size=reader))
+
+
+def test_block_sizes_of_which_neither_divides_the_other_are_converted() -> None:
+    model = Model(heads=2, layers=2, chunk=24)
+    all_loaded(model, ShapeOfReplica(block_size=8), ShapeOfReplica(block_size=12))
+    all_loaded(model, ShapeOfReplica(block_size=12), ShapeOfReplica(block_size=8))
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(product(LAYOUTS, LAYOUTS)))
+def test_any_physical_order_reads_any_other(writer: str, reader: str) -> None:
+    all_loaded(MODEL, ShapeOfReplica(layout=writer), ShapeOfReplica(layout=reader))
+
+
+def test_replicated_heads_are_saved_once_and_read_by_all() -> None:
+    model = Model(heads=2, layers=2)
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, ShapeOfReplica(tp=8), store, index) as one:
+        one.compute_and_save()
+        saves = [int(rank.recorder.drain().get("saves", 0)) for rank in one.ranks]
+    assert sum(saves) == 2 * model.chunks
+    assert len(list(store.scan(""))) == 2 * model.chunks
+    for shape in (ShapeOfReplica(tp=1), ShapeOfReplica(tp=8), ShapeOfReplica(tp=2)):
+        with ShapedReplica(model, shape, store, index) as other:
+            for rank in other.ranks:
+                assert not rank.load(index).failed
+                assert same(rank.loaded(), rank.expected())
+
+
+shapes = st.builds(
+    ShapeOfReplica,
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    block_size=st.sampled_from([2, 4, 8, 16]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    codec=st.sampled_from(["none", "lz4", "blosc"]),
+)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), shapes, shapes, st.integers(0, 7), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_any_shape_reads_any_other_from_any_block_on(
+    heads: int, writer: ShapeOfReplica, reader: ShapeOfReplica, skip: int, sync: bool
+) -> None:
+    model = Model(heads=heads)
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, writer, store, index) as one:
+        one.compute_and_save()
+    with ShapedReplica(model, reader, store, index) as other:
+        for rank in other.ranks:
+            assert not rank.load(index, skip=skip, sync=sync).failed
+            expected, loaded = rank.expected(), rank.loaded()
+            assert same(loaded[:, skip:], expected[:, skip:])
+            assert bool((loaded[:, :skip].view(torch.int32) == -1).all())
+
+
+@given(shapes, shapes, st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_flipped_bit_of_what_a_rank_needs_is_never_loaded(
+    writer: ShapeOfReplica, reader: ShapeOfReplica, data: st.DataObject
+) -> None:
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(MODEL, writer, store, index) as one:
+        one.compute_and_save()
+    path = data.draw(st.sampled_from(sorted(entry.key for entry in store.scan(""))))
+    payload = bytearray(store.get(path) or b"")
+    bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+    payload[bit // 8] ^= 1 << bit % 8
+    store.put(path, bytes(payload))
+    with ShapedReplica(MODEL, reader, store, index) as other:
+        for rank in other.ranks:
+            before = rank.loaded()
+            outcome = rank.load(index)
+            right, loaded = rank.expected(), rank.loaded()
+            for block in range(rank.blocks):
+                if 1 + rank.blocks + block not in outcome.failed_blocks:
+                    assert same(loaded[:, block], right[:, block])
+                else:  # right, or as it was: no layer holds anything else
+                    for layer in range(len(rank.layers)):
+                        now = loaded[layer, block]
+                        assert same(now, right[layer, block]) or partly(
+                            now, right[layer, block], before[layer, block]
+                        )
+
+
+def partly(now: torch.Tensor, right: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether every head is right, or as it was: heads may come out of several payloads."""
+    return all(same(a, b) or same(a, c) for a, b, c in zip(now, right, before, strict=True))
+
+
+def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=2), store, index) as one:
+        one.compute_and_save()
+    gone = next(e.key for e in store.scan("") if MODEL.hashes[1].hex() in e.key)
+    store.delete(gone)
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=1), store, index) as other:
+        (rank,) = other.ranks
+        outcome = rank.load(index)
+        each = MODEL.chunk // 4
+        first = 1 + rank.blocks + each
+        assert outcome.failed_blocks == frozenset(range(first, first + 2 * each))
+        assert outcome.rejected == {(NAMESPACE, MODEL.hashes[1])}
+
+
+class HeldStore(MemoryStore):
+    """Whose payloads of all heads wait for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.asked = Event(), 0
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        if "H0-8." in key:
+            self.asked += 1
+            assert self.gate.wait(PATIENCE_S)
+        return super().get_into(key, buffer, arrived, start)
+
+
+def test_payloads_too_large_for_its_own_slabs_do_not_keep_a_rank_from_its_own() -> None:
+    store, index = HeldStore(), MemoryIndex()
+    for tp in (1, 8):
+        with ShapedReplica(MODEL, ShapeOfReplica(tp=tp), store, index) as one:
+            one.compute_and_save()
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as other:
+        rank = other.ranks[3]
+        foreign = rank.plan(index, fields={"0.L0-4_H0-8"})
+        rank.loader.submit(replace(foreign, request_id="foreign"))
+        wait_until(lambda: store.asked == 1)
+        for sync in (False, True):
+            assert not rank.load(index, sync=sync).failed
+            assert same(rank.loaded(), rank.expected())
+        assert store.asked == 1  # the others wait in the queue, no thread waits for their slabs
+        store.gate.set()
+        found: list[LoadOutcome] = []
+        wait_until(lambda: bool(found.extend(rank.loader.take_finished(sync=False)) or found))
+        assert not found[0].failed
+        assert store.asked == MODEL.chunks
+
+
+def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as one:
+        one.compute_and_save()
+    queue_max = MODEL.chunks
+    with ShapedReplica(MODEL, ShapeOfReplica(), store, index, queue_max=queue_max) as other:
+        (rank,) = other.ranks
+        for _ in range(3):  # what was taken has left its place
+            assert not rank.load(index).failed
+        assert rank.recorder.drain().get("load_refused", 0) == 0
+    with ShapedReplica(MODEL, ShapeOfReplica(), store, index, queue_max=queue_max - 1) as other:
+        (rank,) = other.ranks
+        each = MODEL.chunk // 4
+        last = 1 + 2 * rank.blocks - each
+        assert rank.load(index).failed_blocks == frozenset(range(last, last + each))
+
+
+def test_pages_that_are_not_canonical_are_refused_in_another_block_size() -> None:
+    model = Model(divisible=False)
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(model, ShapeOfReplica(block_size=8), store, index) as one:
+        one.compute_and_save()
+    with ShapedReplica(model, ShapeOfReplica(block_size=4), store, index) as other:
+        (rank,) = other.ranks
+        assert rank.load(index).failed
+        assert bool((rank.loaded().view(torch.int32) == -1).all())
+
+
+def test_an_index_that_promises_shards_that_cannot_be_is_not_believed() -> None:
+    store, index = MemoryStore(), MemoryIndex()
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=2), store, index) as one:
+        one.compute_and_save()
+        rank: ShapedRank = one.ranks[0]
+        for record in index.lookup(NAMESPACE, MODEL.hashes):
+            assert record is not None
+            assert set(record.shards) == {"0.L0-4_H0-4", "0.L0-4_H4-8"}
+    lied = MemoryIndex()
+    for record in index.scan(NAMESPACE):
+        from objkv.index.base import ChunkEntry
+
+        entry = ChunkEntry(
+            NAMESPACE, record.prefix_hash, record.parent_hash, record.token_start, record.token_end
+        )
+        some = next(iter(record.shards.values()))
+        lied.publish(entry, {"0.L0-99_H0-99": some, "0.nonsense": some}, ttl_s=60)
+    with ShapedReplica(MODEL, ShapeOfReplica(tp=1), store, lied) as other:
+        (rank,) = other.ranks
+        assert rank.load(lied).failed
+        assert bool((rank.loaded().view(torch.int32) == -1).all())
