@@ -113,7 +113,7 @@ def test_the_table_tells_each_prompt_and_the_median(capsys: pytest.CaptureFixtur
     assert shared.split() == [
         *["document", "1,", "question", "2", "812", "512", "3.00", "-", "0.50", "6.0x", "yes"]
     ]
-    assert "6.0 times sooner (median). DemoStore: 15 chunks, 3,840 tokens, 3.0 MiB." in out
+    assert "6.0 times sooner (median). Stored: 15 chunks, 3,840 tokens, 3.0 MiB." in out
     assert "no benchmark" in out
 
 
