@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks.soak_engine_faults import Faults, Targets
+from benchmarks.soak_shared import second_half_growth
 from objkv.assembly.backends import open_bulk
 from objkv.config import Config
 from objkv.ops.demo import VOCABULARY
@@ -452,19 +453,13 @@ def _metrics(engines: list[Engine]) -> dict[str, float]:
 
 def _growth(engine: Engine) -> dict[str, float]:
     """Of the second half of its life, by a straight line through it."""
-    half = [line for line in engine.lines if not line.get("over")]
-    half = half[len(half) // 2 :]
-    length = half[-1]["at_s"] - half[0]["at_s"] if half else 0.0
-    told = {"seconds": round(length, 1), "rss_mib": 0.0, "files": 0.0, "threads": 0.0}
-    if len(half) < 3 or not length:
-        return told
-    mean_t = sum(line["at_s"] for line in half) / len(half)
-    spread = sum((line["at_s"] - mean_t) ** 2 for line in half)
+    lines = [line for line in engine.lines if not line.get("over")]
+    half = lines[len(lines) // 2 :]
+    found = {"seconds": round(half[-1]["at_s"] - half[0]["at_s"] if half else 0.0, 1)}
     for name in ("rss_mib", "files", "threads"):
-        mean = sum(line[name] for line in half) / len(half)
-        slope = sum((line["at_s"] - mean_t) * (line[name] - mean) for line in half) / spread
-        told[name] = round(slope * length, 2)
-    return told
+        points = [(line["at_s"], line[name]) for line in lines]
+        found[name] = round(second_half_growth(points), 2)
+    return found
 
 
 def broken(result: dict[str, Any]) -> list[str]:

@@ -1,12 +1,11 @@
 """What goes wrong around the engines of a soak: answers that are spoiled on their way, servers that
 die, bytes that change where they are stored, engines that are killed."""
 
-import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.soak_shared import FaultCycle
 from objkv.stores.base import PruneStore
 from tests.support.servers.quick_s3 import QuickS3
 from tests.support.servers.redis import RedisServer
@@ -17,7 +16,6 @@ from tests.support.servers.spoil_s3 import SpoilS3
 LAG_S = 0.4
 S3_ERRORS = ("503 SlowDown", "500 InternalError", "403 AccessDenied", "404 NoSuchKey")
 REDIS_ERRORS = ("LOADING wait", "READONLY replica", "OOM command not allowed", "NOPERM denied")
-SPOILED_AT_ONCE = 8
 
 
 @dataclass
@@ -34,17 +32,12 @@ class Targets:
     """End one at once and start another; False where none is to spare."""
 
 
-class Faults:
-    """Causes one fault after the other, each kind once before any kind comes again."""
+class Faults(FaultCycle):
+    """Faults of both servers, of what they answer and store, and of engines."""
 
     def __init__(self, targets: Targets, seed: int) -> None:
-        self.counts: Counter[str] = Counter()
-        """By kind, how often each was caused."""
+        super().__init__(targets.redis_server, targets.bulk, seed)
         self._targets = targets
-        self._random = random.Random(seed)
-        self._mend: Callable[[], None] = lambda: None
-        self._coming: list[str] = []
-        self._kinds: dict[str, Callable[[], None]] = {}
         for fault in ("reset", "unanswered", "stall", "lag", "truncate", "flip"):
             self._kinds[f"S3: {fault}"] = self._spoils(targets.s3, fault)
             self._kinds[f"Redis: {fault}"] = self._spoils(targets.redis, fault)
@@ -54,30 +47,10 @@ class Faults:
         for error in REDIS_ERRORS:
             self._kinds[f"Redis: {error.split()[0]}"] = self._refuses(targets.redis, error)
         self._kinds |= {
-            "Redis is killed": self._kill_redis,
-            "Redis freezes": self._freeze_redis,
             "S3 is killed and comes back empty": self._kill_s3,
-            "stored bytes change": self._flip_stored,
             "payloads are swapped": self._swap_stored,
-            "payloads vanish": self._lose_payloads,
             "an engine is killed": self._kill_engine,
         }
-
-    def cause(self) -> str:
-        """Cause the next fault; its name. It lasts until ``mend``, or is over at once."""
-        if not self._coming:
-            self._coming = list(self._kinds)
-            self._random.shuffle(self._coming)
-        name = self._coming.pop()
-        self._mend = lambda: None
-        self.counts[name] += 1
-        self._kinds[name]()
-        return name
-
-    def mend(self) -> None:
-        """End the fault that lasts, if any."""
-        self._mend()
-        self._mend = lambda: None
 
     @property
     def s3_address(self) -> tuple[str, int]:
@@ -103,14 +76,6 @@ class Faults:
 
         return cause
 
-    def _kill_redis(self) -> None:
-        self._targets.redis_server.kill()
-        self._mend = self._targets.redis_server.restart
-
-    def _freeze_redis(self) -> None:
-        self._targets.redis_server.pause()
-        self._mend = self._targets.redis_server.resume
-
     def _kill_s3(self) -> None:
         old = self._targets.s3_server
         old.close()
@@ -122,13 +87,6 @@ class Faults:
         self._targets.s3.target = ("127.0.0.1", 1)
         self._mend = mend
 
-    def _flip_stored(self) -> None:
-        for path in self._some_paths():
-            value = bytearray(self._targets.bulk.get(path) or b"")
-            if value:
-                value[self._random.randrange(len(value))] ^= 1 << self._random.randrange(8)
-                self._targets.bulk.put(path, value)
-
     def _swap_stored(self) -> None:
         paths = self._some_paths()
         values: list[Any] = [self._targets.bulk.get(path) for path in paths]
@@ -136,14 +94,9 @@ class Faults:
             if value is not None:
                 self._targets.bulk.put(path, value)
 
-    def _lose_payloads(self) -> None:
-        for path in self._some_paths():
-            self._targets.bulk.delete(path)
-
     def _kill_engine(self) -> None:
         if not self._targets.kill_replica():
             self.counts["an engine is killed"] -= 1
 
-    def _some_paths(self) -> list[str]:
-        found = [e.key for e in self._targets.bulk.scan("") if e.key.endswith(".safetensors")]
-        return self._random.sample(found, min(len(found), SPOILED_AT_ONCE))
+    def _paths(self) -> list[str]:
+        return [e.key for e in self._targets.bulk.scan("") if e.key.endswith(".safetensors")]

@@ -29,28 +29,16 @@ END_S = 20.0
 _REFUSED = "are refused, serving without them"
 
 
-class _Errors(logging.Handler):
-    """What is logged as an error means a bug, never a fault of a store."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if _REFUSED in record.getMessage():
-            return  # what rights lack is told to the operator as an error, and is wanted here
-        if len(self.told) < 20:
-            reason = repr(record.exc_info[1]) if record.exc_info else ""
-            self.told.append(f"{record.getMessage()} {reason}")
-
-
 class Replica:
     """One engine with its life, from start to orderly end."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
         self._file = Path(job["status"]).open("a", buffering=1)  # noqa: SIM115  # as long as it lives
-        self._errors = _Errors()
+        from benchmarks.soak_shared import LoggedErrors
+
+        # What rights lack is reported to the operator as an error, and is wanted here.
+        self._errors = LoggedErrors(wanted=_REFUSED)
         logging.getLogger("objkv").addHandler(self._errors)
         from vllm import LLM
 
@@ -117,7 +105,7 @@ class Replica:
             "pid": os.getpid(),
             "counts": dict(counts),
             "wrong": list(wrong),
-            "errors": self._errors.told,
+            "errors": self._errors.found,
             "rss_mib": pages * resource.getpagesize() / 2**20,
             "files": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),

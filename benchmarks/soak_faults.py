@@ -1,14 +1,13 @@
 """What goes wrong during a soak, and how it is mended: servers that die, stores that refuse, bytes
 that change where they are stored."""
 
-import random
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.soak_life import Life
 from benchmarks.soak_prompts import Documents, payload_paths
+from benchmarks.soak_shared import FaultCycle
 from objkv.errors import StoreUnavailable
 from objkv.stores.base import PruneStore
 from objkv.testing.flaky import FlakyStore
@@ -28,44 +27,21 @@ class Targets:
     """The place itself, past all wrappers."""
 
 
-class Faults:
-    """Causes one fault after the other, each kind once before any kind comes again."""
+class Faults(FaultCycle):
+    """Faults of stores, an index and a Redis; documents that nobody asks for any more."""
 
     def __init__(self, targets: Targets, seed: int) -> None:
-        self.counts: Counter[str] = Counter()
+        super().__init__(targets.redis, targets.bulk, seed)
         self._targets = targets
-        self._random = random.Random(seed)
-        self._kinds: dict[str, Callable[[], None]] = {
+        self._kinds |= {
             "store refuses once": self._fail_once,
             "store is down": self._take_down,
             "store hangs": self._hang,
             "bits flip on the way": self._flip_read,
             "reads are cut short": self._cut_short,
             "index refuses some": self._refuse_index,
-            "stored bytes change": self._flip_stored,
-            "payloads vanish": self._lose_payloads,
             "documents change": self._replace_documents,
-            "redis is killed": self._kill_redis,
-            "redis freezes": self._freeze_redis,
         }
-        self._coming: list[str] = []
-        self._mend: Callable[[], None] = lambda: None
-
-    def cause(self) -> str:
-        """Cause the next fault; its name. It lasts until ``mend``, or at once is over."""
-        if not self._coming:
-            self._coming = list(self._kinds)
-            self._random.shuffle(self._coming)
-        name = self._coming.pop()
-        self._mend = lambda: None
-        self._kinds[name]()
-        self.counts[name] += 1
-        return name
-
-    def mend(self) -> None:
-        """End the fault that lasts, if any."""
-        self._mend()
-        self._mend = lambda: None
 
     def _fail_once(self) -> None:
         life = self._random.choice(self._targets.lives)
@@ -106,17 +82,6 @@ class Faults:
 
         self._mend = mend
 
-    def _flip_stored(self) -> None:
-        for path in self._random.sample(self._paths(), 8):
-            value = bytearray(self._targets.bulk.get(path) or b"")
-            if value:
-                value[self._random.randrange(len(value))] ^= 1 << self._random.randrange(8)
-                self._targets.bulk.put(path, value)
-
-    def _lose_payloads(self) -> None:
-        for path in self._random.sample(self._paths(), 8):
-            self._targets.bulk.delete(path)
-
     def _replace_documents(self) -> None:
         for _ in range(RETIRED_AT_ONCE):
             old = self._targets.documents.replace_one()
@@ -124,14 +89,6 @@ class Faults:
             for path in old:
                 if path not in kept:
                     self._targets.bulk.delete(path)
-
-    def _kill_redis(self) -> None:
-        self._targets.redis.kill()
-        self._mend = lambda: self._targets.redis.restart()
-
-    def _freeze_redis(self) -> None:
-        self._targets.redis.pause()
-        self._mend = self._targets.redis.resume
 
     def _paths(self) -> list[str]:
         return [p for prompt in self._targets.documents.prompts for p in payload_paths(prompt)]

@@ -33,6 +33,7 @@ from benchmarks.soak_faults import Faults, Targets
 from benchmarks.soak_life import BLOCKS_OF_REPLICA, STUCK_S, Life
 from benchmarks.soak_prompts import HOT_SAVE_BYTES_MAX, Documents
 from benchmarks.soak_replica import Replica
+from benchmarks.soak_shared import LoggedErrors, second_half_growth
 from objkv.assembly.backends import open_bulk
 from objkv.config import CodecName, Config
 from objkv.stores.s3.client import open_s3_client
@@ -57,36 +58,13 @@ class Watch:
 
     rss: list[tuple[float, float]] = field(default_factory=list)
     """(seconds, MiB), once a second."""
-    errors: list[str] = field(default_factory=list)
-    """What the product logged as an error: it means a bug, never a fault of a store."""
+    errors: LoggedErrors = field(default_factory=LoggedErrors)
 
     def sample(self, at_s: float) -> None:
         """Note how much memory is resident."""
         if not self.rss or at_s - self.rss[-1][0] >= 1.0:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self.rss.append((at_s, pages * os.sysconf("SC_PAGE_SIZE") / 2**20))
-
-    def growth_mib(self) -> float:
-        """Of the second half: the slope of the straight line through it, times its length."""
-        half = self.rss[len(self.rss) // 2 :]
-        if len(half) < 3:
-            return 0.0
-        mean_t = sum(t for t, _ in half) / len(half)
-        mean_m = sum(m for _, m in half) / len(half)
-        spread = sum((t - mean_t) ** 2 for t, _ in half)
-        slope = sum((t - mean_t) * (m - mean_m) for t, m in half) / spread
-        return slope * (half[-1][0] - half[0][0])
-
-
-class _Errors(logging.Handler):
-    def __init__(self, told: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self._told = told
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if len(self._told) < 20:
-            reason = record.exc_info[1] if record.exc_info else ""
-            self._told.append(f"{record.getMessage()} {reason!r}")
 
 
 @contextmanager
@@ -159,9 +137,9 @@ def soak(arguments: argparse.Namespace, console: Console, watch: Watch) -> dict[
         "stuck": stuck,
         "threads_left": threads,
         "files_left": more_files,
-        "logged_errors": watch.errors,
+        "logged_errors": watch.errors.found,
         "rss_mib": round(watch.rss[-1][1], 1),
-        "rss_growth_mib": round(watch.growth_mib(), 1),
+        "rss_growth_mib": round(second_half_growth(watch.rss), 1),
     }
 
 
@@ -254,7 +232,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Soak, print, and tell by the exit code."""
     console, watch = Console(stderr=arguments.json), Watch()
     logger = logging.getLogger("objkv")  # warnings of the faults that are wanted are no news
-    logger.addHandler(_Errors(watch.errors))
+    logger.addHandler(watch.errors)
     logger.propagate = False
     result = soak(arguments, console, watch)
     result["broken"] = broken(result)
