@@ -14,14 +14,15 @@ from objkv.assembly import redis as assembly_redis
 from objkv.assembly.redis import call_s, connect_redis
 from objkv.config import Config, load_config
 from objkv.errors import StoreError
-from objkv.index import deadline as index_deadline
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.stores import deadline as store_deadline
+from objkv.net import guard as guard_module
+from objkv.net.breaker import Breakers, Patience
 from objkv.stores.base import PruneStore
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.redis import RedisStore
+from objkv.telemetry import NullRecorder
 from tests.stores.guards import guard_of
 from tests.support.servers.listener import Listener
 from tests.support.servers.slow import DROP_S, Reluctant, full_listener
@@ -93,8 +94,7 @@ class SlowRedis(Listener):
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.1)
     monkeypatch.setattr(assembly_redis, "READ_FLOOR_S", 0.2)
-    monkeypatch.setattr(index_deadline, "_WALK_FACTOR", 1)
-    monkeypatch.setattr(store_deadline, "_WALK_FACTOR", 1)
+    monkeypatch.setattr(guard_module, "_WALK_FACTOR", 1)
 
 
 def config_of(address: tuple[str, int], scheme: str) -> Config:
@@ -138,14 +138,17 @@ CASES += [
 def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
     with SERVERS[server]() as address:
         config = config_of(address, scheme)
-        seconds = call_s(config)
+        guard = {
+            "seconds": call_s(config),
+            "breakers": Breakers("none", Patience(failures=1_000), NullRecorder()),
+        }
         index = GuardedIndex(
             RedisIndex(connect_redis(config.index_url, config)),
-            guard_of("index", verbs=INDEX_VERBS, seconds=seconds),
+            guard_of("index", verbs=INDEX_VERBS, **guard),
         )
         client = connect_redis(config.index_url, config)
         place = RedisStore(client, prefix="p:", ttl_s=9)
-        store = GuardedStore(place, guard_of("hot", seconds=seconds))
+        store = GuardedStore(place, guard_of("hot", **guard))
         calls = {f"index {name}": (call, index) for name, call in INDEX_CALLS.items()}
         calls |= {f"store {name}": (call, store) for name, call in STORE_CALLS.items()}
         assert_end(calls)
