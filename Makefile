@@ -29,8 +29,8 @@ $(STAMP): pyproject.toml scripts/setup.sh
 	@scripts/setup.sh
 
 .PHONY: demo
-demo: $(STAMP) ## show one replica reusing what another computed (FLEET=1: on Redis and S3)
-	@$(BIN)/objkv demo $(if $(FLEET),--fleet)
+demo: $(STAMP) ## show one replica reusing what another computed
+	@$(BIN)/objkv demo $(if $(FLEET),--fleet) $(ARGS)
 
 .PHONY: test
 test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: replay no engine run; ARGS=... for pytest)

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.soak_engine_faults import Faults, Targets
 from objkv.assembly.backends import open_bulk
 from objkv.config import Config
-from objkv.ops.demo.job import VOCABULARY
+from objkv.ops.demo import VOCABULARY
 from objkv.ops.programs import die_with_parent
 from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
@@ -254,7 +254,7 @@ class _Behind:
 
 def soak(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Start, live, stop; everything that was counted."""
-    from objkv.connector.programs.demo_model import make_model
+    from objkv.connector.programs.demo_replica import make_model
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objkv-soak-")))

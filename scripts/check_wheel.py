@@ -13,7 +13,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "objkv"
 ENTRY_POINTS = ("objkv = objkv.cli.__main__:main", "objkv = objkv.connector.plugin:register")
-NEVER = ("tests/", "benchmarks/", "scripts/", "terraform/", ".pyc", "__pycache__", ".orig", "~")
+WHEEL_BYTES_MAX = 1 << 20
+NEVER = (
+    "tests/",
+    "testing/servers/",
+    "benchmarks/",
+    "scripts/",
+    "terraform/",
+    ".pyc",
+    "__pycache__",
+    ".orig",
+    "~",
+)
 
 
 def package_files() -> set[str]:
@@ -37,6 +48,9 @@ def check_wheel(wheel: Path, version: str) -> int:
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
     inside = {name for name in names if not name.startswith(info)}
     check(inside == package_files(), f"{wheel.name} differs: {inside ^ package_files()}")
+    wrong = {name for name in names if any(part in name for part in NEVER)}
+    check(not wrong, f"{wheel.name} has {sorted(wrong)[:5]}")
+    check(wheel.stat().st_size <= WHEEL_BYTES_MAX, f"{wheel.name} is longer than 1 MiB")
     check("objkv/py.typed" in inside, f"{wheel.name} has no py.typed")
     for line in ENTRY_POINTS:
         check(line in entry_points, f"{wheel.name} lacks the entry point {line}")
@@ -73,7 +87,10 @@ def main(wheel: Path, sdist: Path, rebuilt: Path) -> None:
     version = source_version()
     counts = check_wheel(wheel, version), check_sdist(sdist, version)
     check(wheel.read_bytes() == rebuilt.read_bytes(), "the sdist makes another wheel")
-    print(f"version {version}; {counts[0]} files in the wheel, {counts[1]} in the sdist")
+    sizes = (f"{file.stat().st_size >> 10} KiB" for file in (wheel, sdist))
+    files = (f"{count} files" for count in counts)
+    in_wheel, in_sdist = (f"{n} ({size})" for n, size in zip(files, sizes, strict=True))
+    print(f"version {version}; {in_wheel} in the wheel, {in_sdist} in the sdist")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script
     sys.path[0] = str(Path(__file__).parents[1])
 
-from tests.ops.report_browser import Browser, open_browser
+from tests.support.browser import Browser, open_browser
 
 WIDTH = 1320
 

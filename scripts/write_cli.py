@@ -40,7 +40,9 @@ def commands() -> Iterator[tuple[str, typer.core.TyperCommand]]:
         path, command = waiting.pop(0)
         yield path, command
         inner = getattr(command, "commands", {})
-        waiting[:0] = [(f"{path} {name}", inner[name]) for name in sorted(inner)]
+        waiting[:0] = [
+            (f"{path} {name}", inner[name]) for name in sorted(inner) if not inner[name].hidden
+        ]
 
 
 def words(text: str | None) -> str:

@@ -1,4 +1,7 @@
-"""``objkv bench``: what objkv reaches of what this machine allows."""
+"""``objkv bench``: what objkv reaches of what this machine allows.
+
+What measures objkv itself stands in the project's own folder ``benchmarks``.
+"""
 
 import sys
 import tempfile
@@ -14,29 +17,23 @@ import typer
 from objkv.assembly.backends import open_bulk, open_hot, open_index
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
 from objkv.cli.demo import Steps, print_failure
-from objkv.cli.output import Output, plain, size
+from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder
 from objkv.errors import ConfigError
-from objkv.ops.bench.codec import bench_codec, bench_payload_codec
-from objkv.ops.bench.configured import bench_configured
-from objkv.ops.bench.engine import bench_engine
-from objkv.ops.bench.far import bench_far
 from objkv.ops.bench.gpu import bench_gpu
 from objkv.ops.bench.harness import (
     BenchReport,
+    BenchRow,
+    BenchSetting,
     Factories,
-    Row,
     Section,
-    Setting,
     Target,
     describe_machine,
 )
 from objkv.ops.bench.lookup import bench_lookup
-from objkv.ops.bench.store import bench_store
+from objkv.ops.bench.store import bench_configured, bench_store
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
-
-# How benchmarks are shown: a table, a JSON document, a drawing of the ratios.
 
 PLOTS: Final = (".png", ".svg")
 _COLUMNS = ("", ">objkv", ">limit", "unit", ">ratio", ">target", "reached", "limit is", "detail")
@@ -64,7 +61,7 @@ def bench_document(report: BenchReport) -> dict[str, Any]:
     return document
 
 
-def print_report(out: Output, report: BenchReport) -> None:
+def print_report(out: Printer, report: BenchReport) -> None:
     """The tables, the machine, and what was missed."""
     for section in report.sections:
         _print_section(out, section)
@@ -120,7 +117,7 @@ def ratio_text(ratio: float | None) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
 
 
-def _print_section(out: Output, section: Section) -> None:
+def _print_section(out: Printer, section: Section) -> None:
     out.line(section.name, "bold")
     if section.rows:
         out.table(_COLUMNS, [_cells(row) for row in section.rows])
@@ -131,7 +128,7 @@ def _print_section(out: Output, section: Section) -> None:
     out.line()
 
 
-def _cells(row: Row) -> tuple[object, ...]:
+def _cells(row: BenchRow) -> tuple[object, ...]:
     return (
         row.name,
         _figure(row.ours),
@@ -167,7 +164,7 @@ Check = Annotated[bool, typer.Option("--check", help="Exit 1 if a row misses its
 Plot = Annotated[
     Path | None, typer.Option(help="Draw the ratios, as .png or .svg.", metavar="FILE")
 ]
-Work = Callable[[Setting], Section]
+Work = Callable[[BenchSetting], Section]
 bench = typer.Typer(
     name="bench",
     help="Measure objkv against what is possible on this machine.",
@@ -185,24 +182,20 @@ def store(
     configured: Annotated[
         bool, typer.Option("--configured", help="Measure the stores of the settings instead.")
     ] = False,
-    far: Annotated[
-        bool, typer.Option("--far", help="Measure a bucket that is 25 ms and 10 Gbit/s away.")
-    ] = False,
+    far: Annotated[bool, typer.Option("--far", hidden=True)] = False,
 ) -> int:
-    """Payloads in and out of stores, against plain sockets and memcpy.
+    """Payloads in and out of stores, against a plain socket and memcpy.
 
-    Starts an S3 server and a Redis of its own; everything that is got is verified.
+    Starts a Redis of its own; everything that is got is verified.
     """
-    if configured and far:
-        raise ConfigError("--configured and --far measure two different stores: choose one")
-    own: Work = bench_far if far else bench_store
-    if configured:
-        config = session.config
+    if far:
+        raise ConfigError(_moved("store --far", "far"))
 
-        def own(setting: Setting) -> Section:
-            return bench_configured(setting, config)
+    def own(setting: BenchSetting) -> Section:
+        return bench_configured(setting, session.config)
 
-    return _run(session, (own,), _Options(rounds, quick, check, plot))
+    work = own if configured else bench_store
+    return run_works(session, (work,), BenchOptions(rounds, quick, check, plot))
 
 
 @command
@@ -214,41 +207,7 @@ def lookup(
     plot: Plot = None,
 ) -> int:
     """Learning what is stored of a prompt, against a round trip."""
-    return _run(session, (bench_lookup,), _Options(rounds, quick, check, plot))
-
-
-@command
-def codec(
-    session: Session,
-    rounds: Rounds = 7,
-    quick: Quick = False,
-    check: Check = False,
-    plot: Plot = None,
-    file: Annotated[
-        Path | None, typer.Option(help="A payload of yours, instead of made-up KV.", metavar="FILE")
-    ] = None,
-) -> int:
-    """Encoding and decoding on one core, against memcpy."""
-    work: Work = bench_codec
-    if file is not None:
-        payload = file
-
-        def work(setting: Setting) -> Section:
-            return bench_payload_codec(setting, payload)
-
-    return _run(session, (work,), _Options(rounds, quick, check, plot))
-
-
-@command
-def engine(
-    session: Session,
-    rounds: Rounds = 7,
-    quick: Quick = False,
-    check: Check = False,
-    plot: Plot = None,
-) -> int:
-    """vLLM with objkv against vLLM alone. Needs vLLM, but no GPU; takes minutes."""
-    return _run(session, (bench_engine,), _Options(rounds, quick, check, plot))
+    return run_works(session, (bench_lookup,), BenchOptions(rounds, quick, check, plot))
 
 
 @command
@@ -260,7 +219,7 @@ def gpu(
     plot: Plot = None,
 ) -> int:
     """Between host and paged cache, against a pinned copy. Says so where there is no GPU."""
-    return _run(session, (bench_gpu,), _Options(rounds, quick, check, plot))
+    return run_works(session, (bench_gpu,), BenchOptions(rounds, quick, check, plot))
 
 
 @command
@@ -275,26 +234,37 @@ def everything(
 
     What cannot be measured here is skipped with a note.
     """
-    works = (bench_store, bench_far, bench_lookup, bench_codec, bench_engine, bench_gpu)
+    works = (bench_store, bench_lookup, bench_gpu)
     possible = tuple(_if_possible(work) for work in works)
-    return _run(session, possible, _Options(rounds, quick, check, plot))
+    return run_works(session, possible, BenchOptions(rounds, quick, check, plot))
 
 
-for _name, _command in (
-    ("store", store),
-    ("lookup", lookup),
-    ("codec", codec),
-    ("engine", engine),
-    ("gpu", gpu),
-    ("all", everything),
-):
+def _moved(name: str, module: str) -> str:
+    return (
+        f"bench {name} measures objkv itself and is no longer a part of it: in a clone of the "
+        f"project, python -m benchmarks.{module}"
+    )
+
+
+def _gone(name: str) -> Callable[..., None]:
+    @command
+    def gone(_session: Session) -> int:
+        raise ConfigError(_moved(name, name))
+
+    return gone
+
+
+for _name, _command in (("store", store), ("lookup", lookup), ("gpu", gpu), ("all", everything)):
     bench.command(_name)(_command)
+for _name in ("codec", "engine"):
+    any_options = {"ignore_unknown_options": True, "allow_extra_args": True}
+    bench.command(_name, hidden=True, context_settings=any_options)(_gone(_name))
 
 
 def _if_possible(work: Work) -> Work:
     """``work``, but what is missing for it becomes a note."""
 
-    def possible(setting: Setting) -> Section:
+    def possible(setting: BenchSetting) -> Section:
         try:
             return work(setting)
         except ConfigError as exc:
@@ -305,14 +275,17 @@ def _if_possible(work: Work) -> Work:
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class BenchOptions:
+    """Those of every benchmark."""
+
     rounds: int
     quick: bool
     check: bool
     plot: Path | None
 
 
-def _run(session: Session, works: tuple[Work, ...], options: _Options) -> int:
+def run_works(session: Session, works: tuple[Work, ...], options: BenchOptions) -> int:
+    """Measure all of ``works`` and show one report; the exit code."""
     if options.plot is not None:
         check_plot(options.plot)
     machine = describe_machine()
@@ -336,9 +309,9 @@ def _run(session: Session, works: tuple[Work, ...], options: _Options) -> int:
 
 
 def _measure(
-    works: tuple[Work, ...], options: _Options, steps: Steps
+    works: tuple[Work, ...], options: BenchOptions, steps: Steps
 ) -> tuple[Section, ...] | None:
-    """What they found, or None if a program failed, which is told."""
+    """What they found, or None if a program failed, which is reported."""
     sections = []
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="objkv-bench-") as name:
         try:
@@ -355,9 +328,9 @@ def _measure(
     return tuple(sections)
 
 
-def _setting(folder: Path, options: _Options, steps: Steps) -> Setting:
+def _setting(folder: Path, options: BenchOptions, steps: Steps) -> BenchSetting:
     recorder = NullRecorder()
-    return Setting(
+    return BenchSetting(
         rounds=options.rounds,
         quick=options.quick,
         folder=folder,

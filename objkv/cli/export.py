@@ -206,7 +206,7 @@ def _show(run: Upkeep, out: Path, head: Head | None) -> None:
         tell.line(f"{head.payloads:,} payloads, {size(head.nbytes)}, in {out}")
     if counts["kept"]:
         tell.line(f"{counts['kept']:,} of them were there already")
-    tell.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.counters.findings])
-    run.tell_end()
+    run.print_findings()
+    run.report_end()
     if run.pool.ending != "complete":
         tell.line("run it again to go on: what is there is kept")

@@ -142,7 +142,7 @@ def _show(run: Upkeep, head: Head, new: int) -> None:
     }
     told = [f"{counts[kind]:,} {words[kind]}" for kind in kinds if counts[kind]]
     out.line(f"{head.payloads:,} payloads: {', '.join(told) or 'nothing done'}")
-    out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in run.counters.findings])
-    run.tell_end()
+    run.print_findings()
+    run.report_end()
     if run.pool.ending != "complete":
         out.line("run it again to go on: what is stored stays")

@@ -12,7 +12,7 @@ from objkv.errors import ConfigError
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
 from objkv.ops.sweep.survey import refuse_mismatch, survey
-from objkv.ops.sweep.sweep import RecordSweep, Sweep
+from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
 _MEANS: dict[Category, str] = {
@@ -78,19 +78,18 @@ def sweep(
                 if not force:
                     refuse_mismatch(run.view, found)
             remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
-            work = Sweep(run.view, found, limits, remover)
-            records = RecordSweep(run.view, found, limits, remover, workers=workers)
+            work = Sweep(run.view, found, limits, remover, workers=workers)
             run.run("sweeping leftovers", work.leftovers())
             run.run("sweeping payloads", work.parts())
-            run.run("sweeping records", records.ghosts())
+            run.run("sweeping records", work.ghosts())
             if namespace is None:  # a tenant's quota is for all of its namespaces
-                quotas = records.quotas(config.quota_bytes, high_percent=high, low_percent=low)
+                quotas = work.quotas(config.quota_bytes, high_percent=high, low_percent=low)
                 run.run("sweeping beyond quotas", quotas)
             run.run("sweeping documents", work.documents())
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
         is_empty = found is not None and not found.namespaces and not found.indexed
         if is_empty and not is_found and not session.out.machine:
-            run.tell_nothing()
+            run.report_nothing()
         else:
             _show(run, apply)
         return run.code(FOUND if is_found and not apply else FINE)
@@ -139,7 +138,7 @@ def _show(run: Upkeep, apply: bool) -> None:
         out.line(f"removed {_removed(counters)}")
     elif rows:
         out.line("nothing was removed: --apply does it")
-    run.tell_end()
+    run.report_end()
 
 
 def _some(counters: Counters) -> Iterator[tuple[str, str]]:

@@ -6,17 +6,19 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, get_args
 
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import PruneIndex, Record, ShardRecord, WriteIndex
+from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
+from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
 from objkv.keys.identity import (
@@ -62,7 +64,7 @@ class BackendsView:
     lease_ms: int
     owner: str
     """Names this process in leases."""
-    seal_of: Callable[["Namespace"], Seal | None] = lambda namespace: None
+    seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None
     """What its payloads are sealed with. Raises ``ConfigError`` if the keys for that are not
     here."""
     admin: PruneIndex | None = None
@@ -77,7 +79,7 @@ class BackendsView:
         admin: PruneIndex | None,
         *,
         command: str,
-        seal_of: Callable[["Namespace"], Seal | None] = lambda namespace: None,
+        seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None,
     ) -> "BackendsView":
         """The view of ``command``: calls to ``stores`` (bulk, hot) and ``index`` are retried."""
         bulk, hot = stores
@@ -95,7 +97,7 @@ class BackendsView:
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class StoredNamespace:
     """One folder of the bulk store, and what its document says whatever kind of identity it is."""
 
     name: str
@@ -139,22 +141,22 @@ class StoredPayload:
         return None if self.record is None else self.record.shards.get(self.key.field)
 
 
-def read_namespace(bulk: ReadStore, name: str) -> Namespace:
+def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
     """What is told of ``name`` by its document."""
     document = bulk.get_range(identity_path(name), 0, _DOCUMENT_BYTES_MAX)
     if document is None or sha256(document).hexdigest()[:NAMESPACE_HEX] != name:
-        return Namespace(name, is_known=False)
+        return StoredNamespace(name, is_known=False)
     try:
         values = json.loads(document)
         epoch, tenant = values.pop("weights_epoch"), values["tenant"]
         if type(epoch) is not int or type(tenant) is not str:
-            return Namespace(name, is_known=False)
+            return StoredNamespace(name, is_known=False)
         is_chunks = values.get("hash") == HASH_SCHEME
         has_shapes = is_chunks and values.get("page_layout") != HANDOFF_LAYOUT
         seals = seals_of(values.get("extra"))
-        return Namespace(name, True, tenant, epoch, canonical_json(values), has_shapes, seals)
+        return StoredNamespace(name, True, tenant, epoch, canonical_json(values), has_shapes, seals)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return Namespace(name, is_known=False)
+        return StoredNamespace(name, is_known=False)
 
 
 def stored_namespaces(bulk: ReadStore) -> list[str]:
@@ -207,6 +209,29 @@ def _with_records(view: BackendsView, batch: list[tuple[ChunkKey, Entry]]) -> li
     return [StoredPayload(key, entry, found[key.prefix_hash]) for key, entry in batch]
 
 
+def recorded(index: ReadIndex, key: ChunkKey) -> tuple[Record | None, ShardRecord | None]:
+    """The record of a payload's chunk, and the part of it that is the payload's."""
+    [record] = index.lookup(key.namespace, [key.prefix_hash])
+    return record, None if record is None else record.shards.get(key.field)
+
+
+def publish_payload(view: BackendsView, header: Header, *, is_hot: bool = False) -> None:
+    """Record a payload that is in the bulk store, as its header describes it."""
+    claim, key = header.claim, header.claim.key
+    chunk = ChunkEntry(
+        key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+    )
+    shard = replace(shard_record(header), hot=is_hot)
+    view.index.publish(chunk, {key.field: shard}, ttl_s=view.ttl_s)
+
+
+def publish_shapes(view: BackendsView, namespace: str, fields: Iterable[str], now_s: float) -> None:
+    """Say that these shards are in use, so that replicas of every shape look for them."""
+    empty = ShardRecord(0, 0, "none", False, "", int(now_s))
+    entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
+    view.index.publish(entry, dict.fromkeys(fields, empty), ttl_s=view.ttl_s)
+
+
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
     """The keys of the payloads that a record promises; fields that name none are left out."""
     for field in record.shards:
@@ -250,11 +275,9 @@ def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | 
     return header
 
 
-# A lease whose holder knows when it ends: calls that are repeated may last longer than it does.
-
-
 class Lease:
-    """The lease of what lies at ``path``. For one thread. Raises ``StoreError``."""
+    """The lease of what lies at ``path``, whose holder knows when it ends: retried calls may
+    outlast it. For one thread. Raises ``StoreError``."""
 
     def __init__(
         self, view: BackendsView, path: str, *, clock: Callable[[], float] = time.monotonic
@@ -284,8 +307,6 @@ class Lease:
         """Give it back."""
         self._index.release(self._path, self._owner)
 
-
-# What namespaces stand for: the identity documents that the bulk store keeps.
 
 DOCUMENT_BYTES_MAX: Final = 4 << 20
 _BEGINNING = re.compile(rf"[0-9a-f]{{1,{NAMESPACE_HEX}}}")

@@ -14,14 +14,17 @@ from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Usage
+from objkv.index.base import Record, ShardRecord, Usage
 from objkv.index.guarded import for_operators
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.ops.backends_view import (
     BackendsView,
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     StoredPayload,
+    publish_payload,
+    publish_shapes,
+    recorded,
     stored_header,
     stored_payloads,
 )
@@ -44,7 +47,7 @@ class Rebuild:
         self._clock = clock
 
     def parts(
-        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+        self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (a record said
         otherwise), ``present``, ``written`` (meanwhile, by others), ``other`` (no payloads), and
@@ -54,7 +57,7 @@ class Rebuild:
             yield Unit(f"records {part.name}", self._part_work(part, seal))
 
     def lost(
-        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+        self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Restore what has no record now, although its part is done: the index may have lost what
         was written, since an earlier run or during this one. Counts ``restored`` only, once more;
@@ -63,7 +66,7 @@ class Rebuild:
             seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(f"lost {part.name}", self._lost_work(part, seal), again=True)
 
-    def namespaces(self, namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+    def namespaces(self, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Unit]:
         """Restore pins, which shards are in use, and totals. Counts ``pins`` and ``shapes``."""
         for namespace in namespaces.values():
             yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace), again=True)
@@ -126,22 +129,12 @@ class Rebuild:
             return False  # whoever saves it publishes it
         try:
             # What was read of both may be old by now; with the lease it stays as it is.
-            [record] = view.index.lookup(key.namespace, [key.prefix_hash])
-            if replace(stored, record=record).shard != stored.shard:
+            if recorded(view.index, key)[1] != stored.shard:
                 return False
             now = stored_header(view.bulk, stored.entry, seal)
             if now is None or now.checksum != header.checksum:
                 return False
-            claim = header.claim
-            chunk = ChunkEntry(
-                key.namespace,
-                key.prefix_hash,
-                claim.parent_hash,
-                claim.token_start,
-                claim.token_end,
-            )
-            shard = replace(shard_record(header), hot=self._is_hot(header))
-            view.index.publish(chunk, {key.field: shard}, ttl_s=view.ttl_s)
+            publish_payload(view, header, is_hot=self._is_hot(header))
         finally:
             view.index.release(key.path(), view.owner)
         return True
@@ -153,7 +146,7 @@ class Rebuild:
         copy = hot.head(header.claim.key.path())
         return copy is not None and copy.nbytes == header.nbytes
 
-    def _namespace_work(self, namespace: Namespace) -> Callable[[Counters, Check], None]:
+    def _namespace_work(self, namespace: StoredNamespace) -> Callable[[Counters, Check], None]:
         view, name = self._view, namespace.name
 
         def work(counters: Counters, check: Check) -> None:
@@ -175,13 +168,10 @@ class Rebuild:
 
     def _announce(self, namespace: str, fields: set[str]) -> int:
         """Say which shards are in use, those that are not said to be; how many."""
-        index = self._view.index
-        [known] = index.lookup(namespace, [SHAPES_HASH])
+        [known] = self._view.index.lookup(namespace, [SHAPES_HASH])
         missing = sorted(fields.difference(known.shards if known else ()))[:FIELDS_MAX]
         if missing and self._apply:
-            empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
-            entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            index.publish(entry, dict.fromkeys(missing, empty), ttl_s=self._view.ttl_s)
+            publish_shapes(self._view, namespace, missing, self._clock())
         return len(missing)
 
     def _restore_pins(self, namespace: str, counters: Counters) -> None:

@@ -11,23 +11,22 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
 
-from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError, StoreError
-from objkv.index.base import ChunkEntry, Record, ShardRecord
+from objkv.index.base import Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     QUARANTINE,
     BackendsView,
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     looks,
+    publish_payload,
     record_keys,
     stored_entries,
     stored_payloads,
@@ -36,8 +35,6 @@ from objkv.ops.retrying import once, pauses
 from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
-
-# Some payloads, chosen by chance.
 
 LISTED_MAX = 2_000
 
@@ -109,7 +106,7 @@ MOST_AT_LEAST = 20
 """Payloads that must be wrong before that can be most of them."""
 _RECORDS_AT_ONCE = 250
 _FINDINGS_AT_ONCE = 100
-_NO_NAMESPACE = Namespace("", is_known=False)
+_NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 
 @dataclass(slots=True)
@@ -127,7 +124,7 @@ class Verify:
     def __init__(
         self,
         view: BackendsView,
-        namespaces: Mapping[str, Namespace],
+        namespaces: Mapping[str, StoredNamespace],
         *,
         quarantine: bool,
         budget: Budget,
@@ -190,7 +187,7 @@ class Verify:
                 seal = self._seal_of(name)
                 raise ConfigError(
                     f"{name}: {other} of {seen} payloads are sealed with other keys than those "
-                    f"here ({seal.told if seal else 'none'}): are these the right ones? Nothing "
+                    f"here ({seal.key_ids if seal else 'none'}): are these the right ones? Nothing "
                     "was taken out of use; with --force they are"
                 )
 
@@ -275,7 +272,7 @@ class Verify:
                 assert now.header is not None
                 assert now_record is not None
                 is_hot = now.verdict != "hot" and now_record.shards[key.field].hot
-                self._publish(key, now.header, is_hot=is_hot)
+                publish_payload(view, now.header, is_hot=is_hot)
                 return "mended"
             return self._take_away(key, now, now_record)
         finally:
@@ -283,7 +280,7 @@ class Verify:
 
     def _take_away(self, key: ChunkKey, found: Checked, record: Record | None) -> str | None:
         view, path = self._view, key.path()
-        shard = _shard(record, key)
+        shard = None if record is None else record.shards.get(key.field)
         if shard is not None and not view.index.forget(
             key.namespace, key.prefix_hash, key.field, shard
         ):
@@ -338,20 +335,8 @@ class Verify:
         view = self._view
         return view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms)
 
-    def _publish(self, key: ChunkKey, header: Header, *, is_hot: bool) -> None:
-        claim = header.claim
-        chunk = ChunkEntry(
-            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-        )
-        shard = replace(shard_record(header), hot=is_hot)
-        self._view.index.publish(chunk, {key.field: shard}, ttl_s=self._view.ttl_s)
-
     def _seal(self, key: ChunkKey) -> Seal | None:
         return self._seal_of(key.namespace)
 
     def _seal_of(self, namespace: str) -> Seal | None:
         return self._view.seal_of(self._namespaces.get(namespace, _NO_NAMESPACE))
-
-
-def _shard(record: Record | None, key: ChunkKey) -> ShardRecord | None:
-    return None if record is None else record.shards.get(key.field)

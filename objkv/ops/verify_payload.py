@@ -15,7 +15,7 @@ from objkv.codec.values import ENCRYPTED
 from objkv.errors import KeyMismatch, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import BackendsView, stored_header
+from objkv.ops.backends_view import BackendsView, recorded, stored_header
 from objkv.ops.rebuild import is_chunk_same, is_same
 from objkv.stores.base import Entry
 
@@ -98,8 +98,8 @@ class Checker:
         """The same, once."""
         record = None
         if not self._view.is_own_index:
-            [record] = self._view.index.lookup(key.namespace, [key.prefix_hash])
-            if record is None or key.field not in record.shards:
+            record, shard = recorded(self._view.index, key)
+            if shard is None:
                 return Checked("changed", 0), None
         entry = self._view.bulk.head(key.path())
         if entry is None:

@@ -17,14 +17,13 @@ from objkv.index.base import ChunkEntry, PruneIndex, Record, ShardRecord, Usage
 from objkv.index.shapes import SHAPES_HASH
 from objkv.testing.clock import ManualClock
 
-# Chunks and shards to publish in tests of indexes and of what uses them.
-
 NAMESPACE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"
 FIELD = "0.L0-2_H0-4"
 OTHER_FIELD = "0.L0-2_H4-8"
 LONG_S = 1_000
 """A time to live that no test outlives."""
+THREADS = 12
 
 
 def prefix_hash(number: int) -> bytes:
@@ -60,6 +59,18 @@ def get(index: PruneIndex, number: int = 1, namespace: str = NAMESPACE) -> Recor
     return index.lookup(namespace, [prefix_hash(number)])[0]
 
 
+def the(index: PruneIndex, number: int = 1) -> Record:
+    """The record of chunk ``number``, which must be there."""
+    record = get(index, number)
+    assert record is not None
+    return record
+
+
+def usage(index: PruneIndex) -> dict[str, tuple[int, int]]:
+    """Bytes and payloads of each namespace."""
+    return {one.namespace: (one.nbytes, one.payloads) for one in index.usage()}
+
+
 def at_once(calls: list[Callable[[], object]]) -> list[object]:
     """The results of all calls, started together, each in its own thread."""
     barrier = Barrier(len(calls))
@@ -72,11 +83,8 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
         return list(pool.map(run, calls))
 
 
-# The time of an index under test.
-
-
-class TimedContract:
-    """What tests of an index need that let time pass; fixtures as in ``IndexContract``."""
+class IndexContract:
+    """Every ``PruneIndex`` passes every one of these."""
 
     short_s = 100
     """A time to live that ``pass_time`` outlives, and that no test does."""
@@ -90,217 +98,11 @@ class TimedContract:
         """Let ``seconds`` pass for the index."""
         clock.advance(seconds)
 
-
-# What every index promises of ``find``; part of ``IndexContract``.
-
-
-class FindContract(TimedContract):
-    """Held to by every ``PruneIndex``; fixtures as in ``IndexContract``."""
-
-    def test_finding_keeps_the_order_and_the_repetitions_of_its_question(
-        self, index: PruneIndex
-    ) -> None:
-        for number in (1, 2, 3):
-            index.publish(chunk(number), {FIELD: shard(number)}, ttl_s=LONG_S)
-        found = index.find(NAMESPACE, [prefix_hash(n) for n in (3, 9, 1, 3)], [FIELD])
-        assert [shards and shards[FIELD].nbytes for shards in found] == [3, None, 1, 3]
-
-    def test_finding_of_nothing_finds_nothing(self, index: PruneIndex) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        assert index.find(NAMESPACE, [], [FIELD]) == []
-        assert index.find(NAMESPACE, [prefix_hash(1)], []) == [None]
-
-    def test_only_the_fields_that_are_asked_for_are_found(self, index: PruneIndex) -> None:
-        both = {FIELD: shard(1), OTHER_FIELD: shard(2)}
-        index.publish(chunk(1), {**both, "1.L0-1_H0-1": shard(3)}, ttl_s=LONG_S)
-        index.publish(chunk(2), {OTHER_FIELD: shard(4)}, ttl_s=LONG_S)
-        index.publish(chunk(3), {"1.L0-1_H0-1": shard(5)}, ttl_s=LONG_S)
-        hashes = [prefix_hash(n) for n in (1, 2, 3, 4)]
-        assert index.find(NAMESPACE, hashes, [FIELD]) == [{FIELD: shard(1)}, None, None, None]
-        found = index.find(NAMESPACE, hashes, [OTHER_FIELD, FIELD, OTHER_FIELD])
-        assert found == [both, {OTHER_FIELD: shard(4)}, None, None]
-
-    def test_what_is_found_is_what_is_looked_up(self, index: PruneIndex) -> None:
-        """However late a reader of the mapping decodes it."""
-        kinds = [shard(1), replace(shard(), codec="", header_checksum=""), shard(10**17), shard(99)]
-        for number, kind in enumerate(kinds):
-            index.publish(chunk(number + 1), {FIELD: kind, OTHER_FIELD: shard()}, ttl_s=LONG_S)
-        hashes = [prefix_hash(number + 1) for number in range(len(kinds))]
-        found = index.find(NAMESPACE, hashes, [FIELD, OTHER_FIELD])
-        for shards, record in zip(found, index.lookup(NAMESPACE, hashes), strict=True):
-            assert shards is not None
-            assert record is not None
-            assert (len(shards), FIELD in shards, "1.x" in shards) == (2, True, False)
-            assert (shards.get(FIELD), shards.get("1.x")) == (record.shards[FIELD], None)
-            assert dict(shards) == dict(record.shards)
-
-    @pytest.mark.parametrize("fields", [[FIELD], [FIELD, OTHER_FIELD]])
-    def test_three_thousand_hashes_are_found_at_once(
-        self, index: PruneIndex, fields: list[str]
-    ) -> None:
-        for number in range(0, 3000, 100):
-            index.publish(chunk(number + 1), {FIELD: shard(number + 1)}, ttl_s=LONG_S)
-        found = index.find(NAMESPACE, [prefix_hash(n + 1) for n in range(3000)], fields)
-        sizes = {n: shards[FIELD].nbytes for n, shards in enumerate(found) if shards}
-        assert sizes == {n: n + 1 for n in range(0, 3000, 100)}
-        assert len(found) == 3000
-
-    def test_what_expired_or_was_forgotten_is_not_found(
-        self, index: PruneIndex, clock: ManualClock
-    ) -> None:
-        index.publish(chunk(1), {FIELD: shard()}, ttl_s=self.short_s)
-        index.publish(chunk(2), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=LONG_S)
-        hashes = [prefix_hash(1), prefix_hash(2)]
-        assert None not in index.find(NAMESPACE, hashes, [FIELD])
-        index.forget(NAMESPACE, prefix_hash(2), FIELD, shard())
-        self.pass_time(clock, self.short_s)
-        assert index.find(NAMESPACE, hashes, [FIELD]) == [None, None]
-        assert index.find(NAMESPACE, hashes, [OTHER_FIELD]) == [None, {OTHER_FIELD: shard()}]
-        assert index.find(OTHER, hashes, [OTHER_FIELD]) == [None, None]
-
-
-# What every index promises of how much is stored; part of ``IndexContract``.
-
-
-def usage(index: PruneIndex) -> dict[str, tuple[int, int]]:
-    """Bytes and payloads of each namespace."""
-    return {one.namespace: (one.nbytes, one.payloads) for one in index.usage()}
-
-
-class UsageContract:
-    """Held to by every ``PruneIndex``; fixtures as in ``IndexContract``."""
-
-    def test_an_empty_index_uses_nothing(self, index: PruneIndex) -> None:
-        assert index.usage() == []
-
-    def test_what_is_published_is_added_up_by_namespace(self, index: PruneIndex) -> None:
-        index.publish(chunk(1, OTHER), {FIELD: shard(7)}, ttl_s=LONG_S)
-        index.publish(chunk(1), {FIELD: shard(100), OTHER_FIELD: shard(20)}, ttl_s=LONG_S)
-        index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
-        assert [one.namespace for one in index.usage()] == [NAMESPACE, OTHER]
-        assert usage(index) == {NAMESPACE: (123, 3), OTHER: (7, 1)}
-
-    def test_what_is_published_again_counts_once(self, index: PruneIndex) -> None:
-        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
-        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
-        assert usage(index) == {NAMESPACE: (100, 1)}
-        index.publish(chunk(), {FIELD: shard(30), OTHER_FIELD: shard(1)}, ttl_s=LONG_S)
-        assert usage(index) == {NAMESPACE: (31, 2)}
-
-    def test_what_is_forgotten_or_dropped_counts_no_longer(self, index: PruneIndex) -> None:
-        for number in (1, 2, 3):
-            both = {FIELD: shard(10 * number), OTHER_FIELD: shard(number)}
-            index.publish(chunk(number), both, ttl_s=LONG_S)
-        assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(11))
-        assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(10))
-        assert usage(index) == {NAMESPACE: (1 + 22 + 33, 5)}
-        assert index.drop(NAMESPACE, prefix_hash(2))
-        assert not index.drop(NAMESPACE, prefix_hash(2))
-        assert usage(index) == {NAMESPACE: (1 + 33, 3)}
-        index.drop(NAMESPACE, prefix_hash(3))
-        index.drop(NAMESPACE, prefix_hash(1))
-        assert index.usage() == []
-
-    def test_touches_pins_leases_and_shapes_use_nothing(self, index: PruneIndex) -> None:
-        shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
-        index.publish(shapes, {FIELD: ShardRecord(0, 0, "none", False, "", 0)}, ttl_s=LONG_S)
-        assert index.usage() == []
-        index.publish(chunk(), {FIELD: shard(5)}, ttl_s=LONG_S)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
-        index.lease("x", "me", ttl_ms=1000)
-        assert usage(index) == {NAMESPACE: (5, 1)}
-
-    def test_concurrent_publishes_are_all_added_up(self, index: PruneIndex) -> None:
-        entries = [chunk(number) for number in range(1, 13)]
-        at_once([partial(index.publish, one, {FIELD: shard(9)}, ttl_s=LONG_S) for one in entries])
-        assert usage(index) == {NAMESPACE: (9 * 12, 12)}
-
-    def test_setting_what_was_counted_keeps_what_is_right(self, index: PruneIndex) -> None:
-        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
-        index.set_usage(Usage(NAMESPACE, 100, 1, counted_s=1_700_000_000))
-        (one,) = index.usage()
-        assert (one.nbytes, one.payloads) == (100, 1)
-        assert one.counted_s >= 1_700_000_000
-        index.publish(chunk(2), {FIELD: shard(1)}, ttl_s=LONG_S)
-        assert usage(index) == {NAMESPACE: (101, 2)}
-
-
-# What every index promises of pins; part of ``IndexContract``.
-
-
-class PinContract(TimedContract):
-    """Held to by every ``PruneIndex``; fixtures as in ``IndexContract``."""
-
-    def test_a_pinned_record_tells_until_when(self, index: PruneIndex, clock: ManualClock) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        record = get(index)
-        assert record is not None
-        assert (record.pinned_until_s, record.pinned) == (0, False)
-        until_s = int(clock()) + LONG_S
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
-        (record,) = index.scan(NAMESPACE)
-        assert (record.pinned_until_s, record.pinned) == (until_s, True)
-
-    def test_pinned_records_live_until_their_pin_ends(
-        self, index: PruneIndex, clock: ManualClock
-    ) -> None:
-        """Whatever is published and touched meanwhile: that does not shorten it."""
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
-        until_s = int(clock()) + 3 * self.short_s
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=self.short_s)
-        index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=self.short_s)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
-        self.pass_time(clock, 2 * self.short_s)
-        record = get(index)
-        assert record is not None
-        assert record.pinned
-        self.pass_time(clock, 2 * self.short_s)
-        assert get(index) is None
-
-    def test_a_record_that_outlives_its_pin_is_not_pinned_any_more(
-        self, index: PruneIndex, clock: ManualClock
-    ) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        until_s = int(clock()) + self.short_s
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
-        self.pass_time(clock, 2 * self.short_s)
-        record = get(index)
-        assert record is not None
-        assert (record.pinned_until_s, record.pinned) == (0, False)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
-
-    def test_a_pin_does_not_shorten_a_life(self, index: PruneIndex, clock: ManualClock) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + 1, ttl_s=LONG_S)
-        self.pass_time(clock, 2 * self.short_s)
-        assert get(index) is not None
-
-    def test_unpinned_records_expire(self, index: PruneIndex, clock: ManualClock) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        until_s = int(clock()) + LONG_S
-        index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=0, ttl_s=self.short_s)
-        record = get(index)
-        assert record is not None
-        assert not record.pinned
-        self.pass_time(clock, self.short_s)
-        assert get(index) is None
-
-
-THREADS = 12
-
-
-class IndexContract(FindContract, PinContract, UsageContract):
-    """Held to by every ``PruneIndex``."""
-
     def put_garbage(self, index: PruneIndex, number: int) -> None:
         """Put something under chunk ``number`` that no objkv wrote, where anybody else can."""
 
-    def test_unknown_hashes_are_none(self, index: PruneIndex) -> None:
+    def test_unknown_hashes_are_none_and_no_hashes_nothing(self, index: PruneIndex) -> None:
         assert index.lookup(NAMESPACE, [prefix_hash(1), prefix_hash(2)]) == [None, None]
-
-    def test_looking_up_nothing_finds_nothing(self, index: PruneIndex) -> None:
         assert index.lookup(NAMESPACE, []) == []
 
     def test_what_was_published_is_found(self, index: PruneIndex) -> None:
@@ -335,18 +137,18 @@ class IndexContract(FindContract, PinContract, UsageContract):
     def test_publishing_again_adds_and_replaces_fields(self, index: PruneIndex) -> None:
         index.publish(chunk(), {FIELD: shard(1), OTHER_FIELD: shard(2)}, ttl_s=LONG_S)
         index.publish(chunk(), {OTHER_FIELD: shard(3), "1.L0-1_H0-1": shard(4)}, ttl_s=LONG_S)
-        record = get(index)
-        assert record is not None
-        assert record.shards == {FIELD: shard(1), OTHER_FIELD: shard(3), "1.L0-1_H0-1": shard(4)}
+        assert the(index).shards == {
+            FIELD: shard(1),
+            OTHER_FIELD: shard(3),
+            "1.L0-1_H0-1": shard(4),
+        }
 
     def test_concurrent_publishes_of_different_shards_all_stay(self, index: PruneIndex) -> None:
         fields = [f"0.L0-2_H{head}-{head + 1}" for head in range(THREADS)]
         at_once(
             [partial(index.publish, chunk(), {field: shard()}, ttl_s=LONG_S) for field in fields]
         )
-        record = get(index)
-        assert record is not None
-        assert set(record.shards) == set(fields)
+        assert set(the(index).shards) == set(fields)
 
     def test_a_record_expires(self, index: PruneIndex, clock: ManualClock) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
@@ -363,8 +165,7 @@ class IndexContract(FindContract, PinContract, UsageContract):
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
         self.pass_time(clock, self.short_s)
         index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=LONG_S)
-        record = get(index)
-        assert record is not None
+        record = the(index)
         assert (set(record.shards), record.hits) == ({OTHER_FIELD}, 0)
 
     def test_an_expired_record_can_be_neither_forgotten_nor_pinned_nor_dropped(
@@ -395,12 +196,8 @@ class IndexContract(FindContract, PinContract, UsageContract):
         index.touch(NAMESPACE, [prefix_hash(n) for n in (1, 2, 1, 3)], ttl_s=LONG_S)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
         index.touch(NAMESPACE, [], ttl_s=LONG_S)
-        first, second, third = index.lookup(NAMESPACE, [prefix_hash(n) for n in (1, 2, 3)])
-        assert first is not None
-        assert second is not None
-        assert (first.hits, second.hits) == (2, 1)
-        assert first.touched_s > 0
-        assert third is None
+        assert (the(index, 1).hits, the(index, 2).hits, get(index, 3)) == (2, 1, None)
+        assert the(index).touched_s > 0
 
     def test_publishing_again_keeps_hits_and_pin(
         self, index: PruneIndex, clock: ManualClock
@@ -409,8 +206,7 @@ class IndexContract(FindContract, PinContract, UsageContract):
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
         index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
         index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=LONG_S)
-        record = get(index)
-        assert record is not None
+        record = the(index)
         assert (record.hits, record.pinned) == (1, True)
 
     def test_forgetting_compares(self, index: PruneIndex) -> None:
@@ -421,9 +217,7 @@ class IndexContract(FindContract, PinContract, UsageContract):
         assert not index.forget(NAMESPACE, prefix_hash(2), FIELD, shard())
         assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
         assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
-        record = get(index)
-        assert record is not None
-        assert set(record.shards) == {OTHER_FIELD}
+        assert set(the(index).shards) == {OTHER_FIELD}
 
     def test_of_many_who_forget_a_field_one_succeeds(self, index: PruneIndex) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
@@ -448,8 +242,7 @@ class IndexContract(FindContract, PinContract, UsageContract):
         assert get(index) is None
         assert index.namespaces() == []
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        record = get(index)
-        assert record is not None
+        record = the(index)
         assert (record.hits, record.pinned) == (0, False)
 
     def test_there_is_nothing_to_pin_or_drop_where_there_is_no_record(
@@ -526,9 +319,7 @@ class IndexContract(FindContract, PinContract, UsageContract):
         assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
         index.touch(NAMESPACE, [prefix_hash(1), prefix_hash(2)], ttl_s=LONG_S)
         index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
-        record = get(index)
-        assert record is not None
-        assert record.shards == {FIELD: shard()}
+        assert the(index).shards == {FIELD: shard()}
 
     def test_a_healthy_index_passes_its_check(self, index: PruneIndex) -> None:
         index.check()
@@ -536,3 +327,174 @@ class IndexContract(FindContract, PinContract, UsageContract):
     def test_closing_twice_is_closing(self, index: PruneIndex) -> None:
         index.close()
         index.close()
+
+    # ``find``
+
+    def test_finding_keeps_the_order_and_the_repetitions_of_its_question(
+        self, index: PruneIndex
+    ) -> None:
+        for number in (1, 2, 3):
+            index.publish(chunk(number), {FIELD: shard(number)}, ttl_s=LONG_S)
+        found = index.find(NAMESPACE, [prefix_hash(n) for n in (3, 9, 1, 3)], [FIELD])
+        assert [shards and shards[FIELD].nbytes for shards in found] == [3, None, 1, 3]
+
+    def test_finding_of_nothing_finds_nothing(self, index: PruneIndex) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        assert index.find(NAMESPACE, [], [FIELD]) == []
+        assert index.find(NAMESPACE, [prefix_hash(1)], []) == [None]
+
+    def test_only_the_fields_that_are_asked_for_are_found(self, index: PruneIndex) -> None:
+        both = {FIELD: shard(1), OTHER_FIELD: shard(2)}
+        index.publish(chunk(1), {**both, "1.L0-1_H0-1": shard(3)}, ttl_s=LONG_S)
+        index.publish(chunk(2), {OTHER_FIELD: shard(4)}, ttl_s=LONG_S)
+        index.publish(chunk(3), {"1.L0-1_H0-1": shard(5)}, ttl_s=LONG_S)
+        hashes = [prefix_hash(n) for n in (1, 2, 3, 4)]
+        assert index.find(NAMESPACE, hashes, [FIELD]) == [{FIELD: shard(1)}, None, None, None]
+        found = index.find(NAMESPACE, hashes, [OTHER_FIELD, FIELD, OTHER_FIELD])
+        assert found == [both, {OTHER_FIELD: shard(4)}, None, None]
+
+    def test_what_is_found_is_what_is_looked_up(self, index: PruneIndex) -> None:
+        """However late a reader of the mapping decodes it."""
+        kinds = [shard(1), replace(shard(), codec="", header_checksum=""), shard(10**17), shard(99)]
+        for number, kind in enumerate(kinds):
+            index.publish(chunk(number + 1), {FIELD: kind, OTHER_FIELD: shard()}, ttl_s=LONG_S)
+        hashes = [prefix_hash(number + 1) for number in range(len(kinds))]
+        found = index.find(NAMESPACE, hashes, [FIELD, OTHER_FIELD])
+        for shards, record in zip(found, index.lookup(NAMESPACE, hashes), strict=True):
+            assert shards is not None
+            assert record is not None
+            assert (len(shards), FIELD in shards, "1.x" in shards) == (2, True, False)
+            assert (shards.get(FIELD), shards.get("1.x")) == (record.shards[FIELD], None)
+            assert dict(shards) == dict(record.shards)
+
+    @pytest.mark.parametrize("fields", [[FIELD], [FIELD, OTHER_FIELD]])
+    def test_three_thousand_hashes_are_found_at_once(
+        self, index: PruneIndex, fields: list[str]
+    ) -> None:
+        for number in range(0, 3000, 100):
+            index.publish(chunk(number + 1), {FIELD: shard(number + 1)}, ttl_s=LONG_S)
+        found = index.find(NAMESPACE, [prefix_hash(n + 1) for n in range(3000)], fields)
+        sizes = {n: shards[FIELD].nbytes for n, shards in enumerate(found) if shards}
+        assert sizes == {n: n + 1 for n in range(0, 3000, 100)}
+        assert len(found) == 3000
+
+    def test_what_expired_or_was_forgotten_is_not_found(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
+        index.publish(chunk(1), {FIELD: shard()}, ttl_s=self.short_s)
+        index.publish(chunk(2), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=LONG_S)
+        hashes = [prefix_hash(1), prefix_hash(2)]
+        assert None not in index.find(NAMESPACE, hashes, [FIELD])
+        index.forget(NAMESPACE, prefix_hash(2), FIELD, shard())
+        self.pass_time(clock, self.short_s)
+        assert index.find(NAMESPACE, hashes, [FIELD]) == [None, None]
+        assert index.find(NAMESPACE, hashes, [OTHER_FIELD]) == [None, {OTHER_FIELD: shard()}]
+        assert index.find(OTHER, hashes, [OTHER_FIELD]) == [None, None]
+
+    # pins
+
+    def test_a_pinned_record_tells_until_when(self, index: PruneIndex, clock: ManualClock) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        record = the(index)
+        assert (record.pinned_until_s, record.pinned) == (0, False)
+        until_s = int(clock()) + LONG_S
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+        (record,) = index.scan(NAMESPACE)
+        assert (record.pinned_until_s, record.pinned) == (until_s, True)
+
+    def test_pinned_records_live_until_their_pin_ends(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
+        """Whatever is published and touched meanwhile: that does not shorten it."""
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
+        until_s = int(clock()) + 3 * self.short_s
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=self.short_s)
+        index.publish(chunk(), {OTHER_FIELD: shard()}, ttl_s=self.short_s)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
+        self.pass_time(clock, 2 * self.short_s)
+        assert the(index).pinned
+        self.pass_time(clock, 2 * self.short_s)
+        assert get(index) is None
+
+    def test_a_record_that_outlives_its_pin_is_not_pinned_any_more(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        until_s = int(clock()) + self.short_s
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+        self.pass_time(clock, 2 * self.short_s)
+        record = the(index)
+        assert (record.pinned_until_s, record.pinned) == (0, False)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
+
+    def test_a_pin_does_not_shorten_a_life(self, index: PruneIndex, clock: ManualClock) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + 1, ttl_s=LONG_S)
+        self.pass_time(clock, 2 * self.short_s)
+        assert get(index) is not None
+
+    def test_unpinned_records_expire(self, index: PruneIndex, clock: ManualClock) -> None:
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        until_s = int(clock()) + LONG_S
+        index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+        assert index.pin(NAMESPACE, prefix_hash(1), until_s=0, ttl_s=self.short_s)
+        assert not the(index).pinned
+        self.pass_time(clock, self.short_s)
+        assert get(index) is None
+
+    # usage: how much is stored
+
+    def test_an_empty_index_uses_nothing(self, index: PruneIndex) -> None:
+        assert index.usage() == []
+
+    def test_what_is_published_is_added_up_by_namespace(self, index: PruneIndex) -> None:
+        index.publish(chunk(1, OTHER), {FIELD: shard(7)}, ttl_s=LONG_S)
+        index.publish(chunk(1), {FIELD: shard(100), OTHER_FIELD: shard(20)}, ttl_s=LONG_S)
+        index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+        assert [one.namespace for one in index.usage()] == [NAMESPACE, OTHER]
+        assert usage(index) == {NAMESPACE: (123, 3), OTHER: (7, 1)}
+
+    def test_what_is_published_again_counts_once(self, index: PruneIndex) -> None:
+        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
+        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
+        assert usage(index) == {NAMESPACE: (100, 1)}
+        index.publish(chunk(), {FIELD: shard(30), OTHER_FIELD: shard(1)}, ttl_s=LONG_S)
+        assert usage(index) == {NAMESPACE: (31, 2)}
+
+    def test_what_is_forgotten_or_dropped_counts_no_longer(self, index: PruneIndex) -> None:
+        for number in (1, 2, 3):
+            both = {FIELD: shard(10 * number), OTHER_FIELD: shard(number)}
+            index.publish(chunk(number), both, ttl_s=LONG_S)
+        assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(11))
+        assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(10))
+        assert usage(index) == {NAMESPACE: (1 + 22 + 33, 5)}
+        assert index.drop(NAMESPACE, prefix_hash(2))
+        assert not index.drop(NAMESPACE, prefix_hash(2))
+        assert usage(index) == {NAMESPACE: (1 + 33, 3)}
+        index.drop(NAMESPACE, prefix_hash(3))
+        index.drop(NAMESPACE, prefix_hash(1))
+        assert index.usage() == []
+
+    def test_touches_pins_leases_and_shapes_use_nothing(self, index: PruneIndex) -> None:
+        shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
+        index.publish(shapes, {FIELD: ShardRecord(0, 0, "none", False, "", 0)}, ttl_s=LONG_S)
+        assert index.usage() == []
+        index.publish(chunk(), {FIELD: shard(5)}, ttl_s=LONG_S)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+        index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
+        index.lease("x", "me", ttl_ms=1000)
+        assert usage(index) == {NAMESPACE: (5, 1)}
+
+    def test_concurrent_publishes_are_all_added_up(self, index: PruneIndex) -> None:
+        entries = [chunk(number) for number in range(1, 13)]
+        at_once([partial(index.publish, one, {FIELD: shard(9)}, ttl_s=LONG_S) for one in entries])
+        assert usage(index) == {NAMESPACE: (9 * 12, 12)}
+
+    def test_setting_what_was_counted_keeps_what_is_right(self, index: PruneIndex) -> None:
+        index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)
+        index.set_usage(Usage(NAMESPACE, 100, 1, counted_s=1_700_000_000))
+        (one,) = index.usage()
+        assert (one.nbytes, one.payloads) == (100, 1)
+        assert one.counted_s >= 1_700_000_000
+        index.publish(chunk(2), {FIELD: shard(1)}, ttl_s=LONG_S)
+        assert usage(index) == {NAMESPACE: (101, 2)}

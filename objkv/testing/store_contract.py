@@ -14,8 +14,6 @@ import pytest
 from objkv.errors import StoreError, ValueTooLong
 from objkv.stores.base import KEY_BYTES_MAX, Buffer, Entry, PruneStore
 
-# What every store promises to many threads at once; part of ``StoreContract``.
-
 T = TypeVar("T")
 READERS = 8
 WRITERS = 12
@@ -33,68 +31,20 @@ def at_once(count: int, call: Callable[[int], T]) -> list[T]:
         return list(pool.map(run, range(count)))
 
 
-class StoreRaces:
-    """Races, each decided the same way whoever comes first."""
-
-    def test_of_many_writers_exactly_one_wins(self, store: PruneStore) -> None:
-        for turn in range(3):
-            key = f"race/{turn}"
-
-            def write(number: int, key: str = key) -> bool:
-                return store.put_if_absent(key, b"%02d" % number * 50_000)
-
-            won = at_once(WRITERS, write)
-            assert won.count(True) == 1
-            assert store.get(key) == b"%02d" % won.index(True) * 50_000
-
-    def test_readers_see_a_whole_value_or_none(self, store: PruneStore) -> None:
-        values = [bytes([number]) * 300_000 for number in range(4)]
-        done = threading.Event()
-
-        def read(_: int) -> int:
-            torn = 0
-            while not done.is_set():
-                value = store.get("k")
-                torn += value is not None and value not in values
-            return torn
-
-        with ThreadPoolExecutor(3) as pool:
-            readers = [pool.submit(read, number) for number in range(3)]
-            try:
-                for value in values * 2:
-                    store.put("k", value)
-                store.delete("k")
-                store.put_if_absent("k", values[0])
-            finally:
-                done.set()
-            assert [reader.result() for reader in readers] == [0, 0, 0]
-
-    def test_many_threads_do_not_mix_up_values(self, store: PruneStore) -> None:
-        def work(number: int) -> None:
-            for turn in range(5):
-                key, value = f"t{number}/{turn}", b"%d-%d" % (number, turn)
-                assert store.put_if_absent(key, value)
-                buffer = bytearray(32)
-                assert store.get_into(key, memoryview(buffer)) == len(value)
-                assert buffer.startswith(value)
-                assert store.get(key) == value
-                assert store.delete(key)
-
-        at_once(WRITERS, work)
-        assert list(store.scan("")) == []
-
-
-# What every store promises of bytes that arrive in a buffer; part of ``StoreContract``.
-
 _LARGE = bytes(range(256)) * (5 << 12)
 
 
 class Unwilling(Exception):
-    """What a caller raises who does not like what arrives."""
+    """What ``refuse`` raises."""
+
+
+def refuse(_: int) -> None:
+    """A caller that ends the get."""
+    raise Unwilling
 
 
 class Arrivals:
-    """Keeps what it is told, and sees whether it was true at that moment."""
+    """Keeps the numbers that a store reports, and whether each was true at that moment."""
 
     def __init__(self, buffer: memoryview, expected: bytes) -> None:
         self.told: list[int] = []
@@ -106,100 +56,6 @@ class Arrivals:
         seen = self.told[-1] if self.told else 0
         self.true &= self._buffer[seen:nbytes] == self._expected[seen:nbytes]
         self.told.append(nbytes)
-
-
-class StoreArrivals:
-    """``get_into`` with somebody who watches the bytes arrive."""
-
-    @pytest.mark.parametrize("value", [b"value", _LARGE, b""], ids=["small", "large", "empty"])
-    def test_what_has_arrived_is_told_truly_and_at_rising_numbers(
-        self, store: PruneStore, value: bytes
-    ) -> None:
-        store.put("k", value)
-        buffer = memoryview(bytearray(len(value) + 3))
-        arrivals = Arrivals(buffer, value)
-        assert store.get_into("k", buffer, arrivals) == len(value)
-        assert arrivals.true
-        assert arrivals.told == sorted(arrivals.told)
-        assert arrivals.told[-1] == len(value)
-        assert buffer[: len(value)] == value
-
-    def test_nothing_arrives_of_what_is_not_there(self, store: PruneStore) -> None:
-        arrivals = Arrivals(memoryview(b""), b"")
-        assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
-        assert store.get_into("none", memoryview(bytearray(8)), arrivals, start=3) is None
-        assert arrivals.told == []
-
-    @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
-    def test_whoever_watches_may_end_the_get_and_the_store_lives_on(
-        self, store: PruneStore, value: bytes
-    ) -> None:
-        store.put("k", value)
-
-        def refuse(_: int) -> None:
-            raise Unwilling
-
-        buffer = memoryview(bytearray(len(value)))
-        for _ in range(3):
-            with pytest.raises(Unwilling):
-                store.get_into("k", buffer, refuse)
-            with pytest.raises(Unwilling):
-                store.get_into("k", buffer[1:], refuse, start=1)
-        assert store.get("k") == value
-        assert store.get_into("k", buffer) == len(value)
-        assert buffer == value
-
-    @pytest.mark.parametrize(
-        ("start", "size", "expected"),
-        [
-            (0, 10, b"0123456789"),
-            (0, 4, b"0123"),
-            (3, 4, b"3456"),
-            (8, 4, b"89"),
-            (10, 4, b""),
-            (99, 4, b""),
-            (2, 0, b""),
-        ],
-    )
-    def test_a_range_goes_to_the_beginning_of_the_buffer(
-        self, store: PruneStore, start: int, size: int, expected: bytes
-    ) -> None:
-        store.put("k", b"0123456789")
-        outside = bytearray(b"." * (size + 4))
-        inside = memoryview(outside)[2 : 2 + size]
-        arrivals = Arrivals(inside, expected)
-        assert store.get_into("k", inside, arrivals, start=start) == len(expected)
-        assert outside == b".." + expected.ljust(size, b".") + b".."
-        assert arrivals.true
-        assert arrivals.told[-1] == len(expected)
-
-    def test_a_large_range_is_exactly_what_was_asked_for(self, store: PruneStore) -> None:
-        store.put("k", _LARGE)
-        buffer = memoryview(bytearray(3_000_000))
-        arrivals = Arrivals(buffer, _LARGE[1_000_001:4_000_001])
-        assert store.get_into("k", buffer, arrivals, start=1_000_001) == 3_000_000
-        assert arrivals.true
-        assert buffer == _LARGE[1_000_001:4_000_001]
-
-    def test_too_long_a_value_is_told_to_nobody(self, store: PruneStore) -> None:
-        store.put("k", b"value")
-        arrivals = Arrivals(memoryview(b""), b"")
-        with pytest.raises(ValueTooLong):
-            store.get_into("k", memoryview(bytearray(4)), arrivals)
-        assert arrivals.told == []
-        assert store.get("k") == b"value"
-
-    def test_the_buffer_is_let_go_whatever_happens(self, store: PruneStore) -> None:
-        store.put("k", b"value")
-        buffer = bytearray(8)
-
-        def refuse(_: int) -> None:
-            raise Unwilling
-
-        with pytest.raises(Unwilling):
-            store.get_into("k", memoryview(buffer), refuse)
-        store.get_into("k", memoryview(buffer), start=1)
-        buffer.clear()  # would raise BufferError if the store still held a view
 
 
 CHUNK = "0" * 32 + "/ab/ab" + "1" * 38 + "/0.L0-32_H0-8.safetensors"
@@ -238,8 +94,11 @@ NOT_KEYS = (
 )
 
 
-class StoreContract(StoreRaces, StoreArrivals):
+class StoreContract:
     """Every store passes every one of these."""
+
+    scans_in_order = True
+    """Whether the place has an order of keys."""
 
     @pytest.fixture
     def store(self) -> PruneStore:
@@ -304,32 +163,22 @@ class StoreContract(StoreRaces, StoreArrivals):
         assert head.nbytes == 0
 
     def test_a_value_of_5_mib_is_read_back_every_way(self, store: PruneStore) -> None:
-        value = bytes(range(256)) * (5 << 12)
-        assert store.put_if_absent("large", value) is True
-        assert store.get("large") == value
-        buffer = memoryview(bytearray(len(value)))
-        assert store.get_into("large", buffer) == len(value)
-        assert buffer == value
-        assert store.get_range("large", 3_000_001, 3_000_011) == value[3_000_001:3_000_011]
+        assert store.put_if_absent("large", _LARGE) is True
+        assert store.get("large") == _LARGE
+        buffer = memoryview(bytearray(len(_LARGE)))
+        assert store.get_into("large", buffer) == len(_LARGE)
+        assert buffer == _LARGE
+        assert store.get_range("large", 3_000_001, 3_000_011) == _LARGE[3_000_001:3_000_011]
 
-    def test_get_into_leaves_the_rest_of_the_buffer_alone(self, store: PruneStore) -> None:
+    @pytest.mark.parametrize(("start", "end"), [(0, 8), (0, 5), (3, 9), (5, 10)])
+    def test_get_into_writes_the_value_and_nothing_beside_it(
+        self, store: PruneStore, start: int, end: int
+    ) -> None:
         store.put("k", b"value")
-        buffer = bytearray(b"." * 8)
-        assert store.get_into("k", memoryview(buffer)) == 5
-        assert buffer == b"value..."
-        buffer.clear()  # would raise BufferError if the store still held a view
-
-    def test_get_into_fills_a_buffer_of_exactly_its_length(self, store: PruneStore) -> None:
-        store.put("k", b"value")
-        buffer = bytearray(5)
-        assert store.get_into("k", memoryview(buffer)) == 5
-        assert buffer == b"value"
-
-    def test_get_into_a_part_of_a_larger_buffer(self, store: PruneStore) -> None:
-        store.put("k", b"value")
-        buffer = bytearray(b"." * 10)
-        assert store.get_into("k", memoryview(buffer)[3:9]) == 5
-        assert buffer == b"...value.."
+        outside = bytearray(b"." * 10)
+        assert store.get_into("k", memoryview(outside)[start:end]) == 5
+        assert outside == b"." * start + b"value" + b"." * (5 - start)
+        outside.clear()  # would raise BufferError if the store still held a view
 
     def test_a_value_longer_than_the_buffer_is_an_error(self, store: PruneStore) -> None:
         store.put("k", b"value")
@@ -367,19 +216,15 @@ class StoreContract(StoreRaces, StoreArrivals):
         assert (head.key, head.nbytes) == ("k", 5)
         assert before - 120 < head.modified_s < time.time() + 120
 
-    def test_delete_removes_one_value(self, store: PruneStore) -> None:
+    def test_delete_removes_one_value_which_can_be_put_again(self, store: PruneStore) -> None:
         store.put("d/a", b"1")
         store.put("d/b", b"2")
         assert store.delete("d/a") is True
         assert store.get("d/a") is None
         assert store.get("d/b") == b"2"
         assert [entry.key for entry in store.scan("d/")] == ["d/b"]
-
-    def test_what_was_deleted_can_be_put_again(self, store: PruneStore) -> None:
-        store.put("d/a", b"1")
-        store.delete("d/a")
-        assert store.put_if_absent("d/a", b"2") is True
-        assert store.get("d/a") == b"2"
+        assert store.put_if_absent("d/a", b"3") is True
+        assert store.get("d/a") == b"3"
 
     def test_deleting_what_is_not_there_is_no_error(self, store: PruneStore) -> None:
         store.delete("no/such")
@@ -441,8 +286,6 @@ class StoreContract(StoreRaces, StoreArrivals):
             store.put(key, b"")
         assert [entry.key for entry in store.scan("")] == sorted(keys)
 
-    scans_in_order = True
-
     @pytest.mark.parametrize("prefix", ["/", "a//b", "../", "a/../", "gl*b", "a b"])
     def test_what_begins_no_key_cannot_be_scanned(self, store: PruneStore, prefix: str) -> None:
         with pytest.raises(StoreError):
@@ -475,3 +318,137 @@ class StoreContract(StoreRaces, StoreArrivals):
     def test_closing_twice_is_no_error(self, store: PruneStore) -> None:
         store.close()
         store.close()
+
+    # what a caller hears of bytes that arrive
+
+    @pytest.mark.parametrize("value", [b"value", _LARGE, b""], ids=["small", "large", "empty"])
+    def test_what_has_arrived_is_told_truly_and_at_rising_numbers(
+        self, store: PruneStore, value: bytes
+    ) -> None:
+        store.put("k", value)
+        buffer = memoryview(bytearray(len(value) + 3))
+        arrivals = Arrivals(buffer, value)
+        assert store.get_into("k", buffer, arrivals) == len(value)
+        assert arrivals.true
+        assert arrivals.told == sorted(arrivals.told)
+        assert arrivals.told[-1] == len(value)
+        assert buffer[: len(value)] == value
+
+    def test_nothing_arrives_of_what_is_not_there(self, store: PruneStore) -> None:
+        arrivals = Arrivals(memoryview(b""), b"")
+        assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
+        assert store.get_into("none", memoryview(bytearray(8)), arrivals, start=3) is None
+        assert arrivals.told == []
+
+    @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
+    def test_whoever_watches_may_end_the_get_and_the_store_lives_on(
+        self, store: PruneStore, value: bytes
+    ) -> None:
+        store.put("k", value)
+        buffer = memoryview(bytearray(len(value)))
+        for _ in range(3):
+            with pytest.raises(Unwilling):
+                store.get_into("k", buffer, refuse)
+            with pytest.raises(Unwilling):
+                store.get_into("k", buffer[1:], refuse, start=1)
+        assert store.get("k") == value
+        assert store.get_into("k", buffer) == len(value)
+        assert buffer == value
+
+    @pytest.mark.parametrize(
+        ("start", "size", "expected"),
+        [
+            (0, 10, b"0123456789"),
+            (0, 4, b"0123"),
+            (3, 4, b"3456"),
+            (8, 4, b"89"),
+            (10, 4, b""),
+            (99, 4, b""),
+            (2, 0, b""),
+        ],
+    )
+    def test_a_range_goes_to_the_beginning_of_the_buffer(
+        self, store: PruneStore, start: int, size: int, expected: bytes
+    ) -> None:
+        store.put("k", b"0123456789")
+        outside = bytearray(b"." * (size + 4))
+        inside = memoryview(outside)[2 : 2 + size]
+        arrivals = Arrivals(inside, expected)
+        assert store.get_into("k", inside, arrivals, start=start) == len(expected)
+        assert outside == b".." + expected.ljust(size, b".") + b".."
+        assert arrivals.true
+        assert arrivals.told[-1] == len(expected)
+
+    def test_a_large_range_is_exactly_what_was_asked_for(self, store: PruneStore) -> None:
+        store.put("k", _LARGE)
+        buffer = memoryview(bytearray(3_000_000))
+        arrivals = Arrivals(buffer, _LARGE[1_000_001:4_000_001])
+        assert store.get_into("k", buffer, arrivals, start=1_000_001) == 3_000_000
+        assert arrivals.true
+        assert buffer == _LARGE[1_000_001:4_000_001]
+
+    def test_too_long_a_value_is_told_to_nobody(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        arrivals = Arrivals(memoryview(b""), b"")
+        with pytest.raises(ValueTooLong):
+            store.get_into("k", memoryview(bytearray(4)), arrivals)
+        assert arrivals.told == []
+        assert store.get("k") == b"value"
+
+    def test_the_buffer_is_let_go_whatever_happens(self, store: PruneStore) -> None:
+        store.put("k", b"value")
+        buffer = bytearray(8)
+
+        with pytest.raises(Unwilling):
+            store.get_into("k", memoryview(buffer), refuse)
+        store.get_into("k", memoryview(buffer), start=1)
+        buffer.clear()  # would raise BufferError if the store still held a view
+
+    # races, each decided the same way whoever comes first
+
+    def test_of_many_writers_exactly_one_wins(self, store: PruneStore) -> None:
+        for turn in range(3):
+            key = f"race/{turn}"
+
+            def write(number: int, key: str = key) -> bool:
+                return store.put_if_absent(key, b"%02d" % number * 50_000)
+
+            won = at_once(WRITERS, write)
+            assert won.count(True) == 1
+            assert store.get(key) == b"%02d" % won.index(True) * 50_000
+
+    def test_readers_see_a_whole_value_or_none(self, store: PruneStore) -> None:
+        values = [bytes([number]) * 300_000 for number in range(4)]
+        done = threading.Event()
+
+        def read(_: int) -> int:
+            torn = 0
+            while not done.is_set():
+                value = store.get("k")
+                torn += value is not None and value not in values
+            return torn
+
+        with ThreadPoolExecutor(3) as pool:
+            readers = [pool.submit(read, number) for number in range(3)]
+            try:
+                for value in values * 2:
+                    store.put("k", value)
+                store.delete("k")
+                store.put_if_absent("k", values[0])
+            finally:
+                done.set()
+            assert [reader.result() for reader in readers] == [0, 0, 0]
+
+    def test_many_threads_do_not_mix_up_values(self, store: PruneStore) -> None:
+        def work(number: int) -> None:
+            for turn in range(5):
+                key, value = f"t{number}/{turn}", b"%d-%d" % (number, turn)
+                assert store.put_if_absent(key, value)
+                buffer = bytearray(32)
+                assert store.get_into(key, memoryview(buffer)) == len(value)
+                assert buffer.startswith(value)
+                assert store.get(key) == value
+                assert store.delete(key)
+
+        at_once(WRITERS, work)
+        assert list(store.scan("")) == []

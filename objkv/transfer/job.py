@@ -2,7 +2,7 @@
 
 The fence is the whole point: bytes are written into blocks only between ``enter`` and ``leave``,
 and after ``close`` returns nothing is, or ever will be, written by this job. So blocks may change
-hands as soon as a job is closed. Nobody is on the network between ``enter`` and ``leave``.
+hands as soon as a job is closed. No thread is on the network between ``enter`` and ``leave``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -96,7 +96,7 @@ class LoadJob:
             self._spans_left[index] += spans_left
 
     def header(self, index: int) -> Header:
-        """What ``opened`` was told."""
+        """The header that ``opened`` took."""
         with self._changed:
             return self._headers[index]
 
@@ -125,7 +125,7 @@ class LoadJob:
             self._tell()
 
     def cancel(self) -> None:
-        """Nobody needs it any more: what is not written by now counts as failed."""
+        """The load is no longer needed: what is not written by now counts as failed."""
         with self._changed:
             self.deadline = self._clock()
             self._changed.notify_all()
@@ -180,7 +180,7 @@ class LoadJob:
         return outcome
 
     def ended(self, outcome: LoadOutcome) -> None:
-        """What ``close`` returned is told; so is the span."""
+        """Report what ``close`` returned in the job's span."""
         if not self.span.is_on:
             return
         failed = len(outcome.failed_blocks)
@@ -238,7 +238,7 @@ class LoadJob:
             self._awaited.remove(holds)
 
     def _tell(self) -> None:
-        """Something changed: wake up whoever waits for that."""
+        """Something changed: wake the threads that wait for it."""
         if any(holds() for holds in self._awaited):
             self._changed.notify_all()
 

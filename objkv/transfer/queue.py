@@ -24,23 +24,22 @@ from time import monotonic
 from objkv.codec.payload import Header, LayerSpec, payload_bytes_max
 from objkv.transfer.job import LoadJob
 
-# Spans: the pieces in which a payload is fetched, so that the first layers of all chunks can come
-# before the last layers of any. Pure.
-#
-# The first span is asked for before anything is known of the payload but its layers; where the
-# others lie is read from the header that it brings.
-
 
 @dataclass(frozen=True, slots=True)
 class FetchSpan:
-    """Frames ``[first, end)`` of one payload, and the bytes in which they lie."""
+    """Frames ``[first, end)`` of one payload, and the bytes in which they lie: payloads are fetched
+    in pieces, so that the first layers of all chunks can come before the last layers of any.
+
+    The first span is requested before anything is known of the payload but its layers; where the
+    others lie is read from the header that it brings.
+    """
 
     number: int
     """0 is the one that begins with the payload's first byte."""
     first: int
     end: int
     start: int
-    """Of the payload's bytes."""
+    """Its first byte in the payload."""
     nbytes: int
     last: bool
     """Whether nothing may come behind it."""
@@ -225,7 +224,7 @@ class TaskQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody gets anything any more."""
+        """Hand out nothing any more; ``take`` returns None."""
         with self._changed:
             self._closed = True
             self._within.clear()

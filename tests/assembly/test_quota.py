@@ -10,7 +10,7 @@ from objkv.cache.quota import Quota, Unlimited
 from objkv.config import Config
 from objkv.index.base import Usage
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:

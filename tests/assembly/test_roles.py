@@ -11,7 +11,7 @@ from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied
 from objkv.index.guarded import for_operators
 from objkv.telemetry import NullRecorder
-from tests.ops.world import NAMESPACE, save
+from tests.support.samples import NAMESPACE, save
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:

@@ -13,7 +13,7 @@ from objkv.errors import ConfigError
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
 from tests.ops.warm.fake_vllm import FakeVllm, Place
-from tests.ops.world import CHUNK, TOKENS
+from tests.support.samples import CHUNK, TOKENS
 
 
 def test_a_program_warms_what_it_has_in_hand(tmp_path: Path) -> None:

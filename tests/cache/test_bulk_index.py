@@ -19,7 +19,7 @@ from objkv.ops.listing import count_bulk
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from tests.ops.world import CHUNK, LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
+from tests.support.samples import CHUNK, LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
 
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
 FIELD = f"0.{WHOLE}"

@@ -12,7 +12,7 @@ from objkv.index.base import Usage
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 from tests.support.servers.redis import wait_until
 
 BOUND_S = 60

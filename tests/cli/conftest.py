@@ -1,17 +1,20 @@
 """The command as users run it, on a folder and an SQLite file of their own."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.app import app
+from objkv.config import load_config
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
-from tests.ops.world import LEFT, RIGHT, save, save_identity
+from objkv.telemetry import NullRecorder
+from tests.support.samples import LEFT, RIGHT, save, save_identity
 
 Run = Callable[..., "Ran"]
 
@@ -28,6 +31,13 @@ class Ran:
     def document(self) -> Any:
         """The JSON document, which must be all of standard output."""
         return json.loads(self.out)
+
+
+def refused(ran: Ran, *words: str, code: int = 2) -> None:
+    """The command printed no result, and one sentence with these words."""
+    assert (ran.code, ran.out) == (code, "")
+    for told in words:
+        assert told in ran.err
 
 
 class Machine:
@@ -53,6 +63,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def machine(home: Path) -> Machine:
     return Machine(home)
+
+
+@pytest.fixture
+def ends(home: Path) -> Iterator[Backends]:
+    """Stores and index of the default settings, which ``run`` uses, too."""
+    with open_backends(load_config({}), NullRecorder()) as opened:
+        yield opened
 
 
 @pytest.fixture

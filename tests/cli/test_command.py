@@ -1,12 +1,17 @@
 """What all commands share: errors, exit codes, interrupts, colours."""
 
 import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from objkv.cli.app import app
 from objkv.cli.command import exit_code, guarded
-from objkv.cli.output import Output, age, size
+from objkv.cli.output import Printer, age, size
 from objkv.errors import (
     ConfigError,
     ObjkvError,
@@ -16,9 +21,10 @@ from objkv.errors import (
     StoreUnavailable,
     TransferError,
 )
+from objkv.ops.doctor.access import ROLES
 from objkv.ops.formats import printable
-from tests.cli.conftest import Machine, Run
-from tests.ops.world import NAMESPACE
+from tests.cli.conftest import Machine, Run, refused
+from tests.support.samples import NAMESPACE
 
 
 @pytest.mark.parametrize(
@@ -46,9 +52,7 @@ def test_the_list_of_commands_cuts_no_sentence_short(
 
 
 def test_a_choice_that_is_none_is_told_without_the_names_of_libraries(run: Run) -> None:
-    ran = run("access", "--role", "wirter")
-    assert (ran.code, ran.out) == (2, "")
-    assert "--role': 'wirter' is not one of" in ran.err
+    refused(run("access", "--role", "wirter"), "--role': 'wirter' is not one of")
 
 
 def raising(error: BaseException) -> int:
@@ -125,9 +129,7 @@ def test_debug_shows_no_name_that_a_terminal_would_obey(
 
 
 def test_a_settings_file_that_is_not_there_is_2(run: Run) -> None:
-    ran = run("ls", "--config", "/nowhere.toml")
-    assert ran.code == 2
-    assert "/nowhere.toml: No such file" in ran.err
+    refused(run("ls", "--config", "/nowhere.toml"), "/nowhere.toml: No such file")
 
 
 def test_the_version_is_told(run: Run) -> None:
@@ -154,11 +156,11 @@ def test_colours_can_be_switched_off_on_a_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    Output(machine=False, color=True).line("x", "red")
+    Printer(machine=False, color=True).line("x", "red")
     assert "\x1b[31m" in capsys.readouterr().out
     if how == "variable":
         monkeypatch.setenv("NO_COLOR", "1")
-    Output(machine=False, color=how == "variable").line("x", "red")
+    Printer(machine=False, color=how == "variable").line("x", "red")
     assert "\x1b[31m" not in capsys.readouterr().out
 
 
@@ -173,7 +175,7 @@ def test_rows_are_neither_folded_nor_padded_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     rows = [("a" * 40, "ok"), ("b", "long " * 9 + "enough")]
-    Output(machine=False, color=False).table(("hash", "detail"), rows)
+    Printer(machine=False, color=False).table(("hash", "detail"), rows)
     assert capsys.readouterr().out.splitlines() == [
         f"{'hash':40}  detail",
         f"{'a' * 40}  ok",
@@ -189,3 +191,78 @@ def test_sizes_and_ages_are_for_people() -> None:
         "-", "0 s", "1 s", "16 min", "2 h", "1 d", "0 s",
     ]  # fmt: skip
     assert printable("a\x00b") == "a\N{REPLACEMENT CHARACTER}b"
+
+
+PROGRAMS = Path(sys.executable).parent
+
+
+def completed(*words: str) -> list[str]:
+    """What bash offers for the last of ``words``."""
+    script = (
+        'eval "$(objkv completion bash)" && COMP_WORDS=("$@") && '
+        "COMP_CWORD=$(($# - 1)) && _objkv_completion objkv && printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    ran = subprocess.run(
+        ["/bin/bash", "-euc", script, "bash", *words],
+        env={**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return ran.stdout.split()
+
+
+def test_bash_completes_commands_and_options() -> None:
+    assert completed("objkv", "do") == ["doctor"]
+    assert set(completed("objkv", "ls", "--pre")) == {"--prefixes"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "registers"),
+    [
+        ("bash", "complete -o default -F _objkv_completion objkv"),
+        ("zsh", "#compdef objkv"),
+        ("fish", "complete --command objkv"),
+    ],
+)
+def test_each_shell_gets_a_script_of_its_own(run: Run, shell: str, registers: str) -> None:
+    ran = run("completion", shell)
+    assert (ran.code, ran.err) == (0, "")
+    assert registers in ran.out
+
+
+def test_another_shell_is_wrong_usage(run: Run) -> None:
+    refused(run("completion", "tcsh"), "tcsh")
+
+
+PLACE = ("--bulk-url", "s3://bucket/objkv", "--index-url", "rediss://me:hunter2@h/1")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_what_is_printed_can_be_pasted(run: Run, role: str) -> None:
+    ran = run("access", "--role", role, "--tenant", "a", *PLACE)
+    assert ran.code == 0
+    document = run("access", "--role", role, "--tenant", "a", *PLACE, "--json").document
+    start, end = ran.out.index("{"), ran.out.rindex("}") + 1
+    assert json.loads(ran.out[start:end]) == document["iam"]
+    assert document["acl"] in ran.out.splitlines()
+    assert f"OBJKV_ROLE={role}" in ran.out.splitlines()
+    assert "OBJKV_BULK_URL=s3://bucket/objkv/a" in ran.out.splitlines()
+    assert "hunter2" not in ran.out
+
+
+def test_a_role_must_be_named_and_known(run: Run) -> None:
+    assert run("access", *PLACE).code == 2
+    assert run("access", "--role", "root", *PLACE).code == 2
+
+
+def test_places_without_rights_are_told_as_such(run: Run) -> None:
+    ran = run("access", "--role", "reader")
+    assert ran.code == 0
+    assert "no bucket" in ran.out
+    assert "no Redis" in ran.out
+
+
+def test_a_tenant_that_no_policy_can_name_is_wrong_usage(run: Run) -> None:
+    refused(run("access", "--role", "reader", "--tenant", "a*", *PLACE), "tenant")

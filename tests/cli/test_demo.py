@@ -4,23 +4,31 @@ import errno
 import json
 import shlex
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from objkv.cli import demo as command_module
 from objkv.cli.demo import Steps, print_report, report_document
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.errors import ConfigError
-from objkv.ops.demo.fleet import Fleet, Server, ShownByFleet
-from objkv.ops.demo.job import Answer, Prompt, Size, prompts_of, warm_up_of
-from objkv.ops.demo.replicas import Place, Shown, Tell, prepared
-from objkv.ops.demo.report import DemoReport, Row, Stored, compare
-from objkv.ops.programs import Program, ProgramFailed
+from objkv.ops import demo as demo_module
+from objkv.ops.demo import (
+    DemoAnswer,
+    DemoFolder,
+    DemoPrompt,
+    DemoReport,
+    DemoRow,
+    DemoStore,
+    ReplicaEnd,
+    Size,
+    Tell,
+    compare,
+    prompts_of,
+    warm_up_of,
+)
+from objkv.ops.programs import ProgramFailed
 from tests.cli.conftest import Run
 
 PROMPTS = prompts_of("small")
@@ -28,17 +36,17 @@ BEFORE = tuple(prompt for prompt in PROMPTS if prompt.asked_before)
 
 
 def answers(
-    prompts: tuple[Prompt, ...], *, seconds: float, served: int = 0, token: int = 7
-) -> dict[str, Answer]:
+    prompts: tuple[DemoPrompt, ...], *, seconds: float, served: int = 0, token: int = 7
+) -> dict[str, DemoAnswer]:
     return {
-        prompt.name: Answer(
+        prompt.name: DemoAnswer(
             prompt=prompt.name, tokens=(token,), served_tokens=served, first_token_s=seconds
         )
         for prompt in prompts
     }
 
 
-def rows(*, served: int = 512, token: int = 7) -> tuple[Row, ...]:
+def rows(*, served: int = 512, token: int = 7) -> tuple[DemoRow, ...]:
     return compare(
         PROMPTS,
         answers(PROMPTS, seconds=3.0),
@@ -47,34 +55,34 @@ def rows(*, served: int = 512, token: int = 7) -> tuple[Row, ...]:
     )
 
 
-def report(shown: tuple[Row, ...], **changes: object) -> DemoReport:
+def report(shown: tuple[DemoRow, ...], **changes: object) -> DemoReport:
     values: dict[str, object] = {
         "engine": "vLLM 0.32.0",
         "device": "2 cores",
         "rows": shown,
         "load_failures": 0,
-        "stored": Stored(chunks=15, tokens=3840, nbytes=3 << 20, settings={"OBJKV_X": "y"}),
+        "stored": DemoStore(chunks=15, tokens=3840, nbytes=3 << 20, settings={"OBJKV_X": "y"}),
         "notices": (),
-        "metrics": {},
     }
     return DemoReport(**values | changes)  # type: ignore[arg-type]
 
 
 def printed(capsys: pytest.CaptureFixture[str], shown: DemoReport) -> str:
-    print_report(Output(machine=False, color=False), shown)
+    print_report(Printer(machine=False, color=False), shown)
     return capsys.readouterr().out
 
 
 @pytest.fixture
-def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Row, ...]]:
+def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
     """What the replicas will show, instead of running them."""
     shown = [rows()]
 
-    def show(size: Size, place: Place, tell: Tell) -> Shown:
-        tell("replica R", "starting")
-        return Shown("vLLM 0.32.0", "2 cores", shown[0], 0)
+    def live(replica: str, size: Size, place: DemoFolder, tell: Tell) -> tuple[object, ReplicaEnd]:
+        tell(f"replica {replica}", "starting")
+        return {}, ReplicaEnd(engine="vLLM 0.32.0", device="2 cores", load_failures=0)
 
-    monkeypatch.setattr(command_module, "show_replicas", show)
+    monkeypatch.setattr(demo_module, "_live", live)
+    monkeypatch.setattr(demo_module, "compare", lambda *_: shown[0])
     monkeypatch.setattr(command_module, "find_spec", lambda name: object())
     return shown
 
@@ -110,17 +118,12 @@ def test_the_table_tells_each_prompt_and_the_median(capsys: pytest.CaptureFixtur
 
 
 def test_what_went_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = report(rows(served=0, token=8), load_failures=2, notices=("moto, a stand-in",))
+    bad = report(rows(served=0, token=8), load_failures=2, notices=("the logs say why",))
     out = printed(capsys, bad)
     assert "2 loads failed" in out
     assert "differs from what the model computes" in out
     assert "objkv served nothing" in out
-    assert "moto, a stand-in" in out
-
-
-def test_servers_tell_their_counters(capsys: pytest.CaptureFixture[str]) -> None:
-    told = report(rows(), metrics={"server B": {"vllm:objkv_hit_tokens_total": 6400.0}})
-    assert "server B /metrics: vllm:objkv_hit_tokens_total 6,400" in printed(capsys, told)
+    assert "the logs say why" in out
 
 
 def test_the_document_carries_the_conclusions() -> None:
@@ -131,7 +134,7 @@ def test_the_document_carries_the_conclusions() -> None:
 
 
 def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
-    run: Run, replicas: list[tuple[Row, ...]]
+    run: Run, replicas: list[tuple[DemoRow, ...]]
 ) -> None:
     assert run("demo").code == 0
     for bad in (rows(served=0), rows(token=8)):
@@ -142,7 +145,7 @@ def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
 
 
 def test_a_store_that_took_too_little_is_told(
-    run: Run, home: Path, replicas: list[tuple[Row, ...]]
+    run: Run, home: Path, replicas: list[tuple[DemoRow, ...]]
 ) -> None:
     told = f"B was served less than A should have saved: the logs in {home}/objkv/demo/logs say why"
     assert told in run("demo").out
@@ -155,7 +158,7 @@ def test_a_store_that_took_too_little_is_told(
 
 
 def test_the_command_says_how_to_look_at_what_it_stored(
-    run: Run, home: Path, replicas: list[tuple[Row, ...]]
+    run: Run, home: Path, replicas: list[tuple[DemoRow, ...]]
 ) -> None:
     out = run("demo").out
     url = shlex.quote(f"file://{home}/objkv/demo/store/chunks")
@@ -175,7 +178,7 @@ def test_the_command_says_how_to_look_at_what_it_stored(
 )
 def test_what_it_says_to_run_is_what_this_user_can_run(
     run: Run,
-    replicas: list[tuple[Row, ...]],
+    replicas: list[tuple[DemoRow, ...]],
     monkeypatch: pytest.MonkeyPatch,
     in_path: bool,
     called: str,
@@ -200,7 +203,7 @@ def test_what_it_says_to_run_is_what_this_user_can_run(
 )
 def test_it_says_how_to_serve_with_the_vllm_that_is_here(
     run: Run,
-    replicas: list[tuple[Row, ...]],
+    replicas: list[tuple[DemoRow, ...]],
     monkeypatch: pytest.MonkeyPatch,
     distribution: str,
     serve: str,
@@ -211,7 +214,7 @@ def test_it_says_how_to_serve_with_the_vllm_that_is_here(
 
 
 def test_a_full_disk_is_told_with_its_place(
-    run: Run, home: Path, replicas: list[tuple[Row, ...]], monkeypatch: pytest.MonkeyPatch
+    run: Run, home: Path, replicas: list[tuple[DemoRow, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_text(path: Path, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -221,26 +224,12 @@ def test_a_full_disk_is_told_with_its_place(
     assert (ran.code, ran.err) == (2, f"objkv: {home}/objkv/demo: No space left on device\n")
 
 
-@pytest.mark.parametrize("typed", ["\n", ""])
-def test_the_end_of_input_ends_a_fleet_as_enter_does(
-    typed: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    place = Place(tmp_path)
-    fleet = Fleet(*[Mock(Server)] * 2, place.settings, (), "vLLM 0.32.0", "2 cores")
-    shown = ShownByFleet(Shown(fleet.engine, fleet.device, rows(), 0), {})
-    monkeypatch.setattr(command_module, "running_fleet", lambda *_: nullcontext(fleet))
-    monkeypatch.setattr(command_module, "ask_fleet", lambda *_: shown)
-    terminal = StringIO(typed)
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", terminal)
-    command_module._show_fleet(Output(machine=False, color=False), "small", place)
-    assert capsys.readouterr().out.endswith("Press Enter to end it. ending ...\n")
+def test_the_fleet_is_an_example_now(run: Run) -> None:
+    ran = run("demo", "--fleet")
+    assert (ran.code, "examples/two-replicas" in ran.err) == (2, True)
 
 
-def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[Row, ...]]) -> None:
+def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[DemoRow, ...]]) -> None:
     ran = run("demo", "--bulk-url", "file:///elsewhere")
     assert ran.code == 2
     assert "makes a store of its own" in ran.err
@@ -254,15 +243,15 @@ def test_without_vllm_it_says_how_to_install_it(run: Run, monkeypatch: pytest.Mo
 
 
 def test_a_failed_replica_shows_the_end_of_its_log(
-    run: Run, tmp_path: Path, replicas: list[tuple[Row, ...]], monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, replicas: list[tuple[DemoRow, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "replica.log"
     log.write_text("\n".join(f"line {number}" for number in range(100)))
 
-    def fail(size: Size, place: Place, tell: Tell) -> Shown:
+    def fail(*_: object) -> None:
         raise ProgramFailed("replica A ended with exit status 1", log)
 
-    monkeypatch.setattr(command_module, "show_replicas", fail)
+    monkeypatch.setattr(demo_module, "_live", fail)
     ran = run("demo")
     assert ran.code == 1
     assert f"replica A ended with exit status 1; its log is {log}" in ran.err
@@ -271,57 +260,23 @@ def test_a_failed_replica_shows_the_end_of_its_log(
 
 
 def test_two_demos_do_not_share_a_place(tmp_path: Path) -> None:
-    place = Place(tmp_path / "demo")
+    place = DemoFolder(tmp_path / "demo")
     with (
-        prepared(place, PROMPTS),
+        place.prepared(PROMPTS),
         pytest.raises(ConfigError, match="another demo is running"),
-        prepared(place, PROMPTS),
+        place.prepared(PROMPTS),
     ):
         pass
 
 
 def test_the_next_demo_keeps_the_model_only(tmp_path: Path) -> None:
-    place = Place(tmp_path / "demo")
-    with prepared(place, PROMPTS):
+    place = DemoFolder(tmp_path / "demo")
+    with place.prepared(PROMPTS):
         (place.store / "chunk").touch()
         place.models.mkdir()
-    with prepared(place, PROMPTS):
+    with place.prepared(PROMPTS):
         assert not list(place.store.iterdir())
         assert place.models.exists()
-
-
-def test_a_program_ends_with_its_block(tmp_path: Path) -> None:
-    wait_for_ever = "import time; print('up', flush=True); time.sleep(1e6)"
-    with Program("it", ("-c", wait_for_ever), tmp_path / "log", {}) as program:
-        assert next(program.lines(bound_s=280)) == "up\n"
-        program.check()
-    with pytest.raises(ProgramFailed, match="exit status -9"):
-        program.check()
-
-
-def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    arguments = ("-c", "import time; time.sleep(1e6)")
-    with (
-        Program("it", arguments, tmp_path / "log", {}) as program,
-        pytest.raises(ProgramFailed, match="it was not done after 0 s"),
-    ):
-        list(program.lines(bound_s=0.01))
-
-
-def test_a_program_sees_none_of_the_users_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OBJKV_TENANT", "mine")
-    shown = "import os; print(sorted(n for n in os.environ if n.startswith('OBJKV')))"
-    with Program("it", ("-c", shown), tmp_path / "log", {"OBJKV_CODEC": "none"}) as program:
-        assert list(program.lines(bound_s=280)) == ["['OBJKV_CODEC']\n"]
-
-
-def test_a_program_that_fails_leaves_its_last_words(tmp_path: Path) -> None:
-    with Program("it", ("-c", "raise SystemExit('no')"), tmp_path / "log", {}) as program:
-        with pytest.raises(ProgramFailed, match="it ended with exit status 1") as failed:
-            list(program.lines(bound_s=280))
-        assert failed.value.tail() == "no"
 
 
 def test_without_a_terminal_each_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

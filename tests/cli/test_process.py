@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.cli.conftest import Machine
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
 OBJKV = Path(sys.executable).with_name("objkv")
 

@@ -15,7 +15,7 @@ from objkv.keys.prefix import root_hash
 from objkv.stores.local import LocalStore
 from tests.cli.conftest import Machine, Ran, Run
 from tests.codec.payloads import LAYERS, PROVENANCE, pages_of
-from tests.ops.world import CHUNK, IDENTITY, WHOLE, record_of, save_identity
+from tests.support.samples import CHUNK, IDENTITY, WHOLE, record_of, save_identity
 
 OURS, ACMES = (Random(seed).randbytes(32) for seed in (1, 2))
 WAYS = ("signed", "encrypted")

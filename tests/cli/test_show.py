@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Machine, Run
-from tests.ops.world import NAMESPACE
+from tests.support.samples import NAMESPACE
 
 PAYLOAD_KEYS = [
     "key", "verdict", "problem", "nbytes", "group", "shard", "parent_hash", "token_start",

@@ -4,6 +4,7 @@ these, mend them, and harm nothing else."""
 import base64
 import os
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from objkv.keys.identity import identity_path
 from objkv.ops.sweep.remove import CATEGORIES
 from objkv.ops.sweep.sweep import Sweep
 from objkv.telemetry import NullRecorder
-from objkv.testing.damage import DamagedStore, Defects
-from tests.cli.conftest import Run
-from tests.cli.upkeep_story import (
+from objkv.testing.damage import DamagedStore, Defects, main
+from tests.cli.conftest import Run, refused
+from tests.support.upkeep import (
     NAMESPACE,
     check_that_a_wiped_index_is_restored,
     check_that_all_is_found_and_mended,
@@ -30,12 +31,6 @@ from tests.cli.upkeep_story import (
     planted_as,
     records,
 )
-
-
-@pytest.fixture
-def ends(home: Path) -> Any:
-    with open_backends(load_config({}), NullRecorder()) as opened:
-        yield opened
 
 
 def test_all_defects_are_found_and_mended(run: Run, ends: Backends) -> None:
@@ -88,9 +83,7 @@ def test_sealed_payloads_are_held_against_their_keys(
     assert run("rebuild", "--json").document["present"] == 32
     keys("wrong")
     assert run("verify", "--all", "--json").document["corrupt"] == 34
-    refused = run("verify", "--all", "--quarantine", "--json")
-    assert refused.code == 2
-    assert "are keys or settings missing here?" in refused.err
+    refused(run("verify", "--all", "--quarantine", "--json"), "are keys or settings missing here?")
     assert run("rebuild", "--json").document["unreadable"] >= 14
     for kind in ("SIGNING", "ENCRYPTION"):
         monkeypatch.delenv(f"OBJKV_{kind}_KEYS_FILE")
@@ -153,9 +146,7 @@ def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backen
 
 @pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
 def test_memory_is_refused(run: Run, command: str) -> None:
-    ran = run(command, "--bulk-url", "memory:")
-    assert ran.code == 2
-    assert "only the replica itself sees" in ran.err
+    refused(run(command, "--bulk-url", "memory:"), "only the replica itself sees")
 
 
 @pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
@@ -420,3 +411,75 @@ def test_a_sample_says_that_it_is_one(run: Run, ends: Backends) -> None:
     assert "chosen by chance" not in every.out
     assert run("verify", "--all", "--json").document["chosen_of"] is None
     assert "chosen by chance" not in run("verify").out, "all of them were in the sample"
+
+
+LONG = ("verify", "sweep", "rebuild")
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_a_namespace_is_named_by_its_beginning(run: Run, ends: Backends, command: str) -> None:
+    DamagedStore(ends).plant(Defects(good=4))
+    options = ("--all",) if command == "verify" else ()
+    ran = run(command, *options, "--json", "--namespace", NAMESPACE[:6])
+    assert (ran.code, ran.document["complete"]) == (0, True)
+    if command == "verify":
+        assert ran.document["checked"] == 4
+    absent = "0" if NAMESPACE[0] != "0" else "1"
+    for name in (absent, absent * 32):
+        assert run(command, *options, "--namespace", name).code == 2
+    assert "no such namespace" in run(command, "--namespace", absent * 32).err
+
+
+@pytest.mark.parametrize("options", [("--all",), ()])
+def test_an_index_that_knows_little_is_no_fine_one(
+    run: Run, ends: Backends, options: tuple[str, ...]
+) -> None:
+    DamagedStore(ends).plant(Defects(good=8))
+    assert run("verify", *options).code == 0
+    for record in list(ends.index.scan(NAMESPACE)):
+        if record.prefix_hash != SHAPES_HASH:
+            ends.admin.drop(NAMESPACE, record.prefix_hash)
+    ran = run("verify", *options)
+    assert (ran.code, "objkv rebuild" in ran.out) == (1, True)
+    assert "8 more have no record" in ran.out
+    assert run("rebuild").code == 0
+    assert run("verify", *options).code == 0
+
+
+@pytest.mark.parametrize("command", [("verify", "--all"), ("sweep",), ("rebuild",), ("ls",)])
+def test_what_reads_makes_no_folder(run: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+    index = ("--index-url", f"sqlite://{tmp_path}/index.sqlite")
+    ran = run(*command, "--bulk-url", f"file://{tmp_path}/none/zz", *index)
+    assert (ran.code, "no such folder" in ran.err) == (2, True), ran.out
+    assert not (tmp_path / "none").exists()
+    assert run(*command).code == 0
+    assert not (tmp_path / "objkv" / "chunks").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [("verify", "_places"), ("sweep", "survey"), ("rebuild", "stored_namespaces")],
+)
+def test_an_interrupt_before_the_first_unit_shows_what_was_done(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch, command: str, first: str
+) -> None:
+    DamagedStore(ends).plant(Defects(good=4))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"objkv.cli.{command}.{first}", interrupted)
+    ran = run(command)
+    assert ran.code == 130
+    assert "not complete, interrupted" in ran.out
+
+
+def test_the_script_that_plants_defects_says_what_each_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for one in fields(Defects):
+        assert f"--{one.name.replace('_', '-')} N {one.metadata['help']}" in told

@@ -15,7 +15,7 @@ from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Checkpoint, Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import survey
-from objkv.ops.sweep.sweep import RecordSweep, Sweep
+from objkv.ops.sweep.sweep import Sweep
 from objkv.ops.verify import Verify
 from objkv.ops.verify_payload import Budget
 from objkv.telemetry import NullRecorder
@@ -77,7 +77,7 @@ def save_all(
     return saved
 
 
-def crew_of() -> tuple[WorkPool, Checkpoint]:
+def pool_of() -> tuple[WorkPool, Checkpoint]:
     """Two threads, nothing kept on disk."""
     checkpoint = Checkpoint(None)
     return WorkPool(checkpoint, workers=2), checkpoint
@@ -85,20 +85,19 @@ def crew_of() -> tuple[WorkPool, Checkpoint]:
 
 def sweep_all(view: BackendsView) -> Counters:
     """As ``objkv sweep --apply --force --grace-s 0``."""
-    pool, checkpoint = crew_of()
+    pool, checkpoint = pool_of()
     limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
     found = survey(view)
     remover = Remover(view, limits, lambda: None)
     work = Sweep(view, found, limits, remover)
-    records = RecordSweep(view, found, limits, remover, workers=2)
-    for units in (work.leftovers(), work.parts(), records.ghosts(), work.documents()):
+    for units in (work.leftovers(), work.parts(), work.ghosts(), work.documents()):
         pool.run(units)
     return checkpoint.counters
 
 
 def rebuild_all(view: BackendsView) -> Counters:
     """As ``objkv rebuild``."""
-    pool, checkpoint = crew_of()
+    pool, checkpoint = pool_of()
     found = {name: read_namespace(view.bulk, name) for name in stored_namespaces(view.bulk)}
     work = Rebuild(view, apply=True)
     parts = stored_parts(view.bulk, list(found))
@@ -110,7 +109,7 @@ def rebuild_all(view: BackendsView) -> Counters:
 
 def verify_all(view: BackendsView) -> Counters:
     """As ``objkv verify --all``."""
-    pool, checkpoint = crew_of()
+    pool, checkpoint = pool_of()
     names = stored_namespaces(view.bulk)
     found = {name: read_namespace(view.bulk, name) for name in names}
     work = Verify(view, found, quarantine=False, budget=Budget(1 << 30), workers=2)

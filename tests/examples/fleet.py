@@ -9,17 +9,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from objkv.ops.demo.fleet import Server
+import httpx
+
 from objkv.ops.programs import Program
 from tests.examples.places import COMPOSE, compose, need
 from tests.support.servers.ceph import ceph_missing, ceph_radosgw
 from tests.support.servers.ports import free_port
-from tests.support.servers.redis import RedisServer, valkey_binary
+from tests.support.servers.redis import RedisServer, valkey_binary, wait_until
 
 START_S = 600.0
 SECRETS = {"REDIS_PASSWORD": "red-secret", "S3_SECRET_KEY": "s3-secret-of-the-fleet"}
@@ -104,8 +105,15 @@ def running(folder: Path, model: Path, adapters: dict[str, Path]) -> Iterator[Fl
             programs.append(_service(name, services[name], port, here, folder))
             stack.enter_context(programs[-1])
         for program, url in zip(programs[:2], urls[:2], strict=True):
-            Server(program, url).wait_until_ready(bound_s=START_S)
+            wait_until(lambda p=program, u=url: _serves(p, u), f"{url} to serve", bound_s=START_S)
         yield fleet
+
+
+def _serves(program: Program, url: str) -> bool:
+    program.check()
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
+    return False
 
 
 def _valkey(folder: Path, command: list[str]) -> RedisServer:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -20,11 +19,10 @@ import redis
 
 from objkv.assembly.backends import open_bulk
 from objkv.config import load_config
-from objkv.ops.programs import die_with_parent
 from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
-from tests.support.servers import ROOT
 from tests.support.servers.ports import free_port
+from tests.support.servers.process import start_server
 from tests.support.servers.redis import (
     RedisServer,
     valkey_binary,
@@ -109,17 +107,7 @@ class S3Process:
 
     def start(self) -> None:
         """Start it, and wait until it listens."""
-        command = [sys.executable, "-m", "tests.support.servers.quick_s3"]
-        self._process = subprocess.Popen(
-            [*command, "--port", str(self.address[1])],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=die_with_parent,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline()
+        self._process, _ = start_server("quick_s3", "--port", str(self.address[1]))
 
     def kill(self) -> None:
         """SIGKILL. Idempotent."""

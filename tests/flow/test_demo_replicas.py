@@ -82,10 +82,10 @@ def test_what_it_stored_can_be_looked_at_afterwards() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupting_it_leaves_no_replica_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = started(tmp_path, "demo", "--small")
-    job = tmp_path / "objkv/demo/logs/replica-R.json"
+    models = tmp_path / "objkv/demo/models"
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while not (replicas := _running(job)):
+        while not (replicas := _running(models)):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -95,15 +95,15 @@ def test_interrupting_it_leaves_no_replica_behind(tmp_path: Path, number: signal
         process.kill()
     assert process.returncode == 128 + number
     # One that was just being started is ended by the system, which takes its moment.
-    wait_until(lambda: not _running(job), f"{replicas} to end", bound_s=PATIENCE_S)
+    wait_until(lambda: not _running(models), f"{replicas} to end", bound_s=PATIENCE_S)
 
 
-def _running(job: Path) -> list[str]:
-    """Processes that were started with this file."""
+def _running(models: Path) -> list[str]:
+    """Processes that were started with this folder."""
     found = []
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if os.fsencode(job) in cmdline.read_bytes().split(b"\0"):
+            if os.fsencode(models) in cmdline.read_bytes().split(b"\0"):
                 found.append(cmdline.parent.name)
         except OSError:  # it ended meanwhile
             continue

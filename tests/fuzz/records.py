@@ -27,7 +27,7 @@ from tests.codec.payloads import CLAIM, sample
 from tests.fuzz.mutation import change_document, changed_bytes, changed_text, spoiled
 from tests.fuzz.payloads import whole_payloads
 from tests.fuzz.target import Finding, Target, outcome, require
-from tests.ops.world import IDENTITY
+from tests.support.samples import IDENTITY
 
 _SHARDS = [encode_shard(shard(nbytes)) for nbytes in (1, 4096, 10**17)]
 _PATH = CLAIM.key.path()

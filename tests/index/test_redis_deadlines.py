@@ -17,7 +17,6 @@ from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.net import guard as guard_module
 from objkv.net.breaker import Breakers, Patience
 from objkv.stores.base import PruneStore
 from objkv.stores.guarded import GuardedStore
@@ -94,7 +93,7 @@ class SlowRedis(Listener):
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.1)
     monkeypatch.setattr(assembly_redis, "READ_FLOOR_S", 0.2)
-    monkeypatch.setattr(guard_module, "_WALK_FACTOR", 1)
+    monkeypatch.setattr("objkv.net.guard._WALK_FACTOR", 1)
 
 
 def config_of(address: tuple[str, int], scheme: str) -> Config:

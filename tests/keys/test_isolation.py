@@ -16,7 +16,7 @@ from objkv.keys.encoder import encoder_hash
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PrefixChain, PromptExtras, prefix_hashes, root_hash
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import CHUNK, IDENTITY, TOKENS, save, save_identity
+from tests.support.samples import CHUNK, IDENTITY, TOKENS, save, save_identity
 
 TENANTS = st.from_regex(r"[A-Za-z0-9._-]{1,64}", fullmatch=True)
 SALTS = st.none() | st.text(max_size=8)

@@ -22,8 +22,8 @@ from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from objkv.testing.damage import IDENTITY as DAMAGED
 from objkv.testing.damage import DamagedStore, Defects
-from tests.ops.audit_world import Auditor, hash_of, save_prompts
-from tests.ops.world import IDENTITY, NAMESPACE, WHOLE, save, save_identity
+from tests.support.audit import Auditor, hash_of, save_prompts
+from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity
 
 DAY_S = 86_400
 NOW_S = 20_000 * DAY_S + 3_600.0

@@ -17,8 +17,8 @@ from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
 from objkv.testing.damage import DamagedStore, Defects
-from tests.ops.audit_world import Auditor, save_prompts, tokens_of
-from tests.ops.world import IDENTITY, NAMESPACE, WHOLE, save, save_identity
+from tests.support.audit import Auditor, save_prompts, tokens_of
+from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity
 
 
 def counts(report: AuditReport) -> dict[str, int]:

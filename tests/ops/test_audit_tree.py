@@ -12,8 +12,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit import tree as audit_tree
 from objkv.ops.audit.report import AuditReport, TreeNode
 from objkv.stores.memory import MemoryStore
-from tests.ops.audit_world import Auditor, Prompt, hash_of, prefixes, save_prompts, ways_on
-from tests.ops.world import CHUNK, NAMESPACE, WHOLE, save_identity
+from tests.support.audit import Auditor, Prompt, hash_of, prefixes, save_prompts, ways_on
+from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save_identity
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=8

@@ -18,7 +18,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import is_shapes
 from objkv.ops.sweep.auto import _ENDED, AutoSweep
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from tests.ops.world import NAMESPACE, save, save_identity
+from tests.support.samples import NAMESPACE, save, save_identity
 
 BOUND_S = 120
 

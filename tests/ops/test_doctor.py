@@ -1,14 +1,23 @@
 """The doctor's report: settings with sources, checks, one verdict."""
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from objkv.config import Resolved, resolve_config
+from objkv.assembly.backends import open_backends
+from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
+from objkv.ops.doctor import doctor as privacy
 from objkv.ops.doctor.doctor import (
     DoctorReport,
     Patient,
     check_engine,
+    check_login,
+    check_privacy,
+    check_transport,
     examine,
     library_versions,
     verdict,
@@ -16,7 +25,7 @@ from objkv.ops.doctor.doctor import (
 from objkv.ops.doctor.probes import Check
 from objkv.ops.doctor.server import ServerFacts
 from objkv.stores.memory import MemoryStore
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import MemoryRecorder, NullRecorder
 
 RESOLVED = resolve_config(
     {"redis_password": "hunter2", "bulk_url": "memory:", "index_url": "memory:"}, environ={}
@@ -172,3 +181,127 @@ def test_libraries_are_told_with_their_versions() -> None:
     versions = library_versions()
     assert versions["redis"]
     assert library_versions(lambda name: None)["torch"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"bulk_url": "memory:", "index_url": "memory:"}, []),
+        ({"bulk_url": "s3://b", "index_url": "rediss://h"}, [("bulk", "ok"), ("index", "ok")]),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "https://h"}, [("bulk", "ok")]),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://127.0.0.1:9"}, [("bulk", "ok")]),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://h"}, [("bulk", "warning")]),
+        ({"bulk_url": "memory:", "index_url": "redis://localhost"}, [("index", "ok")]),
+        ({"bulk_url": "memory:", "index_url": "redis+cluster://h"}, [("index", "warning")]),
+        ({"bulk_url": "memory:", "index_url": "rediss+cluster://h"}, [("index", "ok")]),
+    ],
+)
+def test_what_crosses_a_network_in_clear_is_a_warning(
+    settings: dict[str, Any], found: list[tuple[str, str]]
+) -> None:
+    checks = check_transport(Config(**settings, allow_plaintext=True))
+    assert [(check.area, check.status) for check in checks] == found
+    for check in checks:
+        assert bool(check.fix) == (check.status == "warning")
+
+
+def test_the_fix_names_the_scheme() -> None:
+    [check] = check_transport(
+        Config(
+            bulk_url="memory:", index_url="redis+sentinel://u:p@h?service=s", allow_plaintext=True
+        )
+    )
+    assert "write rediss+sentinel://" in check.fix
+    assert ":p@" not in str(check)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"index_url": "memory:"}, False),
+        ({"index_url": "redis://localhost"}, False),
+        ({"index_url": "rediss://h"}, True),
+        ({"index_url": "redis+cluster://h"}, True),
+        ({"index_url": "rediss://h", "redis_username": "u"}, True),
+        ({"index_url": "rediss://h", "redis_username": "u", "redis_password": "p"}, False),
+        ({"index_url": "rediss://u:p@h"}, False),
+        ({"index_url": "rediss://h", "redis_cert_file": "/c", "redis_key_file": "/k"}, False),
+    ],
+)
+def test_a_server_that_lets_everybody_in_is_a_warning(
+    settings: dict[str, Any], warns: bool
+) -> None:
+    checks = check_login(Config(bulk_url="memory:", allow_plaintext=True, **settings))
+    assert [(check.name, check.status) for check in checks] == [("login", "warning")] * warns
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that everybody can get to."""
+    may_enter = privacy._may_enter
+    monkeypatch.setattr(privacy, "_may_enter", lambda f: tmp_path.is_relative_to(f) or may_enter(f))
+    tmp_path.chmod(0o755)
+    return tmp_path
+
+
+def config(place: Path) -> Config:
+    return Config(bulk_url=f"file://{place}/chunks", index_url=f"sqlite://{place}/index.sqlite")
+
+
+def found(place: Path) -> list[tuple[str, str]]:
+    return [(check.area, check.status) for check in check_privacy(config(place))]
+
+
+def test_what_is_not_there_and_what_is_no_file_is_not_looked_at(tmp_path: Path) -> None:
+    assert found(tmp_path / "missing") == []
+    far = Config(bulk_url="s3://bucket", index_url="rediss://host")
+    assert check_privacy(far) == []
+
+
+def test_what_others_cannot_reach_is_well(place: Path) -> None:
+    private = place / "private"
+    private.mkdir(0o700)
+    (private / "chunks").mkdir()
+    (private / "chunks").chmod(0o777)
+    (private / "index.sqlite").touch(0o666)
+    assert found(private) == [("bulk", "ok"), ("index", "ok")]
+    assert all("cannot reach" in check.detail for check in check_privacy(config(private)))
+
+
+def test_where_others_may_write_is_a_warning_that_says_what_to_do(place: Path) -> None:
+    (place / "chunks").mkdir()
+    (place / "chunks").chmod(0o777)
+    (place / "index.sqlite").touch()
+    (place / "index.sqlite").chmod(0o600)
+    (place / "index.sqlite-wal").touch()
+    (place / "index.sqlite-wal").chmod(0o666)
+    assert found(place) == [("bulk", "warning"), ("index", "warning")]
+    bulk, index = check_privacy(config(place))
+    assert bulk.fix == f"chmod o-w {place}/chunks"
+    assert index.fix == f"chmod o-w {place}/index.sqlite-wal"
+
+
+def test_where_others_may_read_is_told(place: Path) -> None:
+    (place / "chunks").mkdir()
+    (place / "chunks").chmod(0o755)
+    (place / "index.sqlite").touch()
+    (place / "index.sqlite").chmod(0o600)
+    bulk, index = check_privacy(config(place))
+    assert bulk.status == index.status == "ok"
+    assert "can read" in bulk.detail
+    assert "cannot reach" in index.detail
+
+
+def test_the_default_place_is_private(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    monkeypatch.delenv("OBJKV_BULK_URL", raising=False)
+    old = os.umask(0)
+    try:
+        with open_backends(Config(), NullRecorder()) as backends:
+            backends.bulk.put("ns/value", b"")
+            backends.index.check()
+    finally:
+        os.umask(old)
+    assert (place / "objkv").stat().st_mode & 0o777 == 0o700
+    assert all("cannot reach" in check.detail for check in check_privacy(Config()))
+    assert len(check_privacy(Config())) == 2

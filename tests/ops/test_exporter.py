@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import Usage
 from objkv.index.memory import MemoryIndex
-from objkv.ops.backends_view import BackendsView
 from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.exporter.metrics import METRICS, StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
@@ -24,7 +23,7 @@ from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
-from tests.ops.world import IDENTITY, NAMESPACE, save, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
 Told = dict[str, dict[str, float]]
 WATCHED = Watched("1.2.3", "s3://bucket/kv", "redis://host", 3600, 1 << 30, namespaces_max=2)
@@ -208,7 +207,7 @@ def test_every_name_told_is_on_the_page(world: World) -> None:
 
 
 def scans(bulk: MemoryStore, index: MemoryIndex, *, now_s: float, grace_s: float = 100) -> Scans:
-    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
+    view = view_of(bulk, index)
     return Scans(view, every_s=60, grace_s=grace_s, clock=lambda: now_s)
 
 
@@ -246,7 +245,7 @@ def test_what_was_just_saved_is_no_orphan_yet() -> None:
 def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> None:
     bulk, index = FlakyStore(MemoryStore()), MemoryIndex()
     save(bulk, index)
-    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")
+    view = view_of(bulk, index)
     found = Scans(view, every_s=60, grace_s=0)
     found.scan()
     whole = found.last

@@ -19,7 +19,7 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.warm.lookup import known_identities
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import IDENTITY, NAMESPACE, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 
 def test_an_identity_comes_back_as_it_was_saved(bulk: MemoryStore) -> None:

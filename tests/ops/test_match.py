@@ -10,7 +10,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
 from objkv.ops.match import match_prompt, parse_tokens, tokenize
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import CHUNK, CREATED_S, IDENTITY, LEFT, NAMESPACE, TOKENS, save
+from tests.support.samples import CHUNK, CREATED_S, IDENTITY, LEFT, NAMESPACE, TOKENS, save
 
 NONE = PromptExtras()
 

@@ -13,7 +13,6 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import BackendsView
 from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
@@ -21,7 +20,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.testing.clock import ManualClock
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS, save
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, view_of
 
 DAY_S = 86_400
 
@@ -195,10 +194,7 @@ def test_what_is_pinned_while_a_sweep_is_under_way_stays(
 ) -> None:
     """The sweep chose it before; it looks once more before it removes."""
     keys = save(bulk, index)
-    view = BackendsView(
-        bulk, None, index, is_own_index=False, ttl_s=3_600, lease_ms=1_000, owner="sweep"
-    )
-    remover = Remover(view, SweepLimits(apply=True, grace_s=0), lambda: None)
+    remover = Remover(view_of(bulk, index), SweepLimits(apply=True, grace_s=0), lambda: None)
     [record] = index.lookup(NAMESPACE, [keys[2].prefix_hash])
     entry = bulk.head(keys[2].path())
     assert record is not None

@@ -29,7 +29,7 @@ from objkv.ops.formats import (
     span,
     with_commands,
 )
-from tests.ops.audit_sample import MADE_S, sample_report
+from tests.support.audit import MADE_S, sample_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\u2028\x07'\"&"
 

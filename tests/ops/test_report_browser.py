@@ -11,9 +11,8 @@ from PIL import Image
 
 from objkv.ops.audit.html.page import html_report
 from scripts.take_audit_pictures import WIDTH, take
-from tests.ops.audit_sample import CHAT, CODE, sample_report
-from tests.ops.report_browser import Browser, browser_programs, open_browser
-from tests.ops.report_world import large_report
+from tests.support.audit import CHAT, CODE, large_report, sample_report
+from tests.support.browser import Browser, browser_programs, open_browser
 
 pytestmark = pytest.mark.xdist_group("browser")
 NODES = 2_000

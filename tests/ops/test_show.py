@@ -6,7 +6,7 @@ from objkv.codec.payload import CODECS
 from objkv.index.memory import MemoryIndex
 from objkv.ops.show import find_payloads, inspect_payload, is_beginning, promised_payloads
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import CHUNK, CREATED_S, LEFT, NAMESPACE, RIGHT, TOKENS, save
+from tests.support.samples import CHUNK, CREATED_S, LEFT, NAMESPACE, RIGHT, TOKENS, save
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -17,15 +17,16 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import identity_path
-from objkv.ops.backends_view import BackendsView, read_namespace
+from objkv.ops.backends_view import read_namespace
 from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Checkpoint, Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import old_epochs, refuse_mismatch, survey
-from objkv.ops.sweep.sweep import RecordSweep, Sweep
+from objkv.ops.sweep.sweep import Sweep
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import IDENTITY, DamagedStore, Defects, Planted
+from tests.support.samples import view_of
 
 NAMESPACE = IDENTITY.namespace()
 
@@ -36,10 +37,7 @@ class World:
     def __init__(self, defects: Defects) -> None:
         self.bulk, self.index = MemoryStore(), MeddledIndex()
         self.planted: Planted = DamagedStore(Backends(self.bulk, None, self.index)).plant(defects)
-        self.view = BackendsView(
-            self.bulk, None, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000,
-            owner="me", admin=self.index,
-        )  # fmt: skip
+        self.view = view_of(self.bulk, self.index)
 
     def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Counters:
         """All categories, whatever its age."""
@@ -49,9 +47,8 @@ class World:
         found = survey(self.view)
         remover = Remover(self.view, limits, lambda: pool.halt("limit"))
         work = Sweep(self.view, found, limits, remover)
-        records = RecordSweep(self.view, found, limits, remover, workers=2)
-        quotas = records.quotas(quota_bytes, high_percent=100, low_percent=50)
-        for units in (work.leftovers(), work.parts(), records.ghosts(), quotas, work.documents()):
+        quotas = work.quotas(quota_bytes, high_percent=100, low_percent=50)
+        for units in (work.leftovers(), work.parts(), work.ghosts(), quotas, work.documents()):
             pool.run(units)
         checkpoint.counters.add(pool.partial)
         return checkpoint.counters
@@ -251,8 +248,8 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
         index.totals[name] = Usage(name, 10_000, 9, 0)
     limits = SweepLimits(apply=True, grace_s=-1)
     remover = Remover(world.view, limits, lambda: None)
-    records = RecordSweep(world.view, survey(world.view, only), limits, remover, workers=1)
-    WorkPool(Checkpoint(None), workers=1).run(records.ghosts())
+    work = Sweep(world.view, survey(world.view, only), limits, remover, workers=1)
+    WorkPool(Checkpoint(None), workers=1).run(work.ghosts())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
     assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
 
@@ -291,9 +288,7 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     }
     for path in quarantined.values():
         bulk.put(path, b"corrupt")
-    view = BackendsView(
-        bulk, None, MemoryIndex(), is_own_index=False, ttl_s=1, lease_ms=1, owner="me"
-    )
+    view = view_of(bulk, MemoryIndex())
     limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
     remover = Remover(view, limits, lambda: None)
     checkpoint = Checkpoint(None)

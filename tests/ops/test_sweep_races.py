@@ -20,7 +20,7 @@ from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from objkv.testing.clock import ManualClock
-from tests.ops.world import save
+from tests.support.samples import save, view_of
 
 LEASE_S = 10
 
@@ -56,14 +56,10 @@ class World:
 
     def view(self) -> BackendsView:
         """As patient as those of a sweep."""
-        return BackendsView(
+        return view_of(
             retrying(self.bulk, sleep=self.sleep),
-            None,
             retrying(self.index, sleep=self.sleep),
-            is_own_index=False,
-            ttl_s=3_600,
             lease_ms=LEASE_S * 1_000,
-            owner="sweep",
         )
 
     def remover(self, sleep: Callable[[float], None] | None = None) -> Remover:

@@ -17,6 +17,7 @@ from objkv.ops.backends_view import BackendsView, record_keys
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import DamagedStore, Defects
 from tests.crash.saving import NAMESPACE, rebuild_all, save_all, saves, sweep_all, verify_all
+from tests.support.samples import view_of
 
 LEASE_MS = 60_000
 ROUNDS = 6
@@ -39,10 +40,7 @@ def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
     index.publish = noted  # type: ignore[method-assign]
 
     def view() -> BackendsView:
-        return BackendsView(
-            bulk, None, index, is_own_index=False, ttl_s=3600, lease_ms=LEASE_MS,
-            owner=f"operator-{next(owners)}", admin=index,
-        )  # fmt: skip
+        return view_of(bulk, index, lease_ms=LEASE_MS, owner=f"operator-{next(owners)}")
 
     def saver(number: int) -> None:
         for turn in range(ROUNDS):

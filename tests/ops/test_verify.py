@@ -13,13 +13,13 @@ from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import BackendsView
 from objkv.ops.retrying import retrying
 from objkv.ops.runs import Counters
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
 from objkv.stores.memory import MemoryStore
 from objkv.testing.damage import DamagedStore, Defects
+from tests.support.samples import view_of
 
 
 class World:
@@ -29,10 +29,7 @@ class World:
         self.bulk, self.hot, self.index = MemoryStore(), MemoryStore(), MemoryIndex()
         maker = DamagedStore(Backends(self.bulk, self.hot, self.index))
         self.planted = maker.plant(Defects(good=3, **defects))
-        self.view = BackendsView(
-            self.bulk, self.hot, self.index, is_own_index=False, ttl_s=3600, lease_ms=1000,
-            owner="me",
-        )  # fmt: skip
+        self.view = view_of(self.bulk, self.index, self.hot, lease_ms=1000)
 
     def key(self, kind: str) -> ChunkKey:
         return ChunkKey.parse(self.planted[kind][0])

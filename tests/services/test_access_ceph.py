@@ -17,12 +17,12 @@ from objkv.ops.doctor.access import ROLES, access_of
 from objkv.stores.s3.client import open_s3_client
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
-from tests.ops.world import NAMESPACE as FLEETS
-from tests.ops.world import save, save_identity
 from tests.services.access_fleet import Fleet, run
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
 from tests.support.paged_cache import HASHES, Replica
 from tests.support.paged_cache import NAMESPACE as CHUNKS
+from tests.support.samples import NAMESPACE as FLEETS
+from tests.support.samples import save, save_identity
 from tests.support.servers.ceph import S3Server
 from tests.support.servers.ceph_users import CephUsers
 from tests.support.servers.fixtures import BUCKET, PART_BYTES, s3_config

@@ -11,7 +11,7 @@ from objkv.config import load_config
 from objkv.index.shapes import SHAPES_HASH
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Machine, Run, home, machine, run
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 from tests.support.servers.ceph import S3Server
 from tests.support.servers.fixtures import use_servers
 from tests.support.servers.redis import RedisServer

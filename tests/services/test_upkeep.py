@@ -8,13 +8,13 @@ from objkv.assembly.backends import open_backends
 from objkv.config import load_config
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Run, home, run
-from tests.cli.upkeep_story import (
-    check_that_a_wiped_index_is_restored,
-    check_that_all_is_found_and_mended,
-)
 from tests.support.servers.ceph import S3Server
 from tests.support.servers.fixtures import use_servers
 from tests.support.servers.redis import RedisServer
+from tests.support.upkeep import (
+    check_that_a_wiped_index_is_restored,
+    check_that_all_is_found_and_mended,
+)
 
 __all__ = ["home", "run"]
 

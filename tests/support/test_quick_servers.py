@@ -1,15 +1,13 @@
 """Servers to measure against: what they send is what was put, and they end."""
 
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
 
-from tests.support.servers import ROOT
 from tests.support.servers.far import Distance, Far
 from tests.support.servers.plain_limit import PlainClient, PlainServer
+from tests.support.servers.process import running_server
 from tests.support.servers.quick_s3 import QuickS3, quick_s3_process
 from tests.support.servers.s3_stores import MIB, pattern, s3_store
 
@@ -72,8 +70,5 @@ def test_far_answers_wait_and_count() -> None:
 
 
 def test_far_runs_as_a_command() -> None:
-    command = [sys.executable, "-m", "tests.support.servers.far", "127.0.0.1:1", "--ttfb-ms", "25"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("http://127.0.0.1:")
-        process.kill()
+    with running_server("far", "127.0.0.1:1", "--ttfb-ms", "25") as (_, line):
+        assert line.startswith("http://127.0.0.1:")

@@ -1,4 +1,4 @@
-"""How deep a load is: a reader follows every one of these calls, and every payload pays for them."""
+"""How deep a load is: a reader follows each of these calls, and each payload pays for them."""
 
 import sys
 import threading

@@ -23,7 +23,7 @@ from objkv.connector.encoder.items import (
     TrackedMedia,
 )
 from objkv.connector.guard import guarded
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.model.adapters import Adapters
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
@@ -80,7 +80,7 @@ class EncoderSchedulerSide:
         self._saves: dict[str, ItemSave] = {}
         self._local: dict[str, None] = {}
         """Identifiers in vLLM's own encoder cache, as far as is known; the oldest first."""
-        self._namespace = Namespace(identity, bulk, fetcher.submit, writes=roles.saves)
+        self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
         self._namespace.announce()
         logger.info(
             "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
@@ -166,7 +166,7 @@ class EncoderSchedulerSide:
         return plan
 
     def update(self, output: "ECConnectorOutput") -> None:
-        """What the workers told."""
+        """What the workers reported."""
         if isinstance(report := output.ec_connector_worker_meta, EncoderReport):
             self._told = added(self._told, report.numbers)
 
@@ -181,8 +181,8 @@ class EncoderSchedulerSide:
         return self._namespace.open
 
     def reset(self, *, clean: bool = True) -> bool:
-        """Use nothing that was stored so far; see ``Namespace``. Requests under way neither load
-        nor save any more.
+        """Use nothing that was stored so far; see ``ReplicaNamespace``. Requests under way neither
+        load nor save any more.
 
         ``clean`` does not matter: outputs are saved when they are encoded, and what vLLM itself
         holds is not saved again, nor asked for.

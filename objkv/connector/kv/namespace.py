@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from objkv.keys.identity import identity_path
 from objkv.stores.base import WriteStore
@@ -15,13 +15,8 @@ IdentityT = TypeVar("IdentityT", bound=Any)
 """A frozen dataclass with ``weights_epoch``, ``extra``, ``namespace()`` and ``canonical()``."""
 
 
-class Namespace(Generic[IdentityT]):
+class ReplicaNamespace(Generic[IdentityT]):
     """Where chunks of new requests belong. The scheduler's thread only; never waits."""
-
-    closed_warning: ClassVar = (
-        "cache not reset, blocks in use: neither loading nor saving until it is"
-    )
-    """Logged when a renewal leaves it closed."""
 
     def __init__(
         self,
@@ -48,9 +43,10 @@ class Namespace(Generic[IdentityT]):
         A replica that only loads stores none, and may not be allowed to: it logs its document, once
         for each name, and ``objkv diff`` finds it there.
         """
-        name, document = self.name, self.identity.canonical()
+        name = self.name
         if self._storing or name in self._stored:
             return
+        document = self.identity.canonical()
         if not self._writes:
             self._stored.add(name)
             logger.info("objkv identity namespace=%s document=%s", name, document.decode())
@@ -80,7 +76,7 @@ class Namespace(Generic[IdentityT]):
         """
         self.open = clean
         if not clean:
-            logger.warning(self.closed_warning)
+            self._log_closed()
             return False
         extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
         self.identity = replace(
@@ -94,3 +90,6 @@ class Namespace(Generic[IdentityT]):
         )
         self.announce()
         return True
+
+    def _log_closed(self) -> None:
+        logger.warning("cache not reset, blocks in use: neither loading nor saving until it is")

@@ -17,7 +17,7 @@ from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.events import NoEvents
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.kv.planning import BlockTable, BlockTrust, SavePlanner, load_moves
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.timing import Timing
@@ -148,7 +148,7 @@ class SchedulerSide:
         lookups: LookupService,
         requests: RequestTracker,
         timing: Timing,
-        namespace: Namespace[Identity],
+        namespace: ReplicaNamespace[Identity],
         recorder: Recorder,
         tracing: Tracing,
     ) -> None:
@@ -280,7 +280,7 @@ class SchedulerSide:
         return True
 
     def reset(self, *, clean: bool) -> bool:
-        """Use nothing that was stored so far; see ``Namespace``.
+        """Use nothing that was stored so far; see ``ReplicaNamespace``.
 
         Weights may have changed: requests under way neither load nor save any more.
         """

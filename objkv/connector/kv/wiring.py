@@ -14,7 +14,7 @@ from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.kv.coverage import open_coverage
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.connector.kv.requests import RequestTracker
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.timing import Timing
@@ -122,7 +122,7 @@ def make_scheduler_side(
     )
     fields = sorted(geometry.all_fields())
     lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
-    namespace = Namespace(identity, bulk, lookups.submit, writes=roles.saves)
+    namespace = ReplicaNamespace(identity, bulk, lookups.submit, writes=roles.saves)
     namespace.announce()
     side = SchedulerSide(
         config,

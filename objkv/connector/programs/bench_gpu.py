@@ -20,8 +20,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import rank_shard
+from objkv.ops.bench.gpu import GpuAnswer
 from objkv.ops.bench.harness import Timings, interleave
-from objkv.ops.bench.jobs import GpuAnswer
 from objkv.ops.bench.sample import NAMESPACE, kv_like
 from objkv.telemetry import NullRecorder
 from objkv.transfer.lanes import open_lane
@@ -45,6 +45,30 @@ class Rig:
     def __init__(self, device: torch.device, chunks: int) -> None:
         self._device = device
         self._chunks = chunks
+        self._paged = self._paged_cache()
+        self._loader = self._open_loader()
+        self._lane = open_lane(device)
+        self._page = kv_like(self._paged.layers[0].nbytes)
+        self._plan = tuple(self._stored(chunk) for chunk in range(chunks))
+        # Source and target of the limits: as many bytes, in one piece.
+        self.nbytes = chunks * self._paged.raw_bytes
+        pinned = device.type == "cuda"
+        self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._plain = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._loads = 0
+        self._operand = torch.randn(2 * (_MATRIX[device.type],), device=device)
+        self._products = 1
+
+    def _paged_cache(self) -> PagedGroup:
+        rank = rank_shard(layers=len(_LAYERS), heads=_GROUP.heads, tp_rank=0, tp_size=1)
+        self._shard = rank.shard
+        blocks = (1 + self._chunks * _BLOCKS, _GROUP.heads, _BLOCK_TOKENS, _GROUP.content)
+        self._caches = [
+            torch.zeros(blocks, dtype=torch.bfloat16, device=self._device) for _ in _LAYERS
+        ]
+        return PagedGroup(GroupShape(_LAYERS, _BLOCKS, _BLOCK_TOKENS, rank), self._caches)
+
+    def _open_loader(self) -> Loader:
         config = load_config({"bulk_url": "memory:", "index_url": "memory:"}, environ={})
         recorder = NullRecorder()
         self._bulk = open_bulk(config, recorder)
@@ -55,33 +79,20 @@ class Rig:
             CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_payload_bytes_max=0),
             recorder,
         )
-        rank = rank_shard(layers=len(_LAYERS), heads=_GROUP.heads, tp_rank=0, tp_size=1)
-        blocks = (1 + chunks * _BLOCKS, _GROUP.heads, _BLOCK_TOKENS, _GROUP.content)
-        self._caches = [torch.zeros(blocks, dtype=torch.bfloat16, device=device) for _ in _LAYERS]
-        shape = GroupShape(_LAYERS, _BLOCKS, _BLOCK_TOKENS, rank)
-        self._paged = PagedGroup(shape, self._caches)
-        self._shard = rank.shard
-        pinned = device.type == "cuda"
-        slab_bytes = payload_bytes_max(self._paged.layers)
-        self._slabs = SlabPool("bench", count=_THREADS, slab_bytes=slab_bytes, pinned=pinned)
-        self._loader = Loader(
+        self._slabs = SlabPool(
+            "bench",
+            count=_THREADS,
+            slab_bytes=payload_bytes_max(self._paged.layers),
+            pinned=self._device.type == "cuda",
+        )
+        return Loader(
             self._cache,
             {0: self._paged},
             self._slabs,
-            lane_for_thread=lambda: open_lane(device, urgent=True),
-            limits=LoadLimits(_THREADS, chunks, _DEADLINE_S, _DEADLINE_S),
+            lane_for_thread=lambda: open_lane(self._device, urgent=True),
+            limits=LoadLimits(_THREADS, self._chunks, _DEADLINE_S, _DEADLINE_S),
             recorder=recorder,
         )
-        self._lane = open_lane(device)
-        self._page = kv_like(self._paged.layers[0].nbytes)
-        self._plan = tuple(self._stored(chunk) for chunk in range(chunks))
-        # Source and target of the limits: as many bytes, in one piece.
-        self.nbytes = chunks * self._paged.raw_bytes
-        self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._plain = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._loads = 0
-        self._operand = torch.randn(2 * (_MATRIX[device.type],), device=device)
-        self._products = 1
 
     def to_device(self) -> float:
         """A plain copy of all bytes, host to device."""

@@ -1,35 +1,97 @@
 """One replica of the demo: a process with an engine that answers prompts one after the other.
 
-``python -m objkv.connector.programs.demo_replica job.json`` tells what happens as JSON lines on
-standard output; what vLLM prints goes to standard error.
+``python -m objkv.connector.programs.demo_replica REPLICA SIZE MODELS`` prints a ``ReplicaEvent`` a
+line; what vLLM prints goes to standard error. The model is a small Llama with random weights, made
+in the folder ``MODELS`` and kept.
 """
 
+import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, cast
 
-from objkv.connector.programs.demo_model import device, make_model
-from objkv.ops.demo.job import (
+from objkv.ops.demo import (
     ANSWER_TOKENS,
     CONNECTOR,
-    KV_CACHE_BYTES,
     SCALES,
-    Answer,
-    Done,
-    Job,
-    Stage,
+    VOCABULARY,
+    DemoAnswer,
+    Replica,
+    ReplicaEnd,
+    ReplicaEvent,
+    Size,
+    prompts_of,
+    warm_up_of,
 )
 
-Tell = Callable[[Stage | Answer | Done], None]
-
+KV_CACHE_BYTES: Final = 256 << 20
+"""Room for several prompts at once; most of the machine's memory stays free for others."""
+_SHAPES: Final[dict[Size, dict[str, int]]] = {
+    "normal": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4},
+    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
+}
+_HEAD = 64
 _FORGET_S = 30.0
 
 
-class Asker:
-    """Asks one engine one prompt at a time."""
+def make_model(folder: Path, size: Size) -> Path:
+    """Make the model in ``folder`` unless it is there; of many makers each sees a whole one."""
+    recipe = f"{_SHAPES[size]} {VOCABULARY} {SCALES[size].longest} {version('transformers')}"
+    target = folder / f"{size}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if target.exists():
+        return target
+    partial = target.with_suffix(f".{os.getpid()}")
+    _save(size, partial)
+    try:
+        partial.rename(target)
+    except OSError:  # Another process was first; models are made from a seed and equal.
+        shutil.rmtree(partial)
+    return target
+
+
+def _save(size: Size, folder: Path) -> None:
+    import torch
+    import transformers
+
+    shape = _SHAPES[size]
+    torch.manual_seed(20)
+    config = transformers.LlamaConfig(
+        **shape,
+        vocab_size=VOCABULARY,
+        num_attention_heads=shape["hidden_size"] // _HEAD,
+        num_key_value_heads=2,
+        head_dim=_HEAD,
+        max_position_embeddings=SCALES[size].longest,
+        # 0.02 is usual. With 0.08 wrong KV changes the answers: equal answers show equal KV.
+        initializer_range=0.08,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    model: Any = transformers.LlamaForCausalLM(config)
+    folder.mkdir(parents=True)
+    model.to(torch.float32).save_pretrained(folder)
+
+
+def device() -> str:
+    """What vLLM runs on here: the name of the GPU, or of the processor."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return str(current_platform.get_device_name())
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'a CPU'}"
+
+
+class DemoEngine:
+    """A ``vllm.LLM`` that answers one prompt at a time."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -45,8 +107,8 @@ class Asker:
                 raise RuntimeError("vLLM could not reset its prefix cache: blocks are in use")
             time.sleep(0.05)
 
-    def ask(self, name: str, tokens: Sequence[int]) -> Answer:
-        """The greedy answer, on a replica that remembers nothing of earlier prompts itself."""
+    def ask(self, name: str, tokens: Sequence[int]) -> DemoAnswer:
+        """The greedy answer; the engine itself remembers nothing of earlier prompts."""
         from vllm import SamplingParams
 
         self._forget()
@@ -62,7 +124,7 @@ class Asker:
                     first_token_s = time.perf_counter() - start
         if output is None or first_token_s is None:
             raise RuntimeError(f"no answer to {name}")
-        return Answer(
+        return DemoAnswer(
             prompt=name,
             tokens=tuple(output.outputs[0].token_ids),
             served_tokens=output.num_cached_tokens or 0,
@@ -70,37 +132,10 @@ class Asker:
         )
 
 
-def run(job: Job, tell: Tell) -> None:
-    """Live the whole life of a replica in this process."""
-    tell(Stage(text="importing vLLM"))
-    import vllm
+def engine_arguments(model: Path, longest: int) -> dict[str, Any]:
+    """What ``vllm.LLM`` is called with: small and quick to start, otherwise the defaults."""
     from vllm.platforms import current_platform
 
-    tell(Stage(text="making the model"))
-    model = make_model(job.models, job.size)
-    tell(Stage(text="starting the engine"))
-    llm = vllm.LLM(**_arguments(job, model, cpu=current_platform.is_cpu()))
-    asker = Asker(llm)
-    tell(Stage(text="warming up"))
-    asker.ask("warm-up", job.warm_up)
-    for prompt in job.prompts:
-        tell(Stage(text=f"answering {prompt.name}"))
-        tell(asker.ask(prompt.name, prompt.tokens))
-    failures = _counter(llm, "vllm:objkv_load_failures")
-    tell(Stage(text="stopping"))
-    llm.llm_engine.engine_core.shutdown()
-    tell(
-        Done(
-            engine=f"vLLM {vllm.__version__}",
-            device=device(),
-            load_failures=failures,
-        )
-    )
-
-
-def _arguments(job: Job, model: Path, *, cpu: bool) -> dict[str, Any]:
-    """What ``vllm.LLM`` is called with: small and quick to start, otherwise as it comes."""
-    longest = SCALES[job.size].longest
     arguments: dict[str, Any] = {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -113,31 +148,55 @@ def _arguments(job: Job, model: Path, *, cpu: bool) -> dict[str, Any]:
         "max_num_seqs": 4,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "seed": 0,
-        "disable_log_stats": False,
     }
-    if cpu:
+    if current_platform.is_cpu():
         # All in this process, which starts in a third of the time.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         arguments["distributed_executor_backend"] = "uni"
-    if job.connector:
-        arguments["kv_transfer_config"] = CONNECTOR
     return arguments
 
 
-def _counter(llm: Any, name: str) -> int:
-    return int(sum(metric.value for metric in llm.get_metrics() if metric.name == name))
+def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent], None]) -> None:
+    """The whole life of a replica, in this process."""
+
+    def begin(stage: str) -> None:
+        send(ReplicaEvent(stage=stage))
+
+    begin("importing vLLM")
+    import vllm
+
+    begin("making the model")
+    arguments = engine_arguments(make_model(models, size), SCALES[size].longest)
+    if replica != "R":
+        arguments["kv_transfer_config"] = CONNECTOR
+    begin("starting the engine")
+    llm = vllm.LLM(**arguments, disable_log_stats=False)
+    engine = DemoEngine(llm)
+    begin("warming up")
+    engine.ask("warm-up", warm_up_of(size))  # pays what is paid once
+    for prompt in prompts_of(size, replica):
+        begin(f"answering {prompt.name}")
+        send(ReplicaEvent(answer=engine.ask(prompt.name, prompt.tokens)))
+    failures = (m.value for m in llm.get_metrics() if m.name == "vllm:objkv_load_failures")
+    end = ReplicaEnd(
+        engine=f"vLLM {vllm.__version__}", device=device(), load_failures=int(sum(failures))
+    )
+    begin("stopping")
+    llm.llm_engine.engine_core.shutdown()
+    send(ReplicaEvent(end=end))
 
 
 def main() -> None:
-    """Keep standard output for what is told: vLLM and what it starts print elsewhere."""
+    """Keep standard output for events: vLLM and what it starts print elsewhere."""
+    replica, size, models = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as events:
         os.dup2(2, 1)
 
-        def tell(event: Stage | Answer | Done) -> None:
-            events.write(event.model_dump_json() + "\n")
+        def send(event: ReplicaEvent) -> None:
+            events.write(event.model_dump_json(exclude_none=True) + "\n")
             events.flush()
 
-        run(Job.model_validate_json(Path(sys.argv[1]).read_text()), tell)
+        run(cast("Replica", replica), cast("Size", size), Path(models), send)
 
 
 if __name__ == "__main__":  # Workers in processes of their own import this file once more.

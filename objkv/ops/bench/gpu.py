@@ -1,9 +1,11 @@
 """``bench gpu``: chunks between host memory and a paged cache on a GPU, against a pinned copy."""
 
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
-from objkv.ops.bench.harness import Compared, Row, Section, Setting, Target, Timings
-from objkv.ops.bench.jobs import GpuAnswer
+from pydantic import BaseModel, ConfigDict
+
+from objkv.ops.bench.harness import BenchRow, BenchSetting, Compared, Section, Target, Timings
 from objkv.ops.programs import Program
 
 LOAD = Target(0.85)
@@ -13,7 +15,20 @@ _CHUNKS = 32
 _QUICK_CHUNKS = 2
 
 
-def bench_gpu(setting: Setting) -> Section:
+class GpuAnswer(BaseModel):
+    """What ``objkv.connector.programs.bench_gpu`` prints: seconds by side, one per round."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    nbytes: int
+    """That each side moved in a round."""
+    seconds: Mapping[str, Sequence[float]]
+    """``to_device`` and ``to_host``, the limits; ``load``, ``gather``, ``compute``, and ``both``:
+    load and compute at once."""
+
+
+def bench_gpu(setting: BenchSetting) -> Section:
     """Loads, saves, and how much of a load computing hides. Skipped where there is no GPU.
 
     Raises ``ProgramFailed`` if the process with the GPU fails.
@@ -27,7 +42,7 @@ def bench_gpu(setting: Setting) -> Section:
     return Section("gpu", rows_of(answer), {"GPU": answer.device})
 
 
-def measure_device(setting: Setting, device: str) -> GpuAnswer | None:
+def measure_device(setting: BenchSetting, device: str) -> GpuAnswer | None:
     """What a process of its own measured on ``device``, or None if there is none."""
     chunks = _QUICK_CHUNKS if setting.quick else _CHUNKS
     words = (device, str(chunks), str(setting.rounds))
@@ -37,7 +52,7 @@ def measure_device(setting: Setting, device: str) -> GpuAnswer | None:
     return GpuAnswer.model_validate_json(lines[-1]) if lines else None
 
 
-def rows_of(answer: GpuAnswer) -> tuple[Row, ...]:
+def rows_of(answer: GpuAnswer) -> tuple[BenchRow, ...]:
     """One row for each of what was measured."""
     timings = Timings(answer.seconds)
     load = Compared(timings, "load", "to_device", "pinned copy, host to device")
@@ -51,7 +66,7 @@ def rows_of(answer: GpuAnswer) -> tuple[Row, ...]:
     return (
         load.throughput("host to paged cache, verified", answer.nbytes, LOAD),
         gather.throughput("paged cache to host", answer.nbytes),
-        Row(
+        BenchRow(
             "share of the smaller of load and compute that overlaps",
             "of 1",
             sorted(hidden)[len(hidden) // 2],

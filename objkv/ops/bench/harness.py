@@ -88,7 +88,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One figure. Medians over rounds; the ratio is the median of the rounds' own ratios."""
 
     name: str
@@ -123,7 +123,7 @@ class Section:
 
     name: str
     """``store``, ``lookup``, ``codec``, ``engine`` or ``gpu``."""
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     servers: Mapping[str, str]
     """What was measured against, with versions."""
     notes: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ class BenchReport:
     sections: tuple[Section, ...]
 
     @property
-    def missed(self) -> tuple[Row, ...]:
+    def missed(self) -> tuple[BenchRow, ...]:
         """The rows that do not reach their targets."""
         return tuple(row for section in self.sections for row in section.rows if row.ok is False)
 
@@ -164,7 +164,7 @@ class Factories:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class BenchSetting:
     """One run. ``folder`` is empty at first and gone afterwards: logs, a directory store."""
 
     rounds: int
@@ -182,7 +182,7 @@ class Setting:
 START_S = 300.0
 
 
-class Crew:
+class Threads:
     """``threads`` threads; a context manager. Whoever uses it is one thread."""
 
     def __init__(self, threads: int) -> None:
@@ -277,9 +277,9 @@ class Compared:
 
     def throughput(
         self, name: str, nbytes: int, target: Target | None = None, detail: str = ""
-    ) -> Row:
+    ) -> BenchRow:
         """A row in GB/s for sides that moved ``nbytes`` a round each."""
-        return Row(
+        return BenchRow(
             name,
             "GB/s",
             ours=nbytes / self.timings.median(self.side) / 1e9,
@@ -290,10 +290,12 @@ class Compared:
             detail=detail,
         )
 
-    def duration(self, name: str, unit: str, target: Target | None = None, detail: str = "") -> Row:
+    def duration(
+        self, name: str, unit: str, target: Target | None = None, detail: str = ""
+    ) -> BenchRow:
         """A row in ``s``, ``ms`` or ``µs``."""
         scale = SCALES[unit]
-        return Row(
+        return BenchRow(
             name,
             unit,
             ours=self.timings.median(self.side) * scale,

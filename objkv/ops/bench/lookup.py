@@ -3,60 +3,69 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
+
+from pydantic import BaseModel, ConfigDict
 
 from objkv.index.near import NearIndex
 from objkv.keys.prefix import prefix_hashes
 from objkv.ops.bench.harness import (
-    SCALES,
+    BenchRow,
+    BenchSetting,
     Compared,
-    Row,
     Section,
-    Setting,
     Target,
     Timings,
     interleave,
 )
-from objkv.ops.bench.jobs import StepsAnswer
-from objkv.ops.bench.lookup_fresh import FreshAnswer
-from objkv.ops.bench.records import CHUNK_TOKENS, FIELD, chunk_hashes, make_tokens, publish
-from objkv.ops.bench.sample import NAMESPACE
+from objkv.ops.bench.sample import (
+    CHUNK_TOKENS,
+    FIELD,
+    NAMESPACE,
+    chunk_hashes,
+    make_tokens,
+    publish,
+)
 from objkv.ops.bench.servers import PlainRedis, local_config, running_redis
 from objkv.ops.programs import Program
 
 FRESH_TARGETS = {128: Target(8, at_most=True), 1024: Target(40, at_most=True)}
 NEAR_US = Target(100, at_most=True, of="ours")
 HASH_MS = Target(10, at_most=True, of="ours")
-STEP_US = Target(100, at_most=True, of="ours")
 _PROMPT_TOKENS = 128 << 10
 _NEAR_CHUNKS = 128
 _NEAR_CALLS = 50
 _PROCESS_S = 300.0
-_STEPS_S = 300.0
 _PING = "PING, bare socket"
 
 
-def bench_lookup(setting: Setting) -> Section:
-    """Lookups in Redis, in this process' memory, and what they cost before and meanwhile.
+class FreshAnswer(BaseModel):
+    """What a fresh process measured, in seconds; ``objkv.cli.bench_fresh`` is that process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_s: float
+    """The first lookup: of a replica that has checked its index at its start, and asked nothing."""
+    again_s: float
+    """The median of those after it."""
+    ping_s: float
+    """PING over a bare socket, the median."""
+    check_s: float
+    """One cheap round trip by the index itself, the median."""
+
+
+def bench_lookup(setting: BenchSetting) -> Section:
+    """Lookups in Redis and in this process' memory, and hashing, which comes before them.
 
     Raises ``ConfigError`` if there is no Redis to start, ``ProgramFailed`` if a process fails.
     """
-    rows: list[Row] = []
-    notes: tuple[str, ...] = ()
-    with running_redis(setting.folder / "redis") as redis:
-        with PlainRedis(redis.url) as plain:
-            servers = {"Redis": plain.version()}
-        rows += _in_redis(setting, redis.url)
-        rows.append(_near(setting, redis.url))
+    with running_redis(setting.folder / "redis") as url, PlainRedis(url) as plain:
+        servers = {"Redis": plain.version()}
+        rows = [*_in_redis(setting, url), _near(setting, url)]
     rows.append(_hashing(setting))
-    if find_spec("vllm") is None:
-        notes = ("the scheduler's steps need vLLM, which is not installed here",)
-    else:
-        rows += _steps(setting)
-    return Section("lookup", tuple(rows), servers, notes)
+    return Section("lookup", tuple(rows), servers)
 
 
-def _in_redis(setting: Setting, url: str) -> Iterator[Row]:
+def _in_redis(setting: BenchSetting, url: str) -> Iterator[BenchRow]:
     counts = list(FRESH_TARGETS)[:1] if setting.quick else list(FRESH_TARGETS)
     index = setting.factories.open_index(local_config(index_url=f"{url}/0"))
     try:
@@ -84,7 +93,7 @@ def _in_redis(setting: Setting, url: str) -> Iterator[Row]:
             yield check.duration("check() of the index", "µs")
 
 
-def _fresh(setting: Setting, url: str, chunks: int, number: int) -> FreshAnswer:
+def _fresh(setting: BenchSetting, url: str, chunks: int, number: int) -> FreshAnswer:
     arguments = ("-m", "objkv.cli.bench_fresh", url, str(chunks))
     log = setting.folder / f"fresh-{chunks}-{number}.log"
     with Program("a fresh process", arguments, log, {}) as program:
@@ -92,7 +101,7 @@ def _fresh(setting: Setting, url: str, chunks: int, number: int) -> FreshAnswer:
     return FreshAnswer.model_validate_json(lines[-1])
 
 
-def _near(setting: Setting, url: str) -> Row:
+def _near(setting: BenchSetting, url: str) -> BenchRow:
     setting.tell("near cache", f"looking up {_NEAR_CHUNKS} chunks")
     inner = setting.factories.open_index(local_config(index_url=f"{url}/0"))
     near = NearIndex(inner, records_max=65_536, ttl_s=600.0, fields=frozenset({FIELD}))
@@ -113,7 +122,7 @@ def _near(setting: Setting, url: str) -> Row:
     return Compared(timings, "near", "ping", _PING).duration(name, "µs", NEAR_US)
 
 
-def _hashing(setting: Setting) -> Row:
+def _hashing(setting: BenchSetting) -> BenchRow:
     setting.tell("hashing", f"{_PROMPT_TOKENS:,} tokens")
     tokens = make_tokens(_PROMPT_TOKENS)
     encoded = bytes(4 * _PROMPT_TOKENS)
@@ -125,27 +134,6 @@ def _hashing(setting: Setting) -> Row:
     name = f"hashing of {_PROMPT_TOKENS:,} tokens"
     compared = Compared(timings, "ours", "sha256", "SHA-256 of as many bytes")
     return compared.duration(name, "ms", HASH_MS)
-
-
-def _steps(setting: Setting) -> Iterator[Row]:
-    setting.tell("scheduler's thread", "a lookup is in flight")
-    steps = 200 if setting.quick else 5_000
-    arguments = ("-m", "objkv.connector.programs.bench_steps", str(_PROMPT_TOKENS), str(steps))
-    with Program("the scheduler's steps", arguments, setting.folder / "steps.log", {}) as program:
-        lines = list(program.lines(bound_s=_STEPS_S))
-    answer = StepsAnswer.model_validate_json(lines[-1])
-    scale = SCALES["µs"]
-    name = f"scheduler's thread, {_PROMPT_TOKENS:,} tokens"
-    arrival = answer.arrival_s * scale
-    yield Row(f"{name}, arrival", "µs", arrival, target=STEP_US, detail="once per request, median")
-    yield Row(
-        f"{name}, a step, median",
-        "µs",
-        answer.step_median_s * scale,
-        target=STEP_US,
-        detail=f"lookup in flight, {steps:,} steps",
-    )
-    yield Row(f"{name}, a step, p95", "µs", answer.step_p95_s * scale, target=STEP_US)
 
 
 def _times(call: Callable[[], object], times: int) -> Callable[[], float]:

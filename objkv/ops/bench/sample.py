@@ -1,9 +1,13 @@
-"""Payloads to measure with: real ones, whose pages compress about as K and V of a real model do."""
+"""What is measured with: payloads whose pages compress about as K and V of a real model do, and
+records of one prompt in an index, all of whose chunks are stored."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+# Imported here: numpy does so on first use, and an interrupt during that import would be lost.
+from numpy.random import default_rng
 
 from objkv.codec.payload import (
     Claim,
@@ -11,18 +15,31 @@ from objkv.codec.payload import (
     LayerSpec,
     Provenance,
     check_frames,
+    check_layers,
     encode,
     header_bytes_needed,
-    read_expected,
+    read_claimed,
 )
 from objkv.errors import PayloadError
+from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.prefix import root_hash, token_digest
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
+from objkv.stores.base import ReadStore
 
 NAMESPACE = "0" * 32
 FOLDER = "bench"
 """Every key that a benchmark writes begins with it."""
+CHUNK_TOKENS = 256
+FIELD = "0.L0-32_H0-8"
+RECORD = ShardRecord(
+    nbytes=(32 << 20) + 12_288,
+    raw_bytes=32 << 20,
+    codec="none",
+    hot=False,
+    header_checksum="0" * 32,
+    created_s=1,
+)
 _CONTENT = 256
 _BLOCK_TOKENS = 16
 _LENGTH_BYTES = 8
@@ -60,7 +77,7 @@ PAYLOAD_32_MIB = Shape("32 MiB", layers=32, layer_bytes=1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PayloadSample:
     """A payload, its key, and what a reader expects of it."""
 
     key: str
@@ -69,7 +86,7 @@ class Sample:
     payload: memoryview
 
 
-def make_samples(shape: Shape, count: int, folder: str = FOLDER) -> list[Sample]:
+def make_samples(shape: Shape, count: int, folder: str = FOLDER) -> list[PayloadSample]:
     """``count`` different payloads in codec ``none``; keys lie below ``folder``."""
     specs = tuple(shape.specs())
     page = np.frombuffer(kv_like(shape.layer_bytes), np.uint8)
@@ -80,13 +97,13 @@ def make_samples(shape: Shape, count: int, folder: str = FOLDER) -> list[Sample]
         first = number * shape.layers
         pages = [(page ^ np.uint8((first + i) % 256)).data for i in range(shape.layers)]
         payload = encode(claim, specs, pages, codec="none", provenance=provenance)
-        samples.append(Sample(f"{folder}/{claim.key.path()}", claim, specs, payload))
+        samples.append(PayloadSample(f"{folder}/{claim.key.path()}", claim, specs, payload))
     return samples
 
 
 def sample_claim(shape: Shape, number: int = 0) -> tuple[Claim, Provenance]:
     """What a payload of ``shape`` says it is, another for each ``number``."""
-    prefix_hash = np.random.default_rng(number).bytes(20)
+    prefix_hash = default_rng(number).bytes(20)
     key = ChunkKey(NAMESPACE, prefix_hash, 0, Shard(0, shape.layers, 0, 1))
     tokens = _BLOCK_TOKENS * shape.specs()[0].shape[0]
     claim = Claim(key, root_hash(NAMESPACE), 0, tokens)
@@ -96,7 +113,7 @@ def sample_claim(shape: Shape, number: int = 0) -> tuple[Claim, Provenance]:
 def kv_like(nbytes: int, seed: int = 0) -> bytes:
     """BF16 numbers that shuffled zstd makes 1.46 times smaller and shuffled lz4 1.15 to 1.2 times:
     as those of a trained model, some channels of K lie far from zero, and scales differ."""
-    source = np.random.default_rng(seed)
+    source = default_rng(seed)
     values: npt.NDArray[np.float32] = source.standard_normal(
         (nbytes // 2 // _CONTENT, _CONTENT), dtype=np.float32
     )
@@ -110,7 +127,7 @@ class Verifier:
     """Verifies a payload in a slab while it arrives, as a replica does: the header, then each frame
     by its checksum as soon as its last byte is there. One per get."""
 
-    def __init__(self, sample: Sample, slab: memoryview) -> None:
+    def __init__(self, sample: PayloadSample, slab: memoryview) -> None:
         self._sample = sample
         self._slab = slab
         self._header: Header | None = None
@@ -121,9 +138,9 @@ class Verifier:
         if self._header is None:
             if nbytes < _LENGTH_BYTES or nbytes < header_bytes_needed(self._slab[:nbytes]):
                 return
-            self._header = read_expected(
-                self._slab[:nbytes], self._sample.claim, self._sample.layers
-            )
+            layers = self._sample.layers
+            self._header = read_claimed(self._slab[:nbytes], self._sample.claim, layers)
+            check_layers(self._header.frames.layers, layers)
         self._frames = check_frames(self._header, self._slab[:nbytes], self._frames)
 
     def finish(self, nbytes: int | None) -> None:
@@ -139,3 +156,31 @@ class Verifier:
     def frames(self) -> int:
         """Layers verified so far."""
         return self._frames
+
+
+def get_verified(store: ReadStore, sample: PayloadSample, slab: memoryview) -> None:
+    """Get a sample into ``slab``. Raises ``PayloadError`` unless every byte is verified."""
+    verifier = Verifier(sample, slab)
+    verifier.finish(store.get_into(sample.key, slab, verifier.arrived))
+
+
+def make_tokens(count: int) -> list[int]:
+    """The ids of a prompt."""
+    return [(number * 7919) % 128_000 for number in range(count)]
+
+
+def chunk_hashes(chunks: int) -> list[bytes]:
+    """The prefix hashes of the prompt's first ``chunks`` chunks."""
+    return prefix_hashes(NAMESPACE, make_tokens(chunks * CHUNK_TOKENS), CHUNK_TOKENS)
+
+
+def publish(
+    index: WriteIndex, hashes: list[bytes], *, ttl_s: int = 3_600, namespace: str = NAMESPACE
+) -> None:
+    """A record for each of ``hashes``."""
+    parent = root_hash(namespace)
+    for number, prefix_hash in enumerate(hashes):
+        start = number * CHUNK_TOKENS
+        entry = ChunkEntry(namespace, prefix_hash, parent, start, start + CHUNK_TOKENS)
+        index.publish(entry, {FIELD: RECORD}, ttl_s=ttl_s)
+        parent = prefix_hash

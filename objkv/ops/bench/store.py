@@ -1,9 +1,11 @@
 """``bench store``: payloads between a store and a slab, against bytes between the same two ends.
 
 Everything that is got is verified while it arrives; the limit is not, and pays for nothing but
-moving bytes.
+moving bytes. ``--configured`` measures the user's own stores, as they are.
 """
 
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,96 +14,80 @@ from typing import Self
 
 import numpy as np
 
+from objkv.config import Config, without_password
+from objkv.index.base import WriteIndex
 from objkv.ops.bench.harness import (
+    SCALES,
+    BenchRow,
+    BenchSetting,
     Compared,
-    Crew,
-    Row,
     Section,
-    Setting,
     Target,
+    Threads,
     Work,
     interleave,
     make_slab,
+    percentile,
 )
 from objkv.ops.bench.sample import (
+    FIELD,
+    FOLDER,
     PAYLOAD_1_MIB,
     PAYLOAD_8_MIB,
     PAYLOAD_32_MIB,
     PAYLOAD_256_KIB,
-    Sample,
+    RECORD,
+    PayloadSample,
     Shape,
-    Verifier,
+    chunk_hashes,
+    get_verified,
     make_samples,
+    publish,
 )
-from objkv.ops.bench.servers import PlainRedis, local_config, running_redis, s3_config
+from objkv.ops.bench.servers import PlainRedis, local_config, running_redis
 from objkv.stores.base import PruneStore
-from tests.support.servers.plain_limit import PlainClient
-from tests.support.servers.quick_s3 import QuickS3Process, quick_s3_process
 
-S3_GET = Target(0.85)
-S3_PUT = Target(0.80)
 REDIS_GET = Target(0.90)
 DIRECTORY_GET = Target(0.70)
+CONNECTIONS = (1, 4)
 _ROUND_BYTES = 64 << 20
 _QUICK_ROUND_BYTES = 1 << 20
 _PASSES = 6
 """How often a round gets every payload: a round of 64 MiB is over in 15 ms, in which a busy machine
 may well not have run one of the threads."""
-_CONNECTIONS = (1, 4)
+CONFIGURED_CONNECTIONS = (1, 4, 16)
+_PERCENTILES = (0.50, 0.95, 0.99)
+_CALLS = 100
+_QUICK_CALLS = 5
+_CHUNKS = 128
 
-Move = Callable[[int, Sample, memoryview], object]
+Move = Callable[[int, PayloadSample, memoryview], object]
 """Moves one payload, given the number of the thread, the payload and the thread's slab."""
 
 
-def bench_store(setting: Setting) -> Section:
-    """All stores, each against its limit. Raises ``ConfigError`` if there is no Redis to start,
-    and ``ObjkvError`` if anything was not as it was put."""
-    rows: list[Row] = []
-    with quick_s3_process() as server:
-        rows += _s3(setting, server)
-    with running_redis(setting.folder / "redis") as redis:
-        rows += _redis(setting, redis.url)
-        with PlainRedis(redis.url) as plain:
-            servers = {"S3": "objkv.testing quick_s3, in memory", "Redis": plain.version()}
+def bench_store(setting: BenchSetting) -> Section:
+    """Redis and a directory, each against its limit. Raises ``ConfigError`` if there is no Redis to
+    start, and ``ObjkvError`` if anything was not as it was put."""
+    with running_redis(setting.folder / "redis") as url, PlainRedis(url) as plain:
+        rows = [*_redis(setting, url)]
+        servers = {"Redis": plain.version()}
     rows += _directory(setting)
     return Section("store", tuple(rows), servers)
 
 
-def _s3(setting: Setting, server: QuickS3Process) -> Iterator[Row]:
-    # One request per payload: the limit has as many connections as there are threads, and no more.
-    config = s3_config(server.url, s3_ranges_max="0", s3_hedge_percent_max="0")
-    store = setting.factories.open_bulk(config)
-    try:
-        for shape in _large(setting):
-            for threads in _CONNECTIONS:
-                case = f"{shape.name}, {_connections(threads)}"
-                with (
-                    _plain_clients(server, threads) as clients,
-                    _Bench(setting, shape, threads) as bench,
-                ):
-                    setting.tell("S3", f"GET {case}")
-                    gets = _Limit("plain recv_into", bench.gets(_plain_gets(clients)))
-                    yield bench.compare_gets(f"S3 GET {case}", store, gets, S3_GET)
-                    setting.tell("S3", f"PUT {case}")
-                    puts = _Limit("plain sendall", bench.each(_plain_puts(clients)))
-                    yield bench.compare_puts(f"S3 PUT {case}", store, puts, S3_PUT)
-    finally:
-        store.close()
-
-
-def _redis(setting: Setting, url: str) -> Iterator[Row]:
+def _redis(setting: BenchSetting, url: str) -> Iterator[BenchRow]:
     store = setting.factories.open_hot(local_config(index_url=f"{url}/0"))
     assert store is not None
     try:
-        for shape, threads in product(_small(setting), _CONNECTIONS):
-            case = f"{shape.name}, {_connections(threads)}"
+        for shape, threads in product(_small(setting), CONNECTIONS):
+            case = f"{shape.name}, {connections(threads)}"
             setting.tell("Redis", f"GET {case}")
             with ExitStack() as stack:
                 clients = [stack.enter_context(PlainRedis(url)) for _ in range(threads)]
-                bench = stack.enter_context(_Bench(setting, shape, threads))
+                bench = stack.enter_context(PayloadBench(setting, shape, threads))
                 for sample in bench.samples:
                     clients[0].set(sample.key, sample.payload)
-                limit = _Limit("RESP recv_into", bench.gets(_plain_redis_gets(clients)))
+                limit = Limit("RESP recv_into", bench.gets(_plain_redis_gets(clients)))
                 yield bench.compare_gets(f"Redis GET {case}", store, limit, REDIS_GET)
                 for sample in bench.samples:
                     clients[0].delete(sample.key)
@@ -109,34 +95,36 @@ def _redis(setting: Setting, url: str) -> Iterator[Row]:
         store.close()
 
 
-def _directory(setting: Setting) -> Iterator[Row]:
+def _directory(setting: BenchSetting) -> Iterator[BenchRow]:
     folder = setting.folder / "chunks"
     store = setting.factories.open_bulk(local_config(bulk_url=f"file://{folder}"))
     try:
-        for shape in _large(setting):
-            for threads in _CONNECTIONS:
+        for shape in large_payloads(setting):
+            for threads in CONNECTIONS:
                 case = f"{shape.name}, {threads} thread{'s' if threads > 1 else ''}"
                 setting.tell("directory", f"GET {case}")
-                with _Bench(setting, shape, threads) as bench:
-                    limit = _Limit("memcpy", bench.gets(_copy))
+                with PayloadBench(setting, shape, threads) as bench:
+                    limit = Limit("memcpy", bench.gets(_copy))
                     yield bench.compare_gets(f"directory GET {case}", store, limit, DIRECTORY_GET)
     finally:
         store.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Limit:
+class Limit:
+    """What objkv is compared with: moving as many bytes without objkv."""
+
     name: str
     work: Work
 
 
-class _Bench:
+class PayloadBench:
     """Threads, each with a slab of its own and payloads that no other moves: together about
     ``_ROUND_BYTES``, more than caches hold; a pass moves each once."""
 
-    def __init__(self, setting: Setting, shape: Shape, threads: int) -> None:
+    def __init__(self, setting: BenchSetting, shape: Shape, threads: int) -> None:
         self._setting = setting
-        self._crew = Crew(threads)
+        self._crew = Threads(threads)
         wanted = _QUICK_ROUND_BYTES if setting.quick else _ROUND_BYTES
         each = max(1, wanted // (shape.raw_bytes * threads))
         self.samples = make_samples(shape, each * threads)
@@ -163,12 +151,11 @@ class _Bench:
         """A round that may get a payload more than once."""
         return self.each(move, 1 if self._setting.quick else _PASSES)
 
-    def compare_gets(self, name: str, store: PruneStore, limit: _Limit, target: Target) -> Row:
+    def compare_gets(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
         """A row for getting and verifying every payload."""
 
-        def get(_: int, sample: Sample, slab: memoryview) -> None:
-            verifier = Verifier(sample, slab)
-            verifier.finish(store.get_into(sample.key, slab, verifier.arrived))
+        def get(_: int, sample: PayloadSample, slab: memoryview) -> None:
+            get_verified(store, sample, slab)
 
         try:
             for sample in self.samples:
@@ -177,10 +164,10 @@ class _Bench:
         finally:
             self._delete(store)
 
-    def compare_puts(self, name: str, store: PruneStore, limit: _Limit, target: Target) -> Row:
+    def compare_puts(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
         """A row for putting until acknowledged; what was put is deleted between rounds."""
 
-        def put(_: int, sample: Sample, __: memoryview) -> None:
+        def put(_: int, sample: PayloadSample, __: memoryview) -> None:
             assert store.put_if_absent(sample.key, sample.payload)
 
         def put_and_delete() -> float:
@@ -192,7 +179,7 @@ class _Bench:
         puts = self.each(put)
         return self._compare(name, put_and_delete, limit, target)
 
-    def _compare(self, name: str, ours: Work, limit: _Limit, target: Target) -> Row:
+    def _compare(self, name: str, ours: Work, limit: Limit, target: Target) -> BenchRow:
         timings = interleave({"ours": ours, "limit": limit.work}, self._setting.rounds)
         compared = Compared(timings, "ours", "limit", limit.name)
         return compared.throughput(name, self._nbytes, target)
@@ -202,35 +189,161 @@ class _Bench:
             store.delete(sample.key)
 
 
-@contextmanager
-def _plain_clients(server: QuickS3Process, count: int) -> Iterator[list[PlainClient]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(PlainClient(server.plain)) for _ in range(count)]
-
-
-def _plain_gets(clients: Sequence[PlainClient]) -> Move:
-    return lambda number, _, slab: clients[number].get_into(slab)
-
-
-def _plain_puts(clients: Sequence[PlainClient]) -> Move:
-    return lambda number, sample, _: clients[number].put(sample.payload)
-
-
 def _plain_redis_gets(clients: Sequence[PlainRedis]) -> Move:
     return lambda number, sample, slab: clients[number].get_into(sample.key, slab)
 
 
-def _copy(_: int, sample: Sample, slab: memoryview) -> None:
+def _copy(_: int, sample: PayloadSample, slab: memoryview) -> None:
     np.copyto(np.frombuffer(slab, np.uint8), np.frombuffer(sample.payload, np.uint8))
 
 
-def _small(setting: Setting) -> tuple[Shape, ...]:
+def _small(setting: BenchSetting) -> tuple[Shape, ...]:
     return (PAYLOAD_256_KIB,) if setting.quick else (PAYLOAD_256_KIB, PAYLOAD_1_MIB)
 
 
-def _large(setting: Setting) -> tuple[Shape, ...]:
+def large_payloads(setting: BenchSetting) -> tuple[Shape, ...]:
+    """Those that go to a bulk store."""
     return (PAYLOAD_1_MIB,) if setting.quick else (PAYLOAD_8_MIB, PAYLOAD_32_MIB)
 
 
-def _connections(count: int) -> str:
+def connections(count: int) -> str:
+    """In words."""
     return "1 connection" if count == 1 else f"{count} connections"
+
+
+def bench_configured(setting: BenchSetting, config: Config) -> Section:
+    """The stores and the index of ``config``, as they are, each against a round trip to it.
+
+    What is written lies below ``bench/`` and in a namespace of its own, and is deleted at the end.
+    Raises ``StoreError`` if one of them is unreachable.
+    """
+    bulk = setting.factories.open_bulk(config)
+    try:
+        bulk.check()
+        rows = [*_store(setting, bulk, "bulk", _bulk_shape(setting))]
+    finally:
+        bulk.close()
+    index = setting.factories.open_index(config)
+    try:
+        index.check()
+        rows += _index(setting, index)
+    finally:
+        index.close()
+    if (hot := setting.factories.open_hot(config)) is not None:
+        try:
+            hot.check()
+            rows += _store(setting, hot, "hot", PAYLOAD_256_KIB)
+        finally:
+            hot.close()
+    places = {
+        "bulk": without_password(config.bulk_url),
+        "index": without_password(config.index_url),
+    }
+    return Section("store", tuple(rows), places, ("the stores of the settings, as they are",))
+
+
+def _store(setting: BenchSetting, store: PruneStore, name: str, shape: Shape) -> Iterator[BenchRow]:
+    most = 4 if setting.quick else max(CONFIGURED_CONNECTIONS)
+    samples = make_samples(shape, most, f"{FOLDER}/{secrets.token_hex(8)}")
+    calls = _QUICK_CALLS if setting.quick else _CALLS
+    with _removed(store, samples):
+        setting.tell(name, f"put and get {shape.name}")
+        slab = make_slab(len(samples[0].payload))
+        puts, gets, heads = _life(store, samples, slab, calls)
+        head = f"{name} head"
+        for verb, seconds in (("put", puts), ("get", gets)):
+            for share in _PERCENTILES:
+                yield _latency(f"{name} {verb} {shape.name}", seconds, heads, share, head)
+        for threads in CONFIGURED_CONNECTIONS:
+            if threads <= most:
+                setting.tell(name, f"get {shape.name}, {threads} at once")
+                yield _throughput(setting, store, f"{name} get {shape.name}", samples[:threads])
+
+
+def _life(
+    store: PruneStore, samples: Sequence[PayloadSample], slab: memoryview, calls: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each put, get and head, one after the other; all samples are there at the end."""
+    puts, gets, heads = [], [], []
+    for sample in samples[1:]:
+        store.put(sample.key, sample.payload)
+    first = samples[0]
+    for _ in range(calls):
+        store.delete(first.key)
+        puts.append(_seconds(lambda: store.put_if_absent(first.key, first.payload)))
+        gets.append(_seconds(lambda: get_verified(store, first, slab)))
+        heads.append(_seconds(lambda: store.head(first.key)))
+    return puts, gets, heads
+
+
+def _throughput(
+    setting: BenchSetting, store: PruneStore, name: str, samples: Sequence[PayloadSample]
+) -> BenchRow:
+    slabs = [make_slab(len(sample.payload)) for sample in samples]
+    repeats = 1 if setting.quick else 4
+    nbytes = repeats * sum(len(sample.payload) for sample in samples)
+
+    def thread(number: int) -> None:
+        for _ in range(repeats):
+            get_verified(store, samples[number], slabs[number])
+
+    with Threads(len(samples)) as crew:
+        crew.run(thread)
+        seconds = [crew.run(thread) for _ in range(setting.rounds)]
+    median = percentile(seconds, 0.5)
+    return BenchRow(
+        f"{name}, {len(samples)} at once", "MB/s", nbytes / median / 1e6, detail="verified"
+    )
+
+
+def _index(setting: BenchSetting, index: WriteIndex) -> Iterator[BenchRow]:
+    namespace = secrets.token_hex(16)
+    hashes = chunk_hashes(_CHUNKS)
+    calls = _QUICK_CALLS if setting.quick else _CALLS
+    setting.tell("index", f"looking up {_CHUNKS} chunks")
+    try:
+        publish(index, hashes, ttl_s=600, namespace=namespace)
+        finds, checks = [], []
+        for _ in range(calls):
+            finds.append(_seconds(lambda: index.find(namespace, hashes, (FIELD,))))
+            checks.append(_seconds(index.check))
+    finally:
+        for prefix_hash in hashes:
+            index.forget(namespace, prefix_hash, FIELD, RECORD)
+    for share in _PERCENTILES:
+        yield _latency(f"lookup of {_CHUNKS} chunks", finds, checks, share, "one round trip")
+
+
+def _latency(
+    name: str, ours: Sequence[float], limit: Sequence[float], share: float, limit_name: str
+) -> BenchRow:
+    scale = SCALES["ms"]
+    one, other = percentile(ours, share), percentile(limit, share)
+    return BenchRow(
+        f"{name}, p{share * 100:.0f}",
+        "ms",
+        one * scale,
+        limit=other * scale,
+        limit_name=limit_name,
+        ratio=one / other,
+    )
+
+
+@contextmanager
+def _removed(store: PruneStore, samples: Sequence[PayloadSample]) -> Iterator[None]:
+    """Nothing of ``samples`` is left after the block, however it ends."""
+    try:
+        yield
+    finally:
+        for sample in samples:
+            store.delete(sample.key)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _bulk_shape(setting: BenchSetting) -> Shape:
+    return PAYLOAD_256_KIB if setting.quick else PAYLOAD_8_MIB

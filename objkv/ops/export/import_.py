@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final
 
-from objkv.cache.chunks import existing_header, shard_record
+from objkv.cache.chunks import existing_header
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.codec.payload import Claim, Header, encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError
-from objkv.index.base import ChunkEntry, ReadIndex, ShardRecord
-from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
+from objkv.index.base import ReadIndex
+from objkv.index.shapes import FIELDS_MAX
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import root_hash
@@ -27,22 +27,19 @@ from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     HANDOFF_LAYOUT,
     BackendsView,
-    Namespace,
+    StoredNamespace,
     identity_document,
     parse_identity,
+    publish_payload,
+    publish_shapes,
     read_namespace,
+    recorded,
 )
 from objkv.ops.export.manifest import ManifestLine
 from objkv.ops.rebuild import is_same
 from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.verify_payload import Budget, Checker
 from objkv.stores.base import ReadStore
-
-# What a payload that is brought in must be: what the replicas of its namespace would accept.
-#
-# An identity tells all of it but two things, of which any is taken: the scales of a quantised
-# cache, and, where replicas deal tokens into blocks of their own size, that size. A reader
-# compares both with its own.
 
 _STATE: Final = "I8"
 """States are bytes of several things."""
@@ -72,7 +69,12 @@ def check_told(header: Header, line: ManifestLine) -> None:
 
 
 def check_fits(header: Header, identity: Identity) -> None:
-    """Raises ``PayloadError`` unless replicas of ``identity`` could load the payload."""
+    """Raises ``PayloadError`` unless replicas of ``identity`` could load the payload.
+
+    The identity does not determine the scales of a quantised cache, nor the block size where
+    replicas divide tokens into blocks of their own: any are accepted, and readers compare them with
+    their own.
+    """
     claim = header.claim
     number, shard = claim.key.group, claim.key.shard
     if number >= len(identity.groups):
@@ -152,7 +154,7 @@ _COPIES: Final = 3
 class Arrival:
     """A namespace of an export, as this cache will have it."""
 
-    namespace: Namespace
+    namespace: StoredNamespace
     identity: Identity
     document: bytes | None
     """What is to be written first; None where the cache has it."""
@@ -237,13 +239,8 @@ class Import:
 
     def _shapes_work(self, name: str) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
-            fields = self._fields[name]
-            if not fields:
-                return
-            empty = ShardRecord(0, 0, "none", False, "", int(self._clock()))
-            entry = ChunkEntry(name, SHAPES_HASH, SHAPES_HASH, 0, 1)
-            told = dict.fromkeys(sorted(fields)[:FIELDS_MAX], empty)
-            self._view.index.publish(entry, told, ttl_s=self._view.ttl_s)
+            if fields := sorted(self._fields[name])[:FIELDS_MAX]:
+                publish_shapes(self._view, name, fields, self._clock())
 
         return work
 
@@ -300,28 +297,20 @@ class Import:
             return "busy"
         try:
             if view.bulk.put_if_absent(path, payload):
-                self._publish(claim, header)
+                publish_payload(view, header)
                 return "added"
             there = existing_header(view.bulk, claim, seal)
             if there is None:  # cut short, or not what it claims to be: nobody can use it
                 view.bulk.put(path, payload)
-                self._publish(claim, header)
+                publish_payload(view, header)
                 return "added"
-            [record] = view.index.lookup(claim.key.namespace, [claim.key.prefix_hash])
-            shard = record.shards.get(claim.key.field) if record else None
+            _, shard = recorded(view.index, claim.key)
             if view.is_own_index or (shard is not None and is_same(shard, there)):
                 return "present"
-            self._publish(claim, there)
+            publish_payload(view, there)
             return "indexed"
         finally:
             view.index.release(path, view.owner)
-
-    def _publish(self, claim: Claim, header: Header) -> None:
-        key = claim.key
-        chunk = ChunkEntry(
-            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-        )
-        self._view.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=self._view.ttl_s)
 
 
 def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> tuple[Header, bytes]:
@@ -334,9 +323,6 @@ def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> t
         provenance = replace(provenance, tokens=None)
     made = encode(header.claim, frames.layers, pages, codec=codec, provenance=provenance, seal=seal)
     return read_header(made, seal=seal), bytes(made)
-
-
-# How much an import adds to what tenants have stored.
 
 
 def new_bytes(

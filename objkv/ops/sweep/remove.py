@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import BackendsView, Lease
+from objkv.ops.backends_view import BackendsView, Lease, recorded
 from objkv.ops.retrying import once, pauses
 from objkv.ops.runs import Counters, Halted
 from objkv.stores.base import Entry, Unfinished
@@ -154,8 +154,7 @@ class Remover:
         if now is None or not _is_same(now, entry):
             return False
         if not view.is_own_index:
-            [record] = view.index.lookup(key.namespace, [key.prefix_hash])
-            known = None if record is None else record.shards.get(key.field)
+            record, known = recorded(view.index, key)
             if known != shard or (record is not None and record.pinned):
                 return False
             if shard is not None and not (
@@ -197,8 +196,7 @@ class Remover:
         view = self._view
         if view.is_own_index:
             return
-        [record] = view.index.lookup(key.namespace, [key.prefix_hash])
-        known = None if record is None else record.shards.get(key.field)
+        _, known = recorded(view.index, key)
         if known is None or view.bulk.head(key.path()) is not None:
             return
         if view.index.forget(key.namespace, key.prefix_hash, key.field, known):

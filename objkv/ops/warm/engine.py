@@ -73,26 +73,11 @@ class EngineProcess:
         self._speaking = Lock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
-        self._closed = False
-        """Nobody is answered any more."""
-        self._failure = ""
-        """What the child said when its engine failed, which is for good."""
+        self._closed = False  # whether nobody is answered any more
+        self._failure = ""  # what the child said when its engine failed, which is for good
         self._is_ended = False
         self._ready: Future[dict[str, Any]] = Future()
-        descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
-        self._log = Path(name)
-        with os.fdopen(descriptor, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", *command],
-                env=_environment(settings),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                # Ctrl-C is ours: it ends in order when its input does.
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-                text=True,
-            )
+        self._log, self._process = _start(command, settings)
         self._reader = Thread(target=self._read, name="objkv-warm-engine", daemon=True)
         self._reader.start()
         self._say({"model": job.model, "arguments": dict(job.arguments),
@@ -216,6 +201,26 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_WORDS_S)
         return f"{_reason(self._log)}; its log is {self._log}"
+
+
+def _start(
+    command: tuple[str, ...], settings: Mapping[str, str]
+) -> tuple[Path, subprocess.Popen[str]]:
+    """The child's log, and the child."""
+    descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
+    with os.fdopen(descriptor, "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *command],
+            env=_environment(settings),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            # Ctrl-C is ours: it ends in order when its input does.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            text=True,
+        )
+    return Path(name), process
 
 
 def _reason(log: Path) -> str:

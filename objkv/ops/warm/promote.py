@@ -14,7 +14,7 @@ from objkv.codec.seal import Seal
 from objkv.index.base import Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import BackendsView, record_keys
+from objkv.ops.backends_view import BackendsView, record_keys, recorded
 from objkv.telemetry import MemoryRecorder
 
 _BATCH = 48
@@ -94,7 +94,7 @@ class Promotion:
         wanted: Iterable[PromotionItem],
         *,
         bytes_max: int | None = None,
-        tell: Callable[[PromoteReport], None] = lambda report: None,
+        on_progress: Callable[[PromoteReport], None] = lambda report: None,
     ) -> None:
         """Have them hot, in order, ``bytes_max`` at most. Raises ``StoreError``."""
         every = self._chosen(wanted, bytes_max)
@@ -117,7 +117,7 @@ class Promotion:
                     self.report.failed += 1
                     why = "is not hot: it is gone, damaged, or being changed right now"
                     self.failures.append((one.claim.key.path(), why))
-            tell(self.report)
+            on_progress(self.report)
 
     def close(self) -> None:
         """Drop what waits, and end the threads. Idempotent."""
@@ -152,8 +152,7 @@ class Promotion:
     def _is_hot(self, one: PromotionItem) -> bool:
         """Whether a reader would find it hot now: by its record, and there."""
         key = one.claim.key
-        (record,) = self._view.index.lookup(key.namespace, [key.prefix_hash])
-        shard = None if record is None else record.shards.get(key.field)
+        _, shard = recorded(self._view.index, key)
         return shard is not None and shard.hot and self._has_copy(key)
 
 

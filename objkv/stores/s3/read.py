@@ -259,7 +259,7 @@ class _Reading:
         piece.at = piece.end
 
     def _check_version(self, etag: str) -> None:
-        """Compared here rather than asked for by ``If-Match``, which servers read differently
+        """Compared here rather than by ``If-Match``, which servers read differently
         (Ceph 16 wants no quotes)."""
         if not etag or etag != self._etag:
             how = "replaced while it was read" if etag else "broke off, and no version was named"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from objkv.connector.kv.namespace import Namespace
+from objkv.connector.kv.namespace import ReplicaNamespace
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import identity_path
 from objkv.ops.diff import namespace_of, parse_document
@@ -22,7 +22,7 @@ def run(jobs: Jobs) -> None:
 
 def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
     store, jobs = MemoryStore(), Jobs()
-    namespace = Namespace(IDENTITY, store, jobs.submit, writes=True)
+    namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
     for _ in range(3):
         namespace.announce()
     assert len(jobs) == 1
@@ -34,7 +34,7 @@ def test_the_document_is_stored_once_and_only_one_try_is_on_its_way() -> None:
 
 def test_a_document_that_was_not_taken_is_tried_again() -> None:
     store, jobs = FlakyStore(MemoryStore()), Jobs()
-    namespace = Namespace(IDENTITY, store, jobs.submit, writes=True)
+    namespace = ReplicaNamespace(IDENTITY, store, jobs.submit, writes=True)
     jobs.full = True
     namespace.announce()
     jobs.full = False
@@ -54,7 +54,7 @@ def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -
         run(jobs)
         return True
 
-    namespace = Namespace(IDENTITY, store, at_once, writes=True)
+    namespace = ReplicaNamespace(IDENTITY, store, at_once, writes=True)
     store.fail_next(StoreUnavailable("gone"))
     namespace.announce()
     namespace.announce()
@@ -63,12 +63,14 @@ def test_a_document_that_was_refused_before_its_try_was_noted_is_tried_again() -
 
 def test_a_reader_writes_no_document() -> None:
     jobs = Jobs()
-    Namespace(IDENTITY, MemoryStore(), jobs.submit, writes=False).announce()
+    ReplicaNamespace(IDENTITY, MemoryStore(), jobs.submit, writes=False).announce()
     assert not jobs
 
 
 def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
-    namespaces = [Namespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True) for _ in range(2)]
+    namespaces = [
+        ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True) for _ in range(2)
+    ]
     assert namespaces[0].name == namespaces[1].name
     for namespace in namespaces:
         assert namespace.renew(clean=True)
@@ -77,7 +79,7 @@ def test_after_a_reset_two_replicas_do_not_share_by_counting_alike() -> None:
 
 
 def test_a_reset_that_left_blocks_in_use_closes_the_namespace_until_one_that_did_not() -> None:
-    namespace = Namespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True)
+    namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=True)
     assert not namespace.renew(clean=False)
     assert not namespace.open
     assert namespace.name == IDENTITY.namespace()
@@ -91,7 +93,7 @@ def test_a_reader_logs_the_document_that_it_does_not_store(
     caplog: pytest.LogCaptureFixture, *, writes: bool
 ) -> None:
     with caplog.at_level(logging.INFO, logger="objkv.connector.kv.namespace"):
-        namespace = Namespace(IDENTITY, MemoryStore(), Jobs().submit, writes=writes)
+        namespace = ReplicaNamespace(IDENTITY, MemoryStore(), Jobs().submit, writes=writes)
         namespace.announce()
         assert ("document=" in caplog.text) is not writes
         namespace.renew(clean=True)

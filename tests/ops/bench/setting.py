@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from objkv.assembly.backends import open_bulk, open_hot, open_index
-from objkv.ops.bench.harness import Factories, Setting
+from objkv.ops.bench.harness import BenchSetting, Factories
 from objkv.telemetry import NullRecorder
 
 RECORDER = NullRecorder()
@@ -14,9 +14,9 @@ FACTORIES = Factories(
 )
 
 
-def quick(folder: Path, *, rounds: int = 1) -> Setting:
+def quick(folder: Path, *, rounds: int = 1) -> BenchSetting:
     """Small sizes; nobody is told."""
-    return Setting(
+    return BenchSetting(
         rounds=rounds,
         quick=True,
         folder=folder,

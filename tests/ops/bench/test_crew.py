@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from objkv.ops.bench.harness import Crew, make_slab
+from objkv.ops.bench.harness import Threads, make_slab
 
 
 def test_all_threads_work_at_once() -> None:
     meet = threading.Barrier(3)
-    with Crew(3) as crew:
+    with Threads(3) as crew:
         for _ in range(2):
             assert crew.run(lambda _: meet.wait(60) and None) >= 0
     assert not meet.broken
@@ -26,7 +26,7 @@ def test_the_seconds_are_those_of_the_threads_however_late_others_wake_up() -> N
         sum(range(100_000))
         times.append(time.perf_counter())
 
-    with Crew(2) as crew:
+    with Threads(2) as crew:
         for _ in range(20):
             times.clear()
             assert crew.run(work) >= max(times) - min(times)
@@ -40,7 +40,7 @@ def test_an_error_is_raised_once_all_have_ended() -> None:
             raise ValueError("broken")
         ended.append(number)
 
-    with Crew(2) as crew, pytest.raises(ValueError, match="broken"):
+    with Threads(2) as crew, pytest.raises(ValueError, match="broken"):
         crew.run(work)
     assert ended == [1]
 

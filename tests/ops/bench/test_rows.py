@@ -3,7 +3,7 @@
 import pytest
 
 from objkv.ops.bench.gpu import hidden_share
-from objkv.ops.bench.harness import BenchReport, Row, Section, Target, describe_machine
+from objkv.ops.bench.harness import BenchReport, BenchRow, Section, Target, describe_machine
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ from objkv.ops.bench.harness import BenchReport, Row, Section, Target, describe_
 def test_a_target_is_of_the_ratio_or_of_the_figure_at_least_or_at_most(
     target: Target | None, ok: bool | None
 ) -> None:
-    assert Row("x", "µs", 50.0, limit=55.0, ratio=0.9, target=target).ok is ok
+    assert BenchRow("x", "µs", 50.0, limit=55.0, ratio=0.9, target=target).ok is ok
 
 
 def test_a_report_names_the_rows_that_miss() -> None:
-    rows = [Row("x", "s", 1.0, target=Target(bound, of="ours")) for bound in (0.5, 2.0)]
-    rows.append(Row("y", "s", 1.0))
+    rows = [BenchRow("x", "s", 1.0, target=Target(bound, of="ours")) for bound in (0.5, 2.0)]
+    rows.append(BenchRow("y", "s", 1.0))
     report = BenchReport("0", describe_machine(), 1, True, (Section("s", tuple(rows), {}),))
     assert report.missed == (rows[1],)
 

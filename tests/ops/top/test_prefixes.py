@@ -6,7 +6,7 @@ from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.prefix import prefix_hashes
 from objkv.ops.top.prefixes import look
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import CHUNK, NAMESPACE, TOKENS, save
+from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save
 
 OTHER = tuple(range(500, 500 + 2 * CHUNK))
 BRANCH = (*TOKENS[: 2 * CHUNK], *OTHER[:CHUNK])

@@ -9,7 +9,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.top.watch import FleetWatch
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import save
+from tests.support.samples import save
 
 EXPORTER = """\
 # TYPE objkv_up gauge

@@ -16,7 +16,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
 from objkv.stores.base import WriteStore
-from tests.ops.world import CHUNK, IDENTITY, WHOLE, payload_of, record_of, save_identity
+from tests.support.samples import CHUNK, IDENTITY, WHOLE, payload_of, record_of, save_identity
 
 MODEL = "tiny"
 ADAPTER, ADAPTER_DIGEST = "lawyer", bytes(range(32))

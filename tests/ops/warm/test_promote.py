@@ -16,7 +16,7 @@ from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.warm import Means, promote_stored
 from objkv.stores.base import Arrived
 from objkv.stores.memory import MemoryStore
-from tests.ops.world import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity
+from tests.support.samples import CHUNK, IDENTITY, NAMESPACE, TOKENS, save, save_identity, view_of
 
 LIMITS = HotLimits(1 << 20, 1, 3, 1)
 WORKERS = 8
@@ -33,7 +33,7 @@ def hot() -> MemoryStore:
 def view(bulk: MemoryStore, index: MemoryIndex, hot: MemoryStore) -> BackendsView:
     save_identity(bulk)
     save(bulk, index)
-    return BackendsView(bulk, hot, index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+    return view_of(bulk, index, hot)  # type: ignore[arg-type]
 
 
 def promote(
@@ -126,7 +126,7 @@ def test_a_prompt_that_is_not_stored_is_a_failure(view: BackendsView) -> None:
 
 
 def test_without_a_hot_store_it_says_so(bulk: MemoryStore, index: MemoryIndex) -> None:
-    view = BackendsView(bulk, None, index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+    view = view_of(bulk, index)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there is no hot store"):
         promote(view, None)
 
@@ -179,6 +179,6 @@ def test_an_interruption_waits_for_no_copy_that_has_not_begun(
             return done
 
     monkeypatch.setattr(promote_module, "Promoter", Watched)
-    report = promote(BackendsView(bulk, hot, index, False, 3600, 1000, "test"), None)
+    report = promote(view_of(bulk, index, hot), None)
     assert report.ending == "interrupted"
     assert bulk.went == [True] * WORKERS  # those under way, one of each thread

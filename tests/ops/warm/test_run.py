@@ -1,7 +1,9 @@
 """Warming through servers that talk as vLLM's do, over real sockets, with their faults."""
 
+import random
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -10,11 +12,11 @@ import pytest
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import Identity
-from objkv.ops.backends_view import BackendsView
-from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
+from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import WarmLimits
+from objkv.ops.warm.run import Order, Turn, WarmLimits
 from objkv.ops.warm.warm import Means, WarmProgress, warm_by
 from objkv.stores.memory import MemoryStore
 from tests.ops.warm.fake_vllm import (
@@ -29,7 +31,7 @@ from tests.ops.warm.fake_vllm import (
     reset,
     status,
 )
-from tests.ops.world import CHUNK, IDENTITY
+from tests.support.samples import CHUNK, IDENTITY, view_of
 
 QUICK = WarmLimits(attempts_max=3, save_s=0.3, gone_s=0.3, pause_s=0.01)
 SHARED = tuple(range(100, 100 + 2 * CHUNK))
@@ -54,13 +56,14 @@ class Run:
     def __init__(
         self, place: Place, *servers: FakeVllm, at_once: int = 4, answer_s: float = 60.0
     ) -> None:
-        view = BackendsView(place.bulk, None, place.index, False, 3600, 1000, "test")  # type: ignore[arg-type]
+        view = view_of(place.bulk, place.index)  # type: ignore[arg-type]
         self.notes: list[str] = []
         self.means = Means(
             view, {ADAPTER: ADAPTER_DIGEST}, None, None, WarmProgress(note=self.notes.append)
         )
         self.endpoints = [
-            Endpoint(server.url, EndpointLimits(at_once, answer_s=answer_s)) for server in servers
+            PrefillEndpoint(server.url, EndpointLimits(at_once, answer_s=answer_s))
+            for server in servers
         ]
 
     def __call__(
@@ -310,7 +313,7 @@ def test_a_wrong_model_is_said_at_once(place: Place) -> None:
         run = Run(place, server)
         with pytest.raises(ConfigError, match="model other is not tiny"):
             run([WarmPrompt("p", tokens=SHARED, model="other")])
-        endpoint = Endpoint(server.url, EndpointLimits(), model="other")
+        endpoint = PrefillEndpoint(server.url, EndpointLimits(), model="other")
         with pytest.raises(ConfigError, match="serves tiny, not other"):
             endpoint.check()
         endpoint.close()
@@ -348,3 +351,185 @@ def test_an_interruption_ends_requests_and_the_next_run_goes_on(
     assert second.is_complete
     assert second.stored_before + second.warmed == 8
     assert second.stored_before >= 3
+
+
+def names(*letters: str) -> list[bytes]:
+    """A prompt's chunks, each named by all before it."""
+    return ["".join(letters[: end + 1]).encode() for end in range(len(letters))]
+
+
+def order_of(*prompts: list[bytes], stored: int = 0) -> Order:
+    order = Order()
+    for number, prompt in enumerate(prompts):
+        order.add(number, prompt, stored)
+    return order
+
+
+def turns(order: Order) -> list[int]:
+    """All that may begin now."""
+    found = []
+    while (turn := order.next()) is not None:
+        found.append(turn.number)
+    return found
+
+
+def test_of_prompts_with_a_shared_prefix_one_goes_first_and_alone() -> None:
+    order = order_of(names("s", "a"), names("s", "b"), names("s", "c"))
+    [first] = turns(order)
+    order.end(first, stored=True)
+    assert turns(order) == [1, 2]
+
+
+def test_unrelated_prompts_go_at_once() -> None:
+    assert sorted(turns(order_of(names("a"), names("b"), names("c")))) == [0, 1, 2]
+
+
+def test_the_prefix_that_most_wait_for_goes_first() -> None:
+    order = order_of(names("x"), names("y", "1"), names("y", "2"), names("y", "3"))
+    assert turns(order) == [1, 0]
+
+
+def test_each_level_of_a_tree_is_computed_once() -> None:
+    prompts = [
+        names("s", "t", "1"),
+        names("s", "t", "2"),
+        names("s", "u", "1"),
+        names("s", "u", "2"),
+    ]
+    order = order_of(*prompts)
+    assert turns(order) == [0]
+    order.end(0, stored=True)
+    assert turns(order) == [1, 2]  # the other branch has one that goes alone
+    order.end(2, stored=True)
+    assert turns(order) == [3]
+
+
+def test_when_the_first_fails_another_one_takes_its_place() -> None:
+    order = order_of(names("s", "a"), names("s", "b"))
+    assert turns(order) == [0]
+    order.end(0, stored=False)
+    assert turns(order) == [1]
+    order.end(1, stored=True)
+    assert order.is_empty
+
+
+def test_a_prompt_that_others_computed_needs_nobody() -> None:
+    order = order_of(names("a", "b"), names("a"), names("a", "b"))
+    assert order.next() == Turn(0, b"a", 2)
+    order.end(0, stored=True)
+    assert order.next() == Turn(2, b"a", 0)
+    assert order.next() == Turn(1, b"a", 0)
+    assert order.is_empty
+
+
+def test_what_is_stored_already_is_not_waited_for() -> None:
+    order = order_of(names("s", "a"), names("s", "b"), stored=1)
+    assert turns(order) == [0, 1]
+
+
+def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> None:
+    source = random.Random(5)
+    for _ in range(50):
+        prompts = [
+            names(*(source.choice("ab") for _ in range(source.randint(1, 6)))) for _ in range(40)
+        ]
+        order, under_way, computed, done = (
+            order_of(*prompts),
+            dict[int, list[bytes]](),
+            set[bytes](),
+            0,
+        )
+        while not order.is_empty:
+            while (turn := order.next()) is not None:
+                if not turn.missing:
+                    assert set(prompts[turn.number]) <= computed
+                    done += 1
+                    continue
+                missing = prompts[turn.number][-turn.missing :]
+                assert computed.isdisjoint(missing)
+                assert all(set(other).isdisjoint(missing) for other in under_way.values())
+                under_way[turn.number] = missing
+            if not under_way:
+                assert order.is_empty
+                break
+            ended = source.choice(list(under_way))
+            claimed, stored = under_way.pop(ended), source.random() < 0.8
+            if stored:
+                computed |= set(claimed)
+            order.end(ended, stored=stored)
+            done += 1
+        assert done == len(prompts)
+
+
+BOUND_S = 120
+"""Against a hang; nothing takes this long."""
+
+
+class Silent:
+    """An asker that answers nothing until it is closed."""
+
+    name, at_once = "silent", 1
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+        self._is_asked = threading.Event()
+        self.was_closed: Future[bool] = Future()
+
+    def hold(self) -> None:
+        self._is_asked.set()
+        self.was_closed.set_result(self._closed.wait(BOUND_S))
+        raise PrefillError("down", "given up", after_s=BOUND_S)  # asked again, this would fail
+
+    def interrupt(self) -> None:
+        """End the wait for all answers, as Ctrl-C does, once one of them is waited for."""
+        self._is_asked.wait(BOUND_S)
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        self.hold()
+
+    def tokenize(self, prompt: WarmPrompt) -> list[int]:
+        if prompt.name == "first":
+            self.interrupt()
+        self.hold()
+        return []
+
+    def ask(self, ask: PrefillRequest) -> PrefillReply:
+        raise AssertionError(ask)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class Healthy(Silent):
+    """Passes its check."""
+
+    def check(self) -> None:
+        """It is there."""
+
+
+class Interrupting(Silent):
+    """Interrupts the check of another one."""
+
+    def __init__(self, other: Silent) -> None:
+        super().__init__()
+        self.check = other.interrupt  # type: ignore[method-assign]
+
+
+def warm(bulk: MemoryStore, index: MemoryIndex, *askers: Silent) -> None:
+    view = view_of(bulk, index)
+    prompts = [WarmPrompt(name, text="hello") for name in ("first", "second")]
+    with pytest.raises(KeyboardInterrupt):
+        warm_by(Means(view, {}, None, None), askers, prompts, WarmLimits())
+
+
+def test_who_is_being_checked_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:
+    silent = Silent()
+    warm(bulk, index, Interrupting(silent), silent)
+    assert silent.was_closed.result(2 * BOUND_S)
+
+
+def test_who_is_tokenizing_is_given_up(bulk: MemoryStore, index: MemoryIndex) -> None:
+    silent = Healthy()
+    warm(bulk, index, silent)
+    assert silent.was_closed.result(2 * BOUND_S)

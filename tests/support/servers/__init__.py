@@ -1,6 +1,6 @@
 """Real servers for tests and benchmarks: on loopback, without root, gone with the process.
 
-A server that runs in a process of its own is a module here, started with ``cwd=ROOT``.
+``process`` starts those of them that are modules here in processes of their own.
 """
 
 from pathlib import Path

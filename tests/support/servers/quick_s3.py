@@ -7,8 +7,6 @@
 import argparse
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from objkv.ops.programs import die_with_parent
-from tests.support.servers import ROOT
 from tests.support.servers.listener import Listener
 from tests.support.servers.plain_limit import PlainServer
+from tests.support.servers.process import running_server
 from tests.support.servers.quick_s3_values import Answer, Request, Values, failure
 
 HEAD_BYTES_MAX = 64 << 10
@@ -146,21 +143,9 @@ class QuickS3Process:
 @contextmanager
 def quick_s3_process() -> Iterator[QuickS3Process]:
     """Both servers in one new process, killed at the end."""
-    command = [sys.executable, "-m", "tests.support.servers.quick_s3"]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=die_with_parent,
-        start_new_session=True,  # Ctrl-C is its maker's, who still needs it to clean up
-    ) as process:
-        assert process.stdout is not None
-        try:
-            url, host, port = process.stdout.readline().split()
-            yield QuickS3Process(url, (host, int(port)), process.pid)
-        finally:
-            process.kill()
+    with running_server("quick_s3") as (process, line):
+        url, host, port = line.split()
+        yield QuickS3Process(url, (host, int(port)), process.pid)
 
 
 def main() -> None:

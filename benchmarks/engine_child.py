@@ -1,0 +1,174 @@
+"""One engine of ``benchmarks.engine``: a process that carries out orders, line by line.
+
+``python -m benchmarks.engine_child job.json`` answers each order on standard input
+with one line on standard output; what vLLM prints goes to standard error. It ends with its input.
+"""
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from objkv.connector.programs.demo_replica import (
+    DemoEngine,
+    device,
+    engine_arguments,
+    make_model,
+)
+from objkv.ops.demo import VOCABULARY, Size
+
+Connector = Literal["none", "objkv", "objkv-loads", "example", "example-loads"]
+"""``-loads``: a second replica, which only loads what the first one saved."""
+_SPECIAL = 3
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineJob(_Value):
+    """One engine's whole life."""
+
+    size: Size
+    models: Path
+    """Folder in which the model is made, unless it is there."""
+    connector: Connector
+    folder: Path
+    """Where the example connector keeps what it saves."""
+    longest: int
+    """Tokens of the longest prompt with its answer."""
+
+
+class Batch(_Value):
+    """Answer prompts at once, of which nobody has seen any before."""
+
+    kind: Literal["batch"] = "batch"
+    seed: int
+    prompts: int
+    tokens: int
+    answer: int
+
+
+class Ask(_Value):
+    """Answer the first ``tokens`` tokens of a document, alone."""
+
+    kind: Literal["ask"] = "ask"
+    seed: int
+    tokens: int
+
+
+Order = Annotated[Batch | Ask, Field(discriminator="kind")]
+ORDER: Final[TypeAdapter[Batch | Ask]] = TypeAdapter(Order)
+
+
+class Ready(_Value):
+    """The engine runs."""
+
+    engine: str
+    device: str
+
+
+class Took(_Value):
+    """What came of an order."""
+
+    seconds: float
+    """For the whole batch; for one prompt, until its first token."""
+    busy_s: float
+    """CPU time of the engine's own thread meanwhile: what else runs here does not count."""
+    answer: tuple[tuple[int, ...], ...]
+    """Token ids, by prompt."""
+    served_tokens: int
+    """Of the prompts, by the connector or from the engine's own cache."""
+
+
+def tokens_of(seed: int, count: int, *, prompt: int = 0) -> list[int]:
+    """Token ids of a made-up text; of two lengths the shorter begins the longer."""
+    source = random.Random(f"{seed} {prompt}")
+    return [source.randrange(_SPECIAL, VOCABULARY) for _ in range(count)]
+
+
+class Engine:
+    """A live engine."""
+
+    def __init__(self, job: EngineJob) -> None:
+        import vllm
+
+        self._llm: Any = vllm.LLM(**_arguments(job))
+        self._engine = DemoEngine(self._llm)
+        self.ready = Ready(engine=f"vLLM {vllm.__version__}", device=device())
+
+    def do(self, order: Batch | Ask) -> Took:
+        """Carry out one order."""
+        return self._batch(order) if isinstance(order, Batch) else self._ask(order)
+
+    def _ask(self, order: Ask) -> Took:
+        tokens, busy = tokens_of(order.seed, order.tokens), time.thread_time()
+        answer = self._engine.ask(f"document {order.seed}", tokens)
+        return Took(
+            seconds=answer.first_token_s,
+            busy_s=time.thread_time() - busy,
+            answer=(answer.tokens,),
+            served_tokens=answer.served_tokens,
+        )
+
+    def _batch(self, order: Batch) -> Took:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, ignore_eos=True, detokenize=False, max_tokens=order.answer
+        )
+        prompts = [tokens_of(order.seed, order.tokens, prompt=n) for n in range(order.prompts)]
+        engine = self._llm.llm_engine
+        finished: dict[str, Any] = {}
+        started, busy = time.perf_counter(), time.thread_time()
+        for number, tokens in enumerate(prompts):
+            name = f"{order.seed}-{number}"
+            engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        while engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in engine.step() if output.finished}
+        seconds, busy_s = time.perf_counter() - started, time.thread_time() - busy
+        outputs = sorted(finished.values(), key=lambda output: int(output.request_id.split("-")[1]))
+        return Took(
+            seconds=seconds,
+            busy_s=busy_s,
+            answer=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
+            served_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
+        )
+
+
+def _arguments(job: EngineJob) -> dict[str, Any]:
+    """What ``vllm.LLM`` is called with."""
+    arguments = engine_arguments(make_model(job.models, job.size), job.longest) | {
+        "hf_overrides": {"max_position_embeddings": job.longest},
+        "disable_log_stats": True,
+    }
+    if job.connector.startswith("example"):
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(job.folder)},
+        }
+    elif job.connector != "none":
+        role = "kv_both" if job.connector == "objkv" else "kv_consumer"
+        arguments["kv_transfer_config"] = {"kv_connector": "ObjKVConnector", "kv_role": role}
+    return arguments
+
+
+def main() -> None:
+    """Keep standard output for answers: vLLM and what it starts print elsewhere."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        engine = Engine(EngineJob.model_validate_json(Path(sys.argv[1]).read_text()))
+        answers.write(engine.ready.model_dump_json() + "\n")
+        answers.flush()
+        for line in sys.stdin:
+            answers.write(engine.do(ORDER.validate_json(line)).model_dump_json() + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":  # Workers in processes of their own import this file once more.
+    main()

@@ -1,0 +1,132 @@
+"""The work on the scheduler's thread while a lookup is in flight. Needs vLLM, starts no engine.
+
+The request is made up; what vLLM calls in each step is called here.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.alone import run_alone
+from objkv.assembly.backends import open_bulk, open_index
+from objkv.config import Config, load_config
+from objkv.connector.kv.scheduler import Roles, SchedulerSide
+from objkv.connector.kv.wiring import make_scheduler_side
+from objkv.connector.model.groups import Geometry
+from objkv.index.base import Record, Shards
+from objkv.index.guarded import GuardedIndex
+from objkv.index.near import NearIndex
+from objkv.keys.identity import GroupIdentity, Identity
+from objkv.ops.bench.harness import SCALES, BenchRow, BenchSetting, Section, Target, percentile
+from objkv.ops.bench.sample import CHUNK_TOKENS, make_tokens
+from objkv.telemetry import NullRecorder
+
+STEP_US = Target(100, at_most=True, of="ours")
+_PROMPT_TOKENS = 128 << 10
+_STEPS = 5_000
+_QUICK_STEPS = 200
+_BLOCK_TOKENS = 16
+_REQUESTS = 5
+_ANSWER_S = 600.0
+_LAYERS = tuple(f"layers.{number}" for number in range(32))
+_GROUP = GroupIdentity("full", None, _LAYERS, heads=8, content=256, block_size=_BLOCK_TOKENS)
+_IDENTITY = Identity(
+    "bench", "weights", None, "bfloat16", (_GROUP,), "canonical", CHUNK_TOKENS, 0, "default"
+)
+
+
+class _SilentIndex(GuardedIndex):
+    """Answers no lookup before ``answer`` is set."""
+
+    answer = Event()
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
+        self.answer.wait(_ANSWER_S)
+        return [None] * len(prefix_hashes)
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> list[Shards | None]:
+        self.answer.wait(_ANSWER_S)
+        return [None] * len(prefix_hashes)
+
+
+def bench_steps(setting: BenchSetting) -> Section:
+    """When a request arrives, and in each step while its lookup is in flight."""
+    setting.tell("scheduler's thread", "a lookup is in flight")
+    return Section("steps", tuple(_rows(_QUICK_STEPS if setting.quick else _STEPS)), {})
+
+
+def _rows(steps: int) -> Iterator[BenchRow]:
+    config = load_config(
+        {"bulk_url": "memory:", "index_url": "memory:", "lookup_deadline_ms": 10**9}, environ={}
+    )
+    index = _SilentIndex(open_index(config, NullRecorder()))
+    side = _side(config, index)
+    arrivals, in_steps = [], []
+    for number in range(_REQUESTS):
+        request = _request(f"r{number}")
+        arrivals.append(_seconds(lambda request=request: side.track(request)))
+        for _ in range(max(1, steps // _REQUESTS)):
+            in_steps.append(_seconds(lambda request=request: _step(side, request)))
+            # As a step of a model would: other threads get the time between two steps.
+            time.sleep(0)
+    index.answer.set()
+    side.close()
+    name, scale = f"scheduler's thread, {_PROMPT_TOKENS:,} tokens", SCALES["µs"]
+    arrival, median = statistics.median(arrivals) * scale, statistics.median(in_steps) * scale
+    yield BenchRow(
+        f"{name}, arrival", "µs", arrival, target=STEP_US, detail="once per request, median"
+    )
+    detail = f"lookup in flight, {steps:,} steps"
+    yield BenchRow(f"{name}, a step, median", "µs", median, target=STEP_US, detail=detail)
+    p95 = percentile(in_steps, 0.95) * scale
+    yield BenchRow(f"{name}, a step, p95", "µs", p95, target=STEP_US)
+
+
+def _step(side: SchedulerSide, request: Any) -> None:
+    matched, _ = side.match(request, 0)
+    assert matched is None, "the lookup is in flight"
+
+
+def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
+    geometry = Geometry((_GROUP,), CHUNK_TOKENS, _BLOCK_TOKENS, tp_size=1)
+    return make_scheduler_side(
+        config,
+        Roles(loads=True, saves=True, copies_are_synchronous=False, steps_in_flight=2),
+        geometry,
+        _IDENTITY,
+        bulk=open_bulk(config, NullRecorder()),
+        index=NearIndex(index, records_max=65_536, ttl_s=30, fields=geometry.all_fields()),
+        recorder=NullRecorder(),
+    )
+
+
+def _request(name: str) -> Any:
+    """What is read of vLLM's request."""
+    return SimpleNamespace(
+        request_id=name,
+        all_token_ids=make_tokens(_PROMPT_TOKENS),
+        num_tokens=_PROMPT_TOKENS,
+        num_prompt_tokens=_PROMPT_TOKENS,
+        num_computed_tokens=0,
+        lora_request=None,
+        cache_salt=None,
+        mm_features=[],
+        prompt_embeds=None,
+        resumable=False,
+        skip_reading_prefix_cache=False,
+    )
+
+
+def _seconds(call: Any) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    run_alone(bench_steps)

@@ -1,0 +1,326 @@
+"""The demo: three replicas, one after the other. The first has no objkv; of the other two, which
+share an empty store, one computes and saves, and one loads.
+
+``objkv.connector.programs.demo_replica`` is the process of one replica; its events stand here.
+"""
+
+import fcntl
+import json
+import random
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from objkv.config import Config
+from objkv.errors import ConfigError
+from objkv.ops.programs import Program
+
+Size = Literal["normal", "small"]
+Replica = Literal["R", "A", "B"]
+Tell = Callable[[str, str], None]
+"""``(replica, stage)``; called when a stage begins."""
+
+VOCABULARY: Final = 1024
+"""Token ids of the demo's model; the first three are special (begin, end, padding)."""
+ANSWER_TOKENS: Final = 8
+"""Enough for a wrong block to show: one token may be right by chance."""
+CONNECTOR: Final = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
+"""``--kv-transfer-config``."""
+_SPECIAL = 3
+_CHUNK_TOKENS: int = Config.model_fields["chunk_tokens"].default
+_BOUND_S = 300.0
+"""From start to exit of one replica. It takes about 20 s on two free cores."""
+_NAMES: Final[dict[Replica, str]] = {
+    "R": "replica R (without objkv)",
+    "A": "replica A (computes, saves)",
+    "B": "replica B (loads)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How long the demo's prompts are, in tokens."""
+
+    documents: tuple[int, int]
+    question: int
+
+    @property
+    def longest(self) -> int:
+        """The longest prompt with its answer."""
+        return max(self.documents) + self.question + ANSWER_TOKENS
+
+
+# Documents end where a chunk of 256 tokens ends, and a question is longer than a chunk: a prompt
+# that was asked before is served further than one that only shares the document.
+SCALES: Final[dict[Size, Scale]] = {
+    "normal": Scale(documents=(1536, 3072), question=300),
+    "small": Scale(documents=(512, 1024), question=300),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPrompt:
+    """One request."""
+
+    name: str
+    tokens: tuple[int, ...]
+    asked_before: bool
+    """Whether replica A is asked it too; if not, it only shares a document with one."""
+
+
+def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
+    """Two questions about each of two documents; replica A is asked the first ones only."""
+    scale = SCALES[size]
+    return tuple(
+        DemoPrompt(
+            name=f"document {document}, question {question}",
+            tokens=_tokens(f"document {document}", length)
+            + _tokens(f"question {question}", scale.question),
+            asked_before=question == 1,
+        )
+        for document, length in enumerate(scale.documents, 1)
+        for question in ((1,) if replica == "A" else (1, 2))
+    )
+
+
+def warm_up_of(size: Size) -> tuple[int, ...]:
+    """A prompt as long as the longest, which shares no prefix with any other."""
+    scale = SCALES[size]
+    return _tokens("warm-up", max(scale.documents) + scale.question)
+
+
+def _tokens(name: str, length: int) -> tuple[int, ...]:
+    source = random.Random(name)
+    return tuple(source.randrange(_SPECIAL, VOCABULARY) for _ in range(length))
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DemoAnswer(_Value):
+    """A replica's answer to one prompt."""
+
+    prompt: str
+    tokens: tuple[int, ...]
+    served_tokens: int
+    """Tokens of the prompt that objkv served."""
+    first_token_s: float
+
+
+class ReplicaEnd(_Value):
+    """The replica stopped in good order."""
+
+    engine: str
+    device: str
+    load_failures: int
+
+
+class ReplicaEvent(_Value):
+    """One line of a replica's output; exactly one field is set."""
+
+    stage: str | None = None
+    """What it does from now on."""
+    answer: DemoAnswer | None = None
+    end: ReplicaEnd | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFolder:
+    """Where the demo keeps its model, logs and store: below the user's cache folder."""
+
+    root: Path
+
+    @property
+    def models(self) -> Path:
+        """Kept from demo to demo."""
+        return self.root / "models"
+
+    @property
+    def logs(self) -> Path:
+        """Of the last demo."""
+        return self.root / "logs"
+
+    @property
+    def store(self) -> Path:
+        """Chunks and index of the last demo."""
+        return self.root / "store"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Environment variables that lead to ``store``."""
+        return {
+            "OBJKV_BULK_URL": f"file://{self.store / 'chunks'}",
+            "OBJKV_INDEX_URL": f"sqlite://{self.store / 'index.sqlite'}",
+        }
+
+    def prompt_file(self, prompt: DemoPrompt) -> Path:
+        """Its token ids, for ``objkv match --tokens``."""
+        return self.root / "prompts" / f"{prompt.name.replace(', ', '-').replace(' ', '-')}.json"
+
+    @contextmanager
+    def prepared(self, prompts: Sequence[DemoPrompt]) -> Iterator[None]:
+        """Empty it, except for the model, and keep other demos out.
+
+        Raises ``ConfigError`` while another demo runs there.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                raise ConfigError(f"another demo is running in {self.root}: wait for it") from exc
+            for folder in (self.logs, self.root / "prompts", self.store):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+            for prompt in prompts:
+                self.prompt_file(prompt).write_text(json.dumps(prompt.tokens))
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRow:
+    """One prompt, and seconds until its first token."""
+
+    prompt: str
+    prompt_tokens: int
+    served_tokens: int
+    """Tokens of the prompt that objkv served to replica B."""
+    recompute_s: float
+    """Without objkv."""
+    first_s: float | None
+    """On replica A, which computes and saves; None where it was not asked."""
+    second_s: float
+    """On replica B, which loads."""
+    identical: bool
+    """Whether all answers to the prompt are the same tokens."""
+
+    @property
+    def speed_up(self) -> float:
+        """How many times sooner the first token is there."""
+        return self.recompute_s / self.second_s
+
+    @property
+    def complete(self) -> bool:
+        """Whether objkv served every whole chunk of a prompt that replica A was asked too."""
+        chunks = self.prompt_tokens // _CHUNK_TOKENS
+        return self.first_s is None or self.served_tokens >= chunks * _CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class DemoStore:
+    """What the replicas stored, and where."""
+
+    chunks: int
+    tokens: int
+    nbytes: int
+    settings: Mapping[str, str]
+    """Environment variables that lead to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """The whole demo."""
+
+    engine: str
+    device: str
+    rows: tuple[DemoRow, ...]
+    load_failures: int
+    """Loads that failed, whose tokens were computed after all."""
+    stored: DemoStore
+    notices: tuple[str, ...]
+
+    @property
+    def speed_up_median(self) -> float:
+        """Over all prompts."""
+        return statistics.median(row.speed_up for row in self.rows)
+
+    @property
+    def identical(self) -> bool:
+        """Whether every answer is what the model computes without objkv."""
+        return all(row.identical for row in self.rows)
+
+    @property
+    def served(self) -> bool:
+        """Whether anything came from objkv."""
+        return any(row.served_tokens for row in self.rows)
+
+    @property
+    def fine(self) -> bool:
+        """Whether the demo showed what it is there to show."""
+        return self.identical and self.served
+
+
+Answers = Mapping[str, DemoAnswer]
+"""By the prompt's name."""
+
+
+def show_replicas(
+    size: Size, place: DemoFolder, tell: Tell, count: Callable[[], DemoStore]
+) -> DemoReport:
+    """Run all three, then ``count()`` what is stored. Takes about a minute; raises
+    ``ProgramFailed``."""
+    recomputed, _ = _live("R", size, place, tell)
+    first, first_end = _live("A", size, place, tell)
+    second, end = _live("B", size, place, tell)
+    rows = compare(prompts_of(size), recomputed, first, second)
+    notices = (f"B was served less than A should have saved: the logs in {place.logs} say why.",)
+    return DemoReport(
+        engine=end.engine,
+        device=end.device,
+        rows=rows,
+        load_failures=first_end.load_failures + end.load_failures,
+        stored=count(),
+        notices=() if all(row.complete for row in rows) else notices,
+    )
+
+
+def _live(
+    replica: Replica, size: Size, place: DemoFolder, tell: Tell
+) -> tuple[Answers, ReplicaEnd]:
+    """One replica, from start to exit."""
+    name, answers, end = _NAMES[replica], dict[str, DemoAnswer](), None
+    arguments = ("-m", "objkv.connector.programs.demo_replica", replica, size, str(place.models))
+    settings = {} if replica == "R" else place.settings
+    with Program(name, arguments, place.logs / f"replica-{replica}.log", settings) as program:
+        for line in program.lines(bound_s=_BOUND_S):
+            event = ReplicaEvent.model_validate_json(line)
+            if event.stage is not None:
+                tell(name, event.stage)
+            if event.answer is not None:
+                answers[event.answer.prompt] = event.answer
+            end = event.end
+        if end is None:
+            raise program.failed("ended without its last line")
+    return answers, end
+
+
+def compare(
+    prompts: Sequence[DemoPrompt], recomputed: Answers, first: Answers, second: Answers
+) -> tuple[DemoRow, ...]:
+    """One row per prompt, from what each replica answered."""
+    rows = []
+    for prompt in prompts:
+        by_replica = [given.get(prompt.name) for given in (recomputed, first, second)]
+        alone, saving, loading = by_replica
+        assert alone is not None
+        assert alone.served_tokens == 0
+        assert loading is not None
+        rows.append(
+            DemoRow(
+                prompt=prompt.name,
+                prompt_tokens=len(prompt.tokens),
+                served_tokens=loading.served_tokens,
+                recompute_s=alone.first_token_s,
+                first_s=None if saving is None else saving.first_token_s,
+                second_s=loading.first_token_s,
+                identical=len({answer.tokens for answer in by_replica if answer is not None}) == 1,
+            )
+        )
+    return tuple(rows)

@@ -1,1 +1,0 @@
-"""``objkv demo``: two replicas, one of which answers with KV that the other computed."""

@@ -1,0 +1,243 @@
+"""What vLLM calls: both sides behind one class, no error let out, resets heard of."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+from vllm.v1.engine.core import EngineCore
+
+import objkv.connector
+from objkv.connector import ObjKVECConnector
+from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS
+from objkv.connector.encoder.connector import ObjKVECStats
+from objkv.errors import ConfigError
+from tests.connector.encoder.engine import engine, make_model
+from tests.connector.encoder.world import request
+
+ROWS, WIDTH = 4, 256
+
+
+class Engine:
+    """Scheduler's and worker's connector of one process, asked in vLLM's order."""
+
+    def __init__(self, model: Path, store: Path, role: str) -> None:
+        settings = {"bulk_url": f"file://{store}/c", "index_url": f"sqlite://{store}/i.sqlite"}
+        config = engine(model, role, settings=settings)
+        self.worker = ObjKVECConnector(config, ECConnectorRole.WORKER)
+        self.scheduler = ObjKVECConnector(config, ECConnectorRole.SCHEDULER)
+        self.cache: dict[str, torch.Tensor] = {}
+
+    def see(self, name: str, encoded: torch.Tensor) -> bool:
+        """Whether the image was encoded."""
+        seen = request(f"sees-{name}", name)
+        while not self.scheduler.ensure_cache_available(seen, 0):
+            self.scheduler.build_connector_meta(step(0))
+        promised = self.scheduler.has_cache_item(name)
+        self.scheduler.update_state_after_alloc(seen, 0)
+        worker = self.worker
+        worker.bind_connector_metadata(self.scheduler.build_connector_meta(step(1)))
+        if worker.is_consumer:
+            worker.start_load_caches(self.cache)
+        if not promised:
+            self.cache[name] = encoded
+            worker.save_caches(encoder_cache=self.cache, mm_hash=name)
+        assert name in self.cache
+        told: Any = SimpleNamespace(ec_connector_worker_meta=worker.build_connector_worker_meta())
+        worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(told)
+        assert self.scheduler.request_finished(seen) == (False, None)
+        return not promised
+
+    def shutdown(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def step(tokens: int) -> Any:
+    return SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=[])
+
+
+def core() -> Any:
+    """What of vLLM's ``EngineCore`` carries such calls out."""
+    executor = SimpleNamespace(reset_encoder_cache=lambda: None, collective_rpc=lambda *args: [])
+    scheduler = SimpleNamespace(
+        has_unfinished_requests=lambda: False, reset_encoder_cache=lambda: None
+    )
+    return SimpleNamespace(scheduler=scheduler, model_executor=executor)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """Starts engines on one store."""
+    (tmp_path / "model").mkdir()
+    model = make_model(tmp_path / "model")
+    engines: list[Engine] = []
+
+    def begin(role: str = "ec_both") -> Engine:
+        engines.append(Engine(model, tmp_path, role))
+        return engines[-1]
+
+    yield begin
+    for one in engines:
+        one.shutdown()
+
+
+OUTPUT = torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads", "found"),
+    [
+        ("ec_both", "ec_both", True),
+        ("ec_producer", "ec_consumer", True),
+        ("ec_both", "ec_producer", False),
+        ("ec_consumer", "ec_both", False),
+    ],
+)
+def test_one_saves_another_loads(start: Any, saves: str, loads: str, *, found: bool) -> None:
+    first = start(saves)
+    assert first.see("x", OUTPUT)
+    first.shutdown()
+    first.shutdown()
+    second = start(loads)
+    assert second.see("x", torch.zeros(ROWS, WIDTH)) is not found
+    assert torch.equal(second.cache["x"], OUTPUT) is found
+
+
+def test_a_bug_costs_an_encode_not_the_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start()
+    monkeypatch.setattr(one.scheduler, "_scheduler", None)  # so that every method fails
+    seen = request("b", "x", "y")
+    assert one.scheduler.ensure_cache_available(seen, 0)
+    assert not one.scheduler.has_cache_item("x")
+    assert one.scheduler.has_caches(seen) == [False, False]
+    assert one.scheduler.request_finished(seen) == (False, None)
+    one.worker.save_caches({}, "x")
+
+
+@pytest.mark.parametrize("broken", ["get", "name"])
+def test_a_save_that_cannot_be_planned_is_not_made(start: Any, broken: str) -> None:
+    """vLLM encodes the image in any case."""
+    first = start()
+    items = first.scheduler._scheduler._items
+
+    def fail(*_args: Any) -> None:
+        raise AttributeError(broken)
+
+    setattr(items, broken, fail)
+    assert first.see("x", OUTPUT)
+    first.shutdown()
+    assert start().see("x", OUTPUT)
+
+
+def test_a_promise_that_cannot_be_kept_is_told(start: Any) -> None:
+    """vLLM would not encode the image, and end without a reason."""
+    first = start()
+    first.see("x", OUTPUT)
+    first.shutdown()
+    one = start()
+    seen = request("b", "x")
+    while not one.scheduler.ensure_cache_available(seen, 0):
+        one.scheduler.build_connector_meta(step(0))
+    assert one.scheduler.has_cache_item("x")
+    one.scheduler._scheduler._fetcher._entries.clear()
+    with pytest.raises(KeyError):
+        one.scheduler.update_state_after_alloc(seen, 0)
+
+
+@pytest.mark.parametrize("how", ["encoder", "weights"])
+def test_what_vllm_dropped_itself_is_asked_for_again(start: Any, how: str) -> None:
+    """Only where it did drop it: after other changes it keeps its outputs."""
+    one = start()
+    one.see("x", OUTPUT)
+    dropped = how == "encoder"
+    if dropped:
+        EngineCore.reset_encoder_cache(core())
+    else:
+        EngineCore.collective_rpc(core(), "update_weights")
+    wanted: list[str] = []
+    one.scheduler._scheduler._fetcher.want = lambda owner, outputs: wanted.extend(outputs)
+    one.scheduler.ensure_cache_available(request("b", "x"), 0)
+    assert len(wanted) == dropped
+
+
+def test_the_older_question_for_all_items(start: Any) -> None:
+    first = start()
+    first.see("x", OUTPUT)
+    first.shutdown()
+    one = start()
+    seen = request("b", "x", "y")
+    while not one.scheduler.ensure_cache_available(seen, 0):
+        one.scheduler.build_connector_meta(step(0))
+    assert one.scheduler.has_caches(seen) == [True, False]
+
+
+@pytest.mark.parametrize("change", ["reset", "encoder", "weights"])
+def test_after_weights_may_have_changed_nothing_old_is_loaded(start: Any, change: str) -> None:
+    first = start()
+    first.see("x", OUTPUT)
+    first.shutdown()
+    second = start()
+    if change == "reset":
+        assert second.scheduler.reset_cache()
+    elif change == "encoder":
+        EngineCore.reset_encoder_cache(core())
+    else:
+        EngineCore.collective_rpc(core(), "update_weights")
+    assert second.see("x", OUTPUT)
+
+
+def test_numbers_of_both_sides_reach_vllm(start: Any) -> None:
+    one = start()
+    one.see("x", OUTPUT)
+    assert one.worker._worker._saver.drain(10)
+    one.see("y", OUTPUT)
+    stats = one.scheduler.get_ec_connector_stats()
+    assert stats is not None
+    assert stats.data["saves"] >= 1
+    assert one.worker.get_ec_connector_stats() is None
+    shown = ObjKVECConnector.build_ec_connector_stats(stats.data).reduce()
+    assert shown["objkv_encoder_saves"] >= 1
+    assert not any(name.endswith("_count") for name in shown)
+
+
+def test_statistics_add_up() -> None:
+    one = ObjKVECStats(data={"saves": 1.0, "x_max": 3.0})
+    both = one.aggregate(ObjKVECStats(data={"saves": 2.0, "hits": 1.0, "x_max": 2.0}))
+    assert both.data == {"saves": 3.0, "hits": 1.0, "x_max": 3.0}
+    both.reset()
+    assert both.is_empty()
+
+
+def test_the_counters_stand_beside_those_of_the_kv_connector() -> None:
+    """Prometheus takes each name once."""
+    names = {f"vllm:objkv_encoder_{name}" for name in ENCODER_COUNTERS}
+    assert names.isdisjoint(f"vllm:objkv_{name}" for name in COUNTERS)
+    kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config: Any = SimpleNamespace(ec_transfer_config=None)
+    prom = ObjKVECConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    try:
+        prom.observe({"hits": 2.0, "unknown": 1.0})
+        assert REGISTRY.get_sample_value("vllm:objkv_encoder_hits_total", {"engine": "0"}) == 2
+    finally:
+        for counter in prom._counters.values():
+            REGISTRY.unregister(counter)
+
+
+def test_a_text_model_is_refused_at_start(tmp_path: Path) -> None:
+    settings = {"bulk_url": "memory:", "index_url": "memory:"}
+    config = engine(make_model(tmp_path), multimodal_config=None, settings=settings)
+    config.cache_config.enable_prefix_caching = True
+    with pytest.raises(ConfigError, match="ec_transfer_config"):
+        ObjKVECConnector(config, ECConnectorRole.SCHEDULER)
+
+
+def test_the_module_has_no_other_names() -> None:
+    assert objkv.connector.ObjKVECConnector is ObjKVECConnector
+    with pytest.raises(AttributeError, match="ObjKVOther"):
+        objkv.connector.ObjKVOther  # noqa: B018

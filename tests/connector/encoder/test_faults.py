@@ -1,0 +1,282 @@
+"""Whatever happens to a stored output: it is encoded, or it is the right one. Nobody waits long."""
+
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from objkv.errors import StoreUnavailable
+from tests.connector.encoder.world import (
+    EMBEDS,
+    WIDTH,
+    Limits,
+    Place,
+    Replica,
+    output_of,
+    replica,
+    request,
+    saved,
+)
+
+ITEM = 2 * EMBEDS * WIDTH
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def spoil(place: Place, change: Any) -> None:
+    (key,) = place.payloads()
+    value = place.store.get(key)
+    assert value is not None
+    place.store.put(key, change(value))
+
+
+def flipped(value: bytes, bit: int) -> bytes:
+    changed = bytearray(value)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_flipped_bit_reaches_the_model(data: st.DataObject) -> None:
+    place = Place()
+    saved(place, "x")
+    size = len(place.store.get(place.payloads()[0]) or b"")
+    bit = data.draw(st.integers(0, 8 * size - 1))
+    spoil(place, lambda value: flipped(value, bit))
+    with replica(place) as second:
+        encoded = second.see(request("b", "x"))
+        assert torch.equal(second.cache["x"], output_of("x"))
+        assert second.count("load_corrupt") == len(encoded)
+    with replica(place) as third:
+        assert third.see(request("c", "x")) == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 100, 4095, 4096, 4096 + ITEM - 1])
+def test_a_short_payload_is_refused_and_replaced(place: Place, nbytes: int) -> None:
+    saved(place, "x")
+    spoil(place, lambda value: value[:nbytes])
+    with replica(place) as second:
+        assert second.see(request("b", "x")) == ["x"]
+        assert second.count("load_corrupt") == 1
+    with replica(place) as third:
+        assert third.see(request("c", "x")) == []
+
+
+def test_a_payload_that_is_longer_than_announced_is_refused(place: Place) -> None:
+    saved(place, "x")
+    spoil(place, lambda value: value + b"\0")
+    with replica(place) as second:
+        assert second.see(request("b", "x")) == ["x"]
+        assert second.count("load_corrupt") == 1
+
+
+def test_another_items_payload_is_refused(place: Place) -> None:
+    saved(place, "x", "y")
+    one, other = place.payloads()
+    value = place.store.get(other)
+    assert value is not None
+    place.store.put(one, value)
+    with replica(place) as second:
+        assert len(second.see(request("b", "x", "y"))) == 1
+        assert torch.equal(second.cache["x"], output_of("x"))
+        assert torch.equal(second.cache["y"], output_of("y"))
+
+
+def test_an_output_that_is_gone_is_forgotten_and_saved_again(place: Place) -> None:
+    saved(place, "x")
+    place.store.drop(place.payloads()[0])
+    with replica(place) as second:
+        assert second.see(request("b", "x")) == ["x"]
+        assert (second.count("load_ghosts"), second.count("saves")) == (1, 1)
+    with replica(place) as third:
+        assert third.see(request("c", "x")) == []
+
+
+def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Place) -> None:
+    saved(place, "x")
+    with replica(place, limits=Limits(deadline_s=5.0)) as second:
+        gate = Event()
+        place.store.arrived.clear()
+        place.store.hold(gate)
+        seen = request("b", "x")
+        assert not second.side.is_ready(seen, 0)
+        assert place.store.arrived.wait(120)
+        second.clock.advance(4.9)
+        second.step()
+        assert not second.side.is_ready(seen, 0)
+        second.clock.advance(0.2)
+        assert second.side.is_ready(seen, 0)
+        assert not second.side.has_item("x")
+        second.step(seen)
+        assert second.count("load_deadlines") == 1
+        gate.set()
+        place.store.mend()
+        second.close()
+        assert second.encoded == ["x"]
+        assert second.count("saves") == second.count("save_existed") == 0
+        assert repr(second.fetcher) == "<EncoderFetcher 0 held, 0/1 MiB>"
+        assert second.fetcher.held_bytes == 0
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        gate = Event()
+        place.store.arrived.clear()
+        place.store.hold(gate)
+        seen = request("b", "x")
+        assert not second.side.is_ready(seen, 0)
+        assert place.store.arrived.wait(120)
+        second.side.finish(seen)
+        gate.set()
+        place.store.mend()
+        second.close()
+        assert not second.fetcher._entries
+        assert second.fetcher.held_bytes == 0
+
+
+def test_a_request_that_is_aborted_does_not_take_it_from_another(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        one, other = request("b", "x"), request("c", "x")
+        second.wait(one)
+        second.wait(other)
+        second.side.finish(one)
+        assert second.see(other) == []
+        second.side.finish(other)
+        assert second.fetcher.held_bytes == 0
+
+
+def test_a_promise_that_was_not_taken_up_holds_until_its_request_ends(place: Place) -> None:
+    """vLLM had no blocks for the request in that step."""
+    saved(place, "x")
+    with replica(place) as second:
+        seen = request("b", "x")
+        second.wait(seen)
+        assert second.side.has_item("x")
+        assert not second.plan(1).loads
+        assert second.see(seen) == []
+        assert second.fetcher.held_bytes == 0
+
+
+def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None:
+    """Workers may not look at such a plan, and vLLM has given the outputs their place."""
+    saved(place, "x", "y")
+    with replica(place) as second:
+        seen = request("b", "x", "y")
+        second.wait(seen)
+        for index, name in enumerate(("x", "y")):
+            assert second.side.has_item(name)
+            second.side.allocate(seen, index)
+        assert [load.identifier for load in second.plan(0).loads] == ["x", "y"]
+        assert [load.identifier for load in second.plan(1, freed=("x",)).loads] == ["y"]
+        assert not second.plan(1).loads
+
+
+def test_a_store_that_is_down_costs_an_encode(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        place.store.fail_until_mended(StoreUnavailable("down"))
+        assert second.see(request("b", "x", "new")) == ["x", "new"]
+        assert second.count("load_errors") == 1
+        assert second.count("save_errors") == 1  # of the new one; the other is stored
+        place.store.mend()
+    with replica(place) as third:
+        assert third.see(request("c", "x")) == []
+
+
+def test_an_index_that_is_down_costs_an_encode(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        place.index.error = StoreUnavailable("down")
+        assert second.see(request("b", "x")) == ["x"]
+        assert second.count("lookup_errors") == 1
+        place.index.error = None
+
+
+def test_whatever_an_index_raises_nobody_waits_for_it(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        place.index.error = RuntimeError("a bug")
+        assert second.see(request("b", "x")) == ["x"]
+        place.index.error = None
+
+
+def stuck(place: Place, second: Replica, *names: str) -> Event:
+    """Have each thread of ``second`` wait for the store, one request after the other."""
+    gate = Event()
+    place.store.hold(gate)
+    for number, name in enumerate(names):
+        place.store.arrived.clear()
+        assert not second.side.is_ready(request(f"stuck-{number}", name), 0)
+        assert place.store.arrived.wait(120)
+    return gate
+
+
+def test_a_full_queue_is_a_miss(place: Place) -> None:
+    saved(place, "x", "y", "z")
+    with replica(place, limits=Limits(queue_max=1, threads=1)) as second:
+        gate = stuck(place, second, "x")
+        seen = request("b", "y", "z")
+        assert second.side.is_ready(seen, 0)
+        assert second.side.has_items(seen) == [False, False]
+        assert second.count("load_refused") == 2
+        gate.set()
+        place.store.mend()
+
+
+def test_where_no_thread_came_back_in_time_nobody_waits_for_the_next(place: Place) -> None:
+    saved(place, "x", "y", "z")
+    with replica(place, limits=Limits(deadline_s=5.0, threads=1)) as second:
+        gate = stuck(place, second, "x")
+        assert not second.side.is_ready(request("b", "y"), 0)
+        second.clock.advance(5.1)
+        assert second.side.is_ready(request("c", "z"), 0)
+        assert second.count("load_refused") == 1
+        gate.set()
+        place.store.mend()
+
+
+def test_no_more_is_held_than_there_is_memory_for(place: Place) -> None:
+    saved(place, "x", "y", "z")
+    room = len(place.store.get(place.payloads()[0]) or b"") * 2
+    with replica(place, limits=Limits(held_bytes_max=room)) as second:
+        seen = request("b", "x", "y", "z")
+        second.wait(seen)
+        assert sum(second.side.has_items(seen)) == 2
+        assert second.count("load_refused") == 1
+        assert second.fetcher.held_bytes == room
+        assert len(second.see(seen)) == 1
+        assert second.fetcher.held_bytes == 0
+        assert second.see(request("c", "new")) == ["new"]
+
+
+def test_an_adapter_that_is_not_read_in_time_is_waited_for_no_longer(place: Place) -> None:
+    from tests.connector.encoder.world import formed
+
+    lora: Any = type("Lora", (), {"lora_path": "nowhere", "lora_int_id": 1, "load_inplace": False})
+    with replica(place, form=formed(tower_lora=True), limits=Limits(deadline_s=5.0)) as second:
+        second.side.adapters._submit = lambda job: False
+        seen = request("b", "ada:x", lora_request=lora)
+        assert not second.side.is_ready(seen, 0)
+        second.clock.advance(5.1)
+        assert second.side.is_ready(seen, 0)
+        assert not second.side.has_item("ada:x")
+        second.step(seen)
+    assert place.payloads() == []
+
+
+def test_what_is_asked_after_the_end_is_a_miss(place: Place) -> None:
+    saved(place, "x")
+    second = Replica(place)
+    second.close()
+    assert second.side.is_ready(request("b", "x"), 0)
+    assert not second.side.has_item("x")
+    second.close()

@@ -1,0 +1,288 @@
+"""What one replica encoded another is given, the same bytes; and who shares with whom."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from objkv.cache.bulk_index import BulkIndex
+from objkv.connector.encoder.scheduler import EncoderRoles
+from objkv.keys.encoder import encoder_hash, encoder_key
+from objkv.keys.identity import identity_path
+from objkv.stores.memory import MemoryStore
+from objkv.testing.flaky import FlakyStore
+from tests.connector.encoder.world import (
+    EMBEDS,
+    IDENTITY,
+    WIDTH,
+    Limits,
+    Place,
+    Replica,
+    formed,
+    output_of,
+    replica,
+    request,
+    saved,
+)
+from tests.index.flaky_index import FlakyIndex
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+@pytest.fixture
+def second(place: Place) -> Iterator[Replica]:
+    with replica(place) as made:
+        yield made
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", "blosc"])
+def test_the_second_replica_is_given_what_the_first_encoded(place: Place, codec: str) -> None:
+    with replica(place, limits=Limits(codec=codec)) as first:
+        assert first.see(request("a", "x", "y")) == ["x", "y"]
+    with replica(place) as second:
+        assert second.see(request("b", "y", "x")) == []
+        for name in ("x", "y"):
+            assert second.cache[name].dtype == torch.bfloat16
+            assert torch.equal(second.cache[name], output_of(name))
+        assert (second.count("hits"), second.count("loads"), second.count("saves")) == (2, 2, 0)
+
+
+def test_a_known_image_beside_a_new_one(place: Place, second: Replica) -> None:
+    saved(place, "x")
+    assert second.see(request("b", "x", "new")) == ["new"]
+    assert len(place.payloads()) == 2
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_folder_that_is_its_own_index(codec: str) -> None:
+    """It tells nothing of what follows an output that it does not have, and no codec."""
+    store = FlakyStore(MemoryStore())
+    place = Place(store, FlakyIndex(BulkIndex(store)))
+    with replica(place, limits=Limits(codec=codec)) as first:
+        first.see(request("a", "x", "y"))
+    with replica(place) as second:
+        assert second.see(request("b", "new", "x", "newer", "y")) == ["new", "newer"]
+        for name in ("x", "y"):
+            assert torch.equal(second.cache[name], output_of(name))
+    with replica(place, form=formed(width=lambda modality: 1)) as narrow:
+        assert narrow.see(request("c", "x")) == ["x"]
+        assert narrow.count("load_refused") == 1
+    with replica(place) as third:
+        assert third.see(request("d", "x")) == []
+
+
+def test_an_image_that_a_prompt_has_twice_is_brought_in_once(place: Place, second: Replica) -> None:
+    saved(place, "x")
+    assert second.see(request("b", "x", "x")) == []
+    assert second.count("loads") == 1
+
+
+def test_what_vllm_holds_itself_is_not_asked_for(place: Place, second: Replica) -> None:
+    saved(place, "x")
+    second.see(request("b", "x"))
+    calls = len(place.store.calls)
+    assert second.side.is_ready(request("c", "x"), 0)
+    second.step()
+    assert len(place.store.calls) == calls
+    second.plan(1, freed=("x",))
+    second.cache.clear()
+    assert second.see(request("d", "x")) == []
+
+
+def test_what_is_known_of_vllms_own_outputs_is_bounded(
+    place: Place, second: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that it does not say it freed are forgotten, the oldest first."""
+    monkeypatch.setattr("objkv.connector.encoder.scheduler._LOCAL_MAX", 2)
+    for name, *images in (("b", "x", "y"), ("c", "z")):
+        seen = request(name, *images)
+        second.see(seen)
+        second.side.finish(seen)
+    assert list(second.side._local) == ["y", "z"]
+    second.cache.clear()
+    assert second.see(request("d", "x")) == []
+
+
+def test_outputs_that_vllm_dropped_are_not_loaded_later(place: Place, second: Replica) -> None:
+    """Of a step that no worker looked at: what it would load is of the old weights."""
+    saved(place, "x")
+    seen = request("b", "x")
+    second.wait(seen)
+    assert second.side.has_item("x")
+    second.side.allocate(seen, 0)
+    assert second.plan(0).loads
+    second.side.outputs_dropped()
+    assert not second.plan(1).loads
+    assert second.see(request("c", "x")) == ["x"]
+
+
+def test_images_that_the_kv_covers_are_not_asked_for(place: Place, second: Replica) -> None:
+    saved(place, "x", "y")
+    assert second.side.is_ready(request("b", "x", "y"), 100)
+    seen = request("c", "x", "y")
+    second.wait(seen, 9)
+    assert not second.side.has_item("x")
+    assert second.side.has_item("y")
+
+
+def test_the_identity_document_is_stored_beside_the_outputs(place: Place) -> None:
+    saved(place, "x")
+    namespace = IDENTITY.namespace()
+    assert place.store.get(identity_path(namespace)) == IDENTITY.canonical()
+    assert place.payloads() == [encoder_key(namespace, encoder_hash(namespace, "x")).path()]
+
+
+def test_salts_do_not_share(place: Place, second: Replica) -> None:
+    saved(place, "x", cache_salt="a")
+    assert second.see(request("b", "x", cache_salt="b")) == ["x"]
+    second.cache.clear()
+    second.plan(1, freed=("x",))
+    assert second.see(request("c", "x", cache_salt="a")) == []
+
+
+def test_a_promise_is_of_the_request_that_vllm_looks_at(place: Place, second: Replica) -> None:
+    """It names only the identifier, which another request may use under another salt."""
+    saved(place, "x", cache_salt="a")
+    salted, other = request("b", "x", cache_salt="a"), request("c", "x", cache_salt="b")
+    second.wait(salted)
+    second.wait(other)
+    assert not second.side.has_item("x")
+    second.wait(salted)
+    assert second.side.has_item("x")
+    assert not second.side.has_item("y")
+
+
+def test_without_a_question_about_a_request_nothing_is_promised(
+    place: Place, second: Replica
+) -> None:
+    saved(place, "x")
+    second.wait(request("b", "x"))
+    second.plan(1)
+    assert not second.side.has_item("x")
+
+
+def test_two_requests_for_one_image_bring_it_in_once(place: Place, second: Replica) -> None:
+    saved(place, "x")
+    one, two = request("b", "x"), request("c", "x")
+    second.wait(one)
+    second.wait(two)
+    second.see(one)
+    second.see(two)
+    assert (second.encoded, second.count("loads")) == ([], 1)
+
+
+def test_the_older_question_for_all_items_at_once(place: Place, second: Replica) -> None:
+    saved(place, "x")
+    seen = request("b", "x", "new")
+    assert second.side.has_items(seen) == [False, False]
+    second.wait(seen)
+    assert second.side.has_items(seen) == [True, False]
+
+
+@pytest.mark.parametrize("unshared", [{"resumable": True}, {}])
+def test_what_has_no_name_of_its_own_is_left_alone(place: Place, unshared: dict[str, Any]) -> None:
+    """Sessions get images later; and without its caches vLLM only numbers images."""
+    form = formed(media_named=bool(unshared))
+    with replica(place, form=form) as first:
+        assert first.see(request("a", "x", **unshared)) == ["x"]
+        assert first.see(request("b", "x", **unshared)) == []  # vLLM's own
+    assert place.payloads() == []
+
+
+@pytest.mark.parametrize(("loads", "saves"), [(True, False), (False, True), (False, False)])
+def test_a_role_does_only_its_own(place: Place, *, loads: bool, saves: bool) -> None:
+    saved(place, "x")
+    with replica(place, roles=EncoderRoles(loads, saves)) as second:
+        assert second.see(request("b", "x", "new")) == (["new"] if loads else ["x", "new"])
+        assert second.count("loads") == loads
+        assert second.count("saves") == saves
+    assert len(place.payloads()) == 1 + saves
+
+
+def lora(folder: Path, content: bytes, number: int = 1) -> Any:
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    plain = {"lora_path": str(folder), "lora_int_id": number, "load_inplace": False}
+    return SimpleNamespace(**plain, lora_name="ada", is_3d_lora_weight=False)
+
+
+def test_adapters_that_change_what_is_seen_are_told_apart_by_what_they_hold(
+    place: Place, tmp_path: Path
+) -> None:
+    """vLLM puts an adapter's name before the identifier, which another may have elsewhere."""
+    ada, moved, other = (
+        lora(tmp_path / name, content)
+        for name, content in (("ada", b"ada"), ("moved", b"ada"), ("other", b"other"))
+    )
+    form = formed(tower_lora=True)
+    for adapter, encoded in ((ada, ["ada:x"]), (moved, []), (other, ["ada:x"]), (None, ["ada:x"])):
+        with replica(place, form=form) as made:
+            assert made.see(request("a", "ada:x", lora_request=adapter)) == encoded
+    assert len(place.payloads()) == 3
+
+
+def test_outputs_of_an_adapter_that_cannot_be_told_are_not_shared(
+    place: Place, tmp_path: Path
+) -> None:
+    adapter = lora(tmp_path / "ada", b"ada")
+    adapter.load_inplace = True
+    with replica(place, form=formed(tower_lora=True)) as first:
+        assert first.see(request("a", "ada:x", lora_request=adapter)) == ["ada:x"]
+        assert first.count("adapters_unknown") == 1
+    assert place.payloads() == []
+
+
+def test_where_adapters_do_not_see_they_share_with_everybody(
+    place: Place, second: Replica, tmp_path: Path
+) -> None:
+    saved(place, "x")
+    assert second.see(request("b", "x", lora_request=lora(tmp_path / "ada", b"ada"))) == []
+
+
+def test_after_a_reset_nothing_old_is_loaded_and_nothing_new_is_shared(
+    place: Place, second: Replica
+) -> None:
+    saved(place, "x", "y")
+    under_way = request("b", "x")
+    second.wait(under_way)
+    before = second.side.namespace
+    assert second.side.reset()
+    assert second.side.namespace != before
+    second.wait(under_way)
+    assert not second.side.has_item("x")
+    assert second.see(request("c", "y")) == ["y"]
+    with replica(place) as third:
+        assert third.see(request("d", "y")) == []
+        assert torch.equal(third.cache["y"], output_of("y"))
+    assert repr(second.fetcher).startswith("<EncoderFetcher 0 held, 0/")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"dtype": "F32"},
+        {"width": lambda modality: WIDTH // 2},
+        {"width": lambda modality: None},
+        {"item_bytes_max": 2 * EMBEDS * WIDTH - 1},
+    ],
+)
+def test_an_output_of_another_form_is_not_promised(place: Place, form: dict[str, Any]) -> None:
+    """And not held against who stored it, if only this replica expects something else."""
+    saved(place, "x")
+    with replica(place, form=formed(**form)) as second:
+        assert second.see(request("b", "x")) == ["x"]
+    with replica(place) as third:
+        assert third.see(request("c", "x")) == []
+
+
+def test_another_number_of_rows_under_one_name_is_refused(place: Place, second: Replica) -> None:
+    """A name that a client gave, and gave to another image too."""
+    saved(place, "x")
+    second.wait(request("b", "x", embeds=EMBEDS + 1))
+    assert not second.side.has_item("x")

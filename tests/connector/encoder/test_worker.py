@@ -1,0 +1,221 @@
+"""The worker's side: tensors of its own, saves that are bounded, and what it tells."""
+
+import pickle
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemSave
+from objkv.connector.encoder.worker import EncoderWorkerSide
+from objkv.telemetry import MemoryRecorder
+from objkv.transfer.paging import DTYPE_NAMES
+from tests.connector.encoder.world import (
+    EMBEDS,
+    IDENTITY,
+    WIDTH,
+    Limits,
+    Place,
+    Replica,
+    formed,
+    output_of,
+    replica,
+    request,
+    saved,
+)
+
+NAME = b"n" * 20
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def plan(**saves: ItemSave) -> EncoderPlan:
+    return EncoderPlan(IDENTITY.namespace(), saves=saves)
+
+
+def loading(second: Replica, *names: str) -> EncoderPlan:
+    seen = request("b", *names)
+    second.wait(seen)
+    for index, name in enumerate(names):
+        assert second.side.has_item(name)
+        second.side.allocate(seen, index)
+    return second.plan(1)
+
+
+def test_what_is_there_already_is_left_as_it_is(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        mine = torch.zeros(EMBEDS, WIDTH)
+        cache = {"x": mine}
+        second.worker.load(loading(second, "x"), cache)
+        assert cache["x"] is mine
+
+
+def test_two_ranks_are_given_the_same_and_neither_shares_memory(place: Place) -> None:
+    saved(place, "x")
+    with replica(place) as second:
+        brought = loading(second, "x")
+        caches: list[dict[str, torch.Tensor]] = [{}, {}]
+        for cache in caches:
+            second.worker.load(brought, cache)
+        one, other = (cache["x"] for cache in caches)
+        one.zero_()
+        assert torch.equal(other, output_of("x"))
+
+
+def test_a_rank_that_does_not_save_saves_nothing(place: Place) -> None:
+    recorder = MemoryRecorder()
+    worker = EncoderWorkerSide(torch.device("cpu"), "BF16", None, recorder, drain_s=1.0)
+    worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
+    worker.close()
+    assert worker.take_report() is None
+    assert place.payloads() == []
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        torch.zeros(EMBEDS + 1, WIDTH, dtype=torch.bfloat16),
+        torch.zeros(1, EMBEDS, WIDTH, dtype=torch.bfloat16),
+        torch.zeros(EMBEDS, WIDTH, dtype=torch.float32),
+        torch.zeros(EMBEDS, WIDTH, dtype=torch.float64),
+        torch.zeros(EMBEDS, 10 * WIDTH, dtype=torch.bfloat16),
+    ],
+)
+def test_what_nobody_could_verify_later_is_not_saved(place: Place, encoded: torch.Tensor) -> None:
+    with replica(place, form=formed(item_bytes_max=2 * EMBEDS * WIDTH)) as first:
+        first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": encoded}, "x")
+        assert first.saver.drain(10)
+        assert first.count("save_unsupported") == 1
+    assert place.payloads() == []
+
+
+def test_only_what_the_plan_names_is_saved(place: Place) -> None:
+    """vLLM encodes an image of its own when it starts."""
+    with replica(place) as first:
+        first.worker.save(plan(), {"x": output_of("x")}, "x")
+        assert first.saver.drain(10)
+    assert place.payloads() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_value_survives(place: Place, dtype: torch.dtype) -> None:
+    """Those that are no numbers too, and rows that do not lie next to each other."""
+    values = torch.randn(2 * EMBEDS, WIDTH).to(dtype)[::2]
+    values[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    form = formed(dtype=DTYPE_NAMES[dtype])
+    with replica(place, form=form) as first:
+        seen = request("a", "x")
+        first.wait(seen)
+        assert not first.side.has_item("x")
+        first.side.allocate(seen, 0)
+        first.worker.save(first.plan(1), {"x": values}, "x")
+        assert first.saver.drain(10)
+    with replica(place, form=form) as second:
+        assert second.see(request("b", "x")) == []
+        found = second.cache["x"]
+    assert found.dtype == dtype
+    assert torch.equal(found.view(torch.uint8), values.contiguous().view(torch.uint8))
+
+
+def held(place: Place, first: Replica, count: int) -> Event:
+    """Save ``count`` outputs while no put ends."""
+    gate = Event()
+    place.store.hold(gate)
+    for number in range(count):
+        item = ItemSave(bytes([number]) * 20, EMBEDS)
+        first.worker.save(plan(x=item), {"x": output_of("x")}, "x")
+    return gate
+
+
+@pytest.mark.parametrize(
+    "limits", [{"save_queue_max": 1}, {"save_held_bytes_max": 4 * 2 * EMBEDS * WIDTH}]
+)
+def test_a_full_queue_is_a_drop(place: Place, limits: dict[str, Any]) -> None:
+    with replica(place, limits=Limits(**limits)) as first:
+        gate = held(place, first, 10)
+        dropped = first.count("save_drops")
+        assert dropped >= 10 - 4
+        gate.set()
+        place.store.mend()
+        assert first.saver.drain(10)
+        assert first.count("saves") + dropped == 10
+        assert first.saver._held_bytes == 0
+
+
+def test_a_save_that_waited_too_long_is_dropped(place: Place) -> None:
+    with replica(place, limits=Limits(save_deadline_s=5.0)) as first:
+        gate = held(place, first, 5)
+        first.clock.advance(5.1)
+        gate.set()
+        place.store.mend()
+        assert first.saver.drain(10)
+        assert first.count("save_drops") >= 3
+        assert first.count("saves") + first.count("save_drops") == 5
+
+
+def test_the_same_output_is_saved_once(place: Place) -> None:
+    with replica(place) as first:
+        for _ in range(3):
+            first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
+            assert first.saver.drain(10)
+        assert (first.count("saves"), first.count("save_repeats")) == (1, 2)
+
+
+class NoRoom:
+    """A place above its quota."""
+
+    def has_room(self) -> bool:
+        return False
+
+    def add(self, nbytes: int) -> None:
+        raise AssertionError("nothing is saved")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def test_above_the_quota_an_output_is_not_saved(place: Place) -> None:
+    with replica(place) as first:
+        first.saver._cache._room = NoRoom()
+        first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
+        assert first.saver.drain(10)
+        assert (first.count("saves"), first.count("save_over_quota")) == (0, 1)
+
+
+def test_two_replicas_save_the_same_output(place: Place) -> None:
+    with replica(place) as first, replica(place) as other:
+        for one in (first, other):
+            one.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
+            assert one.saver.drain(10)
+        assert (first.count("saves"), other.count("save_existed")) == (1, 1)
+
+
+def test_at_its_end_a_worker_waits_for_its_saves(place: Place) -> None:
+    first = Replica(place)
+    for number in range(8):
+        item = ItemSave(bytes([number]) * 20, EMBEDS)
+        first.worker.save(plan(x=item), {"x": output_of("x")}, "x")
+    first.close()
+    first.close()
+    assert len(place.payloads()) == 8
+    assert repr(first.saver) == "<EncoderSaver 0 waiting, 0 under way>"
+
+
+def test_what_workers_counted_is_told_by_the_scheduler(place: Place) -> None:
+    with replica(place) as first:
+        first.see(request("a", "x"))
+        report = first.worker.take_report()
+        assert report is not None
+        sent: EncoderReport = pickle.loads(pickle.dumps(report))
+        both = sent.aggregate(EncoderReport({"saves": 2.0, "save_seconds_max": 99.0}))
+        output: Any = type("EncoderOutput", (), {"ec_connector_worker_meta": both})
+        first.side.update(output)
+        numbers = first.side.take_numbers()
+        assert numbers["saves"] == 3
+        assert numbers["save_seconds_max"] == 99.0
+        assert first.side.take_numbers() == {}

@@ -1,0 +1,92 @@
+"""A small fleet's leftovers: real payloads, records and an identity, saved as replicas save."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
+from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, WriteIndex
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.topology import Shard
+from objkv.ops.backends_view import BackendsView
+from objkv.stores.base import PruneStore, WriteStore
+
+CHUNK = 16
+CREATED_S = 1_700_000_000
+IDENTITY = Identity(
+    model="acme/tiny",
+    weights="0" * 16,
+    quantization=None,
+    kv_dtype="bfloat16",
+    groups=(GroupIdentity("full", None, ("l.0", "l.1"), heads=2, content=8, block_size=8),),
+    page_layout="canonical",
+    chunk_tokens=CHUNK,
+    weights_epoch=0,
+    tenant="default",
+)
+NAMESPACE = IDENTITY.namespace()
+WHOLE = Shard(0, 2, 0, 2)
+LEFT, RIGHT = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
+TOKENS = tuple(range(100, 100 + 3 * CHUNK))
+"""Three chunks."""
+
+
+def save_identity(bulk: WriteStore, identity: Identity = IDENTITY) -> None:
+    """As a replica does at its first save."""
+    bulk.put(identity_path(identity.namespace()), identity.canonical())
+
+
+def save(
+    bulk: WriteStore,
+    index: WriteIndex | None,
+    tokens: Sequence[int] = TOKENS,
+    *,
+    shards: Sequence[Shard] = (WHOLE,),
+    codec: str = "none",
+) -> list[ChunkKey]:
+    """Save every whole chunk of ``tokens``; bulk first, then the record."""
+    hashes = prefix_hashes(NAMESPACE, tokens, CHUNK)
+    keys = []
+    for number, prefix_hash in enumerate(hashes):
+        parent = hashes[number - 1] if number else root_hash(NAMESPACE)
+        chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, number * CHUNK, (number + 1) * CHUNK)
+        for shard in shards:
+            key = ChunkKey(NAMESPACE, prefix_hash, 0, shard)
+            payload = payload_of(key, chunk, tokens, codec)
+            bulk.put_if_absent(key.path(), payload)
+            if index is not None:
+                index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
+            keys.append(key)
+    return keys
+
+
+def payload_of(key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str) -> bytes:
+    """A payload of compressible pages, in which everything is told truly."""
+    heads = key.shard.head_end - key.shard.head_start
+    layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, 8)) for name in ("l.0", "l.1")]
+    pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
+    digest = token_digest(tokens[chunk.token_start : chunk.token_end])
+    claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
+    provenance = Provenance(digest, "host-1:4242", CREATED_S + chunk.token_start)
+    return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
+
+
+def record_of(header: Header) -> ShardRecord:
+    """What the index is told of a payload."""
+    return ShardRecord(
+        nbytes=header.nbytes,
+        raw_bytes=header.raw_bytes,
+        codec=header.codec,
+        hot=False,
+        header_checksum=header.checksum,
+        created_s=header.provenance.created_s,
+    )
+
+
+def view_of(
+    bulk: PruneStore, index: PruneIndex, hot: PruneStore | None = None, **agreed: Any
+) -> BackendsView:
+    """As operators' commands see them."""
+    usual = {"is_own_index": False, "ttl_s": 3_600, "lease_ms": 60_000, "owner": "test"}
+    return BackendsView(bulk, hot, index, **{**usual, **agreed})
