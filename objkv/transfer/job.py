@@ -160,9 +160,9 @@ class LoadJob:
     def close(self) -> LoadOutcome:
         """Forbid further writes, wait for those under way (copies, not the network), report.
 
-        Copies that a lane has been given have passed as well. Of a plan within the step they
-        only come before all that is given to the compute stream from here on, which is whatever
-        may touch these blocks next: the forward thread does not wait for the device.
+        Between steps it also waits until the lanes' copies are finished. Within a step it makes the
+        compute stream wait for them instead, ahead of all that may touch these blocks next: the
+        forward thread does not wait for the device.
         """
         with self._changed:
             self._closed = True
@@ -212,7 +212,9 @@ class LoadJob:
         One after the other: what a move no longer lacks, or is no longer wanted, stays so. Asking
         all of them again whenever something was written would take the time of their square.
         """
-        for i in sorted(self._unfinished, reverse=True):  # the last is there last: one waking up
+        for i in sorted(
+            self._unfinished, reverse=True
+        ):  # usually the last is written last: one wake-up
 
             def is_there(i: int = i) -> bool:
                 if i not in self._unfinished or not self._wanted(self.plan.moves[i]):

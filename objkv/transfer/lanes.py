@@ -22,7 +22,7 @@ from objkv.errors import ConfigError
 # the same in place, for some ratios.
 
 PagesT = TypeVar("PagesT", np.ndarray[Any, np.dtype[Any]], torch.Tensor)
-"""What is used here arrays and tensors have in common."""
+"""A numpy array or a torch tensor: only operations that both have are used."""
 
 
 @dataclass(frozen=True, slots=True)

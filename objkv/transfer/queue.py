@@ -96,7 +96,7 @@ class TaskQueue:
         self._moves_max = moves_max
         self._overdue_s = overdue_s
         self._overdue: set[int] = set()
-        """Threads at work on tasks that were."""
+        """Threads at work on tasks that were overdue when taken."""
         self._eager = eager or max(1, _processors() // 2)
         self._usual_s = 0.0
         self._begun: dict[int, float] = {}
@@ -241,8 +241,7 @@ class TaskQueue:
 
 
 def _counts(job: LoadJob, index: int) -> int:
-    """1, but 0 for a further part of the move before it: a chunk is one move, in whatever number of
-    payloads it comes."""
+    """What a task counts against ``moves_max``: 1, or 0 for a further payload of one chunk."""
     moves = job.plan.moves
     return int(not index or moves[index].move is not moves[index - 1].move)
 
