@@ -272,8 +272,9 @@ class ChunkCache:
         Unverified: the caller opens it.
 
         ``hot``: whether the record promised a copy in the hot store, which is then read first.
-        While a hot copy is read, ``arrived`` is called with 0, then once with all bytes: if the hot store
-        fails halfway, bulk overwrites the buffer, and a lane may still be copying reported bytes.
+        While a hot copy is read, ``arrived`` is called with 0, then once with all bytes: if the hot
+        store fails halfway, bulk overwrites the buffer, while a lane may still be copying what was
+        reported.
         ``on_hot`` is called if that copy is what was read.
         """
         path = key.path()
