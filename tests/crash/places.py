@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,13 +49,15 @@ class Place:
 
     def view_of(self, backends: Backends) -> BackendsView:
         """As operators' commands see them."""
-        return BackendsView.of(
+        view = BackendsView.of(
             self.config,
             (backends.bulk, backends.hot),
             backends.index,
             backends.admin,
             command="crash",
         )
+        # One owner in the process and its children: what a killed one leased is not waited for.
+        return replace(view, owner=f"crash-{os.getpid()}")
 
     def wipe(self) -> None:
         """Begin a round with nothing."""
