@@ -1,8 +1,8 @@
 """Background threads: a pool runs what it is handed in order, and ends within a bound.
 
 All of objkv's queues of background work are pools, so what is easily wrong is decided once: no
-thread dies from what it runs, nothing finished is kept alive by a waiting thread, and whoever
-closes a pool gets back what no thread began. What a job is, how many may wait and how long, is the
+thread dies from what it runs, nothing finished is kept alive by a waiting thread, and closing
+a pool hands back what no thread began. What a job is, how many may wait and how long, is the
 owner's business. The threads are daemons: an interpreter that ends waits for none of them, which
 ``ThreadPoolExecutor`` would do for ever where a file system does not answer.
 """

@@ -17,7 +17,7 @@ from objkv.keys.identity import NAMESPACE_HEX, Identity, seals_of
 from objkv.ops.backends_view import BackendsView, pick_namespace, read_identity
 from objkv.ops.warm import endpoint, engine
 from objkv.ops.warm.chat import LocalTokenizer
-from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.engine import EngineProcess, WarmEngineJob
 from objkv.ops.warm.lookup import known_identities
 from objkv.ops.warm.prefill import Prefiller
@@ -175,7 +175,7 @@ def _askers(resolved: Resolved, options: WarmOptions) -> list[Prefiller]:
     limits = EndpointLimits(options.at_once or endpoint.AT_ONCE, options.answer_s)
     urls = list(dict.fromkeys(options.endpoints))
     return [
-        Endpoint(
+        PrefillEndpoint(
             url,
             limits,
             model=options.served_model,

@@ -1,9 +1,9 @@
 """Which part of a match is sooner loaded than computed, from what this replica measured.
 
 A load takes the latency of each store it touches, and its bytes at that store's speed; computing
-takes a measured time per token. A match that would lose is refused, of one whose tail would lose
-the rest is loaded. As long as little was measured, everything is loaded, which is how it becomes
-measured; and now and then a load that should lose is let through, since stores and networks
+takes a measured time per token. A match that is slower to load is refused; if only its
+tail is slower, the head is loaded. While little is measured everything is loaded, which is how it
+becomes measured; and now and then a load that should lose is let through, since stores and networks
 recover. All estimates are medians of the last few: what is refused is hardly measured any more, so
 that one bad load must not be enough, and a few good ones must be. Attention makes a later token
 dearer than an early one; that is left out, and favours computing by a little on very long prompts.

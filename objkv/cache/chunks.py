@@ -82,8 +82,9 @@ class HotCopies:
         return entry is not None and entry.nbytes == nbytes
 
     def put(self, path: str, payload: Buffer, *, suspect: bool) -> bool:
-        """Make a copy if ``payload`` is small; whether there is one now. ``suspect``: an older
-        payload was corrupt, which may have been its copy: that is replaced whatever its size."""
+        """Make a copy if ``payload`` is small; whether there is one now. ``suspect``: the
+        earlier payload was corrupt, perhaps in its hot copy, so that copy is replaced even above
+        ``save_bytes_max``."""
         if self._store is None:
             return False
         nbytes = len(payload)
@@ -134,8 +135,8 @@ def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header 
 
 
 KEEP_S = 30.0
-"""How long a lookup may have waited in a queue until its request is computed, as a rule. If the
-saved payload vanishes meanwhile, its next save is delayed by as much."""
+"""For so long after a save the same chunk is not saved again: requests that were looked up before
+it may still be queued. The price: if the payload vanishes, its next save waits as long."""
 
 
 class InFlightSaves:
@@ -270,9 +271,10 @@ class ChunkCache:
         """The payload, or from ``start`` on what of it fits, into ``buffer``: see ``ReadStore``.
         Unverified: the caller opens it.
 
-        ``hot``: whether the record promised a copy in the hot store, which is then read first. Of
-        that copy ``arrived`` reports only the end, and before that 0 bytes: if that store fails
-        halfway bulk writes over it, and a lane may still be copying bytes that were reported.
+        ``hot``: whether the record promised a copy in the hot store, which is then read first.
+        While a hot copy is read, ``arrived`` is called with 0, then once with all bytes: if the hot
+        store fails halfway, bulk overwrites the buffer, while a lane may still be copying what was
+        reported.
         ``on_hot`` is called if that copy is what was read.
         """
         path = key.path()

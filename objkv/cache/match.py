@@ -1,4 +1,4 @@
-"""How many leading chunks of a prompt a reader can use, decided once, from what was found alone.
+"""How many leading chunks of a prompt a reader can use, decided from what was found alone.
 
 What a model needs of the tokens before the end of a match, to go on from there, depends on the kind
 of each of its groups; a payload holds only the blocks that some such end needs.

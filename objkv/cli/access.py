@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.config import ENV_PREFIX, Role
 from objkv.ops.doctor.access import PASSWORD, Access, access_of, as_text
 
@@ -31,7 +31,7 @@ def access(
     return FINE
 
 
-def _print(out: Output, found: Access) -> None:
+def _print(out: Printer, found: Access) -> None:
     out.line(f"# Environment of a {found.role}, besides its credentials")
     for name, value in found.settings.items():
         out.line(f"{ENV_PREFIX}{name.upper()}={value}")

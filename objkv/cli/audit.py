@@ -13,7 +13,7 @@ import typer
 
 from objkv import __version__
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import Output, age, counted, plain, size
+from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import WORKERS, Deadline, OneNamespace, Restart, Upkeep, Workers, upkeep
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
@@ -34,8 +34,6 @@ from objkv.ops.audit.walk import AuditView, AuditWalk
 from objkv.ops.formats import dollars, share
 from objkv.ops.match import load_tokenizer
 from objkv.ops.runs import checkpoint_file
-
-# How ``objkv audit`` tells its report: tables, one JSON document, and the page.
 
 _HASH = 12
 _DIFFERENCES = 5
@@ -61,7 +59,7 @@ def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
 
 
 def show_report(
-    out: Output, report: AuditReport, *, limit: int, html: Path | None, is_kept: bool
+    out: Printer, report: AuditReport, *, limit: int, html: Path | None, is_kept: bool
 ) -> None:
     """Print it."""
     if out.machine:
@@ -95,7 +93,7 @@ def show_report(
         out.line(f"not complete, {why}{go_on}", "yellow")
 
 
-def _totals(out: Output, report: AuditReport) -> None:
+def _totals(out: Printer, report: AuditReport) -> None:
     totals = report.totals
     out.line(
         f"{counted(totals.chunks, 'chunk')}, {counted(totals.payloads, 'payload')}, "
@@ -113,7 +111,7 @@ def _totals(out: Output, report: AuditReport) -> None:
     out.line()
 
 
-def _namespaces(out: Output, report: AuditReport, limit: int) -> None:
+def _namespaces(out: Printer, report: AuditReport, limit: int) -> None:
     columns = (
         "namespace", "model", "tenant", ">prefixes", ">chunks", ">tokens", ">bytes", ">hits",
         ">used", ">newest", ">oldest", ">last used", ">wrong",
@@ -141,7 +139,7 @@ def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
     )
 
 
-def _tenants(out: Output, report: AuditReport, limit: int) -> None:
+def _tenants(out: Printer, report: AuditReport, limit: int) -> None:
     if len(report.tenants) < 2 and not any(one.quota_bytes for one in report.tenants):
         return
     out.line()
@@ -164,7 +162,7 @@ def _tenants(out: Output, report: AuditReport, limit: int) -> None:
     _more(out, len(report.tenants) - limit)
 
 
-def _roots(out: Output, report: AuditReport, limit: int) -> None:
+def _roots(out: Printer, report: AuditReport, limit: int) -> None:
     if not report.roots:
         return
     out.line()
@@ -194,7 +192,7 @@ def _root_row(one: RootAudit, now_s: int) -> Sequence[object]:
     )
 
 
-def _findings(out: Output, report: AuditReport, limit: int) -> None:
+def _findings(out: Printer, report: AuditReport, limit: int) -> None:
     rows = [
         (one.kind, one.count, size(one.nbytes), one.young, one.remedy)
         for one in report.findings.counts
@@ -223,7 +221,7 @@ def _named(first: Sequence[AuditFinding], limit: int) -> list[AuditFinding]:
     return [first[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
 
 
-def _costs(out: Output, report: AuditReport) -> None:
+def _costs(out: Printer, report: AuditReport) -> None:
     cost, growth = report.cost, report.growth
     out.line()
     if growth.bytes_per_day is not None:
@@ -236,7 +234,7 @@ def _costs(out: Output, report: AuditReport) -> None:
     )
 
 
-def _differences(out: Output, report: AuditReport, limit: int) -> None:
+def _differences(out: Printer, report: AuditReport, limit: int) -> None:
     if not report.differences:
         return
     out.line()
@@ -248,7 +246,7 @@ def _differences(out: Output, report: AuditReport, limit: int) -> None:
         out.line(f"{counted(left, 'more pair')}; objkv diff compares two")
 
 
-def _more(out: Output, omitted: int) -> None:
+def _more(out: Printer, omitted: int) -> None:
     if omitted > 0:
         out.line(f"{omitted:,} more")
 

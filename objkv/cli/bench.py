@@ -17,7 +17,7 @@ import typer
 from objkv.assembly.backends import open_bulk, open_hot, open_index
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
 from objkv.cli.demo import Steps, print_failure
-from objkv.cli.output import Output, plain, size
+from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder
 from objkv.errors import ConfigError
 from objkv.ops.bench.gpu import bench_gpu
@@ -61,7 +61,7 @@ def bench_document(report: BenchReport) -> dict[str, Any]:
     return document
 
 
-def print_report(out: Output, report: BenchReport) -> None:
+def print_report(out: Printer, report: BenchReport) -> None:
     """The tables, the machine, and what was missed."""
     for section in report.sections:
         _print_section(out, section)
@@ -117,7 +117,7 @@ def ratio_text(ratio: float | None) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
 
 
-def _print_section(out: Output, section: Section) -> None:
+def _print_section(out: Printer, section: Section) -> None:
     out.line(section.name, "bold")
     if section.rows:
         out.table(_COLUMNS, [_cells(row) for row in section.rows])

@@ -14,14 +14,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from objkv.assembly.backends import Backends, open_backends
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.config import Config, Resolved, local_path, resolve_config
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
 from objkv.ops.formats import printable
 from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
-
-# What was started ends in order, also when a command is asked to end.
 
 
 @contextmanager
@@ -71,7 +69,7 @@ class Session:
     """What a command works with."""
 
     resolved: Resolved
-    out: Output
+    out: Printer
 
     @property
     def config(self) -> Config:
@@ -164,7 +162,7 @@ def _session(options: CommonOptions) -> Session:
     given = {"bulk_url": options.bulk_url, "index_url": options.index_url}
     overrides = {name: value for name, value in given.items() if value is not None}
     resolved = resolve_config(overrides, file=options.config)
-    return Session(resolved, Output(machine=options.json, color=not options.no_color))
+    return Session(resolved, Printer(machine=options.json, color=not options.no_color))
 
 
 def _say(sentence: str, code: int) -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.output import Output, plain, size
+from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
 from objkv.ops.demo import (
@@ -89,7 +89,7 @@ def report_document(report: DemoReport) -> dict[str, Any]:
     return document
 
 
-def print_report(out: Output, report: DemoReport) -> None:
+def print_report(out: Printer, report: DemoReport) -> None:
     """The table and what it means."""
     out.line()
     out.line("Seconds to the first token", "bold")
@@ -175,7 +175,7 @@ def demo(
     return FINE if report.fine else FOUND
 
 
-def _show(out: Output, length: Size, place: DemoFolder) -> DemoReport:
+def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
     with Steps(color=out.color).shown() as steps:
         report = show_replicas(length, place, steps.tell, lambda: _count(place))
     if out.machine:
@@ -186,7 +186,7 @@ def _show(out: Output, length: Size, place: DemoFolder) -> DemoReport:
     return report
 
 
-def _print_next(out: Output, length: Size, place: DemoFolder) -> None:
+def _print_next(out: Printer, length: Size, place: DemoFolder) -> None:
     prompt = shlex.quote(str(place.prompt_file(prompts_of(length)[-1])))
     out.line()
     out.line("Look at it, until the next demo replaces it:", "bold")

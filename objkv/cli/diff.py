@@ -11,7 +11,7 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.keys.identity import NAMESPACE_HEX, identity_path
 from objkv.ops.backends_view import identity_document, pick_namespace
@@ -123,7 +123,7 @@ def _document(
 
 
 def _print(
-    out: Output, names: tuple[str, str], sides: Sequence[Document], report: DiffReport
+    out: Printer, names: tuple[str, str], sides: Sequence[Document], report: DiffReport
 ) -> None:
     rows = [
         (letter, namespace_of(side), str(side.get("model")), name)
@@ -148,7 +148,7 @@ def _print(
         _explain(out, difference)
 
 
-def _explain(out: Output, difference: Difference) -> None:
+def _explain(out: Printer, difference: Difference) -> None:
     out.line()
     if difference.follows_from is not None:
         out.line(f"{difference.field}: follows from {difference.follows_from}")

@@ -4,7 +4,7 @@ from objkv.assembly.backends import open_bulk, open_hot, open_index
 from objkv.assembly.redis import describe_index
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
 from objkv.telemetry import MemoryRecorder, NullRecorder
 
@@ -49,7 +49,7 @@ def _nobody(change: object) -> None:
     """What is given up is in the report, check by check."""
 
 
-def _print(out: Output, report: DoctorReport) -> None:
+def _print(out: Printer, report: DoctorReport) -> None:
     out.line(f"objkv {report.objkv}, Python {report.python}")
     out.line()
     rows = [(setting.name, setting.value, setting.source) for setting in report.settings]

@@ -207,6 +207,6 @@ def _show(run: Upkeep, out: Path, head: Head | None) -> None:
     if counts["kept"]:
         tell.line(f"{counts['kept']:,} of them were there already")
     run.print_findings()
-    run.tell_end()
+    run.report_end()
     if run.pool.ending != "complete":
         tell.line("run it again to go on: what is there is kept")

@@ -143,6 +143,6 @@ def _show(run: Upkeep, head: Head, new: int) -> None:
     told = [f"{counts[kind]:,} {words[kind]}" for kind in kinds if counts[kind]]
     out.line(f"{head.payloads:,} payloads: {', '.join(told) or 'nothing done'}")
     run.print_findings()
-    run.tell_end()
+    run.report_end()
     if run.pool.ending != "complete":
         out.line("run it again to go on: what is stored stays")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output, age, counted, plain, size
+from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.ops.backends_view import pick_namespace
@@ -233,6 +233,6 @@ def _cut(rows: Sequence[Any], limit: int) -> tuple[Sequence[Any], int]:
     return rows[:limit], max(0, len(rows) - limit)
 
 
-def _tell_omitted(out: Output, omitted: int) -> None:
+def _tell_omitted(out: Printer, omitted: int) -> None:
     if omitted:
         out.line(f"{omitted:,} more: raise --limit")

@@ -7,12 +7,11 @@ import typer
 
 from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output, age, counted, plain, size
+from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.ops.explain.causes import Explanation, Question
-from objkv.ops.explain.explain import explain_match
-from objkv.ops.explain.replicas import ReplicaTold, ask_replica
+from objkv.ops.explain.explain import ReplicaTold, ask_replica, explain_match
 from objkv.ops.match import MatchReport, match_prompt
 
 
@@ -74,7 +73,7 @@ def match(
     return FINE
 
 
-def _print_reason(out: Output, why: Explanation, replicas: Sequence[ReplicaTold]) -> None:
+def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaTold]) -> None:
     out.line()
     if why.chunk is None:
         out.line(f"why: {why.sentence}", "bold")
@@ -95,7 +94,7 @@ def _print_reason(out: Output, why: Explanation, replicas: Sequence[ReplicaTold]
             out.line(f"  {text}")
 
 
-def _print(out: Output, report: MatchReport) -> None:
+def _print(out: Printer, report: MatchReport) -> None:
     out.line(f"namespace {report.namespace}, model {report.model}")
     out.line()
     if report.chunks:

@@ -44,7 +44,7 @@ class _Console(Console):
         raise
 
 
-class Output:
+class Printer:
     """Standard output, for people or for machines; progress goes to standard error."""
 
     def __init__(self, *, machine: bool, color: bool) -> None:

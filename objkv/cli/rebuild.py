@@ -7,7 +7,7 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, OneNamespace, Restart, Upkeep, Workers, refuse_memory, upkeep
-from objkv.ops.backends_view import Namespace, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.backends_view import StoredNamespace, read_namespace, stored_namespaces, stored_parts
 from objkv.ops.rebuild import Rebuild
 
 _COUNTS = ("restored", "corrected", "present", "written", "unreadable", "foreign", "other")
@@ -37,7 +37,7 @@ def rebuild(
     with upkeep(
         session, "rebuild", namespace, dry_run, writes=not dry_run, workers=workers, restart=restart
     ) as run:
-        bulk, found, is_empty = run.view.bulk, dict[str, Namespace](), False
+        bulk, found, is_empty = run.view.bulk, dict[str, StoredNamespace](), False
         with run.interruptible():
             with session.out.waiting("reading namespaces"):
                 only = run.pick(namespace)
@@ -50,7 +50,7 @@ def rebuild(
             run.run("looking for what was lost again", work.lost(parts, found))
             run.run("restoring what stands on them", work.namespaces(found))
         if is_empty and not session.out.machine:
-            run.tell_nothing()
+            run.report_nothing()
         else:
             _show(run, len(found), dry_run)
         counts = run.counters.counts
@@ -96,4 +96,4 @@ def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
     if dry_run:
         out.line("nothing was written: --dry-run")
-    run.tell_end()
+    run.report_end()

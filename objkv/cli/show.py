@@ -6,7 +6,7 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import Output, age, size
+from objkv.cli.output import Printer, age, size
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
@@ -91,7 +91,7 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
     return sorted(dict.fromkeys(next(iter(found.values()), [])), key=ChunkKey.path)
 
 
-def _print(out: Output, reports: list[PayloadReport]) -> None:
+def _print(out: Printer, reports: list[PayloadReport]) -> None:
     for number, report in enumerate(reports):
         if number:
             out.line()

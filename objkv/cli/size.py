@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Output, counted, plain
+from objkv.cli.output import Printer, counted, plain
 from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
 from objkv.ops.audit.report import Prices
@@ -153,7 +153,7 @@ def _shape(
     )
 
 
-def _print(out: Output, found: Sizing, layout: Layout, load: Load) -> None:
+def _print(out: Printer, found: Sizing, layout: Layout, load: Load) -> None:
     chunk = found.chunk
     kept = load.ttl_s + load.used_s
     rows: list[tuple[str, str, str]] = [
@@ -197,7 +197,7 @@ def _print(out: Output, found: Sizing, layout: Layout, load: Load) -> None:
         out.line("prompts are shorter than a chunk: nothing of them is stored", "yellow")
 
 
-def _print_presets(out: Output) -> None:
+def _print_presets(out: Printer) -> None:
     if out.machine:
         out.document({"models": {name: plain(known) for name, known in PRESETS.items()}})
         return

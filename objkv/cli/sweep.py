@@ -89,7 +89,7 @@ def sweep(
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
         is_empty = found is not None and not found.namespaces and not found.indexed
         if is_empty and not is_found and not session.out.machine:
-            run.tell_nothing()
+            run.report_nothing()
         else:
             _show(run, apply)
         return run.code(FOUND if is_found and not apply else FINE)
@@ -138,7 +138,7 @@ def _show(run: Upkeep, apply: bool) -> None:
         out.line(f"removed {_removed(counters)}")
     elif rows:
         out.line("nothing was removed: --apply does it")
-    run.tell_end()
+    run.report_end()
 
 
 def _some(counters: Counters) -> Iterator[tuple[str, str]]:

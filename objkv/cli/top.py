@@ -20,15 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
-from objkv.cli.output import Output, age, plain, size
+from objkv.cli.output import Printer, age, plain, size
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
 from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, ReplicaRow
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.top.watch import FleetWatch, View
-
-# What ``objkv top`` shows: the same tables once, or again and again on a terminal.
 
 SORTS: Final = ("name", "tokens", "hit rate", "loads", "refusals", "drops")
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
@@ -376,7 +374,7 @@ def _urls(given: list[str] | None, file: Path | None) -> list[str]:
     return list(dict.fromkeys(urls)) or [_DEFAULT]
 
 
-def _once(out: Output, watch: FleetWatch, every_s: float, *, look: bool) -> int:
+def _once(out: Printer, watch: FleetWatch, every_s: float, *, look: bool) -> int:
     """Print the rates between two looks."""
     try:
         with out.waiting(f"looking for {every_s:g} s"):
@@ -400,7 +398,7 @@ def _once(out: Output, watch: FleetWatch, every_s: float, *, look: bool) -> int:
     return FOUND if down or view.problems else FINE
 
 
-def _print(out: Output, view: View) -> None:
+def _print(out: Printer, view: View) -> None:
     for line in summary_lines(view):
         out.line(line)
     out.line()
@@ -413,7 +411,7 @@ def _print(out: Output, view: View) -> None:
         out.line(problem, "yellow")
 
 
-def _live(out: Output, watch: FleetWatch, every_s: float) -> int:
+def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:
     """Until somebody presses q."""
     console = Console(no_color=None if out.color else True)
     showing, view = Showing(every_s), None

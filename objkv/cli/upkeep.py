@@ -17,7 +17,7 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.backends_view import (
     BackendsView,
-    Namespace,
+    StoredNamespace,
     pick_namespace,
     read_namespace,
     stored_namespaces,
@@ -51,8 +51,8 @@ class Upkeep:
 
     def run(self, what: str, units: Iterable[Unit]) -> None:
         """Do them, and show how far they are."""
-        with self.session.out.steps(what) as tell:
-            self.pool.run(units, tell)
+        with self.session.out.steps(what) as on_progress:
+            self.pool.run(units, on_progress)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ class Upkeep:
             raise ConfigError(f"no such namespace: {beginning}; {there}")
         return name
 
-    def with_keys(self, found: dict[str, Namespace]) -> dict[str, Namespace]:
+    def with_keys(self, found: dict[str, StoredNamespace]) -> dict[str, StoredNamespace]:
         """Those whose payloads can be judged here; it is told which cannot, because the keys that
         they are sealed with are not. Raises ``ConfigError`` if that is true of all."""
         left, skipped = {}, dict[str, str]()
@@ -116,13 +116,13 @@ class Upkeep:
         findings = self.counters.findings
         self.session.out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in findings])
 
-    def tell_nothing(self) -> None:
+    def report_nothing(self) -> None:
         """Say that there is nothing to work on, and where that was looked for."""
         public = self.session.config.public()
         self.session.out.line(f"nothing is stored yet in {public['bulk_url']}")
-        self.tell_end()
+        self.report_end()
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Say how it ended, if that was early."""
         out, ending = self.session.out, self.pool.ending
         if ending != "complete" and not out.machine:
@@ -202,7 +202,7 @@ def refuse_memory(session: Session, command: str) -> None:
             )
 
 
-def open_seals(session: Session) -> Callable[[Namespace], Seal | None]:
+def open_seals(session: Session) -> Callable[[StoredNamespace], Seal | None]:
     """What the payloads of a namespace are sealed with; raises ``ConfigError`` where the keys for
     that are not here."""
     # Once for each tenant, not for each namespace: to ask for keys may take seconds.
@@ -212,7 +212,7 @@ def open_seals(session: Session) -> Callable[[Namespace], Seal | None]:
         )
     )
 
-    def seal_of(namespace: Namespace) -> Seal | None:
+    def seal_of(namespace: StoredNamespace) -> Seal | None:
         """A namespace's document says how its payloads are sealed, and nobody can make another one
         of the same digest. Without one, what is configured counts."""
         if not namespace.is_known:

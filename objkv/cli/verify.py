@@ -19,8 +19,8 @@ from objkv.cli.upkeep import (
 )
 from objkv.errors import ConfigError
 from objkv.ops.backends_view import (
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     read_namespace,
     stored_namespaces,
     stored_parts,
@@ -88,7 +88,7 @@ def verify(
             )
             is_empty = not parts and not indexed
         if is_empty and not session.out.machine:
-            run.tell_nothing()
+            run.report_nothing()
         else:
             _show(run, chosen_of, every=every, quarantine=quarantine)
         is_wrong = any(run.counters.counts[kind] for kind in _WRONG) or _is_index_lost(run.counters)
@@ -135,7 +135,7 @@ def _is_index_lost(counters: Counters) -> bool:
 
 def _places(
     run: Upkeep, namespace: str | None
-) -> tuple[dict[str, Namespace], list[NamespacePart], list[str]]:
+) -> tuple[dict[str, StoredNamespace], list[NamespacePart], list[str]]:
     view = run.view
     names = [name for name in stored_namespaces(view.bulk) if namespace in (None, name)]
     known = [] if view.is_own_index else view.index.namespaces()
@@ -191,4 +191,4 @@ def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) 
         out.line(
             f"{counters.omitted:,} more were found than are taken at once: run it again", "yellow"
         )
-    run.tell_end()
+    run.report_end()

@@ -29,7 +29,7 @@ from objkv.cli.command import (
     command,
     ending_in_order,
 )
-from objkv.cli.output import Output, size
+from objkv.cli.output import Printer, size
 from objkv.cli.upkeep import refuse_memory
 from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError
@@ -40,13 +40,11 @@ from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import WarmLimits
 from objkv.ops.warm.warm import WarmProgress
 
-# How ``objkv warm`` shows how far it is, and what it did.
-
 _SHOWN_MAX = 20
 
 
 @contextmanager
-def watching(out: Output, *, promote: bool) -> Iterator[WarmProgress]:
+def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
     """Shown while somebody watches a terminal."""
     console = Console(stderr=True, no_color=None if out.color else True)
     columns = (
@@ -83,7 +81,7 @@ def watching(out: Output, *, promote: bool) -> Iterator[WarmProgress]:
         yield WarmProgress(stage, prepared, warmed, out.note)
 
 
-def show_report(out: Output, report: WarmReport) -> None:
+def show_report(out: Printer, report: WarmReport) -> None:
     """The result, for people or for machines."""
     if out.machine:
         out.document(report.plain())
@@ -102,7 +100,7 @@ def show_report(out: Output, report: WarmReport) -> None:
         )
 
 
-def _show_warmed(out: Output, report: WarmReport) -> None:
+def _show_warmed(out: Printer, report: WarmReport) -> None:
     if report.namespace:
         out.line(f"namespace {report.namespace}, model {printable(report.model)}")
     rows: list[tuple[object, ...]] = [
@@ -163,7 +161,7 @@ def _asked(report: WarmReport) -> str:
     return told + (f"; {report.retries:,} requests were repeated" if report.retries else "")
 
 
-def _show_promotion(out: Output, report: WarmReport) -> None:
+def _show_promotion(out: Printer, report: WarmReport) -> None:
     told = report.promotion
     assert told is not None
     out.line(f"namespace {report.namespace}, model {printable(report.model)}")
@@ -181,7 +179,7 @@ def _show_promotion(out: Output, report: WarmReport) -> None:
     out.table(("", ">", ""), rows)
 
 
-def _show_failures(out: Output, report: WarmReport) -> None:
+def _show_failures(out: Printer, report: WarmReport) -> None:
     if not report.failures:
         return
     out.line()

@@ -2,7 +2,7 @@
 
 Everything here is safe from many threads at once and releases the GIL while it computes. Beware:
 the first use of ``blosc`` or ``blosclz4`` calls ``blosc2.set_releasegil(True)``, which holds for
-the whole process; blosc2's own thread count is left alone, every call here asks for one thread.
+the whole process; blosc2's own thread count is not changed, every call here uses one thread.
 """
 
 import ctypes
@@ -36,12 +36,12 @@ _BLOSC_VERSION_MAX = 5
 _BLOSC_BLOCK_BYTES_MAX = 16 << 20
 """The decoder's buffers are a few blocks long. Our encoder's blocks end at 4 MiB."""
 _BLOSC_RUNS_MAX = 3
-"""Zeros, not-a-numbers, or one value; what comes next would leave the buffer as it was."""
+"""Zeros, not-a-numbers, or one value; the next kind would leave the buffer unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shuffled:
-    """One way to use blosc2: shuffled bytes, and what compresses them."""
+    """One way to use blosc2: shuffled bytes and a compressor."""
 
     name: str
     """As blosc2 spells it."""
@@ -108,7 +108,7 @@ def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
     if decode is None or max(len(frame), out.nbytes) > _INT_MAX:
         _decompress_lz4_copying(frame, out)
         return
-    # numpy tells addresses of read-only buffers as well; both arrays live until the call is over.
+    # numpy gives addresses of read-only buffers as well; both arrays live until the call is over.
     source, target = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8)
     done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)
     if done < 0:
@@ -117,7 +117,7 @@ def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
 
 
 def _decompress_lz4_copying(frame: memoryview, out: memoryview) -> None:
-    # The binding cannot decode into a buffer; what it allocates is as long as ``out``.
+    # The binding cannot decode into a buffer; it allocates as much as ``out`` has.
     try:
         pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
     except (lz4.block.LZ4BlockError, ValueError) as exc:
@@ -129,7 +129,7 @@ def _decompress_lz4_copying(frame: memoryview, out: memoryview) -> None:
 @cache
 def _lz4_decoder() -> Callable[[int, int, int, int], int] | None:
     """``LZ4_decompress_safe`` of the library inside the binding, called without the GIL; None where
-    the binding does not show it. It neither reads nor writes beyond the two lengths it is given."""
+    the binding hides it. It neither reads nor writes beyond the two lengths it is given."""
     try:
         library = ctypes.CDLL(lz4.block._block.__file__)
         decode = library.LZ4_decompress_safe
@@ -187,7 +187,7 @@ def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
     """Refuse every chunk that our encoder would not write.
 
     blosc2 writes as many bytes as the chunk's own header says, whatever the buffer's length, and
-    loads plugins for filters and codecs that it does not know: both must be settled before.
+    loads plugins for filters and codecs that it does not know: both must be ruled out before.
     """
     if len(frame) < _BLOSC_HEADER_BYTES:
         raise PayloadError(f"blosc: a frame of {len(frame)} bytes")

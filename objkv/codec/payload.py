@@ -1,8 +1,8 @@
 """Payload format 1: one chunk of one shard as one immutable, self-describing safetensors file.
 
-Pure: values in, bytes out, and back. Nothing that comes out of here was not verified: length,
-header checksum, claim and layers by ``open_payload``, each frame by ``frame_pages``. Whatever the
-bytes are, reading raises ``PayloadError`` and nothing else. Specified in ``docs/format.md``.
+Pure: values in, bytes out, and back. Everything that is returned was verified: length, header
+checksum, claim and layers by ``open_payload``, each frame by ``frame_pages``. For any bytes,
+reading raises ``PayloadError`` and nothing else. Specified in ``docs/format.md``.
 """
 
 from bisect import bisect_right
@@ -40,8 +40,6 @@ from objkv.codec.values import (
     check_layers,
 )
 from objkv.errors import PayloadError
-
-# Makes payloads: raw pages in, one contiguous payload out, sealed where a seal is given.
 
 
 def encode(
@@ -89,10 +87,10 @@ def encode_in_place(
 
     ``buffer`` (writable, contiguous, format ``B``, owned by the caller) holds the raw pages of all
     layers, one after the other, from byte ``header_room(layers, tokens=...)`` on. They are
-    overwritten, and the payload is a view of ``buffer`` that need not begin at its beginning. At
-    most one frame at a time is in memory of its own, and none with codec ``none``. What is written
-    is what ``encode`` returns for the same pages, but for the salt where ``seal`` encrypts; token
-    ids must not be in ``provenance`` then. Raises ``PayloadError`` as ``encode`` does.
+    overwritten, and the payload is a view of ``buffer`` that may begin after its first byte. At
+    most one frame at a time is in memory of its own, and none with codec ``none``. The payload is
+    the one that ``encode`` returns for the same pages, except for the salt where ``seal`` encrypts;
+    token ids must not be in ``provenance`` then. Raises ``PayloadError`` as ``encode`` does.
     """
     assert codec in CODECS
     assert layers
@@ -107,7 +105,7 @@ def encode_in_place(
     assert buffer.nbytes >= start + sum(layer.nbytes for layer in layers)
     frames: list[Frame] = []
     # A frame is never longer than its pages, so the frames up to here end before the pages of the
-    # next layer begin: nothing is overwritten that was not read.
+    # next layer begin: no page is overwritten before it was read.
     source = target = start
     for number, layer in enumerate(layers):
         if layer.nbytes > LAYER_BYTES_MAX:
@@ -152,7 +150,7 @@ def header_room(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
 
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
     """Upper bound of a payload of ``layers`` in any codec, with ``tokens`` token ids in its
-    provenance: what a slab must hold."""
+    provenance: the size of a slab."""
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
 
 
@@ -184,7 +182,6 @@ __all__ = [
     "open_payload",
     "payload_bytes_max",
     "read_claimed",
-    "read_expected",
     "read_header",
 ]
 
@@ -209,33 +206,25 @@ def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
 def read_claimed(
     payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
 ) -> Header:
-    """``read_header`` for who knows the claim, and what the layers most probably are: much sooner
-    if they are, uncompressed. ``layers`` should be the same object every time, and is kept. Length
-    and layers remain to be compared. Raises ``PayloadError``, also for another claim."""
+    """``read_header`` where the claim and most probably the layers are known: much faster for an
+    uncompressed payload of these layers. ``layers`` should be the same object every time, and is
+    kept. The caller compares length and layers. Raises ``PayloadError``, also for another claim."""
     header = parse_known(_view(payload), claim, layers, seal)
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"claims to be {header.claim}, expected {claim}")
     return header
 
 
-def read_expected(
-    payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
-) -> Header:
-    """``read_claimed`` that compares the layers too; the length remains to be compared. Raises
-    ``PayloadError``, also one that names the first difference."""
-    header = read_claimed(payload, claim, layers, seal=seal)
-    check_layers(header.frames.layers, layers)
-    return header
-
-
 def open_payload(
     payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
 ) -> Header:
-    """``read_expected`` for a complete payload: its length is compared too.
+    """``read_claimed`` for a complete payload: layers and length are compared too. Raises
+    ``PayloadError``, which names the first difference.
 
     The frames are not read: ``frame_pages`` verifies each.
     """
-    header = read_expected(payload, claim, layers, seal=seal)
+    header = read_claimed(payload, claim, layers, seal=seal)
+    check_layers(header.frames.layers, layers)
     nbytes = memoryview(payload).nbytes
     if header.nbytes != nbytes:
         raise PayloadError(f"{nbytes} bytes where the header says {header.nbytes}")
@@ -303,8 +292,8 @@ def _room(header: Header, index: int, scratch: memoryview | None) -> memoryview:
 
 
 def _check_stored(header: Header, index: int, stored: memoryview) -> None:
-    """Raises ``PayloadError`` unless the frame's bytes, as stored, are those that the header tells
-    of. Where that was signed, and they are not encrypted, nobody can have made others."""
+    """Raises ``PayloadError`` unless the frame's bytes, as stored, match the header. Where that was
+    signed, and they are not encrypted, they cannot have been forged."""
     frames = header.frames
     is_signed = header.opened is not None and header.opened.cipher is None
     if is_signed:
@@ -319,8 +308,8 @@ def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
     """Compare the checksums of all frames from ``first`` on that lie in ``payload`` whole; nothing
     is decoded.
 
-    ``payload`` starts with the payload's first byte. Returns the first frame that was not looked
-    at, because it is not all there. Raises ``PayloadError``.
+    ``payload`` starts with the payload's first byte. Returns the first frame that was not checked
+    because it is incomplete. Raises ``PayloadError``.
     """
     whole, frames = _view(payload), header.frames
     until = bisect_right(frames.ends, len(whole))

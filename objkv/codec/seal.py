@@ -1,7 +1,7 @@
 """Seals: payloads that only holders of a key can make (signed), and only they can read (encrypted).
 
-A seal is None where nobody asked for one: then nothing is signed, checked or encrypted. With one,
-whatever is not sealed as it says is refused. Specified in ``docs/format.md``.
+Without a seal (None) nothing is signed, checked or encrypted. With one, every payload that is not
+sealed accordingly is refused. Specified in ``docs/format.md``.
 """
 
 import base64
@@ -48,7 +48,7 @@ class SealKey:
     id: str
     """Stands in payloads, in clear."""
     tenant: str
-    """``*``: of every tenant that has none of its own."""
+    """``*``: of every tenant without a key of its own."""
     secret: bytes = field(repr=False)
     """``KEY_BYTES`` random bytes."""
 
@@ -70,11 +70,11 @@ class Seal:
         """The first key of each kind seals, all of them open; without keys of a kind payloads are
         not sealed in that way. Raises ImportError if there is no library to encrypt with.
 
-        ``random``: where salts come from; others than the system's own are for tests.
+        ``random``: the source of salts; others than the system's own are for tests.
         """
         assert signing or encryption
         self._kinds = {"signing": signing, "encryption": encryption}
-        # What is encrypted is signed as well: else nobody could tell a header that was made up.
+        # An encrypted payload is signed as well: else a forged header would not be detected.
         signing = signing or [_signing_key(key) for key in encryption]
         self._signing = {key.id: key for key in signing}
         self._encryption = {key.id: key for key in encryption}
@@ -94,16 +94,16 @@ class Seal:
     def begin(
         self, claim: Claim, provenance: Provenance, frames: int
     ) -> tuple[Marks, Provenance, Opened]:
-        """For a new payload of so many frames: what its header says of the seal, its provenance as
-        it may be told, and what its frames are sealed with."""
+        """For a new payload of ``frames`` frames: the seal's marks in its header, its provenance as
+        the header may reveal it, and the cipher of its frames."""
         if self._encrypter is None:
             return Marks(self._signer.id), provenance, Opened(None)
-        assert provenance.tokens is None, "token ids are the prompt: they are not to be told"
+        assert provenance.tokens is None, "token ids are the prompt: they stay secret"
         salt = self._random(SALT_BYTES)
         cipher = AesFrames(self._encrypter.secret, salt, claim, frames)
-        told = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
-        cipher.bind(told.token_digest)
-        return Marks(self._signer.id, self._encrypter.id, salt.hex()), told, Opened(cipher)
+        blinded = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
+        cipher.bind(blinded.token_digest)
+        return Marks(self._signer.id, self._encrypter.id, salt.hex()), blinded, Opened(cipher)
 
     def sign(self, header: bytearray) -> None:
         """Write the signature into a whole header with zeros in its place, and its checksum's."""
@@ -115,17 +115,17 @@ class Seal:
         match = _SIGNATURE.match(header, CHECKSUM_END)
         if match is None:
             raise PayloadError("not signed, and only signed payloads are loaded here")
-        told, key_id = bytes(match[1]), match[2].decode()
+        signature, key_id = bytes(match[1]), match[2].decode()
         key = self._signing.get(key_id)
         if key is None:
             raise KeyMismatch(f"signed with key {key_id!r}, which is not known here")
         header[SIGNATURE_AT:SIGNATURE_END] = _BLANK
-        if not hmac.compare_digest(told, _signature(key, header)):
+        if not hmac.compare_digest(signature, _signature(key, header)):
             raise KeyMismatch(f"the signature of key {key_id!r} does not match")
 
     def open(self, header: Header) -> Opened:
-        """What the frames of ``header`` are to be held against, whose text went through ``verify``.
-        Raises ``PayloadError`` for frames that are not sealed as they must."""
+        """What the frames of ``header``, whose text went through ``verify``, are verified with.
+        Raises ``PayloadError`` for frames that are not sealed as required."""
         frames, marks = header.frames, header.marks
         encrypted = [codec.endswith(ENCRYPTED) for codec in frames.codecs]
         if self._encrypter is None:
@@ -144,22 +144,22 @@ class Seal:
         return Opened(cipher)
 
     @property
-    def told(self) -> str:
-        """The ids of its keys, the first of each kind first: what may be shown."""
+    def key_ids(self) -> str:
+        """The ids of its keys, the sealing one of each kind first; no secret."""
         kinds = [f"{kind} {[key.id for key in keys]}" for kind, keys in self._kinds.items() if keys]
         return ", ".join(kinds)
 
     def __repr__(self) -> str:
-        return f"<Seal {self.told}>"
+        return f"<Seal {self.key_ids}>"
 
 
 def proof_of(stored: Buffer) -> str:
-    """What a signature vouches for of a frame that is not encrypted: SHA-256, 64 hex digits."""
+    """What a signature covers of an unencrypted frame: its SHA-256, 64 hex digits."""
     return hashlib.sha256(stored).hexdigest()
 
 
 def seal_metadata(marks: Marks) -> dict[str, str]:
-    """What metadata says of the seal, first of all after the checksum; not signed yet."""
+    """The seal's metadata, which follows the checksum; not signed yet."""
     metadata = {}
     if marks.signed_by:
         metadata["signature"] = f"{_BLANK.decode()} {marks.signed_by}"
@@ -169,7 +169,7 @@ def seal_metadata(marks: Marks) -> dict[str, str]:
 
 
 def read_marks(metadata: dict[str, str]) -> Marks:
-    """What metadata says of the seal. Raises ``PayloadError`` if that is malformed."""
+    """The marks in metadata. Raises ``PayloadError`` if they are malformed."""
     _, signed_by = _mark(metadata, "signature")
     salt, encrypted_by = _mark(metadata, "encryption")
     return Marks(signed_by, encrypted_by, salt) if signed_by or encrypted_by else UNSEALED
@@ -186,7 +186,7 @@ def _mark(metadata: dict[str, str], name: str) -> tuple[str, str]:
 
 
 def _signing_key(key: SealKey) -> SealKey:
-    """What signs where only ``key``, to encrypt with, was given."""
+    """The key that signs where only an encryption ``key`` is given."""
     return replace(key, secret=hkdf(key.secret, bytes(KEY_BYTES), _DERIVED_INFO, KEY_BYTES))
 
 
@@ -194,10 +194,8 @@ def _signature(key: SealKey, header: bytearray) -> bytes:
     return hmac.digest(key.secret, _DOMAIN + header, "sha256").hex().encode()
 
 
-# Documents of keys: what a key file holds, and what a key command prints.
-#
-# Errors name a line or an entry and what is wrong with it, never anything that is written there.
-
+# Key documents: the content of a key file, or the output of a key command. Errors name a line or an
+# entry and its fault, never its content.
 KEYS_BYTES_MAX: Final = 1 << 20
 """Of a document."""
 EVERY_TENANT: Final = "*"
@@ -229,8 +227,8 @@ def parse_keys(text: str) -> list[SealKey]:
 
 
 def keys_of(keys: Sequence[SealKey], tenant: str) -> list[SealKey]:
-    """The keys that a tenant's payloads are sealed with, the first one, and opened with: its own,
-    or those of everybody if it has none. Never both: what every tenant can sign proves nothing."""
+    """The keys of a tenant; the first one seals, all open: its own, or the common ones if it has
+    none. Never both: a signature that every tenant can make proves nothing."""
     own = [key for key in keys if key.tenant == tenant]
     return own or [key for key in keys if key.tenant == EVERY_TENANT]
 
@@ -250,7 +248,7 @@ def _lines(text: str) -> _Entries:
 
 def _json_entries(text: str) -> _Entries:
     document: Any = None
-    with suppress(ValueError, RecursionError):  # which hold the document
+    with suppress(ValueError, RecursionError):  # whose text holds the document
         document = json.loads(text)
     if document is None:
         raise ValueError("it looks like JSON, and is none")

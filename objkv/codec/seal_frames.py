@@ -1,8 +1,8 @@
-"""Encrypted frames: AES-256-GCM with a key that is one payload's own.
+"""Encrypted frames: AES-256-GCM with one derived key per payload.
 
-The key is derived, so that a tenant's key encrypts as much as anybody likes: each payload has a
-random salt, and under its key every frame has one nonce, its number. Nothing is decrypted into
-memory that the model reads before its tag was verified.
+Because the key is derived, a tenant's key can encrypt any amount of data: each payload has a random
+salt, and under its key every frame has one nonce, its number. Nothing is decrypted into memory that
+the model reads before its tag was verified.
 """
 
 import hmac
@@ -23,7 +23,7 @@ _FRAME_INFO = "objkv-frame-1\n"
 _NONCE_BYTES = 12
 _TAG_HEX = 32
 _KEPT_BYTES_MAX = 8 << 20
-"""Of memory that a thread keeps to decrypt compressed frames into; larger ones get their own."""
+"""Of memory that a thread keeps to decrypt compressed frames; larger ones get their own."""
 
 
 class AesFrames:
@@ -51,7 +51,7 @@ class AesFrames:
         return f"<AesFrames {self._frames} frames>"
 
     def bind(self, token_digest: str) -> None:
-        """Before any frame: what the header says of the tokens belongs to the claim."""
+        """Called before any frame: the header's token digest belongs to the claim."""
         self._claim += f"{token_digest}\n"
 
     def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
@@ -86,12 +86,12 @@ class AesFrames:
         return hmac.digest(self._blind, message, "sha256")[:16].hex()
 
     def blinded_tokens(self, token_digest: str) -> str:
-        """What a header may tell of the chunk's tokens, 64 hex digits each: nothing that a guess
-        could be compared with."""
+        """The token digest as a header may reveal it, 64 hex digits each: guesses cannot be
+        compared with it."""
         return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
 
     def _about(self, place: FramePlace) -> bytes:
-        """Which frame of which payload it is, and what it holds: authenticated with its bytes."""
+        """Identity and content type of a frame: authenticated with its bytes."""
         layer = place.layer
         text = (
             f"{self._claim}{place.number} {self._frames}\n"
@@ -119,7 +119,7 @@ def compressed_memory(nbytes: int) -> memoryview:
 
 @cache
 def load_aes() -> Any:
-    """The library's names. Imported when a key is there to encrypt with; raises ImportError."""
+    """The library's names. Imported only where there is an encryption key; raises ImportError."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

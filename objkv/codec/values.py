@@ -190,7 +190,7 @@ class Provenance:
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
     tokens: tuple[int, ...] | None = None
-    """The chunk's token ids, only where the operator asked for them: they are the prompt."""
+    """The chunk's token ids, only with ``store_tokens``: they are the prompt."""
 
     def __post_init__(self) -> None:
         assert len(self.token_digest) == 64

@@ -121,7 +121,7 @@ class Config(BaseModel):
     adapters come and go, or an engine sleeps. Without it call
     ``reset_prefix_cache(reset_connector=True)`` after each such change."""
     weights_digest: Literal["sampled", "full"] = "sampled"
-    """How weights are told from others: ``sampled``, by headers and some pages of every tensor
+    """How weights are identified: ``sampled``, by headers and some pages of every tensor
     (files other than safetensors by all bytes); ``full``, by all bytes, a minute for 100 GB at the
     first start. The two never share: all replicas must use the same."""
     ttl_s: int = Field(default=86_400, ge=1)
@@ -295,5 +295,5 @@ class Config(BaseModel):
         for name in ("bulk_url", "index_url", "s3_endpoint_url"):
             if out[name] is not None:
                 out[name] = without_password(out[name])
-        # Also where somebody pasted one of them into a setting that holds none.
+        # Also those pasted into another setting.
         return {n: without_secrets(v) if isinstance(v, str) else v for n, v in out.items()}

@@ -1,1 +1,1 @@
-"""What it is called: namespaces, prefix hashes, chunk keys, shards. Pure values, no I/O."""
+"""Names: namespaces, prefix hashes, chunk keys, shards. Pure values, no I/O."""

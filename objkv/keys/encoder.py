@@ -1,4 +1,4 @@
-"""What encoder outputs are called: an identity of their own, and a hash per image, sound or video.
+"""Names of encoder outputs: an identity of their own, and a hash per image, sound or video.
 
     root = SHA-256(field("objkv-encoder-1") field(namespace))[:20]
     hash = SHA-256(field("objkv-encoder-1") field(namespace) field(identifier) field(extras))[:20]
@@ -13,7 +13,7 @@ from typing import Any
 
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json
-from objkv.keys.prefix import PREFIX_HASH_BYTES, Extra, encode_extras
+from objkv.keys.prefix import Extra, encode_extras, field_digest
 from objkv.keys.topology import Shard
 
 ENCODER_SCHEME = "objkv-encoder-1"
@@ -21,14 +21,14 @@ ENCODER_GROUP = 0
 ENCODER_SHARD = Shard(0, 1, 0, 1)
 """One layer, one head: the output is the same on every TP rank, and one of them saves it."""
 ENCODER_FIELD = f"{ENCODER_GROUP}.{ENCODER_SHARD}"
-"""Of the output in its index record."""
+"""The output's field in its index record."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderIdentity:
-    """What a namespace of encoder outputs stands for. Replicas share when they have the same.
+    """The identity behind a namespace of encoder outputs. Replicas with equal identities share.
 
-    No KV cache is in it: what an encoder makes of an image does not depend on blocks or chunks.
+    It says nothing about the KV cache: an encoder's output does not depend on blocks or chunks.
     """
 
     model: str
@@ -50,7 +50,7 @@ class EncoderIdentity:
         assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
-        """The document as plain JSON values; ``hash`` tells it from the KV's."""
+        """The document as plain JSON values; ``hash`` distinguishes it from the KV's."""
         return {"format": FORMAT, "hash": ENCODER_SCHEME, **asdict(self)}
 
     def canonical(self) -> bytes:
@@ -64,7 +64,7 @@ class EncoderIdentity:
 
 def encoder_root(namespace: str) -> bytes:
     """The parent of every output in the namespace, 20 bytes."""
-    return _digest(ENCODER_SCHEME.encode("ascii"), namespace.encode("ascii"))
+    return field_digest(ENCODER_SCHEME.encode("ascii"), namespace.encode("ascii"))
 
 
 def encoder_hash(
@@ -80,7 +80,7 @@ def encoder_hash(
         extras.append(Extra("lora", (lora_digest,)))
     if salt is not None:
         extras.append(Extra("salt", (salt.encode("utf-8", "surrogatepass"),)))
-    return _digest(
+    return field_digest(
         ENCODER_SCHEME.encode("ascii"),
         namespace.encode("ascii"),
         identifier.encode("utf-8", "surrogatepass"),
@@ -91,11 +91,3 @@ def encoder_hash(
 def encoder_key(namespace: str, item_hash: bytes) -> ChunkKey:
     """The key of the output's payload."""
     return ChunkKey(namespace, item_hash, ENCODER_GROUP, ENCODER_SHARD)
-
-
-def _digest(*fields: bytes) -> bytes:
-    digest = hashlib.sha256()
-    for value in fields:
-        digest.update(len(value).to_bytes(8, "little"))
-        digest.update(value)
-    return digest.digest()[:PREFIX_HASH_BYTES]

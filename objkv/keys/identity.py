@@ -110,8 +110,8 @@ def sealed_extra(
 def seals_of(extra: object) -> tuple[str, ...]:
     """The ways that ``sealed_extra`` was given, from a document's ``extra``, whatever that is."""
     pairs = extra if isinstance(extra, list) else []
-    told = [pair[1] for pair in pairs if isinstance(pair, list) and pair[:1] == [SEALS_NAME]]
-    ways = told[0].split(" ") if len(told) == 1 and isinstance(told[0], str) else []
+    found = [pair[1] for pair in pairs if isinstance(pair, list) and pair[:1] == [SEALS_NAME]]
+    ways = found[0].split(" ") if len(found) == 1 and isinstance(found[0], str) else []
     return tuple(ways) if set(ways) <= set(SEALS) else ()
 
 

@@ -91,7 +91,7 @@ class PromptExtras:
 
 def root_hash(namespace: str) -> bytes:
     """The hash before the first chunk: the parent of chunk 0."""
-    return _digest((_SCHEME, namespace.encode("ascii")))
+    return field_digest(_SCHEME, namespace.encode("ascii"))
 
 
 def next_hash(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> bytes:
@@ -214,7 +214,8 @@ def _field(value: bytes) -> bytes:
     return len(value).to_bytes(8, "little") + value
 
 
-def _digest(fields: Iterable[bytes]) -> bytes:
+def field_digest(*fields: bytes) -> bytes:
+    """SHA-256 of the length-prefixed fields, shortened to ``PREFIX_HASH_BYTES``."""
     digest = hashlib.sha256()
     for value in fields:
         digest.update(_field(value))

@@ -236,16 +236,15 @@ def rank_shard(
     return RankShard(Shard(start, end, head, head + 1), tp_rank % replicas, replicas)
 
 
-# Ranks: which of them holds, saves and reads what, in replicas of any two TP and PP shapes.
-#
-# The questions are those of vLLM's ``TpKVTopology``, asked of stored shards instead of live
-# peers; so a reader needs no ratio to find its sources, and sizes without one can still share.
-
-
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How one replica's KV of one group lies on its ranks. Raises ValueError for sizes that vLLM
-    could not run. Ranks are numbered as vLLM does: ``pp_rank * tp_size + tp_rank``."""
+    """How one replica's KV of one group lies on its ranks: which rank holds, saves and reads what.
+    Raises ValueError for sizes that vLLM could not run. Ranks are numbered as vLLM does:
+    ``pp_rank * tp_size + tp_rank``.
+
+    It answers the questions of vLLM's ``TpKVTopology``, but for stored shards instead of live
+    peers; so a reader needs no ratio to find its sources, and sizes without one can still share.
+    """
 
     tp_size: int
     heads: int

@@ -3,8 +3,8 @@
     read-only role → slot → circuit breaker → recorder → deadline → the store or index itself
 
 A call that the role forbids does nothing else. Waiting for a slot is neither recorded nor held
-against the server: only this process is busy. A call that a breaker refuses is not recorded, each
-call that is made is. The deadline is innermost, so that it bounds the call alone. See
+against the server: only this process is busy. Metrics count the calls that reach the store, not
+those that a breaker refuses. The deadline is innermost, so that it bounds the call alone. See
 ``docs/decisions/0026``.
 """
 

@@ -45,7 +45,7 @@ PRIVATE_NAMES: Final = {
 """What is used here of redis-py that it does not document, by owner. The calls of a connection that
 lacks one of its names are left to the client."""
 _IS_KNOWN = tuple(map(int, redis.__version__.split(".")[:2])) >= (5, 3)
-"""Before, a connection was asked for with the command it was for, among other differences."""
+"""Earlier, getting a connection took the command as argument, among other differences."""
 _LINE_BYTES_MAX = 4_096
 _RECEIVE_BYTES = 65_536
 _PIECE_BYTES = 524_288
@@ -90,8 +90,7 @@ class RespConnection:
         )
 
     def _is_quiet(self) -> bool:
-        """Whether nothing was, or can be, read from it that no command asked for, the end
-        included."""
+        """Whether it has neither ended nor received anything but answers to its commands."""
         if self._rest:
             return False
         if self.tls and self.sock.pending():  # type: ignore[attr-defined]  # an SSLSocket's
@@ -301,8 +300,8 @@ class RespConnections:
                 one.end()
 
     def _end_old(self) -> None:
-        """Bring back what nobody uses: pools of nodes that have left a cluster are not asked for
-        again. Their empty queues stay, because another thread may be about to fill one."""
+        """Bring back unused connections: those to nodes that have left a cluster are not taken
+        again. Empty queues stay, because another thread may be about to fill one."""
         for kept in list(self._kept.values()):
             while (one := _popped(kept)) and not one.is_fresh():
                 one.end()
@@ -332,7 +331,7 @@ def _opened(pool: Pool) -> RespConnection | None:
 
 
 def _has_more(pool: Pool) -> bool:
-    """Whether the pool can lend another one at once: then nobody is waiting for this one."""
+    """Whether the pool can lend another one at once: then no thread is waiting for this one."""
     free = getattr(pool, "pool", None)  # of a BlockingConnectionPool; looked at without its lock
     return free is None or bool(getattr(free, "queue", ()))
 

@@ -64,7 +64,7 @@ class BackendsView:
     lease_ms: int
     owner: str
     """Names this process in leases."""
-    seal_of: Callable[["Namespace"], Seal | None] = lambda namespace: None
+    seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None
     """What its payloads are sealed with. Raises ``ConfigError`` if the keys for that are not
     here."""
     admin: PruneIndex | None = None
@@ -79,7 +79,7 @@ class BackendsView:
         admin: PruneIndex | None,
         *,
         command: str,
-        seal_of: Callable[["Namespace"], Seal | None] = lambda namespace: None,
+        seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None,
     ) -> "BackendsView":
         """The view of ``command``: calls to ``stores`` (bulk, hot) and ``index`` are retried."""
         bulk, hot = stores
@@ -97,7 +97,7 @@ class BackendsView:
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class StoredNamespace:
     """One folder of the bulk store, and what its document says whatever kind of identity it is."""
 
     name: str
@@ -141,22 +141,22 @@ class StoredPayload:
         return None if self.record is None else self.record.shards.get(self.key.field)
 
 
-def read_namespace(bulk: ReadStore, name: str) -> Namespace:
+def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
     """What is told of ``name`` by its document."""
     document = bulk.get_range(identity_path(name), 0, _DOCUMENT_BYTES_MAX)
     if document is None or sha256(document).hexdigest()[:NAMESPACE_HEX] != name:
-        return Namespace(name, is_known=False)
+        return StoredNamespace(name, is_known=False)
     try:
         values = json.loads(document)
         epoch, tenant = values.pop("weights_epoch"), values["tenant"]
         if type(epoch) is not int or type(tenant) is not str:
-            return Namespace(name, is_known=False)
+            return StoredNamespace(name, is_known=False)
         is_chunks = values.get("hash") == HASH_SCHEME
         has_shapes = is_chunks and values.get("page_layout") != HANDOFF_LAYOUT
         seals = seals_of(values.get("extra"))
-        return Namespace(name, True, tenant, epoch, canonical_json(values), has_shapes, seals)
+        return StoredNamespace(name, True, tenant, epoch, canonical_json(values), has_shapes, seals)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return Namespace(name, is_known=False)
+        return StoredNamespace(name, is_known=False)
 
 
 def stored_namespaces(bulk: ReadStore) -> list[str]:
@@ -275,11 +275,9 @@ def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | 
     return header
 
 
-# A lease whose holder knows when it ends: calls that are repeated may last longer than it does.
-
-
 class Lease:
-    """The lease of what lies at ``path``. For one thread. Raises ``StoreError``."""
+    """The lease of what lies at ``path``, whose holder knows when it ends: retried calls may
+    outlast it. For one thread. Raises ``StoreError``."""
 
     def __init__(
         self, view: BackendsView, path: str, *, clock: Callable[[], float] = time.monotonic
@@ -309,8 +307,6 @@ class Lease:
         """Give it back."""
         self._index.release(self._path, self._owner)
 
-
-# What namespaces stand for: the identity documents that the bulk store keeps.
 
 DOCUMENT_BYTES_MAX: Final = 4 << 20
 _BEGINNING = re.compile(rf"[0-9a-f]{{1,{NAMESPACE_HEX}}}")

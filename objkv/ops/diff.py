@@ -13,8 +13,6 @@ from typing import Any
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, canonical_json
 
-# The sentences of ``objkv diff``: what each field of an identity is about, and what to do.
-
 Pairs = Mapping[str, tuple[Any, Any]]
 """Every field that differs, with its two values."""
 _DTYPE = "extra.dtype"

@@ -13,10 +13,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import read_identity
 from objkv.stores.base import ReadStore
 
-# The prefixes of a namespace as a tree: what they share is one branch, where they part it forks.
-#
-# Holds every record of the namespace in memory, about 1 KiB each.
-
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -59,7 +55,8 @@ class _Run:
 
 
 def list_tree(index: ReadIndex, namespace: str) -> list[Branch]:
-    """All branches, each followed by those that continue it; the largest first everywhere."""
+    """All branches, each followed by those that continue it; the largest first everywhere. Holds
+    every record of the namespace in memory, about 1 KiB each."""
     roots, children = _linked(index.scan(namespace))
     runs = [_run(root, children) for root in roots]
     for run in runs:

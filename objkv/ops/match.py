@@ -14,8 +14,6 @@ from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 
-# Prompts as operators have them: token ids written down, or text and a tokenizer's file.
-
 _SEPARATORS = re.compile(r"[\s,]+")
 _TOKEN_END = 1 << 32
 _WRITTEN = re.compile(r"[0-9]{1,20}")

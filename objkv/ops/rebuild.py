@@ -19,8 +19,8 @@ from objkv.index.guarded import for_operators
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.ops.backends_view import (
     BackendsView,
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     StoredPayload,
     publish_payload,
     publish_shapes,
@@ -47,7 +47,7 @@ class Rebuild:
         self._clock = clock
 
     def parts(
-        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+        self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (a record said
         otherwise), ``present``, ``written`` (meanwhile, by others), ``other`` (no payloads), and
@@ -57,7 +57,7 @@ class Rebuild:
             yield Unit(f"records {part.name}", self._part_work(part, seal))
 
     def lost(
-        self, parts: list[NamespacePart], namespaces: Mapping[str, Namespace]
+        self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Restore what has no record now, although its part is done: the index may have lost what
         was written, since an earlier run or during this one. Counts ``restored`` only, once more;
@@ -66,7 +66,7 @@ class Rebuild:
             seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(f"lost {part.name}", self._lost_work(part, seal), again=True)
 
-    def namespaces(self, namespaces: Mapping[str, Namespace]) -> Iterator[Unit]:
+    def namespaces(self, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Unit]:
         """Restore pins, which shards are in use, and totals. Counts ``pins`` and ``shapes``."""
         for namespace in namespaces.values():
             yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace), again=True)
@@ -146,7 +146,7 @@ class Rebuild:
         copy = hot.head(header.claim.key.path())
         return copy is not None and copy.nbytes == header.nbytes
 
-    def _namespace_work(self, namespace: Namespace) -> Callable[[Counters, Check], None]:
+    def _namespace_work(self, namespace: StoredNamespace) -> Callable[[Counters, Check], None]:
         view, name = self._view, namespace.name
 
         def work(counters: Counters, check: Check) -> None:

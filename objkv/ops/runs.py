@@ -20,8 +20,6 @@ from threading import Event, Lock
 from time import monotonic
 from typing import Any, Literal
 
-# What a long command found and did: counted by kind, and named as far as there is room.
-
 FINDINGS_MAX = 10_000
 
 
@@ -94,12 +92,6 @@ class Counters:
             self.omitted += 1
 
 
-# How far a long command has come: a file beside the cache, so that it goes on where it ended.
-#
-# The file is a convenience, not a promise: without it everything is done once more, which is
-# harmless in every command that has one. Two of a kind at once are too: the second one keeps
-# none.
-
 AGE_MAX_S = 24 * 3600.0
 """What was found longer ago is looked at again."""
 _WRITE_EVERY_S = 1.0
@@ -107,7 +99,12 @@ _FORMAT = 1
 
 
 class Checkpoint:
-    """Names of the units that are done, and what they found. One thread uses it."""
+    """Names of the units that are done, and what they found, in a file beside the cache. One thread
+    uses it.
+
+    The file is a convenience: without it everything is done once more, which is harmless in every
+    command that has one. A second run of the same command at the same time keeps none.
+    """
 
     def __init__(self, file: Path | None, *, clock: Callable[[], float] = time.time) -> None:
         """``file``: made if there is none; None keeps nothing."""
@@ -243,7 +240,9 @@ class WorkPool:
         self.partial = Counters()
         """What units found that did not finish, or never do for good: it will be found again."""
 
-    def run(self, units: Iterable[Unit], tell: OnProgress = lambda done, total: None) -> None:
+    def run(
+        self, units: Iterable[Unit], on_progress: OnProgress = lambda done, total: None
+    ) -> None:
         """Run those that are not done yet; nothing, if an earlier run of this crew was stopped.
 
         Raises the first error of a unit, after those under way have ended.
@@ -256,7 +255,9 @@ class WorkPool:
         running: dict[Future[Counters | None], Unit] = {}
         try:
             begun = self._begin(pool, left, running)
-            self._wait_for(begun, running, lambda n: tell(len(every) - len(left) + n, len(every)))
+            self._wait_for(
+                begun, running, lambda n: on_progress(len(every) - len(left) + n, len(every))
+            )
         except KeyboardInterrupt:
             self.halt("interrupted")
         finally:
@@ -298,16 +299,16 @@ class WorkPool:
         self,
         begun: Iterator[None],
         running: dict[Future[Counters | None], Unit],
-        tell: Callable[[int], None],
+        on_progress: Callable[[int], None],
     ) -> None:
         done = 0
-        tell(done)
+        on_progress(done)
         while next(begun, None) or running:
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 done += self._take(running[future], future.result())
                 del running[future]
-            tell(done)
+            on_progress(done)
 
     def _take(self, unit: Unit, found: Counters | None) -> bool:
         if found is None:

@@ -23,8 +23,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     QUARANTINE,
     BackendsView,
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     looks,
     publish_payload,
     record_keys,
@@ -35,8 +35,6 @@ from objkv.ops.retrying import once, pauses
 from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
-
-# Some payloads, chosen by chance.
 
 LISTED_MAX = 2_000
 
@@ -108,7 +106,7 @@ MOST_AT_LEAST = 20
 """Payloads that must be wrong before that can be most of them."""
 _RECORDS_AT_ONCE = 250
 _FINDINGS_AT_ONCE = 100
-_NO_NAMESPACE = Namespace("", is_known=False)
+_NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 
 @dataclass(slots=True)
@@ -126,7 +124,7 @@ class Verify:
     def __init__(
         self,
         view: BackendsView,
-        namespaces: Mapping[str, Namespace],
+        namespaces: Mapping[str, StoredNamespace],
         *,
         quarantine: bool,
         budget: Budget,
@@ -189,7 +187,7 @@ class Verify:
                 seal = self._seal_of(name)
                 raise ConfigError(
                     f"{name}: {other} of {seen} payloads are sealed with other keys than those "
-                    f"here ({seal.told if seal else 'none'}): are these the right ones? Nothing "
+                    f"here ({seal.key_ids if seal else 'none'}): are these the right ones? Nothing "
                     "was taken out of use; with --force they are"
                 )
 

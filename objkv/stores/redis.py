@@ -226,7 +226,7 @@ class RedisStore:
         """Entries in no order, of all primaries on a cluster; some may come twice."""
         check_prefix(prefix)
         pattern = _GLOB.sub(r"\\\1", self._prefix + prefix) + "*"
-        with _translated("scan", prefix):  # of a cluster, the topology is asked for
+        with _translated("scan", prefix):  # asks a cluster for its topology
             names = self._client.scan_iter(match=pattern, count=SCAN_BATCH)
         while True:
             with _translated("scan", prefix):

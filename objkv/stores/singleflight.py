@@ -146,7 +146,7 @@ class _Seat:
         self.value: Any = None
         self.error: StoreError | None = None
         self.again = False
-        """Whether the leader was cut short by something else than the store."""
+        """The leader ended without the store's outcome: this follower tries again."""
 
 
 class _Flight:

@@ -30,9 +30,9 @@ CANDIDATES: Final = ("blosc", "blosclz4")
 SAMPLE_EVERY: Final = 32
 """Chunks from one sample to the next."""
 SAMPLE_BYTES_MAX: Final = 1 << 20
-"""Of one layer's pages."""
+"""How many bytes of a layer's pages a sample takes at most."""
 SHARE_MAX: Final = 0.02
-"""Of the time that saving takes, for sampling; only the first sample of a candidate is free."""
+"""Share of the time that saving takes which sampling may cost; a candidate's first is free."""
 _SAMPLES = 5
 """Kept per candidate; their median counts, so that one pause of the machine does not."""
 _LINK_MAX = 8e9
@@ -76,7 +76,7 @@ class CodecChooser:
         """The codec for one chunk.
 
         Args:
-            group: KV cache groups are told apart, because their data are.
+            group: KV cache groups are measured apart, because their data differ.
             pages: the raw bytes of all layers, one after the other; only read, and only now.
         """
         link = self._link()

@@ -149,8 +149,8 @@ class Decoder:
 
     @property
     def buffer(self) -> memoryview:
-        """Where the span's bytes go. Each byte of a payload has its place in the slab, wherever its
-        span begins. Of the last of several spans one byte more is asked for than is due."""
+        """Where the span's bytes go: byte n of the payload to byte n of the slab. The last of
+        several spans asks for one byte more, to notice a payload longer than its header says."""
         start, nbytes = self._span.start, self._span.nbytes
         more = self._span.last and self._span.number > 0
         return self._payload[start : start + nbytes + more]

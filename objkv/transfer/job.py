@@ -2,7 +2,7 @@
 
 The fence is the whole point: bytes are written into blocks only between ``enter`` and ``leave``,
 and after ``close`` returns nothing is, or ever will be, written by this job. So blocks may change
-hands as soon as a job is closed. Nobody is on the network between ``enter`` and ``leave``.
+hands as soon as a job is closed. No thread is on the network between ``enter`` and ``leave``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -96,7 +96,7 @@ class LoadJob:
             self._spans_left[index] += spans_left
 
     def header(self, index: int) -> Header:
-        """What ``opened`` was told."""
+        """The header that ``opened`` took."""
         with self._changed:
             return self._headers[index]
 
@@ -125,7 +125,7 @@ class LoadJob:
             self._tell()
 
     def cancel(self) -> None:
-        """Nobody needs it any more: what is not written by now counts as failed."""
+        """The load is no longer needed: what is not written by now counts as failed."""
         with self._changed:
             self.deadline = self._clock()
             self._changed.notify_all()
@@ -160,9 +160,9 @@ class LoadJob:
     def close(self) -> LoadOutcome:
         """Forbid further writes, wait for those under way (copies, not the network), report.
 
-        Copies that a lane has been given have passed as well. Of a plan within the step they
-        only come before all that is given to the compute stream from here on, which is whatever
-        may touch these blocks next: the forward thread does not wait for the device.
+        Between steps it also waits until the lanes' copies are finished. Within a step it makes the
+        compute stream wait for them instead, ahead of all that may touch these blocks next: the
+        forward thread does not wait for the device.
         """
         with self._changed:
             self._closed = True
@@ -180,7 +180,7 @@ class LoadJob:
         return outcome
 
     def ended(self, outcome: LoadOutcome) -> None:
-        """What ``close`` returned is told; so is the span."""
+        """Report what ``close`` returned in the job's span."""
         if not self.span.is_on:
             return
         failed = len(outcome.failed_blocks)
@@ -212,7 +212,9 @@ class LoadJob:
         One after the other: what a move no longer lacks, or is no longer wanted, stays so. Asking
         all of them again whenever something was written would take the time of their square.
         """
-        for i in sorted(self._unfinished, reverse=True):  # the last is there last: one waking up
+        for i in sorted(
+            self._unfinished, reverse=True
+        ):  # usually the last is written last: one wake-up
 
             def is_there(i: int = i) -> bool:
                 if i not in self._unfinished or not self._wanted(self.plan.moves[i]):
@@ -238,7 +240,7 @@ class LoadJob:
             self._awaited.remove(holds)
 
     def _tell(self) -> None:
-        """Something changed: wake up whoever waits for that."""
+        """Something changed: wake the threads that wait for it."""
         if any(holds() for holds in self._awaited):
             self._changed.notify_all()
 

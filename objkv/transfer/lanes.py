@@ -14,17 +14,15 @@ import torch
 
 from objkv.errors import ConfigError
 
-# Pages of one shape made pages of another: other heads, other blocks. Views wherever one will do.
-#
-# Pages are ``[blocks, heads, block_size, content]``, each token's content of each head in one
-# piece, so heads can be taken apart and tokens dealt into blocks of another size. Only where
-# pages are canonical: what an attention kernel packed its own way goes as it is. Source of the
-# semantics: vLLM 0.14, ``kv_postprocess_*_on_receive`` in
-# ``distributed/kv_transfer/kv_connector/utils.py``, which does the same in place, for some
-# ratios.
+# Recasting: pages of one shape become pages of another, as views wherever one will do. Pages are
+# ``[blocks, heads, block_size, content]``, each token's content of each head in one piece, so heads
+# can be taken apart and tokens dealt into blocks of another size. Only where pages are canonical:
+# what an attention kernel packed its own way goes as it is. Source of the semantics: vLLM 0.14,
+# ``kv_postprocess_*_on_receive`` in ``distributed/kv_transfer/kv_connector/utils.py``, which does
+# the same in place, for some ratios.
 
 PagesT = TypeVar("PagesT", np.ndarray[Any, np.dtype[Any]], torch.Tensor)
-"""What is used here arrays and tensors have in common."""
+"""A numpy array or a torch tensor: only operations that both have are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Recast:
     block_size: int
     """Tokens per block that the reader wants."""
     first_block: int
-    """Of the reader's blocks in the frame, the first to take."""
+    """The first to take, counted in blocks of the reader's size."""
     blocks: int
     """How many of them."""
 
@@ -224,8 +222,8 @@ class CudaMark:
     """An event on a lane's stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Whoever waits sleeps: by default he would spin, on a core that the engine may need, for
-        # as long as the model's kernels take that come before.
+        # A blocking event: the default spins on a core that the engine may need, for as long as
+        # the model's kernels take that come before.
         self._event = torch.cuda.Event(blocking=True)
         self._event.record(stream)
 

@@ -94,7 +94,7 @@ class Loader:
         assert plan.request_id not in self._jobs
         for lane in self._lanes:
             lane.follow_compute()  # what earlier kernels still do to these blocks comes first
-        self._jobs[plan.request_id] = job  # nothing fails from here on: its end is told once
+        self._jobs[plan.request_id] = job  # nothing fails from here on: its end is reported once
         taken = 0 if self._is_stuck() else self._queue.add(job)
         if taken < len(plan.moves):
             self._recorder.count("load_refused", len(plan.moves) - taken)
@@ -110,7 +110,7 @@ class Loader:
                     mark.hold_compute()
 
     def cancel(self, request_id: str) -> None:
-        """The request was aborted: stop fetching for it; its outcome is still told."""
+        """The request was aborted: stop fetching for it; its outcome is still reported."""
         if job := self._jobs.get(request_id):
             job.cancel()
 
@@ -122,10 +122,10 @@ class Loader:
             self._over.wait(seconds)
 
     def take_finished(self, *, sync: bool) -> list[LoadOutcome]:
-        """Outcomes of the plans of one kind that are over since the last call; each is told once.
+        """Outcomes of the plans of one kind that are over since the last call, each once.
 
         Sync plans are waited for, up to their deadlines. Plans of the other kind are left for
-        another call, because the engine hears of the two in different places.
+        another call, because the engine takes the two in different places.
         """
         outcomes = []
         for request_id, job in list(self._jobs.items()):
@@ -160,7 +160,7 @@ class Loader:
 
     def _is_stuck(self) -> bool:
         """Whether every thread has been at one task for longer than any load may take: a file
-        system hangs, and nobody can call them back. Then nothing is worth waiting for."""
+        system hangs, and a call on it cannot be ended. Then nothing is worth waiting for."""
         longest_s = max(self._limits.deadline_s, self._limits.step_deadline_s)
         return self._queue.hanging(longest_s) >= len(self._threads)
 

@@ -39,7 +39,7 @@ class Quantised:
     dtype: str | None
     """A safetensors dtype name of one byte; None: the tensor's own."""
     scales: str
-    """Of K and V, as ``codec.scales`` writes them."""
+    """Scales of K and V, as payloads have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class GroupShape:
     """What a rank expects of one group before it has seen the tensors."""
 
     layers: tuple[str, ...]
-    """Of this rank, in forward order."""
+    """This rank's layers in forward order."""
     blocks: int
     """Blocks that one payload holds."""
     block_size: int
     rank_shard: RankShard
     model_layers: tuple[str, ...] = ()
-    """Of all ranks, in forward order; none: this rank has them all."""
+    """The layers of all ranks in forward order; none: this rank has them all."""
     heads: int = 0
     """Over all ranks; 0: this rank has them all."""
     divisible: bool = False
@@ -62,7 +62,7 @@ class GroupShape:
 
 
 NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
-"""Of no layer."""
+"""No layer is quantised."""
 _GATHER_CHUNKS_MAX = 16
 _GATHER_BYTES_MAX = 32 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -81,7 +81,7 @@ class PagedGroup:
         caches: Sequence[torch.Tensor],
         quantised: Mapping[str, Quantised] = NOT_QUANTISED,
     ) -> None:
-        """``quantised`` says of which layers elements are more than their tensor's dtype tells."""
+        """``quantised``: layers whose elements mean more than their tensor's dtype says."""
         assert len(caches) == len(shape.layers)
         self.shape = shape
         self.layers = tuple(
@@ -178,12 +178,12 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
     """Write a pattern into blocks of every layer and compare: the same by the lane's own way back,
     the same as plain indexing sees it, different in every layer, and nothing else changed.
 
-    The blocks must be in nobody's use; what was in them is put back. Block 0 is left alone. Raises
+    The blocks must not be in use; what was in them is put back. Block 0 is not touched. Raises
     ``ConfigError``.
     """
     blocks = min(len(cache) for cache in group.caches)
     if blocks <= _BLOCKS:
-        return  # too few to serve anybody
+        return  # too few to serve a request
     written = [blocks - 1, max(1, blocks // 2)][: blocks - 1]
     watched = sorted({b for w in written for b in (w - 1, w, w + 1) if 0 <= b < blocks})
     lane.follow_compute()

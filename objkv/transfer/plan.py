@@ -65,7 +65,7 @@ class LoadPlan:
     sync: bool
     """Whether this step's forward pass needs them (layer by layer), or a later step."""
     traceparent: str | None = None
-    """Of the trace that the request belongs to, for spans."""
+    """The trace that the request belongs to, for spans."""
 
 
 @dataclass(frozen=True, slots=True)

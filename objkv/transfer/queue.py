@@ -24,23 +24,22 @@ from time import monotonic
 from objkv.codec.payload import Header, LayerSpec, payload_bytes_max
 from objkv.transfer.job import LoadJob
 
-# Spans: the pieces in which a payload is fetched, so that the first layers of all chunks can come
-# before the last layers of any. Pure.
-#
-# The first span is asked for before anything is known of the payload but its layers; where the
-# others lie is read from the header that it brings.
-
 
 @dataclass(frozen=True, slots=True)
 class FetchSpan:
-    """Frames ``[first, end)`` of one payload, and the bytes in which they lie."""
+    """Frames ``[first, end)`` of one payload, and the bytes in which they lie: payloads are fetched
+    in pieces, so that the first layers of all chunks can come before the last layers of any.
+
+    The first span is requested before anything is known of the payload but its layers; where the
+    others lie is read from the header that it brings.
+    """
 
     number: int
     """0 is the one that begins with the payload's first byte."""
     first: int
     end: int
     start: int
-    """Of the payload's bytes."""
+    """Its first byte in the payload."""
     nbytes: int
     last: bool
     """Whether nothing may come behind it."""
@@ -97,7 +96,7 @@ class TaskQueue:
         self._moves_max = moves_max
         self._overdue_s = overdue_s
         self._overdue: set[int] = set()
-        """Threads at work on tasks that were."""
+        """Threads at work on tasks that were overdue when taken."""
         self._eager = eager or max(1, _processors() // 2)
         self._usual_s = 0.0
         self._begun: dict[int, float] = {}
@@ -225,7 +224,7 @@ class TaskQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody gets anything any more."""
+        """Hand out nothing any more; ``take`` returns None."""
         with self._changed:
             self._closed = True
             self._within.clear()
@@ -242,8 +241,7 @@ class TaskQueue:
 
 
 def _counts(job: LoadJob, index: int) -> int:
-    """1, but 0 for a further part of the move before it: a chunk is one move, in whatever number of
-    payloads it comes."""
+    """What a task counts against ``moves_max``: 1, or 0 for a further payload of one chunk."""
     moves = job.plan.moves
     return int(not index or moves[index].move is not moves[index - 1].move)
 

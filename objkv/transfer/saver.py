@@ -1,7 +1,7 @@
 """Saves: gather finished chunks into slabs on the forward thread, do the rest in the background.
 
 What the forward thread does is bounded and local: lease a slab, give copies to the lane. No slab,
-or a full queue, is a drop: counted, told to the scheduler, never waited for. The pages stay in
+or a full queue, is a drop: counted, reported to the scheduler, never waited for. The pages stay in
 their slab: there they become the payload, and from there the store sends it.
 """
 
@@ -139,13 +139,8 @@ class Saver:
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._cache = cache
-        self._groups = groups
-        self._slabs = slabs
-        self._lane = lane
-        self._limits = limits
-        self._recorder = recorder
-        self._clock = clock
+        self._cache, self._groups, self._slabs, self._lane = cache, groups, slabs, lane
+        self._limits, self._recorder, self._clock = limits, recorder, clock
         self._encoder = PayloadEncoder(groups, cache, limits)
         self._marks: dict[str, Mark] = {}
         self._last_mark: Mark | None = None
@@ -210,7 +205,7 @@ class Saver:
         return True
 
     def forget(self, request_id: str) -> None:
-        """Nobody will ask for the request again; what was gathered for it is saved all the same."""
+        """``left_device`` is not called for the request again; what was gathered is still saved."""
         self._marks.pop(request_id, None)
 
     def drain(self, deadline_s: float) -> bool:

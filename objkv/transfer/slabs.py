@@ -56,7 +56,7 @@ class SlabPool:
     """``count`` buffers of ``slab_bytes`` each. Safe from many threads.
 
     Free and leased slabs make the total: counted at every lease and every release. What does not
-    add up is a bug, told to the log once as an error, and raises nowhere: a lost slab costs misses
+    add up is a bug, logged once as an error, and raises nowhere: a lost slab costs misses
     and drops, and an exception where slabs are given back would cost whatever comes after it.
     """
 
@@ -86,21 +86,21 @@ class SlabPool:
 
     @property
     def free(self) -> int:
-        """How many slabs nobody has."""
+        """How many slabs are not leased."""
         with self._lock:
             self._check()
             return len(self._free)
 
     @property
     def leased(self) -> int:
-        """How many slabs somebody has; 0 when nothing is under way."""
+        """How many slabs are leased; 0 when nothing is under way."""
         with self._lock:
             self._check()
             return self._leased
 
     @property
     def adds_up(self) -> bool:
-        """Whether free and leased slabs made the total whenever anybody looked."""
+        """Whether free and leased slabs made the total at every lease and release so far."""
         return self._adds_up
 
     def lease(self) -> Slab:
@@ -162,7 +162,7 @@ class WideSlabs(Generic[T]):
             return True
 
     def leave(self) -> T | None:
-        """Give the pair back, and somebody else's task to whoever can run it, if one waits."""
+        """Give the pair back; a task that waits for it is the caller's to queue again."""
         with self._lock:
             self._free += 1
             self._entered -= 1

@@ -33,6 +33,13 @@ class Ran:
         return json.loads(self.out)
 
 
+def refused(ran: Ran, *words: str, code: int = 2) -> None:
+    """The command printed no result, and one sentence with these words."""
+    assert (ran.code, ran.out) == (code, "")
+    for told in words:
+        assert told in ran.err
+
+
 class Machine:
     """The default folder of one user."""
 

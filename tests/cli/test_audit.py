@@ -16,7 +16,7 @@ from objkv.ops.audit.report import AuditReport, FindingKind
 from objkv.ops.audit.walk import AuditWalk
 from objkv.stores.local import LocalStore
 from objkv.testing.damage import DamagedStore, Defects
-from tests.cli.conftest import Machine, Run
+from tests.cli.conftest import Machine, Run, refused
 from tests.support.audit import save_with_tokens
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
@@ -224,9 +224,7 @@ def test_a_server_that_fails_in_the_middle_is_3_and_the_next_run_goes_on(
     machine.fill()
     with monkeypatch.context() as patch:
         patch.setattr(AuditWalk, "leftovers", fail)
-        ran = run("audit")
-        assert ran.code == 3
-        assert "run the same command again to go on" in ran.err
+        refused(run("audit"), "run the same command again to go on", code=3)
     document = run("audit", "--json").document
     assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
 

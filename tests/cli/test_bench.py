@@ -13,7 +13,7 @@ import pytest
 from objkv.cli import bench as bench_output
 from objkv.cli import bench as command_module
 from objkv.cli.bench import bench_document, print_report, ratio_text
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.bench.harness import BenchReport, BenchRow, BenchSetting, Machine, Section, Target
 from objkv.ops.programs import Program
@@ -66,7 +66,7 @@ def test_a_missed_target_is_an_exit_code_only_where_asked_for(
 
 
 def test_the_table_shows_figure_limit_ratio_and_target(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(Output(machine=False, color=False), report(REACHED, MISSED, FIGURE))
+    print_report(Printer(machine=False, color=False), report(REACHED, MISSED, FIGURE))
     out = capsys.readouterr().out
     fast, slow, alone = (line.split() for line in out.splitlines()[2:5])
     assert fast == ["fast", "3.00", "3.20", "GB/s", "0.94", "≥", "0.85", "ok", "memcpy", "verified"]

@@ -11,7 +11,7 @@ import pytest
 
 from objkv.cli import demo as command_module
 from objkv.cli.demo import Steps, print_report, report_document
-from objkv.cli.output import Output
+from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops import demo as demo_module
 from objkv.ops.demo import (
@@ -68,7 +68,7 @@ def report(shown: tuple[DemoRow, ...], **changes: object) -> DemoReport:
 
 
 def printed(capsys: pytest.CaptureFixture[str], shown: DemoReport) -> str:
-    print_report(Output(machine=False, color=False), shown)
+    print_report(Printer(machine=False, color=False), shown)
     return capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.identity import Identity, identity_path
-from tests.cli.conftest import Machine, Run
+from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 OTHER = replace(IDENTITY, tenant="other", chunk_tokens=32)
@@ -81,9 +81,7 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
     run: Run, two: Machine
 ) -> None:
     typo = NAMESPACE[:-1] + ("0" if NAMESPACE[-1] != "0" else "1")
-    ran = run("diff", NAMESPACE, typo)
-    assert (ran.code, ran.out) == (2, "")
-    assert f"has no {typo}/identity.json; did you mean {NAMESPACE}?" in ran.err
+    refused(run("diff", NAMESPACE, typo), f"has no {typo}/identity.json; did you mean {NAMESPACE}?")
     far = run("diff", NAMESPACE, "0123456789abcdef" * 2)
     assert (far.code, far.err.count("\n")) == (2, 1)
     assert "replicas that only load do not save theirs" in far.err
@@ -106,9 +104,7 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
     ],
 )
 def test_what_is_neither_is_2(run: Run, two: Machine, argument: str, words: str) -> None:
-    ran = run("diff", NAMESPACE, argument)
-    assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err
+    refused(run("diff", NAMESPACE, argument), words)
 
 
 def test_a_beginning_of_several_lists_them(run: Run, machine: Machine) -> None:
@@ -117,19 +113,14 @@ def test_a_beginning_of_several_lists_them(run: Run, machine: Machine) -> None:
         number += 1
     save_identity(machine.bulk)
     save_identity(machine.bulk, twin)
-    ran = run("diff", NAMESPACE[0], NAMESPACE)
-    assert (ran.code, ran.out) == (2, "")
-    assert NAMESPACE in ran.err
-    assert twin.namespace() in ran.err
+    refused(run("diff", NAMESPACE[0], NAMESPACE), NAMESPACE, twin.namespace())
 
 
 def test_files_that_are_no_documents_are_2(run: Run, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\xff\xd8")
     (tmp_path / "some.log").write_text("nothing\n")
     for name, words in (("image.png", "not UTF-8"), ("some.log", "no identity document")):
-        ran = run("diff", str(tmp_path / name), NAMESPACE)
-        assert ran.code == 2
-        assert words in ran.err
+        refused(run("diff", str(tmp_path / name), NAMESPACE), words)
 
 
 def test_only_one_of_them_can_be_standard_input(run: Run) -> None:
@@ -141,9 +132,7 @@ def test_a_document_that_is_not_the_namespace_s_is_1(
     run: Run, machine: Machine, content: bytes
 ) -> None:
     machine.bulk.put(identity_path(NAMESPACE), content)
-    ran = run("diff", NAMESPACE, NAMESPACE)
-    assert (ran.code, ran.out) == (1, "")
-    assert f"{NAMESPACE}/identity.json" in ran.err
+    refused(run("diff", NAMESPACE, NAMESPACE), f"{NAMESPACE}/identity.json", code=1)
 
 
 def test_a_store_that_cannot_be_reached_is_3(

@@ -28,7 +28,7 @@ from objkv.ops.export.manifest import ManifestWriter, read_head, read_lines
 from objkv.stores.base import Buffer
 from objkv.stores.local import LocalStore
 from objkv.testing.damage import main as damage
-from tests.cli.conftest import Machine, Run
+from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import (
     CHUNK,
     IDENTITY,
@@ -235,9 +235,7 @@ def test_a_foreign_namespace_is_refused_unless_its_identity_comes_along(
         document.unlink(missing_ok=True)
         if wrong is not None:
             document.write_bytes(wrong)
-        ran = run("import", str(out), *elsewhere)
-        assert ran.code == 2
-        assert "a foreign namespace" in ran.err
+        refused(run("import", str(out), *elsewhere), "a foreign namespace")
         assert list((tmp_path / "other").rglob("*.safetensors")) == []
     LocalStore(tmp_path / "other").put(identity_path(NAMESPACE), IDENTITY.canonical())
     document.unlink(missing_ok=True)
@@ -285,9 +283,7 @@ def test_a_spoilt_manifest_is_refused_before_anything_is_touched(
     exported(run, out, "--namespace", NAMESPACE)
     manifest = out / "manifest.jsonl"
     manifest.write_text(spoil(manifest.read_text()))
-    ran = run("import", str(out), *elsewhere)
-    assert (ran.code, ran.out) == (2, "")
-    assert "manifest.jsonl: " in ran.err
+    refused(run("import", str(out), *elsewhere), "manifest.jsonl: ")
 
 
 def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
@@ -327,9 +323,7 @@ def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
 def test_wrong_usage_is_2_and_a_sentence(
     run: Run, machine: Machine, arguments: tuple[str, ...], words: str
 ) -> None:
-    ran = run(*arguments)
-    assert (ran.code, ran.out) == (2, "")
-    assert words in ran.err
+    refused(run(*arguments), words)
 
 
 def test_the_bulk_store_itself_is_no_place_for_an_export(

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.index.base import ChunkEntry, ShardRecord
-from tests.cli.conftest import Machine, Run
+from tests.cli.conftest import Machine, Run, refused
 from tests.support.samples import CHUNK, IDENTITY, NAMESPACE, TOKENS, save_identity
 
 REPORT_KEYS = [
@@ -119,9 +119,7 @@ def test_wrong_usage_is_2_and_a_sentence(run: Run, arguments: tuple[str, ...], w
 
 
 def test_what_is_no_token_id_is_2(run: Run) -> None:
-    ran = run("match", stdin="1 two")
-    assert ran.code == 2
-    assert "'two' is not a token id" in ran.err
+    refused(run("match", stdin="1 two"), "'two' is not a token id")
 
 
 @pytest.mark.parametrize("stdin", ["", " \n", "[]"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Machine, Run
+from tests.cli.conftest import Machine, Run, refused
 from tests.ops.warm.fake_vllm import ADAPTER, ADAPTER_DIGEST, LONGEST, FakeVllm, Gate, Place
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, save_identity
 from tests.support.servers.redis import valkey_server, wait_until
@@ -89,10 +89,9 @@ def test_nobody_there_is_3(run: Run, server: FakeVllm, prompts: Path) -> None:
 def test_text_is_not_checked_without_a_tokenizer(run: Run, machine: Machine) -> None:
     save_identity(machine.bulk)
     save(machine.bulk, machine.index)
-    ran = run("warm", "-", "--check", stdin='"some words"')
-    assert (ran.code, ran.out) == (2, "")
-    assert "stdin:1: is text" in ran.err
-    assert "give --tokenizer" in ran.err
+    refused(
+        run("warm", "-", "--check", stdin='"some words"'), "stdin:1: is text", "give --tokenizer"
+    )
 
 
 def test_adapters_are_known_by_what_they_hold(run: Run, server: FakeVllm) -> None:
@@ -114,9 +113,7 @@ def test_who_may_only_read_may_warm_but_not_promote(
 ) -> None:
     monkeypatch.setenv("OBJKV_ROLE", "reader")
     assert run("warm", str(prompts), "--endpoint", server.url).code == 0
-    ran = run("warm", "--promote")
-    assert ran.code == 2
-    assert "promote writes, and role is reader" in ran.err
+    refused(run("warm", "--promote"), "promote writes, and role is reader")
 
 
 def test_what_is_stored_is_checked_without_anybody_who_computes(

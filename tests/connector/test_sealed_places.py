@@ -9,7 +9,7 @@ import torch
 from vllm.v1.kv_offload.base import LookupResult
 
 from tests.codec.seals import SEALS, other_seal
-from tests.connector.encoder_world import Limits, Place, output_of, replica, request
+from tests.connector.encoder.world import Limits, Place, output_of, replica, request
 from tests.connector.handoff import world as handoff_world
 from tests.connector.handoff.model import model_folder
 from tests.connector.tier import world as tiering

@@ -17,9 +17,11 @@ from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.redis.index import RedisIndex
+from objkv.net.breaker import Breakers, Patience
 from objkv.stores.base import PruneStore
 from objkv.stores.guarded import GuardedStore
 from objkv.stores.redis import RedisStore
+from objkv.telemetry import NullRecorder
 from tests.stores.guards import guard_of
 from tests.support.servers.listener import Listener
 from tests.support.servers.slow import DROP_S, Reluctant, full_listener
@@ -135,14 +137,17 @@ CASES += [
 def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
     with SERVERS[server]() as address:
         config = config_of(address, scheme)
-        seconds = call_s(config)
+        guard = {
+            "seconds": call_s(config),
+            "breakers": Breakers("none", Patience(failures=1_000), NullRecorder()),
+        }
         index = GuardedIndex(
             RedisIndex(connect_redis(config.index_url, config)),
-            guard_of("index", verbs=INDEX_VERBS, seconds=seconds),
+            guard_of("index", verbs=INDEX_VERBS, **guard),
         )
         client = connect_redis(config.index_url, config)
         place = RedisStore(client, prefix="p:", ttl_s=9)
-        store = GuardedStore(place, guard_of("hot", seconds=seconds))
+        store = GuardedStore(place, guard_of("hot", **guard))
         calls = {f"index {name}": (call, index) for name, call in INDEX_CALLS.items()}
         calls |= {f"store {name}": (call, store) for name, call in STORE_CALLS.items()}
         assert_end(calls)

@@ -22,7 +22,7 @@ from objkv.testing.index_contract import (
     prefix_hash,
     shard,
 )
-from tests.resp.wires import beside, wire
+from tests.net.resp_wires import beside, wire
 from tests.support.servers.redis import RedisServer
 
 KEY = f"objkv:i:{NAMESPACE}:"

@@ -16,8 +16,7 @@ from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity, identity_path
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
 from objkv.ops.explain.causes import Explanation, Question
-from objkv.ops.explain.explain import explain_match
-from objkv.ops.explain.replicas import ask_replica
+from objkv.ops.explain.explain import ask_replica, explain_match
 from objkv.ops.match import match_prompt
 from objkv.stores.memory import MemoryStore
 from tests.support.samples import (

@@ -88,5 +88,11 @@ def view_of(
     bulk: PruneStore, index: PruneIndex, hot: PruneStore | None = None, **agreed: Any
 ) -> BackendsView:
     """As operators' commands see them."""
-    usual = {"is_own_index": False, "ttl_s": 3_600, "lease_ms": 60_000, "owner": "test"}
+    usual = {
+        "is_own_index": False,
+        "ttl_s": 3_600,
+        "lease_ms": 60_000,
+        "owner": "test",
+        "admin": index,
+    }
     return BackendsView(bulk, hot, index, **{**usual, **agreed})

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 HELD_BYTES_MAX = 256 << 20
-"""Of outputs held for requests that wait, and again of those waiting to be saved. Of 7 MiB, what a
+"""Bytes of outputs held for requests that wait, and as many waiting to be saved. Of 7 MiB, what a
 model of 3,584 makes of a photo in 1,024 rows of bfloat16, it is 36."""
 ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
 """An output crosses to the workers in one message; see ``docs/decisions/0013-encoder-cache.md``."""
@@ -184,7 +184,7 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(None)
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
-        """What this worker counted, for the scheduler's side to tell vLLM."""
+        """What this worker counted, for the scheduler's side to report."""
         return self._worker.take_report() if self._worker is not None else None
 
     # Scheduler's side.
@@ -238,7 +238,7 @@ class ObjKVECConnector(ECConnectorBase):
     # Both.
 
     def get_ec_connector_stats(self) -> ObjKVECStats | None:
-        """Numbers since the last call, the workers' included; told by the scheduler's side."""
+        """Numbers since the last call, the workers' included; reported by the scheduler's side."""
         if self._scheduler is None:
             return None
         numbers = self._scheduler.take_numbers()

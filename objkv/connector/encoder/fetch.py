@@ -25,8 +25,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_FIELD
 from objkv.telemetry import Recorder, Trouble
 
-# Reads one stored encoder output: what comes out is verified to the last byte, or nothing does.
-
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +35,7 @@ class State(Enum):
     HELD = "held"
     """In memory, verified."""
     ABSENT = "absent"
-    """Not stored, or nobody knows: to be encoded and saved."""
+    """Not stored, or that is not known: to be encoded and saved."""
     UNREAD = "unread"
     """Stored, but not brought in: to be encoded."""
     CORRUPT = "corrupt"
@@ -45,7 +43,8 @@ class State(Enum):
 
 
 class OutputReader:
-    """Safe from many threads. Raises ``StoreError`` and nothing else."""
+    """Reads stored outputs: verified to the last byte, or not at all. Safe from many threads.
+    Raises ``StoreError`` and nothing else."""
 
     def __init__(
         self,
@@ -113,13 +112,6 @@ def _room(record: ShardRecord, layer: LayerSpec) -> int:
     return min(record.nbytes, payload_bytes_max((layer,)))
 
 
-# Memory for stored outputs: who has some, who waits for some, and who would wait in vain.
-#
-# vLLM asks for all of its waiting requests in one step, and gives memory back request by request.
-# So an output for which there is no room yet waits, until its deadline. None of this is safe by
-# itself: one lock is held around every call.
-
-
 @dataclass(slots=True, eq=False)
 class WantedOutput:
     """An output that is wanted."""
@@ -140,7 +132,12 @@ class WantedOutput:
 
 
 class OutputMemory:
-    """At most so many bytes, first come, first served among those that fit."""
+    """At most so many bytes for stored outputs, first come, first served among those that fit.
+
+    vLLM asks for all of its waiting requests in one step, and gives memory back request by request.
+    So an output for which there is no room yet waits, until its deadline. Not safe from several
+    threads: the caller holds one lock around every call.
+    """
 
     def __init__(self, nbytes_max: int) -> None:
         self._nbytes_max = nbytes_max
@@ -266,7 +263,7 @@ class EncoderFetcher:
             self._pool.put(partial(self._bring, entry) for entry in queued)
 
     def state(self, output: EncoderOutput) -> State:
-        """What is known of an output that was wanted; for one that is late nobody waits on."""
+        """What is known of an output that was wanted; one that is late is missing."""
         entry = self._entries.get(_key(output))
         if entry is None:
             return State.ABSENT
@@ -283,7 +280,7 @@ class EncoderFetcher:
         return pages
 
     def drop(self, owner: str, output: EncoderOutput) -> None:
-        """``owner`` does not want it any more. If nobody does, what is under way ends by itself and
+        """``owner`` does not want it any more. Without owners, what is under way ends by itself and
         is thrown away."""
         if (entry := self._entries.get(_key(output))) is not None:
             with self._changed:
@@ -361,7 +358,7 @@ class EncoderFetcher:
         except StoreError as exc:
             self._recorder.count("lookup_errors")
             self._trouble.failed(exc)
-        finally:  # whatever was raised: somebody waits for it
+        finally:  # whatever was raised: requests wait for it
             if shards is None:
                 self._settle(entry, State.ABSENT)
         if shards is None:
@@ -394,7 +391,7 @@ class EncoderFetcher:
             self._touch(entry.output)
 
     def _find(self, entry: WantedOutput) -> Shards | None:
-        """What the index knows; None too if nobody waits any more."""
+        """What the index knows; None too if no request waits any more."""
         if not entry.wanted or entry.state is not State.WAITING:
             return None
         output = entry.output
@@ -402,7 +399,7 @@ class EncoderFetcher:
         return found or None
 
     def _touch(self, output: EncoderOutput) -> None:
-        """A hit renews the record's life. Nobody waits for this any more."""
+        """A hit renews the record's life; no request waits for this."""
         try:
             self._index.touch(output.namespace, [output.item_hash], ttl_s=self._limits.ttl_s)
         except StoreError:

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# What crosses between the scheduler's process and the workers' for encoder outputs.
-#
-# A plan carries the outputs themselves, verified: once the scheduler was told that an item need
+# A plan carries the outputs themselves, verified: once the scheduler was promised that an item need
 # not be encoded, nothing that a worker would still have to fetch may fail. vLLM sends arrays of 1
 # MiB and more beside its pickle, and pieces above its ring's 24 MiB through a socket. Source:
 # vLLM 0.32, ``MessageQueue.enqueue`` in ``distributed/device_communicators/shm_broadcast.py``.
@@ -105,7 +103,8 @@ class OutputForm:
     dtype: str
     """A safetensors dtype name."""
     width: Callable[[str], int | None]
-    """Of the outputs of a modality; None where it is not known, so that it cannot be verified."""
+    """Elements in a row of a modality's outputs; None where that is not known, so that they cannot
+    be verified."""
     item_bytes_max: int = LAYER_BYTES_MAX
     """Larger outputs are not brought in."""
     media_named: bool = True
@@ -135,7 +134,7 @@ class TrackedMedia:
     request: "Request"
     namespace: str
     deadline: float
-    """Of what has to be known before its items have names."""
+    """Until when what names its items has to be known."""
     end: int
     """Tokens up to the end of its last item: beyond it nothing is loaded or saved."""
     named: bool = False

@@ -166,7 +166,7 @@ class EncoderSchedulerSide:
         return plan
 
     def update(self, output: "ECConnectorOutput") -> None:
-        """What the workers told."""
+        """What the workers reported."""
         if isinstance(report := output.ec_connector_worker_meta, EncoderReport):
             self._told = added(self._told, report.numbers)
 

@@ -25,12 +25,6 @@ from objkv.telemetry import MemoryRecorder, Recorder
 from objkv.transfer.background import SavePool
 from objkv.transfer.paging import DTYPE_NAMES
 
-# Saves encoder outputs in the background: what the forward thread does is to remember a tensor.
-#
-# An output is never written again once it is in vLLM's encoder cache, so it may be read whenever
-# there is time; until then it is kept alive, which is what the bound in bytes is for. A full
-# queue is a drop: counted, never waited for.
-
 _THREADS = 2
 
 
@@ -40,7 +34,7 @@ class EncoderSaveLimits:
 
     queue_max: int
     held_bytes_max: int
-    """Of tensors kept alive until they are saved."""
+    """Bytes of tensors kept alive until they are saved."""
     item_bytes_max: int
     deadline_s: float
     """An output that waited longer is dropped."""
@@ -83,7 +77,13 @@ class SavedOutput:
 
 
 class EncoderSaver:
-    """``submit`` belongs to the forward thread."""
+    """Saves encoder outputs in the background. ``submit`` belongs to the forward thread, and only
+    remembers a tensor.
+
+    An output is never written again once it is in vLLM's encoder cache, so it may be read whenever
+    there is time; until then it is kept alive, which is what the bound in bytes is for. A full
+    queue is a drop: counted, never waited for.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""The façade that vLLM sees: forwards to the scheduler's or the worker's side, lets nothing out.
+"""The façade that vLLM sees: forwards to the scheduler's or the worker's side.
 
-No method raises into the engine once it runs, and none waits, except ``wait_for_layer_load`` for a
-layer that the forward pass needs now, and ``shutdown`` for saves in flight, both with a deadline.
+Faults do not reach the engine once it runs: see ``objkv.connector.guard``. The only long waits are
+for a layer or a load that the forward pass needs now, and for saves in flight when the cache is let
+go or the engine ends; all have a deadline.
 """
 
 import logging

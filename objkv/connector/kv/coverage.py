@@ -32,8 +32,8 @@ class Coverage:
         groups = range(len(geometry.groups))
         self._fields = [geometry.fields(group) for group in groups]
         self._count = len(geometry.all_fields())
-        # Ranks fetch at once, each its own shards, of which there may be fewer than ranks. Where
-        # groups differ, as if all were divided like the one that is least.
+        # Ranks load side by side, so one rank's bytes are the total divided by the number of
+        # distinct shards. If groups differ in that, the smallest number counts.
         self._shares = min((len(own) for own in self._fields if own), default=1)
         self._wholes = [
             Shard(0, len(identity.layers), 0, identity.heads) for identity in geometry.groups
@@ -66,7 +66,8 @@ class Coverage:
         return _sum(self.fetched(shards), 1)
 
     def fetched(self, shards: Shards) -> Collection[ShardRecord]:
-        """About what ranks fetch, of all that is stored: of other shapes what the first needs."""
+        """Roughly the records that the ranks will fetch. Where other shapes are stored, those that
+        the first rank needs stand for all."""
         if not self._is_mixed():
             return shards.values()
         groups: dict[int, list[str]] = {}

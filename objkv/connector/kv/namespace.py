@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from objkv.keys.identity import identity_path
 from objkv.stores.base import WriteStore
@@ -17,11 +17,6 @@ IdentityT = TypeVar("IdentityT", bound=Any)
 
 class ReplicaNamespace(Generic[IdentityT]):
     """Where chunks of new requests belong. The scheduler's thread only; never waits."""
-
-    closed_warning: ClassVar = (
-        "cache not reset, blocks in use: neither loading nor saving until it is"
-    )
-    """Logged when a renewal leaves it closed."""
 
     def __init__(
         self,
@@ -81,7 +76,7 @@ class ReplicaNamespace(Generic[IdentityT]):
         """
         self.open = clean
         if not clean:
-            logger.warning(self.closed_warning)
+            self._log_closed()
             return False
         extra = {**dict(self.identity.extra), "reset": secrets.token_hex(8)}
         self.identity = replace(
@@ -95,3 +90,6 @@ class ReplicaNamespace(Generic[IdentityT]):
         )
         self.announce()
         return True
+
+    def _log_closed(self) -> None:
+        logger.warning("cache not reset, blocks in use: neither loading nor saving until it is")

@@ -50,7 +50,7 @@ def load_moves(
     size = geometry.chunk_tokens
     held_of = [stored_blocks(identity, size) for identity in geometry.groups]
     for chunk in range(start // size, -(-end // size)):
-        # A chunk of which nothing is stored is one that a window has left: no blocks either.
+        # If nothing of a chunk is stored, a sliding window has passed it, and it has no blocks.
         shards = records[chunk] or {}
         for group, identity in enumerate(geometry.groups):
             # Block positions within the prompt: what the payload holds, cut to what is wanted.
@@ -104,7 +104,7 @@ def states_after(
         offered: (group, block, tokens) of states that vLLM says are there.
 
     A table alone is not enough: its blocks are reused, moved and emptied while a request goes on.
-    But what a step computes last, its state is in the block of; other blocks only vLLM knows.
+    Only one is certain: the state after a step's last token is in that token's block.
     Source: vLLM 0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``,
     ``preprocess_mamba`` in ``v1/worker/mamba_utils.py``.
     """

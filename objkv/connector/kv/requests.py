@@ -191,7 +191,7 @@ class TrackedRequest:
     request: "Request"
     namespace: str
     deadline: float = inf
-    """Of what is read in the background before its chunks can be looked up."""
+    """Until when to wait for the digest of its adapter, without which its chunks have no names."""
     hashes: RequestHashes | None = None
     """None while its adapter is not known."""
     records: Records = ()
@@ -253,8 +253,8 @@ class RequestTracker:
         digests: DigestCache | None = None,
         coverage: Coverage | None = None,
     ) -> None:
-        """``digests``: of adapters; without it each engine reads them once. ``reach``: where others
-        than this replica's own shards are found as well."""
+        """``digests``: of adapters; without it each engine reads them once. ``coverage``: finds
+        other shards than this replica's own as well."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
@@ -337,7 +337,8 @@ class RequestTracker:
         return records
 
     def hashing(self, tracked: TrackedRequest) -> bool:
-        """Whether the hashes that its saves need are awaited: it may have ended a step later."""
+        """True while the hashes that its saves need are still being computed: the request is held
+        back, because a short one could finish in the next step and never be saved."""
         if tracked.hashes is not None and tracked.hashes.done >= len(tracked.hashes):
             return False
         return self.records(tracked) is None

@@ -183,7 +183,7 @@ class SchedulerSide:
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """How many tokens beyond ``computed`` can be loaded, and whether between steps.
 
-        None: not known yet. Cheap and free of side effects: vLLM calls it in a hot loop.
+        None: not known yet. Cheap, and harmless if repeated: vLLM calls it in a hot loop.
         """
         tracked = self._requests.get(request.request_id)
         self._hits.queried(request.request_id, computed)

@@ -126,9 +126,9 @@ class Timing:
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
-        """The tier that a plan's load measures, and the share of its bytes that came from there. Of
-        a mixed load that is bulk: the load ends when its last byte is there, and prompts whose head
-        is hot may be all that there is."""
+        """The tier that a plan's load measures, and the share of its bytes that came from there. A
+        load from both counts as bulk, which determines when it ends. Without mixed loads bulk might
+        never be measured, if every prompt begins with hot chunks."""
         nbytes = {_HOT: 0, _BULK: 0}
         for load in plan.moves:
             for record in self._coverage.fetched(dict(load.records)):

@@ -106,7 +106,7 @@ class WorkerSide:
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
             dropped = self._saver.gather(plan.saves)
-            if self._rank.writes_early:  # it ends the forward pass late: nothing else waits
+            if self._rank.writes_early:  # this model runner reuses blocks before it preempts
                 self._saver.fence()
         self._report.dropped |= dropped
 

@@ -52,7 +52,7 @@ class JobOutcome:
     done: tuple[bytes, ...]
     failed: tuple[bytes, ...]
     noted: tuple[bytes, ...]
-    """Of which the work had something to tell."""
+    """Chunks that the work made a note of."""
     seconds: float
 
     @property
@@ -113,14 +113,14 @@ class JobPart:
                 self._job.done.add(key)
 
     def note(self, key: bytes) -> None:
-        """There is something to tell of the chunk. Of no effect if the job was given up."""
+        """Name the chunk in the outcome's ``noted``. Of no effect if the job was given up."""
         with self._changed:
             if self._job.open:
                 self._job.noted.add(key)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody still waits for it."""
+        """Whether its job is still open."""
         return self._job.open
 
 

@@ -56,11 +56,6 @@ logger = logging.getLogger(__name__)
 class TierNamespace(ReplicaNamespace[TierIdentity]):
     """Begins with the first request, and is not that of requests that began before a renewal."""
 
-    closed_warning = (
-        "the tier neither loads nor saves until vLLM's caches are reset while no request holds a "
-        "block: reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
-    )
-
     def __init__(
         self,
         identity: TierIdentity,
@@ -114,6 +109,12 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         self._distrusted |= self._live
         return super().renew(clean=clean)
 
+    def _log_closed(self) -> None:
+        logger.warning(
+            "the tier neither loads nor saves until vLLM's caches are reset while no request holds "
+            "a block: reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
+        )
+
 
 class ObjKVTier(SecondaryTierManager):
     """One entry of ``secondary_tiers``: ``{"type": "ObjKVTier", "module_path":
@@ -145,10 +146,8 @@ class ObjKVTier(SecondaryTierManager):
         speak_as_vllm()
         config = self._read_options(options, offloading_spec)
         self._row_count, row_bytes = _rows(primary_kv_view)
-        self._engine = find_engine(offloading_spec)
-        identity = read_tier_identity(
-            offloading_spec, self._engine, row_bytes, config, self._options
-        )
+        engine = self._engine = find_engine(offloading_spec)
+        identity = read_tier_identity(offloading_spec, engine, row_bytes, config, self._options)
         self._recorder = MemoryRecorder()
         memory, queue_max = primary_kv_view.cast("B"), self._options.queue_max
         form = identity.row_form()
@@ -164,10 +163,10 @@ class ObjKVTier(SecondaryTierManager):
         self._options, config = read_options(options)
         if self._options.locality is not None:
             self.locality = Locality(self._options.locality)
-        self._tells_events = self._options.enable_kv_events
-        if self._tells_events and not spec.kv_events_config.enable_kv_cache_events:
+        self._events_enabled = self._options.enable_kv_events
+        if self._events_enabled and not spec.kv_events_config.enable_kv_cache_events:
             logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
-            self._tells_events = False
+            self._events_enabled = False
         self._events: list[OffloadingEvent] = []
         return config
 
@@ -319,7 +318,7 @@ class ObjKVTier(SecondaryTierManager):
         )
 
     def _report(self, keys: tuple[bytes, ...], *, removed: bool) -> None:
-        if keys and self._tells_events:
+        if keys and self._events_enabled:
             event = OffloadingEvent(list(keys), self.medium, removed, locality=self.locality)
             self._events.append(event)
 

@@ -134,7 +134,7 @@ class _Question:
         self._rows = 0
         self._pattern = _FAST if len(fields) == 1 else _FAST_ROWS
         # Lengths of values are not compared with the announced ones: instead, the last answer is
-        # unpredictable. If it follows exactly as many values as were asked for, none of them was
+        # unpredictable. If it follows exactly as many values as requested, none of them was
         # made of a part of another, nor left behind by another command.
         mark = os.urandom(8).hex().encode()
         self._mark = b"$16\r\n%b\r\n" % mark

@@ -1,4 +1,4 @@
-"""The SQLite file of an index: its connections, and what its errors mean.
+"""The SQLite file of an index: its tables, its access rights, its connections and its errors.
 
 The file is shared by threads and processes of one machine through WAL, which does not work on
 network file systems.
@@ -19,14 +19,11 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.shapes import SHAPES_HASH
 from objkv.net.deadline import ends_s
 
-# The tables of an index's SQLite file, version by version.
-#
-# What is stored of each namespace is added up by triggers, in the transaction that changes it: so
-# the totals are exact whoever writes, also through an older objkv that still has the file open.
-
+# Triggers add up what is stored of each namespace, in the transaction that changes it: so totals
+# are exact, also when an older objkv that still has the file open writes.
 SCHEMA_VERSION = 2
 APPLICATION_ID = 0x6F6B7631
-"""``okv1``: tells an index from somebody else's SQLite file."""
+"""``okv1``: distinguishes an index from other SQLite files."""
 _VERSION_1 = """
 CREATE TABLE chunks (
   namespace TEXT NOT NULL,
@@ -102,9 +99,8 @@ def upgrade(connection: sqlite3.Connection) -> None:
 
 
 def is_written(connection: sqlite3.Connection, version: int) -> bool:
-    """Whether the file has the tables, indexes and triggers that objkv made in ``version``, to the
-    letter, and nothing beside them: a trigger or a view of somebody else's would be run by whoever
-    publishes or looks something up."""
+    """Whether the file has exactly the tables, indexes and triggers that objkv made in ``version``,
+    and no others: every publish or lookup would run a planted trigger or view."""
     expected = _schema_of(version)
     rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
     return len(rows) == len(expected) and frozenset(rows) == expected
@@ -127,25 +123,19 @@ def _create_version_1(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-# Where the SQLite file of an index lies, and who may reach it.
-#
-# What is in it (which prefixes are stored, how often they are asked for) is nobody else's business:
-# the file is made for this user alone. Where the folder is made for a group it is the group's too:
-#
-#     install -d -m 2770 -g GROUP FOLDER
-#
-# SQLite gives its ``-wal`` and ``-shm`` files the owner, group and mode of the file itself.
-
 _ALONE = 0o600
 _GROUP = 0o660
 _COMPANIONS = ("-wal", "-shm", "-journal")
 
 
 def prepare(path: Path) -> None:
-    """Make the file and its folder where they are missing, and refuse what somebody else planted.
+    """Make the file and its folder where they are missing, and refuse planted ones.
 
-    Raises ``StoreDenied`` with what to fix. Whoever may write to the file's folder can still
-    replace the file later: only folders where everybody may write are looked at with distrust.
+    The content (which prefixes are stored, how often they are looked up) is private: the file is
+    made for this user alone, or for a group if its folder is made for one
+    (``install -d -m 2770 -g GROUP FOLDER``). SQLite gives its ``-wal`` and ``-shm`` files the
+    owner, group and mode of the file. Raises ``StoreDenied`` with the fix. Users who may write to
+    the folder can still replace the file later: only world-writable folders are distrusted.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -162,13 +152,13 @@ def prepare(path: Path) -> None:
 
 
 def is_shared_by_group(folder: os.stat_result) -> bool:
-    """Whether a folder is made for a group, and for nobody else."""
+    """Whether a folder is made for a group only."""
     return folder.st_mode & 0o077 == 0o070
 
 
 def _make(path: Path, folder: os.stat_result) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(FileExistsError):  # another process just made it, or planted it: it is looked at
+    with suppress(FileExistsError):  # another process just made it, or planted it: checked next
         fd = os.open(path, flags, _ALONE)
         try:
             if is_shared_by_group(folder):
@@ -193,12 +183,12 @@ _WAL_RETRY_S = 0.01
 _VALUE_BYTES_MAX = 16 << 20
 """Of one row; no record comes near."""
 _CALL_S_MAX = 20.0
-"""Of what SQLite computes for one call, or whoever calls has less time: no index is so large."""
+"""Of computing in SQLite per call, unless the caller has less time: no index is so large."""
 _OPEN_S_MAX = 600.0
 """The same, while the tables of an older version are changed."""
 _NOT_OURS = "tables or triggers that objkv did not make"
 _STEPS = 10_000
-"""Of SQLite's machine, below a millisecond, between two looks at the clock."""
+"""Of SQLite's machine, below a millisecond, between two checks of the clock."""
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _REFUSED = {
@@ -241,7 +231,7 @@ class SqliteFile:
                 _bound(connection, _CALL_S_MAX)
                 yield connection
             except BaseException:
-                # Whatever happened to it, the next call gets a fresh one.
+                # Its state is unknown: the next call gets a fresh one.
                 connection.close()
                 raise
             with self._lock:
@@ -271,8 +261,8 @@ class SqliteFile:
             connection.close()
 
     def _look(self) -> tuple[int, int] | None:
-        """Which file is at the path now. Connections to another, which was removed or replaced, are
-        closed: whoever reads and writes on in a file without a name shares it with nobody."""
+        """Which file is at the path now. Connections to another one, which was removed or replaced,
+        are closed: no other process shares a file without a name."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -360,7 +350,7 @@ class SqliteFile:
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turn what SQLite raises into ``StoreError`` with what to fix."""
+    """Raise SQLite's errors as ``StoreError`` with the fix."""
     try:
         yield
     except sqlite3.Error as exc:
@@ -388,14 +378,14 @@ def _damaged(path: Path, what: object) -> StoreDenied:
 
 
 def _bound(connection: sqlite3.Connection, seconds: float) -> None:
-    """From now on what it computes is interrupted after so long, or when this call's time is over.
-    Waiting for another writer is bounded by itself."""
+    """Interrupt computing after ``seconds``, or at the deadline of this call. Waiting for another
+    writer has its own bound."""
     until_s = min(time.monotonic() + seconds, ends_s())
     connection.set_progress_handler(lambda: time.monotonic() > until_s, _STEPS)
 
 
 def _code(exc: sqlite3.Error) -> int:
-    # The lowest byte is the primary code; the rest tells variants apart.
+    # The lowest byte is the primary code; the rest distinguishes variants.
     return int(getattr(exc, "sqlite_errorcode", 0)) & 0xFF
 
 

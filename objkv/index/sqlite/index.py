@@ -65,7 +65,7 @@ WHERE leases.owner = excluded.owner OR leases.ends_s <= ?
 class SqliteIndex:
     """Implements ``PruneIndex``. The file and its folder are created by the first call.
 
-    ``busy_ms`` bounds how long a call waits for another process's write; ``clock`` tells seconds
+    ``busy_ms`` bounds how long a call waits for another process's write; ``clock`` gives seconds
     since the epoch. Survives ``fork`` and writers killed at any moment.
     """
 
@@ -105,7 +105,7 @@ class SqliteIndex:
                     (namespace, self._clock(), *wanted, *part),
                 )
                 for prefix_hash, field, value in rows:
-                    # Somebody else may have stored text: SQLite columns hold any type.
+                    # Another program may have stored text: SQLite columns hold any type.
                     if isinstance(value, bytes) and (shard := decode_shard(value)):
                         found.setdefault(prefix_hash, {})[field] = shard
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
@@ -133,7 +133,7 @@ class SqliteIndex:
         return [str(namespace) for (namespace,) in rows]
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``; exact: what has expired and is not removed yet is taken off."""
+        """See ``ReadIndex``; exact: expired records that are not removed yet do not count."""
         now = self._clock()
         with self._file.read() as connection:
             rows = connection.execute(_USAGE, (now, SHAPES_HASH)).fetchall()
@@ -260,7 +260,7 @@ def _records(rows: Iterable[tuple[Any, ...]], now: float) -> Iterator[Record]:
     chunks: dict[bytes, tuple[Any, ...]] = {}
     shards: dict[bytes, dict[str, ShardRecord]] = {}
     for *chunk, field, value in rows:
-        # Somebody else may have stored text: SQLite columns hold any type.
+        # Another program may have stored text: SQLite columns hold any type.
         if isinstance(value, bytes) and (shard := decode_shard(value)):
             chunks[chunk[0]] = tuple(chunk)
             shards.setdefault(chunk[0], {})[field] = shard

@@ -27,7 +27,7 @@ from objkv.ops.audit.findings import Walked, foreign_folders, problems, read_fin
 from objkv.ops.audit.identities import Facts, compare, read_facts
 from objkv.ops.audit.report import AuditReport, Ending, Prices, RootAudit, TreeNode
 from objkv.ops.audit.spool import AuditSpool, make_chunks
-from objkv.ops.audit.text import Reader, with_texts
+from objkv.ops.audit.text import TextReader, with_texts
 from objkv.ops.audit.tree import Tree, read_roots, read_tree
 from objkv.ops.audit.walk import AuditView, part_unit, records_unit
 from objkv.ops.backends_view import NamespacePart, stored_namespaces, stored_parts
@@ -193,5 +193,5 @@ class Audit:
         if options.tokenizer is None:
             return tree, tree.nodes, roots
         namespaces = {name: fact.namespace for name, fact in facts.items()}
-        reader = Reader(self.view, namespaces, options.tokenizer, options.show_text)
+        reader = TextReader(self.view, namespaces, options.tokenizer, options.show_text)
         return tree, *with_texts(self.spool, tree, roots, reader, workers=options.workers)

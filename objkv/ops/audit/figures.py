@@ -230,8 +230,6 @@ def added(values: Iterable[T | None]) -> T | None:
     return sum(known[1:], known[0]) if known else None
 
 
-# Ages, growth and cost of what an audit has seen.
-
 LIST_PRICES = Prices(gb_month=0.023, per_1000_puts=0.005, per_1000_gets=0.0004)
 """S3 Standard, us-east-1, as of November 2026."""
 _DAY_S = 86_400

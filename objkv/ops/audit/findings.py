@@ -168,8 +168,6 @@ def payload_path(namespace: str, prefix_hash: bytes, text: str) -> str:
     return f"{namespace}/{digest[:2]}/{digest}/{text}.safetensors"
 
 
-# What a reader of an audit must know to judge its numbers: one sentence each, the worst first.
-
 _NAMES_SHOWN = 3
 _MOST = 0.5
 _FEW = 20

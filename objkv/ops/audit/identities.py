@@ -8,7 +8,7 @@ from typing import Any
 
 from objkv.errors import PayloadError
 from objkv.ops.audit.report import FieldDifference, IdentityDifference
-from objkv.ops.backends_view import Namespace, identity_document, read_namespace
+from objkv.ops.backends_view import StoredNamespace, identity_document, read_namespace
 from objkv.ops.diff import Difference, diff
 from objkv.stores.base import ReadStore
 
@@ -21,7 +21,7 @@ _TEXT_MAX = 200
 class Facts:
     """One namespace, as its document tells. Text is somebody else's."""
 
-    namespace: Namespace
+    namespace: StoredNamespace
     model: str | None = None
     kv_dtype: str | None = None
     chunk_tokens: int | None = None

@@ -254,12 +254,6 @@ def _unlink(file: Path) -> None:
             file.with_name(file.name + suffix).unlink(missing_ok=True)
 
 
-# Makes chunks of what a walk has seen, finds each one's parent, and joins chains without a branch
-# to nodes. In temporary tables of SQLite, on disk: level by level, never a tree in memory.
-#
-# What records say of parents is not to be trusted: a parent ends where its child begins, or it is
-# none, so that no loop is possible.
-
 Check = Callable[[], None]
 _CHUNKS = """
 CREATE TEMP TABLE chunks (
@@ -338,7 +332,13 @@ _BEFORE = "SELECT max(start) FROM temp.nodes WHERE start < ?"
 
 
 def make_chunks(spool: AuditSpool, check: Check = lambda: None) -> None:
-    """Fill ``chunks`` and ``nodes``; ``check`` is called between steps, and may raise."""
+    """Fill the temporary tables ``chunks`` and ``nodes``, in which chains without a branch are
+    joined; on disk and level by level, never a tree in memory. ``check`` is called between steps,
+    and may raise.
+
+    Records are not trusted: a parent ends where its child begins, or it is none, so that no loop is
+    possible.
+    """
     spool.run("DROP TABLE IF EXISTS temp.chunks")
     spool.run("DROP TABLE IF EXISTS temp.nodes")
     steps = (

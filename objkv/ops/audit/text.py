@@ -17,7 +17,7 @@ from objkv.ops.audit.report import RootAudit, TreeNode
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.tree import Tree
 from objkv.ops.audit.walk import AuditView
-from objkv.ops.backends_view import Namespace, stored_header
+from objkv.ops.backends_view import StoredNamespace, stored_header
 from objkv.stores.base import Entry
 
 TEXT_MAX = 160
@@ -31,11 +31,11 @@ SELECT field, nbytes, modified_s FROM payloads WHERE ns = ? AND hash = ? ORDER B
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class TextReader:
     """Reads the beginning of a chunk's text."""
 
     view: AuditView
-    namespaces: Mapping[str, Namespace]
+    namespaces: Mapping[str, StoredNamespace]
     tokenizer: Tokenizer
     show: bool
     """False: tell only that there is one, and how long it is."""
@@ -72,7 +72,7 @@ def with_texts(
     spool: AuditSpool,
     tree: Tree,
     roots: Sequence[RootAudit],
-    reader: Reader,
+    reader: TextReader,
     *,
     workers: int,
     check: Callable[[], None] = lambda: None,

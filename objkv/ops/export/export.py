@@ -23,8 +23,8 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
     BackendsView,
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     identity_document,
     record_keys,
     stored_entries,
@@ -71,7 +71,7 @@ class Export:
             self._target.put(identity_path(name), document)
 
     def parts(
-        self, parts: Sequence[NamespacePart], namespaces: Mapping[str, Namespace]
+        self, parts: Sequence[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Everything in these parts of the bulk store."""
         for part in parts:
@@ -84,7 +84,7 @@ class Export:
             yield Unit(f"export {start}", self._keys_work(some, seal), again=True)
 
     def _part_work(
-        self, part: NamespacePart, namespaces: Mapping[str, Namespace]
+        self, part: NamespacePart, namespaces: Mapping[str, StoredNamespace]
     ) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
             seal = self._view.seal_of(namespaces[part.namespace])

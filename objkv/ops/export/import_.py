@@ -27,7 +27,7 @@ from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     HANDOFF_LAYOUT,
     BackendsView,
-    Namespace,
+    StoredNamespace,
     identity_document,
     parse_identity,
     publish_payload,
@@ -40,12 +40,6 @@ from objkv.ops.rebuild import is_same
 from objkv.ops.runs import Check, Counters, Unit
 from objkv.ops.verify_payload import Budget, Checker
 from objkv.stores.base import ReadStore
-
-# What a payload that is brought in must be: what the replicas of its namespace would accept.
-#
-# An identity tells all of it but two things, of which any is taken: the scales of a quantised
-# cache, and, where replicas deal tokens into blocks of their own size, that size. A reader
-# compares both with its own.
 
 _STATE: Final = "I8"
 """States are bytes of several things."""
@@ -75,7 +69,12 @@ def check_told(header: Header, line: ManifestLine) -> None:
 
 
 def check_fits(header: Header, identity: Identity) -> None:
-    """Raises ``PayloadError`` unless replicas of ``identity`` could load the payload."""
+    """Raises ``PayloadError`` unless replicas of ``identity`` could load the payload.
+
+    The identity does not determine the scales of a quantised cache, nor the block size where
+    replicas divide tokens into blocks of their own: any are accepted, and readers compare them with
+    their own.
+    """
     claim = header.claim
     number, shard = claim.key.group, claim.key.shard
     if number >= len(identity.groups):
@@ -155,7 +154,7 @@ _COPIES: Final = 3
 class Arrival:
     """A namespace of an export, as this cache will have it."""
 
-    namespace: Namespace
+    namespace: StoredNamespace
     identity: Identity
     document: bytes | None
     """What is to be written first; None where the cache has it."""
@@ -324,9 +323,6 @@ def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> t
         provenance = replace(provenance, tokens=None)
     made = encode(header.claim, frames.layers, pages, codec=codec, provenance=provenance, seal=seal)
     return read_header(made, seal=seal), bytes(made)
-
-
-# How much an import adds to what tenants have stored.
 
 
 def new_bytes(

@@ -11,11 +11,6 @@ from prometheus_client.registry import Collector
 from objkv.ops.exporter.scan import Scan, Scans
 from objkv.ops.exporter.watch import BackendsWatch, Origin
 
-# What ``objkv exporter`` tells of the whole store: every name, and what it means.
-#
-# A replica tells what it does itself; what is stored, and whether the ends answer, is told once for
-# the fleet, here.
-
 OF_NAMESPACE = ("namespace", "tenant", "model")
 OTHER = "other"
 """Stands for the namespaces beyond the number that is told one by one."""
@@ -100,7 +95,7 @@ class _Row:
 
 
 class StoreCollector(Collector):
-    """The metrics of ``exporter_metrics``, each with whatever is known now."""
+    """The metrics of ``METRICS``, each with whatever is known now."""
 
     def __init__(self, watched: Watched, watch: BackendsWatch, scans: Scans | None = None) -> None:
         self._watched = watched

@@ -1,7 +1,7 @@
 """Watches both ends for ``objkv exporter``: who answers, how much is stored, and how fresh that is.
 
 Threads ask, scrapes read what they found last: a scrape never waits for an end, and one that hangs
-keeps its own thread and nothing else. Nothing is walked here; see ``exporter_scan``.
+keeps its own thread and nothing else. Nothing is walked here; see ``scan``.
 """
 
 import json

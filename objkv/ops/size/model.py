@@ -189,11 +189,6 @@ def _group(layer: LayerShape, names: tuple[str, ...], block_size: int) -> GroupI
     )
 
 
-# Well-known models as plain numbers, so that sizes can be told before anything is downloaded.
-#
-# Each is typed from the ``config.json`` that its authors publish; ``objkv size --model FOLDER``
-# reads the file itself, which wins where the two differ.
-
 _DTYPE = "bfloat16"
 _NEAREST = 3
 

@@ -12,8 +12,8 @@ from objkv.errors import ConfigError
 from objkv.index.shapes import is_shapes
 from objkv.ops.backends_view import (
     BackendsView,
-    Namespace,
     NamespacePart,
+    StoredNamespace,
     read_namespace,
     record_keys,
     stored_namespaces,
@@ -32,7 +32,7 @@ _MOST = 0.5
 class Survey:
     """What is stored, by name."""
 
-    namespaces: Mapping[str, Namespace]
+    namespaces: Mapping[str, StoredNamespace]
     """Those that the bulk store has folders of."""
     parts: Sequence[NamespacePart]
     indexed: Sequence[str]
@@ -73,9 +73,9 @@ def survey(
     )
 
 
-def old_epochs(namespaces: Iterable[Namespace]) -> frozenset[str]:
+def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
     """Those whose documents are equal to another's but for a lower epoch."""
-    alike: defaultdict[bytes, list[Namespace]] = defaultdict(list)
+    alike: defaultdict[bytes, list[StoredNamespace]] = defaultdict(list)
     for namespace in namespaces:
         if namespace.is_known:
             alike[namespace.rest].append(namespace)

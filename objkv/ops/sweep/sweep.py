@@ -1,4 +1,4 @@
-"""Finds, and removes where it may, what nobody can use: see ``Category`` in ``sweep_remove``."""
+"""Finds, and removes where allowed, unreachable data: see ``Category`` in ``remove``."""
 
 import math
 import time

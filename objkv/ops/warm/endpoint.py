@@ -21,11 +21,6 @@ from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.redact import keep_secret, without_secrets
 
-# Calls of an asynchronous client from threads, which another thread can end at any time.
-#
-# A thread that waits for a socket cannot be told to stop; a task can. A server hears at once that
-# nobody waits for its answer any more.
-
 T = TypeVar("T")
 
 
@@ -34,7 +29,8 @@ class LoopClosed(Exception):
 
 
 class Loop:
-    """An event loop on a thread of its own."""
+    """An event loop on a thread of its own: unlike a thread that waits for a socket, its calls can
+    be cancelled at any time, and the server sees the connection close."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -105,7 +101,7 @@ class Served:
     adapters: tuple[str, ...]
 
 
-class Endpoint:
+class PrefillEndpoint:
     """See ``Asker``."""
 
     def __init__(

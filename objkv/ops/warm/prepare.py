@@ -53,7 +53,7 @@ def prepare(
     tokenize: Tokenize,
     names: Names,
     *,
-    tell: Callable[[int], None] = lambda count: None,
+    on_progress: Callable[[int], None] = lambda count: None,
     give_up: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Tokenize all; a prompt that cannot be is a failure, and not the end. Raises ``ConfigError``
@@ -81,7 +81,7 @@ def prepare(
                 assert number == len(prepared.tasks)
                 # An adapter is part of what is stored, and so is the salt.
                 prepared.tasks.append(Task(prompt.name, prompt.salt, adapter))
-            tell(len(prepared.tasks))
+            on_progress(len(prepared.tasks))
     except BaseException:
         give_up()
         raise

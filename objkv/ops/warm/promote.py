@@ -94,7 +94,7 @@ class Promotion:
         wanted: Iterable[PromotionItem],
         *,
         bytes_max: int | None = None,
-        tell: Callable[[PromoteReport], None] = lambda report: None,
+        on_progress: Callable[[PromoteReport], None] = lambda report: None,
     ) -> None:
         """Have them hot, in order, ``bytes_max`` at most. Raises ``StoreError``."""
         every = self._chosen(wanted, bytes_max)
@@ -117,7 +117,7 @@ class Promotion:
                     self.report.failed += 1
                     why = "is not hot: it is gone, damaged, or being changed right now"
                     self.failures.append((one.claim.key.path(), why))
-            tell(self.report)
+            on_progress(self.report)
 
     def close(self) -> None:
         """Drop what waits, and end the threads. Idempotent."""

@@ -24,13 +24,6 @@ from objkv.ops.warm.lookup import Found, PromptLookup
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.report import EndpointReport, WarmReport
 
-# Which prompt is computed next, so that what several share is computed once.
-#
-# Prompts make a tree by their chunks. A prompt that is being computed claims the chunks that it
-# lacks until they are stored; another one that needs a claimed chunk waits. So of all prompts
-# under a shared prefix one goes first and alone, and the others load what it saved. Prompts that
-# many others wait for go first.
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -44,7 +37,13 @@ class Turn:
 
 
 class Order:
-    """One thread uses it. About 200 bytes for each distinct chunk."""
+    """Which prompt is computed next, so that shared prefixes are computed once.
+
+    Prompts make a tree by their chunks. A prompt that is being computed claims the chunks that it
+    lacks until they are stored; another that needs a claimed chunk waits. So one prompt under a
+    shared prefix goes first and alone, and the others load what it saved. Prompts that many others
+    wait for go first. One thread uses it; about 200 bytes for each distinct chunk.
+    """
 
     def __init__(self) -> None:
         self._names: dict[bytes, int] = {}
@@ -124,13 +123,12 @@ class Order:
         heapq.heappush(self._heap, (-self._weights[number], number))
 
 
-# Token ids of many prompts, on disk: a corpus may have more than memory has room for.
-
 _TOKEN_BYTES = 4
 
 
 class TokenSpool:
-    """A file without a name, which ends with this process. Safe from many threads."""
+    """Token ids of many prompts, in a file without a name that ends with this process. Safe from
+    many threads."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``close``
@@ -225,7 +223,7 @@ class Warming:
         patience: WarmLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
-        tell: Tell = lambda report: None,
+        on_progress: Tell = lambda report: None,
     ) -> None:
         self._tasks = tasks
         self._spool = spool
@@ -233,7 +231,7 @@ class Warming:
         self._lookup = lookup
         self._patience = patience
         self._clock = clock
-        self._tell = tell
+        self._tell = on_progress
         self._order = Order()
         self._under: dict[int, _Under] = {}
         self._again: deque[int] = deque()

@@ -14,7 +14,7 @@ from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.chat import LocalTokenizer
-from objkv.ops.warm.endpoint import Endpoint
+from objkv.ops.warm.endpoint import PrefillEndpoint
 from objkv.ops.warm.fleet import PrefillFleet
 from objkv.ops.warm.lookup import PromptLookup, known_identities
 from objkv.ops.warm.prefill import Prefiller, PrefillError, PrefillRequest
@@ -24,13 +24,6 @@ from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import TokenSpool, Warming, WarmLimits
 from objkv.stores.base import ReadStore
-
-# Finds out where endpoints save: into which namespace, and whether it is this store at all.
-#
-# Each computes a chunk that nobody can have stored, because its salt is made up on the spot; the
-# namespace in which that appears is the endpoint's. Nothing else tells it for certain: there may
-# be namespaces of the same model with other weights, another tenant or another layout, and a
-# prompt that is stored there helps nobody here.
 
 SALT = "objkv-warm-"
 """How the salts of such chunks begin."""
@@ -42,7 +35,12 @@ _PAUSE_S, _BUSY_S = 0.1, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Where to look, and how long."""
+    """Finds the namespace into which endpoints save, and whether that is in this store.
+
+    Each endpoint computes a chunk under a salt made up on the spot, so that it cannot be stored
+    yet; the namespace in which it appears is the endpoint's. Other namespaces of the same model may
+    have other weights, another tenant or another layout.
+    """
 
     bulk: ReadStore
     index: ReadIndex
@@ -150,12 +148,12 @@ def warm_by(
     own = means.tokenizer
     asking = AskingTokenizer(ready)
     tokenize: Tokenize = asking if own is None else own.tokenize
-    served = {asker.served.model for asker in ready if isinstance(asker, Endpoint)}
+    served = {asker.served.model for asker in ready if isinstance(asker, PrefillEndpoint)}
     names = Names(served | means.base, means.adapters.keys())
     with closing(TokenSpool()) as spool:
         watch.stage("reading prompts")
         prepared = prepare(
-            prompts, spool, tokenize, names, tell=watch.prepared, give_up=asking.give_up
+            prompts, spool, tokenize, names, on_progress=watch.prepared, give_up=asking.give_up
         )
         if not prepared.tasks:
             return _without_work(prepared)
@@ -170,7 +168,7 @@ def warm_by(
                 raise StoreUnavailable(f"no answer to a first request: {exc}") from exc
         watch.stage("warming")
         lookup = PromptLookup(means.view.index, identity, means.adapters)
-        warming = Warming(prepared.tasks, spool, fleet, lookup, patience, tell=watch.warmed)
+        warming = Warming(prepared.tasks, spool, fleet, lookup, patience, on_progress=watch.warmed)
         report = warming.report
         report.mode = "endpoints" if served else "engine"
         _add_failures(report, prepared)
@@ -210,7 +208,7 @@ def promote_stored(
     report.ending = "interrupted"
     try:
         wanted = wanted_of(lookup.namespace, records)
-        promotion.run(wanted, bytes_max=bytes_max, tell=lambda _: watch.warmed(report))
+        promotion.run(wanted, bytes_max=bytes_max, on_progress=lambda _: watch.warmed(report))
         report.ending = "complete"
     except KeyboardInterrupt:
         pass
@@ -260,7 +258,7 @@ def _records(
     with closing(TokenSpool()) as spool:
         base = {lookup.identity.model, lookup.identity.model.rpartition("/")[2], *means.base}
         names = Names(base, means.adapters.keys())
-        prepared = prepare(prompts, spool, tokenize, names, tell=means.watch.prepared)
+        prepared = prepare(prompts, spool, tokenize, names, on_progress=means.watch.prepared)
         _add_failures(report, prepared)
         report.prompts += len(prepared.tasks)
         for number, task in enumerate(prepared.tasks):

@@ -9,13 +9,13 @@ from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.base import copy_bytes
 
 SLICE_BYTES = 4 << 20
-"""Between slices the deadline is looked at."""
+"""The deadline is checked between slices."""
 VALUE_BYTES_MAX = 17 << 30
 """Of a value that is read as a whole: more than the largest payload that any reader accepts."""
 
 
 class BodyLost(StoreUnavailable):
-    """A body ended early, or not in time. Says not whose; see ``translated``."""
+    """A body ended early, or not in time. ``translated`` adds the key."""
 
 
 class BufferReader(io.IOBase):

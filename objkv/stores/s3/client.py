@@ -222,7 +222,7 @@ def _repeat_in_time(
     response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: object
 ) -> None:
     """Raise what went wrong if the client, which knows no deadline, might wait past it."""
-    wait_s = 2 ** (attempts - 1)  # the client's longest, after being told to slow down
+    wait_s = 2 ** (attempts - 1)  # the client's longest, after SlowDown
     if time.monotonic() + wait_s <= _LAST_S.get():
         return
     if caught_exception is not None:
@@ -257,7 +257,7 @@ def error_code(exc: ClientError) -> tuple[int, str]:
 
 
 def asks_for_later(exc: ClientError) -> bool:
-    """Whether the answer says nothing but that the server cannot for now."""
+    """Whether the answer only says that the server cannot serve the request now."""
     status, code = error_code(exc)
     return status == 429 or status >= 500 or code in _LATER
 

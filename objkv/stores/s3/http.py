@@ -22,8 +22,8 @@ STEP_BYTES = 512 << 10
 SEND_BYTES = 4 << 20
 HEAD_BYTES_MAX = 64 << 10
 _LOOK_S = 0.02
-"""How long a call waits in the kernel for all that it asks for: then progress is reported, and a
-server that takes nothing may have answered instead."""
+"""The longest wait of one socket call: then progress is reported, and a sender checks whether the
+server has answered already."""
 _HEAD_READ_BYTES = 16 << 10
 _HEADER = re.compile(
     r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r]*)",
@@ -143,7 +143,7 @@ class HttpConnection:
         self.is_clean = False
         self._waits_in_kernel = False
         self._waits_s = -1.0
-        """What is set where it does not."""
+        """The time-out that was set last, where the kernel does not wait."""
         self._is_released = False
         self.early = False
         """Whether the response came before the whole request was sent."""

@@ -39,9 +39,9 @@ class Get:
 
 
 class S3Reader:
-    """Reads on a ``Wire``. ``NoAnswer`` before the first byte leaves the get to the client; after
-    it, what is missing is requested again, of the same version of the value; by the client where
-    the deadline allows."""
+    """Reads on a ``Wire``. A request that fails before the first byte raises ``NoAnswer``, and the
+    client makes the get. If it breaks off later, only the missing bytes of the same version are
+    requested: once on the wire, then by the client if time is left."""
 
     def __init__(
         self, client: "S3Client", wire: Wire, pool: HelperPool, *, range_bytes: int
@@ -58,8 +58,8 @@ class S3Reader:
         start: int | None = None,
         end: int = 0,
     ) -> bytes | None:
-        """The whole value, or bytes ``[start, end)``, which are not none, by the client. Raises
-        what the client raises, as ``read_by_client`` does."""
+        """The whole value, or its non-empty range ``[start, end)``, read by the client. Raises what
+        the client raises, as ``read_by_client`` does."""
         asked = {} if start is None else {"Range": _range(start, end)["range"]}
         with deadline.client():
             try:
@@ -259,7 +259,7 @@ class _Reading:
         piece.at = piece.end
 
     def _check_version(self, etag: str) -> None:
-        """Compared here rather than asked for by ``If-Match``, which servers read differently
+        """Compared here rather than by ``If-Match``, which servers read differently
         (Ceph 16 wants no quotes)."""
         if not etag or etag != self._etag:
             how = "replaced while it was read" if etag else "broke off, and no version was named"

@@ -154,7 +154,9 @@ class Wire:
                 else:
                     connection.send(head, None, deadline_s)
                     sent_s = time.monotonic()
-                    if helper is None:  # who may have to shut it, and knows just one
+                    if (
+                        helper is None
+                    ):  # a helper's connection can be shut by others, who know only one
                         connection = self._first_of_two(connection, pool, head, deadline_s)
                     response = connection.read_head(deadline_s)
                     self._hedge.observe(time.monotonic() - sent_s)

@@ -21,7 +21,7 @@ from objkv.connector.model.identity import (
     warn_of_sudden_end,
 )
 from objkv.errors import ConfigError
-from tests.connector.encoder_engine import engine, make_model
+from tests.connector.encoder.engine import engine, make_model
 from tests.support.sides import ONE_LAYER
 
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}

@@ -175,8 +175,10 @@ def test_another_hash_algorithm_is_another_namespace(engines: Any, algorithm: st
 
 def test_another_seed_is_another_namespace(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    init_hashes()
     one = namespace(engines())
     monkeypatch.setenv("PYTHONHASHSEED", "1")
+    init_hashes()
     assert namespace(engines()) != one
 
 
@@ -186,6 +188,7 @@ def test_an_engine_made_before_it_chose_its_hash_takes_the_one_it_chose(
     """vLLM makes its tiers first; a process may have had another engine before."""
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of an engine before")
     engine = engines()
+    init_hashes()
     assert namespace(engine) == namespace(engines())
 
 

@@ -14,7 +14,7 @@ import pytest
 from objkv.errors import ConfigError
 from objkv.index.memory import MemoryIndex
 from objkv.ops.warm import endpoint as endpoint_module
-from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prefill import PrefillError, PrefillRequest
 from objkv.stores.memory import MemoryStore
 from tests.ops.warm.fake_vllm import FakeVllm, Fault, Handler, Place, status
@@ -45,15 +45,15 @@ def server(bulk: MemoryStore, index: MemoryIndex) -> Iterator[FakeVllm]:
 
 
 @pytest.fixture
-def endpoint(server: FakeVllm) -> Iterator[Endpoint]:
-    endpoint = Endpoint(f"{server.url}/v1/", EndpointLimits(), api_key="sesame")
+def endpoint(server: FakeVllm) -> Iterator[PrefillEndpoint]:
+    endpoint = PrefillEndpoint(f"{server.url}/v1/", EndpointLimits(), api_key="sesame")
     endpoint.check()
     yield endpoint
     endpoint.close()
 
 
 def test_the_key_is_sent_and_the_address_may_end_in_v1(
-    server: FakeVllm, endpoint: Endpoint
+    server: FakeVllm, endpoint: PrefillEndpoint
 ) -> None:
     endpoint.ask(ASK)
     assert server.headers[-1]["Authorization"] == "Bearer sesame"
@@ -74,7 +74,7 @@ def test_the_key_is_sent_and_the_address_may_end_in_v1(
     ],
 )
 def test_what_an_answer_means_is_told_by_its_status(
-    server: FakeVllm, endpoint: Endpoint, code: int, trouble: str
+    server: FakeVllm, endpoint: PrefillEndpoint, code: int, trouble: str
 ) -> None:
     server.every = status(code)
     with pytest.raises(PrefillError) as raised:
@@ -87,7 +87,7 @@ def test_what_an_answer_means_is_told_by_its_status(
     ("header", "seconds"), [("7", 7.0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0), ("soon", None)]
 )
 def test_retry_after_is_read_in_both_forms(
-    server: FakeVllm, endpoint: Endpoint, header: str, seconds: float | None
+    server: FakeVllm, endpoint: PrefillEndpoint, header: str, seconds: float | None
 ) -> None:
     server.every = status(429, Retry_After=header)
     with pytest.raises(PrefillError) as raised:
@@ -100,7 +100,7 @@ def test_a_server_of_something_else_is_told_in_a_sentence(tmp_path: Path) -> Non
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
         Thread(target=pages.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{pages.server_port}"
-        endpoint = Endpoint(url, EndpointLimits())
+        endpoint = PrefillEndpoint(url, EndpointLimits())
         with pytest.raises(PrefillError) as raised:
             endpoint.check()
         with pytest.raises(PrefillError) as posted:
@@ -111,14 +111,16 @@ def test_a_server_of_something_else_is_told_in_a_sentence(tmp_path: Path) -> Non
     assert str(posted.value) == f"{url}/v1/completions: HTTP 501"
 
 
-def test_who_is_not_let_in_is_told_what_to_give(server: FakeVllm, endpoint: Endpoint) -> None:
+def test_who_is_not_let_in_is_told_what_to_give(
+    server: FakeVllm, endpoint: PrefillEndpoint
+) -> None:
     server.every = status(401)
     with pytest.raises(ConfigError, match="--api-key"):
         endpoint.ask(ASK)
 
 
 def test_a_server_that_computed_another_number_of_tokens_is_not_believed(
-    server: FakeVllm, endpoint: Endpoint
+    server: FakeVllm, endpoint: PrefillEndpoint
 ) -> None:
     def cut(handler: Handler) -> bool:
         return handler.answer(200, {"usage": {"prompt_tokens": 2}})
@@ -129,7 +131,7 @@ def test_a_server_that_computed_another_number_of_tokens_is_not_believed(
 
 
 def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
-    server: FakeVllm, endpoint: Endpoint
+    server: FakeVllm, endpoint: PrefillEndpoint
 ) -> None:
     def close(handler: Handler) -> bool:
         endpoint.close()
@@ -158,12 +160,12 @@ def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
 )
 def test_addresses_that_are_none_or_not_safe_are_refused(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        Endpoint(url, EndpointLimits(), api_key="sesame")
+        PrefillEndpoint(url, EndpointLimits(), api_key="sesame")
     assert "secret" not in str(raised.value)
 
 
 def test_without_a_key_the_network_is_the_operators_business() -> None:
-    endpoint = Endpoint("gpu-7.example.com:8000", EndpointLimits())
+    endpoint = PrefillEndpoint("gpu-7.example.com:8000", EndpointLimits())
     assert endpoint.name == "http://gpu-7.example.com:8000"
     endpoint.close()
 
@@ -171,7 +173,7 @@ def test_without_a_key_the_network_is_the_operators_business() -> None:
 def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "_CHECK_S", 0.2, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", EndpointLimits())
+        endpoint = PrefillEndpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", EndpointLimits())
         with pytest.raises(PrefillError, match="no answer in time"):
             beside(endpoint.check).result(BOUND_S)
         endpoint.close()
@@ -194,7 +196,7 @@ def trickling(start: bytes, piece: bytes) -> Fault:
 
 
 def test_an_answer_that_drips_is_given_up_when_its_time_is_over(server: FakeVllm) -> None:
-    endpoint = Endpoint(server.url, EndpointLimits(answer_s=0.5))
+    endpoint = PrefillEndpoint(server.url, EndpointLimits(answer_s=0.5))
     endpoint.check()
     server.every = trickling(b"", b" ")
     with pytest.raises(PrefillError, match="no answer in time") as raised:
@@ -204,7 +206,7 @@ def test_an_answer_that_drips_is_given_up_when_its_time_is_over(server: FakeVllm
 
 
 def test_an_answer_without_an_end_is_not_kept(
-    server: FakeVllm, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    server: FakeVllm, endpoint: PrefillEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_ANSWER_BYTES_MAX", 1 << 16, raising=False)
     server.every = trickling(b"", b"x" * 1024)

@@ -12,7 +12,7 @@ import pytest
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import Identity
-from objkv.ops.warm.endpoint import Endpoint, EndpointLimits
+from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmReport
@@ -62,7 +62,8 @@ class Run:
             view, {ADAPTER: ADAPTER_DIGEST}, None, None, WarmProgress(note=self.notes.append)
         )
         self.endpoints = [
-            Endpoint(server.url, EndpointLimits(at_once, answer_s=answer_s)) for server in servers
+            PrefillEndpoint(server.url, EndpointLimits(at_once, answer_s=answer_s))
+            for server in servers
         ]
 
     def __call__(
@@ -312,7 +313,7 @@ def test_a_wrong_model_is_said_at_once(place: Place) -> None:
         run = Run(place, server)
         with pytest.raises(ConfigError, match="model other is not tiny"):
             run([WarmPrompt("p", tokens=SHARED, model="other")])
-        endpoint = Endpoint(server.url, EndpointLimits(), model="other")
+        endpoint = PrefillEndpoint(server.url, EndpointLimits(), model="other")
         with pytest.raises(ConfigError, match="serves tiny, not other"):
             endpoint.check()
         endpoint.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from objkv.connector.encoder.fetch import OutputMemory, State, WantedOutput
 from objkv.connector.encoder.items import EncoderOutput
-from tests.connector.encoder_world import Limits, Place, Replica, replica, request, saved
+from tests.connector.encoder.world import Limits, Place, Replica, replica, request, saved
 
 
 @pytest.fixture

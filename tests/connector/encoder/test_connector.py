@@ -16,8 +16,8 @@ from objkv.connector import ObjKVECConnector
 from objkv.connector.counters import COUNTERS, ENCODER_COUNTERS
 from objkv.connector.encoder.connector import ObjKVECStats
 from objkv.errors import ConfigError
-from tests.connector.encoder_engine import engine, make_model
-from tests.connector.encoder_world import request
+from tests.connector.encoder.engine import engine, make_model
+from tests.connector.encoder.world import request
 
 ROWS, WIDTH = 4, 256
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import StoreUnavailable
-from tests.connector.encoder_world import (
+from tests.connector.encoder.world import (
     EMBEDS,
     WIDTH,
     Limits,
@@ -259,7 +259,7 @@ def test_no_more_is_held_than_there_is_memory_for(place: Place) -> None:
 
 
 def test_an_adapter_that_is_not_read_in_time_is_waited_for_no_longer(place: Place) -> None:
-    from tests.connector.encoder_world import formed
+    from tests.connector.encoder.world import formed
 
     lora: Any = type("Lora", (), {"lora_path": "nowhere", "lora_int_id": 1, "load_inplace": False})
     with replica(place, form=formed(tower_lora=True), limits=Limits(deadline_s=5.0)) as second:

@@ -11,7 +11,7 @@ import torch
 from objkv.config import Config
 from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.errors import ConfigError
-from tests.connector.encoder_engine import engine, make_model
+from tests.connector.encoder.engine import engine, make_model
 
 CONFIG = Config(bulk_url="memory:", index_url="memory:")
 

@@ -14,7 +14,7 @@ from objkv.keys.encoder import encoder_hash, encoder_key
 from objkv.keys.identity import identity_path
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
-from tests.connector.encoder_world import (
+from tests.connector.encoder.world import (
     EMBEDS,
     IDENTITY,
     WIDTH,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from redis import exceptions
 
 from objkv.net.resp import RespConnection, packed
-from tests.resp.wires import Connection, beside, wire
+from tests.net.resp_wires import Connection, beside, wire
 
 VALUE = bytes(range(256)) * 20
 

@@ -11,7 +11,7 @@ from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemSave
 from objkv.connector.encoder.worker import EncoderWorkerSide
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.paging import DTYPE_NAMES
-from tests.connector.encoder_world import (
+from tests.connector.encoder.world import (
     EMBEDS,
     IDENTITY,
     WIDTH,
