@@ -92,12 +92,15 @@ class Pool(Generic[Job]):
 
     def take_back(self, unwanted: Callable[[Job], bool]) -> list[Job]:
         """Remove waiting jobs that are ``unwanted``; they are the caller's again."""
+        removed: list[Job] = []
+        kept: deque[Job] = deque()
         with self._lock:
-            removed = [job for job in self._jobs if unwanted(job)]
+            for job in self._jobs:  # looked at once: the answer may change meanwhile
+                (removed if unwanted(job) else kept).append(job)
             if removed:
-                self._jobs = deque(job for job in self._jobs if not unwanted(job))
+                self._jobs = kept
                 self._ended.notify_all()
-            return removed
+        return removed
 
     def hanging(self, seconds: float) -> int:
         """How many threads have been at one job for at least ``seconds``."""

@@ -109,6 +109,23 @@ def test_waiting_jobs_can_be_taken_back() -> None:
     pool.close()
 
 
+def test_a_job_whose_worth_changes_while_it_is_looked_at_is_not_lost() -> None:
+    gate, seen = Gate(), list[object]()
+
+    def unwanted(job: object) -> bool:
+        seen.append(job)
+        return seen.count(job) > 1 or job is dict
+
+    pool: Pool[Callable[[], object]] = Pool("t", 1, run)
+    pool.put([gate, list, dict])
+    assert gate.begun.wait(PATIENCE_S)
+    assert pool.take_back(unwanted) == [dict]
+    assert pool.waiting == 1
+    gate.open.set()
+    assert pool.drain(PATIENCE_S)
+    pool.close()
+
+
 def test_threads_that_hang_are_counted() -> None:
     clock, gates = ManualClock(), [Gate(), Gate()]
     pool: Pool[Callable[[], object]] = Pool("t", 3, run, clock=clock)

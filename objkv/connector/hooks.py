@@ -188,7 +188,7 @@ class EngineHooks:
         wrapped = patches and [
             wrap("collective_rpc", after=_on_call),
             wrap("add_lora", before=_on_adapter),
-            wrap("remove_lora", before=_on_adapter_removed),
+            wrap("remove_lora", after=_on_adapter_removed),
         ]
         if not wrapped or not all(wrapped):
             logger.warning(

@@ -257,6 +257,18 @@ def test_adapters_are_read_before_they_are_loaded_and_forgotten_after_they_are_p
     assert side.heard == [request, 4]
 
 
+def test_an_adapter_is_put_away_before_it_is_forgotten(engine: Any) -> None:
+    """Until then vLLM computes with what was read of it."""
+    side, order = hooked(), engine.model_executor.calls
+    side.adapters = SimpleNamespace(
+        loaded=lambda request: order.append("read"),
+        unloaded=lambda number: order.append("forgotten"),
+    )
+    engine.add_lora("adapter")
+    engine.remove_lora(4)
+    assert order == ["read", "adapter", 4, "forgotten"]
+
+
 def test_a_version_of_vllm_that_works_otherwise_is_told_to_the_operator(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
