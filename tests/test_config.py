@@ -1,5 +1,6 @@
 """Settings: which source wins, what is refused, what messages say, what is kept secret."""
 
+import os
 import shutil
 import traceback
 from pathlib import Path
@@ -10,12 +11,16 @@ from objkv.config import (
     Config,
     load_config,
     local_path,
+    make_private,
     resolve_config,
     without_password,
 )
 from objkv.config.sources import _SERVICE_LINK
 from objkv.config.urls import INDEX_SCHEMES
+from objkv.connector.model.weights import DigestCache
 from objkv.errors import ConfigError
+from objkv.ops.demo import DemoFolder
+from objkv.ops.runs import Checkpoint, checkpoint_file
 from objkv.redact import without_secrets
 
 
@@ -235,3 +240,33 @@ def test_the_default_folder_has_a_quota_and_no_other_place(
 def test_watermarks_out_of_order_are_refused() -> None:
     with pytest.raises(ConfigError, match="quota_low_percent 60: not above quota_high_percent 50"):
         load_config({"quota_low_percent": 60, "quota_high_percent": 50}, environ={})
+
+
+def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def modes(folder: Path) -> set[int]:
+        return {
+            path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*")) if path.is_dir()
+        }
+
+    there = tmp_path / "there"
+    there.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        make_private(there / "cache" / "objkv" / "progress")
+        make_private(there / "cache" / "objkv" / "progress")
+        Checkpoint(checkpoint_file(tmp_path / "verify" / "objkv", "verify")).close(complete=False)
+        with DemoFolder(tmp_path / "demo" / "objkv" / "demo").prepared(()):
+            pass
+        (tmp_path / "weights").touch()
+        monkeypatch.setattr("objkv.connector.model.weights._are_settled", lambda _: True)
+        DigestCache(tmp_path / "digests" / "objkv").remembered(
+            "test", [tmp_path / "weights"], lambda: "0" * 40
+        )
+    finally:
+        os.umask(before)
+    assert there.stat().st_mode & 0o777 == 0o755  # what is there keeps its mode
+    assert modes(there / "cache") == modes(tmp_path / "verify") == {0o700}
+    assert (tmp_path / "demo" / "objkv").stat().st_mode & 0o777 == 0o700
+    assert modes(tmp_path / "digests") == {0o700}

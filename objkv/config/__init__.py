@@ -19,6 +19,7 @@ from objkv.config.urls import (
     is_directory_bucket,
     is_this_machine,
     local_path,
+    make_private,
     refuse_clear,
     without_password,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "is_this_machine",
     "load_config",
     "local_path",
+    "make_private",
     "refuse_clear",
     "resolve_config",
     "without_password",

@@ -25,6 +25,15 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "objkv"
 
 
+def make_private(folder: Path) -> None:
+    """Make ``folder`` and those above it that are missing, for this user alone; what is there keeps
+    its mode. ``Path.mkdir`` applies its mode to the last folder only, so whatever came first below
+    the cache folder would open it to all users for good. Raises ``OSError``."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def default_quota_bytes() -> int:
     """Quota of the default directory: 50 GiB, or a fifth of its disk if that is less."""
     place = cache_folder()

@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from objkv.config import Config
+from objkv.config import Config, make_private
 from objkv.errors import ConfigError
 from objkv.ops.programs import Program
 
@@ -170,7 +170,7 @@ class DemoFolder:
 
         Raises ``ConfigError`` while another demo runs there.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_private(self.root)
         with (self.root / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

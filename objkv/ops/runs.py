@@ -20,6 +20,8 @@ from threading import Event, Lock
 from time import monotonic
 from typing import Any, Literal
 
+from objkv.config import make_private
+
 FINDINGS_MAX = 10_000
 
 
@@ -182,7 +184,7 @@ def checkpoint_file(folder: Path, command: str, *settings: object) -> Path:
 def _locked(file: Path) -> int:
     """The open file, or -1 where another process has it or there is no room for it."""
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(file.parent)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(file, flags, 0o600)
     except OSError:

@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from threading import Lock
 
-from objkv.config import Config, cache_folder
+from objkv.config import Config, cache_folder, make_private
 
 logger = logging.getLogger(__name__)
 _ENTRIES_MAX = 1024
@@ -87,7 +87,7 @@ class DigestCache:
     def _write(self, entry: Path, content: dict[str, object]) -> None:
         """Whole or not at all."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._folder)
             descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
             try:
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:

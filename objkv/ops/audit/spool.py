@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, Literal
 
+from objkv.config import make_private
 from objkv.errors import ConfigError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
@@ -190,7 +191,7 @@ class AuditSpool:
     def _open(self) -> sqlite3.Connection:
         if self._file is not None:
             with suppress(OSError):
-                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private(self._file.parent)
                 self._file.touch(mode=0o600)
             for _ in range(2):
                 try:
