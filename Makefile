@@ -14,7 +14,7 @@ ARGS ?=
 # share a prefix.
 QUICK_TESTS := tests/keys tests/codec tests/index tests/cache tests/transfer \
   tests/engine/test_share_prompts.py
-RUNS := all tests: 30 to 45 minutes on 2 cores at first and after a change of objkv, then engine runs \
+RUNS := all tests: 25 to 45 minutes on 2 cores at first and after a change of objkv, then engine runs \
   are replayed; QUICK=1 takes up to 3
 RUNS_QUICK := the core, up to 3 minutes on 2 cores: $(QUICK_TESTS)
 
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml scripts/setup.sh
 
 .PHONY: demo
 demo: $(STAMP) ## show one replica reusing what another computed
-	@$(BIN)/objkv demo $(if $(FLEET),--fleet) $(ARGS)
+	@$(BIN)/objkv demo $(ARGS)
 
 .PHONY: test
 test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: replay no engine run; ARGS=... for pytest)
@@ -82,7 +82,7 @@ faults: $(STAMP) ## every fault in real engines, on Valkey and Ceph; writes docs
 	@$(BIN)/pytest -q -m faults tests/faults $(ARGS)
 
 .PHONY: bench
-bench: $(STAMP) ## measure codecs and transfers on this machine
+bench: $(STAMP) ## measure transfers on this machine (more: benchmarks/README.md)
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)
 
 .PHONY: docs
