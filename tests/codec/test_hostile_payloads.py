@@ -219,6 +219,19 @@ def test_a_header_that_is_no_such_json_is_refused(header: bytes) -> None:
         read_header(join(header))
 
 
+@pytest.mark.parametrize("where", ["object", "metadata"])
+def test_a_name_twice_in_a_header_that_is_right_otherwise_is_refused(where: str) -> None:
+    """Readers differ in which of the two they take."""
+    document, frames = split(SAMPLES["none"])
+    text = json.dumps(document, separators=(",", ":"))
+    name = LAYERS[0].name if where == "object" else "writer"
+    inner: Any = document if where == "object" else document["__metadata__"]
+    told = json.dumps({name: inner[name]}, separators=(",", ":"))[1:-1]
+    assert text.count(told) == 1
+    assert not is_refused(join(text.encode(), frames))
+    assert is_refused(join(text.replace(told, f"{told},{told}").encode(), frames))
+
+
 def test_a_header_beyond_the_bound_is_not_even_parsed() -> None:
     with pytest.raises(PayloadError, match="header of"):
         read_header(join(b" " * HEADER_BYTES_MAX))

@@ -164,7 +164,7 @@ def test_an_index_that_does_not_tell_costs_other_shapes_only(
 def test_fields_that_cannot_be_of_this_model_are_not_asked_for(
     index: CountingIndex, clock: ManualClock
 ) -> None:
-    record = ShardRecord(0, 0, "none", False, "", 1)
+    record = ShardRecord(0, 0, "none", False, "", int(START))
     index.publish(
         ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1), {"7.nonsense": record}, ttl_s=60
     )

@@ -39,11 +39,13 @@ class World:
         self.planted: Planted = DamagedStore(Backends(self.bulk, None, self.index)).plant(defects)
         self.view = view_of(self.bulk, self.index)
 
-    def sweep(self, *, quota_bytes: int = 0, force: bool = False) -> Counters:
+    def sweep(
+        self, *, quota_bytes: int = 0, force: bool = False, strangers: bool = True
+    ) -> Counters:
         """All categories, whatever its age."""
         checkpoint = Checkpoint(None)
         pool = WorkPool(checkpoint, workers=2)
-        limits = SweepLimits(apply=True, grace_s=-1, strangers=True, force=force)
+        limits = SweepLimits(apply=True, grace_s=-1, strangers=strangers, force=force)
         found = survey(self.view)
         remover = Remover(self.view, limits, lambda: pool.halt("limit"))
         work = Sweep(self.view, found, limits, remover)
@@ -135,6 +137,16 @@ def test_a_record_is_forgotten_before_its_payload_is_deleted() -> None:
     world.sweep()
     assert order[:2] == ["forget", "delete"]
     assert world.bulk.folders(key.namespace) == [], "its document is gone as well"
+
+
+def test_what_has_no_document_goes_only_if_that_is_asked_for() -> None:
+    world = World(Defects(good=8, stranger=1))
+    [path] = world.planted["stranger"]
+    counts = world.sweep(strangers=False).counts
+    assert (counts["stranger"], counts["removed"]) == (1, 0)
+    assert world.bulk.get(path) is not None
+    assert world.sweep().counts["removed"] == 1
+    assert world.bulk.get(path) is None
 
 
 def test_old_epochs_that_are_in_use_stay() -> None:

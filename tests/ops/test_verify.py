@@ -189,6 +189,7 @@ def test_what_changes_before_the_lease_is_not_taken_away() -> None:
     world.index.lease = mended_before  # type: ignore[method-assign]
     assert world.verify(key).counts["quarantined"] == 0
     assert world.bulk.get(key.path()) is not None
+    assert world.index.lookup(key.namespace, [key.prefix_hash]) != [None]
 
 
 def test_a_wrong_hot_copy_goes_and_the_record_says_so() -> None:

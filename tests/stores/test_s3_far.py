@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.errors import StoreError, StoreUnavailable
@@ -196,6 +196,7 @@ def test_without_hedging_nothing_is_asked_twice(near: QuickS3) -> None:
     percent=st.integers(0, 100),
     times=st.lists(st.floats(0, 10), min_size=1, max_size=600),
 )
+@example(percent=1, times=[0.1] * 100)
 def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]) -> None:
     hedge, hedged = Hedge(percent), 0
     for number, first_byte_s in enumerate(times, 1):

@@ -314,6 +314,25 @@ def test_what_was_missing_is_looked_up_again_once_its_save_is_planned() -> None:
     side.close()
 
 
+def test_what_was_refused_is_looked_up_again() -> None:
+    """The worker forgot its record, which other requests must not find in memory."""
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    side = open_side(index)
+    side.track(one := request(70, "one"))
+    wait_until(lambda: side.match(one, 0)[0] is not None)
+    assert side.match(one, 0)[0] == 64
+    (namespace,) = index.namespaces()
+    rejected = {(namespace, record.prefix_hash) for record in index.scan(namespace)}
+    for _, prefix_hash in rejected:
+        index.drop(namespace, prefix_hash)
+    report = StepReport(failed={"one"}, rejected=rejected)
+    side.update(KVConnectorOutput(kv_connector_worker_meta=report))
+    side.track(other := request(70, "other"))
+    wait_until(lambda: side.match(other, 0)[0] is not None)
+    assert side.match(other, 0)[0] == 0
+    side.close()
+
+
 def test_a_replica_that_only_saves_waits_for_hashes_and_for_no_index() -> None:
     """A request may have ended after one step, and what could not be named then is lost."""
     index = HangingIndex()
