@@ -124,12 +124,11 @@ def in_text(text: str, place: str, line: int = 1) -> Iterator[Finding]:
         for found in pattern.finditer(text):
             at = line + text.count("\n", 0, found.start())
             yield Finding(place, at, _around(text, found.start(), found.end()), advice)
-    starts = [found.end() for found in _SENTENCE.finditer(text)]
-    for start in starts:
+    for start in (found.end() for found in _SENTENCE.finditer(text)):
         for pattern, advice in _FIRST:
-            if found := pattern.match(text, start):
+            if begins := pattern.match(text, start):
                 at = line + text.count("\n", 0, start)
-                yield Finding(place, at, _around(text, start, found.end()), advice)
+                yield Finding(place, at, _around(text, start, begins.end()), advice)
 
 
 def in_markdown(path: Path, place: str) -> Iterator[Finding]:
