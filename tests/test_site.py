@@ -28,10 +28,33 @@ def found(check: dict[str, Any], site: Path, **pages: str) -> list[str]:
 def test_a_link_out_of_the_documents_leads_to_a_page_of_that_file(hooks: dict[str, Any]) -> None:
     text = hooks["rewritten"]("[rules](../CONTRIBUTING.md#tests)", "docs/format.md")
     assert text == "[rules](repository/CONTRIBUTING.md#tests)"
-    text = hooks["rewritten"](
-        "[rights](../../objkv/ops/doctor/access.py)", "docs/decisions/0001-x.md"
-    )
-    assert text == "[rights](../repository/objkv/ops/doctor/access.py.md)"
+    text = hooks["rewritten"]("[rules](../../CONTRIBUTING.md)", "docs/decisions/0001-x.md")
+    assert text == "[rules](../repository/CONTRIBUTING.md)"
+
+
+def test_a_link_to_code_leads_to_its_section_of_one_page(hooks: dict[str, Any]) -> None:
+    text = hooks["rewritten"]("[rights](../objkv/ops/doctor/access.py)", "docs/access.md")
+    assert text == "[rights](repository/files.md#objkv-ops-doctor-access-py)"
+
+
+def test_a_link_into_a_folder_that_is_one_page_leads_to_its_section(hooks: dict[str, Any]) -> None:
+    text = hooks["rewritten"]("[why](decisions/0026-one-guard.md)", "docs/reliability.md")
+    assert text == "[why](decisions/index.md#0026-one-guard)"
+    text = hooks["rewritten"]("[it](modules/bucket/README.md#inputs)", "terraform/README.md")
+    assert text == "[it](index.md#modules-bucket-inputs)"
+    text = hooks["rewritten"]("[roles](modules/roles)", "terraform/README.md")
+    assert text == "[roles](index.md#modules-roles)"
+    text = hooks["rewritten"]("[all](../docs/decisions)", "examples/README.md")
+    assert text == "[all](../../decisions/index.md)"
+
+
+def test_a_page_of_a_whole_folder_holds_every_file_under_its_own_heading(
+    hooks: dict[str, Any],
+) -> None:
+    page = hooks["together"]("docs/decisions/index.md")
+    for file in (ROOT / "docs" / "decisions").glob("0*.md"):
+        title = file.read_text().splitlines()[0]
+        assert f"\n#{title} {{: #{file.stem} }}\n" in page
 
 
 def test_a_link_from_outside_leads_back_to_the_document(hooks: dict[str, Any]) -> None:
@@ -49,10 +72,10 @@ def test_links_in_code_and_to_other_hosts_are_left_as_they_are(hooks: dict[str, 
     assert hooks["rewritten"](text, "docs/format.md") == text
 
 
-def test_a_file_is_shown_as_it_is_and_kept_out_of_the_search(hooks: dict[str, Any]) -> None:
-    page = hooks["shown"]("scripts/picture.py")
-    assert (ROOT / "scripts" / "picture.py").read_text() in page
-    assert "exclude: true" in page
+def test_a_file_is_shown_whole(hooks: dict[str, Any]) -> None:
+    shown = hooks["section"]("scripts/picture.py")
+    assert shown.startswith("## scripts/picture.py {: #scripts-picture-py }")
+    assert (ROOT / "scripts" / "picture.py").read_text() in shown
 
 
 def test_a_picture_is_put_into_the_page_without_colours_of_its_own(hooks: dict[str, Any]) -> None:
