@@ -26,7 +26,7 @@ PATTERNS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "report, state, return, show": (r"\b(says|said|saying|say so)\b",),
     "receive, notice": (r"\b(hears?|heard)\b",),
-    "two sentences": (r"\bof (which|whom)\b",),
+    "two sentences": (r"(?<!most )(?<!all )(?<!each )(?<!one )(?<!some )\bof (which|whom)\b",),
     "as long as, while": (r"\bso long\b",),
     "except for, only": (r"\bbut for\b", r"\bnothing but\b", r"\bnone but\b"),
     "alone, on its own": (r"\bby itself\b",),
@@ -90,6 +90,11 @@ WIDTH_MAX: Final = 200
 """Characters of a line of Markdown outside fences."""
 GENERATED: Final = "<!-- Written by scripts/"
 """Marks a page that a script writes: the rows of its tables may be longer."""
+
+_LISTS = Path(__file__).with_name("verbs.txt").read_text().split("\n\n")
+VERBS: Final = frozenset(_LISTS[0].split())
+"""What objkv, its users and the programs around it do; then irregular forms."""
+_FORMS = frozenset(_LISTS[1].split())
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1[ \t]*$", re.MULTILINE | re.DOTALL)
 _HIDDEN = re.compile(
@@ -180,6 +185,27 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
         block.append("" if text.startswith(("noqa", "type:", "fmt:")) else text)
     if block:
         yield first, "\n".join(block)
+
+
+def has_verb(sentence: str) -> bool:
+    """Whether a word of the sentence is a form of a verb."""
+    return any(_is_verb(word) for word in re.findall(r"[a-z']+", sentence.lower()))
+
+
+def _is_verb(word: str) -> bool:
+    endings = (("s", ""), ("es", ""), ("ies", "y"), ("d", ""), ("ed", ""), ("ied", "y"))
+    stems = [word.removesuffix(end) + instead for end, instead in endings if word.endswith(end)]
+    doubled = [stem[:-1] for stem in stems if stem[-2:-1] == stem[-1:]]
+    return word in _FORMS or not VERBS.isdisjoint([word, *stems, *doubled])
+
+
+def paragraphs(markdown: str) -> Iterator[tuple[int, str]]:
+    """Each paragraph of running text, with its first line: no headings, lists, tables or quotes."""
+    line = 1
+    for block in re.split(r"(\n\s*\n)", prose(markdown)):
+        if block.strip() and not re.match(r"\s*([#|>*<_:-]|!!!|\d+\.)|    ", block):
+            yield line, " ".join(block.split())
+        line += block.count("\n")
 
 
 def in_path(path: Path) -> Iterator[Finding]:
