@@ -63,7 +63,8 @@ def table(names: Iterable[str]) -> str:
     """A table with one row per setting."""
     fields = Config.model_fields
     return COLUMNS + "".join(
-        f"| `{name}` | {shown_type(fields[name].annotation)} | {shown_default(name, fields[name])} | "
+        f"| `{name}` | {shown_type(fields[name].annotation)} | "
+        f"{shown_default(name, fields[name])} | "
         f"{' '.join((fields[name].description or '').split()).replace('``', '`')} |\n"
         for name in names
     )
