@@ -26,7 +26,7 @@ PATTERNS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "report, state, return, show": (r"\b(says|said|saying|say so)\b",),
     "receive, notice": (r"\b(hears?|heard)\b",),
-    "two sentences": (r"\bof (which|whom)\b",),
+    "two sentences": (r"(?<!most )(?<!all )(?<!each )(?<!one )(?<!some )\bof (which|whom)\b",),
     "as long as, while": (r"\bso long\b",),
     "except for, only": (r"\bbut for\b", r"\bnothing but\b", r"\bnone but\b"),
     "alone, on its own": (r"\bby itself\b",),
