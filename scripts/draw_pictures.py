@@ -85,8 +85,8 @@ def lookup() -> Picture:
             p.text((x + 62, 136), f"h{number + 1}", "mono", 14, anchor="middle")
             if number:
                 p.arrow([(x - 50, 131), (x + 44, 131)], dashed=True)
-    p.text((700, 136), "2  each hash includes the one", "", 14)
-    p.text((722, 155), "before it, and so the whole prefix", "quiet", 13.5)
+    p.text((700, 136), "2  each hash extends the last,", "", 14)
+    p.text((722, 155), "so it names a whole prefix", "quiet", 13.5)
     p.arrow([(349, 150), (349, 186)], "hot")
     p.box((164, 190), (370, 56), "hot", ["index", "one round trip for the whole prompt"])
     p.text((560, 212), "3  stored: 1 to 4; the fifth is not.", "", 14)
@@ -206,7 +206,7 @@ def sweep() -> Picture:
         if stored is None:
             p.area((214, y), (160, 40), "arrow dashed")
         elif stored == "warn":
-            p.box((214, y), (160, 40), "arrow warn", ["damaged payload"])
+            p.box((214, y), (160, 40), "arrow warn", ["damaged"])
         else:
             p.box((214, y), (160, 40), stored, ["payload"])
         p.text((410, y + 26), name, "", 16, weight="600")

@@ -5,7 +5,6 @@ python scripts/write_cli.py; ``tests/test_docs.py`` fails when the page is stale
 
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import Any
 
 import typer
 from typer.core import TyperArgument, TyperOption
-from typer.main import get_command
 
-from objkv.cli.app import app
+from objkv.cli.app import all_commands
 from objkv.cli.command import CommonOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
@@ -31,18 +29,6 @@ reached.
 """
 NUMBER = re.compile(r"<(?:int|integer|float)(?: range)?>")
 COMMON = {field.name for field in fields(CommonOptions)}
-
-
-def commands() -> Iterator[tuple[str, typer.core.TyperCommand]]:
-    """All commands with what one types, groups before what they hold."""
-    waiting = [("objkv", get_command(app))]
-    while waiting:
-        path, command = waiting.pop(0)
-        yield path, command
-        inner = getattr(command, "commands", {})
-        waiting[:0] = [
-            (f"{path} {name}", inner[name]) for name in sorted(inner) if not inner[name].hidden
-        ]
 
 
 def words(text: str | None) -> str:
@@ -108,7 +94,7 @@ def paragraphs(text: str | None) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    known = dict(commands())
+    known = dict(sorted(all_commands()))
     context = known["objkv ls"].make_context("ls", [], resilient_parsing=True)
     common = [p for p in known["objkv ls"].params if p.name in COMMON]
     shared = ["## Options that all have", "", "| Option | | Default |", "|---|---|---|"]

@@ -11,8 +11,6 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Final
 
-import numpy as np
-
 from objkv.codec.payload import Header, encode, frame_pages
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED, UNSEALED
@@ -161,6 +159,8 @@ class Export:
 def plain_payload(header: Header, payload: bytes, *, with_tokens: bool) -> memoryview:
     """The same chunk, uncompressed and unsealed. Raises ``PayloadError``, also where its key is not
     here."""
+    import numpy as np  # late: a command line that only prints does without
+
     frames = header.frames
     if header.opened is None and any(codec.endswith(ENCRYPTED) for codec in frames.codecs):
         raise PayloadError("encrypted, and no key is here")
