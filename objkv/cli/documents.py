@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
 
-from objkv.ops.audit.report import AuditReport
+from objkv.ops.audit.report import AuditReport, Prices
 from objkv.ops.bench.harness import BenchReport, BenchRow, Section
 from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
@@ -22,11 +22,11 @@ from objkv.ops.explain.explain import ReplicaTold
 from objkv.ops.export.manifest import Head
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
-from objkv.ops.pin import Pinned, PinList
+from objkv.ops.pin import PinList, Pinned
 from objkv.ops.runs import Ending, Finding
 from objkv.ops.show import PayloadReport, Verdict
 from objkv.ops.size.model import Preset
-from objkv.ops.size.sizing import Layout, Load, Prices, Sizing
+from objkv.ops.size.sizing import Layout, Load, Sizing
 from objkv.ops.sweep.remove import Category
 from objkv.ops.top.watch import View
 from objkv.ops.warm.report import WarmReport
@@ -263,7 +263,7 @@ class RebuildKeys(TypedDict):
     foreign: int
     """Payloads whose header claims another key."""
     other: int
-    """Entries that are no payloads."""
+    """Entries other than payloads."""
     pins: int
     """Pinned chunks."""
     shapes: int
@@ -303,7 +303,7 @@ class ModelsKeys(TypedDict):
 
 
 class CategoryTotals(TypedDict):
-    """What a sweep found of one category."""
+    """The findings of a sweep in one category."""
 
     payloads: int
     nbytes: int
@@ -341,7 +341,7 @@ class TopKeys(TypedDict):
     """The keys that ``top --once`` adds."""
 
     hit_rate: float | None
-    """Of the whole fleet, between the two looks."""
+    """The share from objkv of the fleet's tokens that no replica had itself; null without any."""
     every_s: float
     """Seconds between the two looks."""
 

@@ -1,4 +1,4 @@
-"""What all commands share: errors, exit codes, interrupts, colours."""
+"""The shared parts of all commands: errors, exit codes, interrupts, colors."""
 
 import errno
 import json
@@ -230,8 +230,8 @@ def test_a_role_must_be_named_and_known(run: Run) -> None:
 def test_places_without_rights_are_told_as_such(run: Run) -> None:
     ran = run("access", "--role", "reader")
     assert ran.code == 0
-    assert "no bucket" in ran.out
-    assert "no Redis" in ran.out
+    assert "No IAM policy: the bulk store is not an S3 bucket" in ran.out
+    assert "No Redis ACL: the index is not Redis" in ran.out
 
 
 def test_a_tenant_that_no_policy_can_name_is_wrong_usage(run: Run) -> None:

@@ -9,7 +9,7 @@ from objkv.cli.documents import DOCUMENTS, keys_of
 
 
 def faults_of(command: str, document: object) -> list[str]:
-    """What differs from each of the command's types; empty if it is of one of them."""
+    """Return the differences from each of the command's types; none if it is of one of them."""
     found = []
     for declared in DOCUMENTS[command]:
         kind = Annotated[declared.parts] if len(declared.parts) > 1 else declared.parts[0]
@@ -37,20 +37,20 @@ def _faults(kind: Any, value: Any, where: str) -> Iterator[str]:
             yield f"{where} is {value!r}, not one of {arguments}"
     elif isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, dict):
-            yield f"{where} is no object"
+            yield f"{where} must be an object"
             return
         for name, item in value.items():
             yield from _faults(arguments[0], name, f"a name in {where}")
             yield from _faults(arguments[1], item, f"{where}.{name}")
     elif origin is tuple and arguments[-1] is not ...:
         if not isinstance(value, list) or len(value) != len(arguments):
-            yield f"{where} is no list of {len(arguments)}"
+            yield f"{where} must be a list of {len(arguments)}"
             return
         for number, (one, item) in enumerate(zip(arguments, value, strict=True)):
             yield from _faults(one, item, f"{where}[{number}]")
     elif isinstance(origin, type) and issubclass(origin, Sequence):
         if not isinstance(value, list):
-            yield f"{where} is no list"
+            yield f"{where} must be a list"
             return
         for number, item in enumerate(value):
             yield from _faults(arguments[0], item, f"{where}[{number}]")
@@ -60,7 +60,7 @@ def _faults(kind: Any, value: Any, where: str) -> Iterator[str]:
 
 def _object(parts: Sequence[Any], value: Any, where: str) -> Iterator[str]:
     if not isinstance(value, dict):
-        yield f"{where} is no object"
+        yield f"{where} must be an object"
         return
     keys = keys_of(*parts)
     missing = {name for name, key in keys.items() if key.is_required} - value.keys()
