@@ -64,7 +64,7 @@ class CommonOptions:
         str | None, typer.Option(help="Index; overrides OBJKV_INDEX_URL.", metavar="URL")
     ] = None
     config: Annotated[
-        Path | None, typer.Option(help="TOML settings; overrides OBJKV_CONFIG_FILE.", metavar="FILE")
+        Path | None, typer.Option(help="TOML file; overrides OBJKV_CONFIG_FILE.", metavar="FILE")
     ] = None
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
     no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors.")] = False
