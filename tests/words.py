@@ -43,7 +43,8 @@ PATTERNS: Final[dict[str, tuple[str, ...]]] = {
     "useless, useful, unused": (r"\bof (no|some|any|what) use\b",),
     "must be, will be": (r"\b(is|are|was|were) to be\b",),
     "is not a": (
-        r"\b(is|are|was|were) no (?!longer|more|less|\w+er\b|different|such)\w+(?= *[,;:.]|$)",
+        r"\b(?<!there )(is|are|was|were) no "
+        r"(?!longer|more|less|\w+er\b|different|such)\w+(?= *[,;:.]|$)",
     ),
     "exists, is missing": (
         r"\b(is|are|was|were) (not |all |already |still )?there\b"
