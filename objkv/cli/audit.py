@@ -115,7 +115,7 @@ def _totals(out: Printer, report: AuditReport) -> None:
 def _namespaces(out: Printer, report: AuditReport, limit: int) -> None:
     columns = (
         "namespace", "model", "tenant", ">prefixes", ">chunks", ">tokens", ">bytes", ">hits",
-        ">used", ">newest", ">oldest", ">last used", ">wrong",
+        ">used", ">newest", ">oldest", ">last used", ">faults",
     )  # fmt: skip
     rows = [_namespace_row(one, report.made_s) for one in report.namespaces[:limit]]
     out.table(columns, rows)
@@ -136,7 +136,7 @@ def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
         age(one.newest_s, now_s),
         age(one.oldest_s, now_s),
         age(one.last_used_s, now_s),
-        one.to_mend,
+        one.faults,
     )
 
 
@@ -205,7 +205,7 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
         scope = "names and records" if is_seen_now else "names and records that were read"
         out.line(f"no faults in the {scope}; payload bytes were not read (objkv verify reads them)")
         return
-    out.table(("found", ">count", ">bytes", ">young", "what to do"), rows)
+    out.table(("finding", ">count", ">bytes", ">young", "what to do"), rows)
     named = _named(report.findings.first, limit)
     out.table(("", "", ""), [(one.kind, one.key, one.detail) for one in named])
     left = len(report.findings.first) - len(named) + report.findings.omitted
@@ -376,7 +376,7 @@ def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
         if wish.html is not None:
             write_html(report, wish.html, private=options.show_text)
         show_report(session.out, report, limit=wish.limit, html=wish.html, is_kept=spool.is_kept)
-        spool.is_told = report.ending == "complete"
+        spool.is_reported = report.ending == "complete"
         return run.code(FOUND if _is_wrong(report) else FINE)
 
 

@@ -58,7 +58,7 @@ def test_the_document_tells_all_that_was_planted(run: Run, ends: Backends) -> No
 def test_the_limit_holds_for_findings_and_all_kinds_are_counted(run: Run, ends: Backends) -> None:
     DamagedStore(ends).plant(Defects(good=8, ghost=4, stranger=4, short=4))
     lines = run("audit", "--limit", "2").out.splitlines()
-    counted = lines.index(next(line for line in lines if line.startswith("found")))
+    counted = lines.index(next(line for line in lines if line.startswith("finding")))
     told = [line.split()[0] for line in lines[counted + 1 :] if line]
     kinds = ["ghost", "stranger", "corrupt"]
     assert told[:3] == kinds
@@ -121,7 +121,7 @@ def test_another_bucket_is_said(run: Run, machine: Machine, home: Path) -> None:
     index = f"sqlite://{home}/objkv/index.sqlite"
     ran = run("audit", "--bulk-url", f"file://{home}/other", "--index-url", index)
     assert ran.code == 1
-    assert "bulk_url is not the one of this index" in ran.out
+    assert "either bulk_url belongs to another index" in ran.out
 
 
 def test_an_end_that_is_down_is_one_sentence_and_3(run: Run, machine: Machine) -> None:
