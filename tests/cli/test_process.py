@@ -147,8 +147,7 @@ def test_an_interrupt_ends_with_130(home: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None
-    # Its reading from here is what tells that it started; more than a pipe holds cannot be sent
-    # before it does.
+    # Its reading shows that it started: more than a pipe holds cannot be sent before that.
     process.stdin.write("1 " * 200_000)
     process.stdin.flush()
     process.send_signal(signal.SIGINT)
