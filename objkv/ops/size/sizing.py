@@ -1,7 +1,7 @@
 """How much a fleet will store and move, before it does: plain arithmetic on what objkv really does.
 
 Chunks, shards, ranks, which part of a window is kept and the bytes of a header are asked of the
-code that saves. Rates and prices are the caller's. ``docs/sizing.md`` writes the formulas down.
+code that saves. Rates and prices are the caller's. ``docs/operations/capacity.md`` lists the formulas.
 """
 
 from dataclasses import dataclass
