@@ -26,7 +26,7 @@ PATTERNS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "report, state, return, show": (r"\b(says|said|saying|say so)\b",),
     "receive, notice": (r"\b(hears?|heard)\b",),
-    "two sentences": (r"\bof (which|whom)\b",),
+    "two sentences": (r"(?<!most )(?<!all )(?<!each )(?<!one )(?<!some )\bof (which|whom)\b",),
     "as long as, while": (r"\bso long\b",),
     "except for, only": (r"\bbut for\b", r"\bnothing but\b", r"\bnone but\b"),
     "alone, on its own": (r"\bby itself\b",),
@@ -43,7 +43,8 @@ PATTERNS: Final[dict[str, tuple[str, ...]]] = {
     "useless, useful, unused": (r"\bof (no|some|any|what) use\b",),
     "must be, will be": (r"\b(is|are|was|were) to be\b",),
     "is not a": (
-        r"\b(is|are|was|were) no (?!longer|more|less|\w+er\b|different|such)\w+(?= *[,;:.]|$)",
+        r"\b(?<!there )(is|are|was|were) no "
+        r"(?!longer|more|less|\w+er\b|different|such)\w+(?= *[,;:.]|$)",
     ),
     "exists, is missing": (
         r"\b(is|are|was|were) (not |all |already |still )?there\b"

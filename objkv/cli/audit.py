@@ -19,7 +19,6 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
 from objkv.ops.audit.figures import LIST_PRICES
-from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
     AuditFinding,
@@ -41,6 +40,8 @@ _DIFFERENCES = 5
 
 def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
     """Write the page to ``file`` atomically, readable only by its owner if ``private``."""
+    from objkv.ops.audit.html.page import html_report  # late: it imports jinja2
+
     page = html_report(report).encode()
     file = file.absolute()
     fd, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)

@@ -358,6 +358,8 @@ def test_a_dry_run_changes_nothing(
     ran = run("import", str(out), "--dry-run", *elsewhere)
     assert ran.code == 0
     assert "6 payloads" in ran.out
+    document = run("import", str(out), "--dry-run", "--json", *elsewhere).document
+    assert (document["manifest"]["payloads"], document["new"]) == (6, [NAMESPACE])
     assert list((tmp_path / "other").rglob("*")) == []
 
 

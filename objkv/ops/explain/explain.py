@@ -26,7 +26,6 @@ from objkv.ops.explain.causes import (
     explain_absent,
 )
 from objkv.ops.show import find_payloads, inspect_payload
-from objkv.ops.top.scrape import MetricsSource
 from objkv.redact import without_secrets
 from objkv.stores.base import Entry, ReadStore
 
@@ -254,6 +253,8 @@ def ask_replica(
 
     Raises ``ConfigError`` if it is not a URL.
     """
+    from objkv.ops.top.scrape import MetricsSource  # late: it imports httpx
+
     try:
         source = MetricsSource(endpoint, deadline_s=deadline_s, clock=clock, is_exact=True)
     except ConfigError as exc:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Final
 
-import numpy as np
-
 from objkv.codec.payload import Header, encode, frame_pages
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED, UNSEALED
@@ -168,6 +166,8 @@ def plain_payload(header: Header, payload: bytes, *, with_tokens: bool) -> memor
 
     Raises ``PayloadError``, also if the encryption key is not configured.
     """
+    import numpy as np  # late: commands that only print do not need it
+
     frames = header.frames
     if header.opened is None and any(codec.endswith(ENCRYPTED) for codec in frames.codecs):
         raise PayloadError("encrypted with a key that is not configured")

@@ -1,7 +1,7 @@
 """Estimates how much a fleet stores and transfers, by plain arithmetic.
 
 Chunks, shards, ranks, the stored part of a window and header sizes come from the code that saves.
-Rates and prices come from the caller. ``docs/sizing.md`` has the formulas.
+Rates and prices come from the caller. ``docs/operations/capacity.md`` has the formulas.
 """
 
 from dataclasses import dataclass
