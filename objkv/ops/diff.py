@@ -248,7 +248,7 @@ class Difference:
     field: str
     """``kv_dtype``, ``groups[0].block_size``, ``extra.dtype``."""
     a: Any
-    """The value in the document, with lists shortened; ``ABSENT`` if it is missing."""
+    """The value in the document, with lists shortened; ``(absent)`` if it is missing."""
     b: Any
     why: str
     """Why the difference prevents sharing."""
