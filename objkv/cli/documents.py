@@ -18,7 +18,7 @@ from objkv.ops.diff import Difference
 from objkv.ops.doctor.access import Access
 from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
-from objkv.ops.explain.explain import ReplicaTold
+from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.export.manifest import Head
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
@@ -229,7 +229,7 @@ class ExplainKeys(TypedDict):
 
     explanation: NotRequired[Explanation]
     """With ``--explain`` only."""
-    replicas: NotRequired[list[ReplicaTold]]
+    replicas: NotRequired[list[ReplicaCounters]]
     """With ``--explain`` only: one for each ``--endpoint``."""
 
 

@@ -142,7 +142,7 @@ def test_wrong_options_are_told_before_anything_is_walked(
         (("--html", str(home)), "--html"),
         (("--show-text",), "--tokenizer"),
         (("--tokenizer", f"{home}/none.json"), "tokenizer.json"),
-        (("--namespace", "ffff"), "no namespace begins with ffff"),
+        (("--namespace", "ffff"), "no namespace starts with ffff"),
         (("--index-url", "memory:"), "memory:"),
     ):
         ran = run("audit", *options)

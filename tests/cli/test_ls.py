@@ -118,8 +118,8 @@ def test_names_from_the_store_cannot_drive_the_terminal(run: Run, machine: Machi
     ("arguments", "words"),
     [
         (("--bulk", "--prefixes"), "--bulk counts namespaces"),
-        (("xyz",), "is no namespace"),
-        (("ff",), "no namespace begins with ff"),
+        (("xyz",), "is not a namespace"),
+        (("ff",), "no namespace starts with ff"),
         (("--limit", "0"), "--limit"),
         (("--nonsense",), "No such option"),
     ],

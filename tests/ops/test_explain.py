@@ -73,7 +73,7 @@ def test_a_whole_match_was_stopped_by_nothing(
     assert (why.cause, why.chunk, why.served_tokens) == ("nothing", None, 3 * CHUNK)
     assert "last 2 tokens do not fill a chunk" in why.evidence[0]
     assert all(one.startswith("whether ") for one in why.untold)
-    assert "last token fills no chunk" in explain(bulk, index, [*TOKENS, 1]).evidence[0]
+    assert "last token does not fill a chunk" in explain(bulk, index, [*TOKENS, 1]).evidence[0]
     short = explain(bulk, index, [1, 2])
     assert "shorter than one chunk" in short.sentence
     assert short.untold == ()

@@ -98,5 +98,5 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
         tokenize("a", tmp_path)
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
-    with pytest.raises(ConfigError, match=r"is no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"is not a valid tokenizer\.json"):
         tokenize("a", broken)

@@ -125,7 +125,8 @@ def _spoilt(kind: str, detail: str) -> Findings:
             "the index has a record of it, but its payload is not in the bulk store (a ghost)",
             [f"missing: {detail}"],
             [
-                "replicas forget the record at their next load; objkv sweep --apply forgets all ghosts"
+                "replicas forget the record at their next load; objkv sweep --apply forgets all "
+                "ghosts"
             ],
             ["who deleted it: a lifecycle rule, a person, or a sweep with another index"],
         )
@@ -180,7 +181,7 @@ def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
     if corrupt:
         return Findings(
             "corrupt",
-            "its payload in the bulk store is corrupt and has no record, so replicas do not load it",
+            "its payload in the bulk store is corrupt and has no record, so no replica loads it",
             [f"{one.key}: {one.problem}" for one in corrupt],
             ["objkv verify --quarantine quarantines it; the next save replaces it"],
         )
