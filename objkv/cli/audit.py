@@ -229,10 +229,10 @@ def _costs(out: Printer, report: AuditReport) -> None:
     if growth.bytes_per_day is not None:
         out.line(f"growth: {size(int(growth.bytes_per_day))} a day, from chunks still stored")
     more = "" if cost.next_month is None else f", {_usd(cost.next_month)} next month"
-    unused = "" if cost.unused is None else f" ({_usd(cost.unused)} for unused chunks)"
+    unused = "" if cost.unused is None else f" (unused chunks {_usd(cost.unused)})"
     out.line(
-        f"cost: {_usd(cost.month)} a month{more} (storage {_usd(cost.storage)}{unused}, requests "
-        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB)"
+        f"cost: {_usd(cost.month)} a month{more}; storage {_usd(cost.storage)}{unused}, requests "
+        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB"
     )
 
 
