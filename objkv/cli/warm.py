@@ -37,16 +37,16 @@ from objkv.ops.runs import Checkpoint, Counters, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import WarmLimits
-from objkv.ops.warm.warm import WarmProgress
 
 if TYPE_CHECKING:
     from objkv.assembly.warming import WarmOptions
+    from objkv.ops.warm.warm import WarmProgress
 
 _SHOWN_MAX = 20
 
 
 @contextmanager
-def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
+def watching(out: Printer, *, promote: bool) -> "Iterator[WarmProgress]":
     """Shown while somebody watches a terminal."""
     console = Console(stderr=True, no_color=None if out.color else True)
     columns = (
@@ -79,6 +79,8 @@ def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
             progress.update(
                 task, completed=report.done, total=report.prompts, speed=f"{rate:,.0f} tokens/s"
             )
+
+        from objkv.ops.warm.warm import WarmProgress  # late: it imports httpx and jinja2
 
         yield WarmProgress(stage, prepared, warmed, out.note)
 

@@ -84,7 +84,9 @@ def test_what_only_prints_imports_almost_nothing(home: Path, arguments: tuple[st
     assert not modules & SLOW
 
 
-@pytest.mark.parametrize("name", ["access", "audit", "diff", "doctor", "ls", "sweep", "verify"])
+@pytest.mark.parametrize(
+    "name", ["access", "audit", "diff", "doctor", "ls", "match", "sweep", "verify", "warm"]
+)
 def test_the_help_of_a_command_opens_no_client(home: Path, name: str) -> None:
     modules = imported(home, name, "--help")
     assert len(modules) <= HELP_MODULES_MAX
