@@ -38,7 +38,7 @@ complete -c objkv -n '__objkv_at objkv' -l version -d 'Print the version'
 complete -c objkv -n '__objkv_at objkv' -l help -d 'Show this message and exit.'
 
 complete -c objkv -n '__objkv_at objkv access' -l role -r -f -a 'reader writer sweeper' -d 'Role that gets the rights'
-complete -c objkv -n '__objkv_at objkv access' -l tenant -r -f -d 'Limit the rights to this tenant\'s own bucket and Redis prefix'
+complete -c objkv -n '__objkv_at objkv access' -l tenant -r -f -d 'Limit the rights to this tenant\'s prefix in the bucket and in Redis'
 complete -c objkv -n '__objkv_at objkv access' -l kms-key-arn -r -f -d 'KMS key that encrypts the bucket'
 complete -c objkv -n '__objkv_at objkv access' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv access' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
