@@ -1,4 +1,4 @@
-"""What an audit finds in stores whose defects are known, and while replicas go on."""
+"""Audits of stores with known defects, and while replicas keep writing."""
 
 import tomllib
 from collections.abc import Iterator
