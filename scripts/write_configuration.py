@@ -1,38 +1,42 @@
-"""Writes ``docs/configuration.md`` from the settings themselves, so that it cannot drift.
+"""Write ``docs/configuration.md`` from the schema of settings.
 
 python scripts/write_configuration.py; ``tests/test_docs.py`` fails when the page is stale.
 """
 
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from objkv.config import CONFIG_FILE_VARIABLE, ENV_PREFIX, Config
+from objkv.config.schema import BASIC, TOPICS
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = f"""# Configuration
 
 <!-- Written by scripts/write_configuration.py from objkv/config/schema.py: change it there. -->
 
-Every setting may stand in three places; later ones win:
+A setting can be set in three places. Later ones win:
 
-1. a TOML file, named by `{CONFIG_FILE_VARIABLE}`: `load_threads = 16`;
-2. the environment, with the prefix `{ENV_PREFIX}`: `{ENV_PREFIX}LOAD_THREADS=16`;
-3. `kv_connector_extra_config` inside vLLM's `--kv-transfer-config`: `{{"load_threads": 16}}`.
+1. a TOML file whose path is in `{CONFIG_FILE_VARIABLE}`: `load_threads = 16`
+2. an environment variable with the prefix `{ENV_PREFIX}`: `{ENV_PREFIX}LOAD_THREADS=16`
+3. `kv_connector_extra_config` in vLLM's `--kv-transfer-config`: `{{"load_threads": 16}}`
 
-Unknown names are refused, with the nearest known one. `objkv doctor` prints what was resolved and
-from where. AWS's own variables (`AWS_PROFILE`, `AWS_REGION`, `AWS_ENDPOINT_URL_S3`, ...) count
-where nothing is set here. What ends in `_ms`, `_s` and `_bytes` is in that unit.
-
+An unknown name is an error, and the message shows the nearest known name. `objkv doctor` prints
+every setting with its source. AWS's own variables (`AWS_PROFILE`, `AWS_REGION`,
+`AWS_ENDPOINT_URL_S3` and others) apply to settings that are unset here. A name that ends in `_ms`,
+`_s` or `_bytes` gives the unit: milliseconds, seconds or bytes.
+"""
+COLUMNS = """
 | Setting | Type | Default | Meaning |
 |---|---|---|---|
 """
 
 
 def shown_type(annotation: Any) -> str:
-    """The annotation as an operator reads it: alternatives by name, nothing about None."""
+    """Return the type in an operator's words. Alternatives are listed by name; None is omitted."""
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):
@@ -42,27 +46,51 @@ def shown_type(annotation: Any) -> str:
     )
 
 
-def shown_default(field: FieldInfo) -> str:
-    """The default; paths below the user's home as such."""
+def shown_default(name: str, field: FieldInfo) -> str:
+    """Return the default. The user's home directory is shown as ``~``."""
     value = field.get_default(call_default_factory=True, validated_data={})
     if value is None:
         return "unset"
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"`{text.replace(str(Path.home()), '~')}`"
+    shown = f"`{text.replace(str(Path.home()), '~')}`"
+    for bits, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if "_bytes" in name and value >> bits:
+            return f"{shown} ({value >> bits} {unit})"
+    return shown
 
 
-def rows() -> list[str]:
-    """One row of the table per setting, in the order of the schema."""
-    return [
-        f"| `{name}` | {shown_type(field.annotation)} | {shown_default(field)} | "
-        f"{' '.join((field.description or '').split()).replace('``', '`')} |"
-        for name, field in Config.model_fields.items()
-    ]
+def table(names: Iterable[str]) -> str:
+    """A table with one row per setting."""
+    fields = Config.model_fields
+    return COLUMNS + "".join(
+        f"| `{name}` | {shown_type(fields[name].annotation)} | "
+        f"{shown_default(name, fields[name])} | "
+        f"{' '.join((fields[name].description or '').split()).replace('``', '`')} |\n"
+        for name in names
+    )
+
+
+def advanced() -> dict[str, list[str]]:
+    """The names of the advanced settings by topic, in the order of the schema."""
+    topics: dict[str, list[str]] = {}
+    topic = ""
+    for name in Config.model_fields:
+        topic = TOPICS.get(name, topic)
+        if name not in BASIC:
+            topics.setdefault(topic, []).append(name)
+    return topics
 
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "\n".join(rows()) + "\n"
+    parts = [
+        HEAD,
+        "\n## Basic settings\n",
+        table(name for name in Config.model_fields if name in BASIC),
+        "\n## Advanced settings\n",
+        *(f"\n### {topic}\n{table(names)}" for topic, names in advanced().items()),
+    ]
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from objkv.config import (
     resolve_config,
     without_password,
 )
+from objkv.config.schema import BASIC, TOPICS
 from objkv.config.sources import _SERVICE_LINK
 from objkv.config.urls import INDEX_SCHEMES
 from objkv.connector.model.weights import DigestCache
@@ -96,7 +97,7 @@ def test_only_a_folder_can_be_its_own_index() -> None:
         ({}, {"OBJKV_TTL_S": "abc"}, "OBJKV_TTL_S in the environment: 'abc' is not an integer"),
         ({"ttl_s": 1.5}, {}, "ttl_s in kv_connector_extra_config: 1.5 is not an integer"),
         ({}, {"OBJKV_STORE_TOKENS": "si"}, "'si' is not true or false"),
-        ({}, {"OBJKV_TTL_S": "a secret in the wrong place"}, "what is written is not an integer"),
+        ({}, {"OBJKV_TTL_S": "a secret in the wrong place"}, "the value is not an integer"),
         ({"bulk_url": "gs://b"}, {}, "bulk_url 'gs://b': use one of file, memory, s3"),
         ({"bulk_url": "file://a/b"}, {}, "write file:/// and an absolute path"),
         ({"bulk_url": "file:/a/b"}, {}, "write file:/// and an absolute path"),
@@ -161,6 +162,13 @@ def test_variables_that_kubernetes_makes_of_a_service_named_objkv_are_not_settin
 def test_no_setting_looks_like_a_variable_that_kubernetes_makes() -> None:
     names = [f"OBJKV_{name.upper()}" for name in Config.model_fields]
     assert [name for name in names if _SERVICE_LINK.fullmatch(name)] == []
+
+
+def test_basic_settings_and_topics_are_settings() -> None:
+    assert set(Config.model_fields) >= BASIC
+    assert set(Config.model_fields) - BASIC >= set(TOPICS)
+    advanced = [name for name in Config.model_fields if name not in BASIC]
+    assert advanced[0] in TOPICS
 
 
 def test_settings_cannot_be_changed_afterwards() -> None:
@@ -238,7 +246,7 @@ def test_the_default_folder_has_a_quota_and_no_other_place(
 
 
 def test_watermarks_out_of_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match="quota_low_percent 60: not above quota_high_percent 50"):
+    with pytest.raises(ConfigError, match="quota_low_percent 60 is above quota_high_percent 50"):
         load_config({"quota_low_percent": 60, "quota_high_percent": 50}, environ={})
 
 

@@ -1,7 +1,7 @@
-"""Settings: one strict schema for environment, TOML file, vLLM's extra config and options.
+"""Settings: one strict schema for the TOML file, environment, vLLM's extra config and options.
 
-Later sources win: defaults, the TOML file (``OBJKV_CONFIG_FILE``), environment (``OBJKV_*``), then
-``kv_connector_extra_config`` in the engine or the options of the command line.
+Later sources win: defaults, the TOML file (``OBJKV_CONFIG_FILE``), the environment (``OBJKV_*``),
+then ``kv_connector_extra_config`` in the engine or options on the command line.
 """
 
 from objkv.config.schema import CodecName, Config, LoadMode, Role

@@ -1,7 +1,7 @@
-"""Where settings come from: defaults, TOML file, environment, extra config; later ones win.
+"""Sources of settings: defaults, TOML file, environment, extra config. Later sources win.
 
-Nothing outside this package reads the environment, except that the AWS client reads its own
-standard variables for what is left unset here.
+Nothing outside this package reads the environment, except the AWS client, which reads its own
+standard variables for settings that are unset here.
 """
 
 import difflib
@@ -24,16 +24,17 @@ from objkv.redact import keep_secret
 ENV_PREFIX = "OBJKV_"
 CONFIG_FILE_VARIABLE = "OBJKV_CONFIG_FILE"
 
-# Kubernetes puts these into every container for a Service named, say, ``objkv-redis``: not ours.
+# Kubernetes sets these in every container for a Service such as ``objkv-redis``. They are not
+# settings.
 _SERVICE_LINK = re.compile(
     r"OBJKV(_.+)?_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 _KEY_ID_CHARS_MIN = 8
-"""A shorter access key id is a common word, ``minio`` say: masking it would hide that word
-everywhere. It is only a name; the secret that belongs to it is masked in any case."""
+"""A shorter access key id may be a common word such as ``minio``, and masking it would hide that
+word everywhere. The id is only a name. Its secret is always masked."""
 
 _KINDS = {"int_": "an integer", "float_": "a number", "bool_": "true or false"}
-"""By the types of pydantic's errors."""
+"""Names of types, by the beginning of pydantic's error type."""
 _NUMBER_CHARS = 12
 
 Source = Literal["default", "file", "environment", "option"]
@@ -42,7 +43,7 @@ _Given = dict[Source, tuple[str, dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Settings, and where each of them comes from."""
+    """Settings, with the source of each."""
 
     config: Config
     sources: Mapping[str, Source]
@@ -53,7 +54,7 @@ def load_config(
 ) -> Config:
     """Resolve all sources. ``overrides`` is vLLM's extra config.
 
-    Raises ``ConfigError`` naming the source, the key, and the nearest known key.
+    Raises ``ConfigError``, which names the source, the key and the nearest known key.
     """
     return resolve_config(overrides, environ=environ, origin="kv_connector_extra_config").config
 
@@ -67,8 +68,8 @@ def resolve_config(
 ) -> Resolved:
     """Resolve all sources, and record the source of each setting.
 
-    ``file`` replaces ``OBJKV_CONFIG_FILE``; ``origin`` names ``overrides`` in messages. Empty
-    variables count as unset. Raises ``ConfigError`` as ``load_config`` does.
+    ``file`` replaces ``OBJKV_CONFIG_FILE``. ``origin`` names ``overrides`` in messages. An empty
+    variable is unset. Raises ``ConfigError`` as ``load_config`` does.
     """
     environ = os.environ if environ is None else environ
     given: _Given = {}
@@ -92,7 +93,7 @@ def resolve_config(
 
 
 def _keep_secrets(values: Mapping[str, Any]) -> None:
-    """Also those of invalid settings."""
+    """Register secrets for masking before validation, because an error may quote them."""
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     for name in SECRET_SETTINGS:
         if name != "s3_access_key_id" or len(texts.get(name, "")) >= _KEY_ID_CHARS_MIN:
@@ -121,13 +122,13 @@ def _explain(
 
 
 def _plainly(error: ErrorDetails) -> str:
-    """The error in words that name no library's types."""
+    """Return the error's message without names of pydantic's types."""
     message = error["msg"].removeprefix("Value error, ")
     for beginning, kind in _KINDS.items():
         if error["type"].startswith(beginning):
             value = repr(error["input"])
-            # A longer value may be a secret in the wrong place.
-            return f"{value if len(value) <= _NUMBER_CHARS else 'what is written'} is not {kind}"
+            # A longer value may be a secret in the wrong setting.
+            return f"{value if len(value) <= _NUMBER_CHARS else 'the value'} is not {kind}"
     return message.replace("Input should be", "it must be")
 
 
@@ -146,6 +147,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
-        raise ConfigError(f"objkv settings: the file {path}: {exc.strerror}") from exc
+        raise ConfigError(f"objkv settings: cannot read {path}: {exc.strerror}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ConfigError(f"objkv settings: {path}: not valid TOML: {exc}") from exc
+        raise ConfigError(f"objkv settings: {path} is not valid TOML: {exc}") from exc

@@ -1,4 +1,4 @@
-"""URLs and paths in settings: which are allowed, the defaults, and their form without passwords."""
+"""URLs and paths in settings: checks, defaults, and masking of passwords."""
 
 import ipaddress
 import os
@@ -20,22 +20,24 @@ _PARAMETER = re.compile(r"[?&][^=&]*(?:password|secret|token)[^=&]*=([^&]*)")
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/objkv``, by default ``~/.cache/objkv``: shared by the user's replicas."""
+    """Return ``$XDG_CACHE_HOME/objkv`` or ``~/.cache/objkv``, which the user's replicas share."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "objkv"
 
 
 def make_private(folder: Path) -> None:
-    """Make ``folder`` and those above it that are missing, for this user alone; what is there keeps
-    its mode. ``Path.mkdir`` applies its mode to the last folder only, so whatever came first below
-    the cache folder would open it to all users for good. Raises ``OSError``."""
+    """Create ``folder`` and its missing parents with mode 0700. Existing folders keep their mode.
+
+    ``Path.mkdir(parents=True)`` applies its mode to the last folder only, so the parents would be
+    readable by all users. Raises ``OSError``.
+    """
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def default_quota_bytes() -> int:
-    """Quota of the default directory: 50 GiB, or a fifth of its disk if that is less."""
+    """Return the quota of the default folder: 50 GiB, or a fifth of its disk if that is less."""
     place = cache_folder()
     while True:
         try:
@@ -47,7 +49,7 @@ def default_quota_bytes() -> int:
 
 
 def local_path(url: str) -> Path:
-    """The path of a ``file://`` or ``sqlite://`` URL, taken literally.
+    """Return the path of a ``file://`` or ``sqlite://`` URL, without interpreting URL escapes.
 
     >>> str(local_path("file:///mnt/kv%20cache"))
     '/mnt/kv%20cache'
@@ -55,25 +57,27 @@ def local_path(url: str) -> Path:
     '/tmp/index.sqlite'
     """
     path = url.partition("://")[2].removeprefix("localhost")
-    # Two slashes at the beginning, as some write them, would stay two.
+    # ``Path`` would keep two leading slashes.
     return Path(f"/{path.lstrip('/')}" if path.startswith("/") else path)
 
 
 def is_directory_bucket(bucket: str) -> bool:
-    """Whether the name is that of a directory bucket of S3 Express, or of an access point to one:
-    such buckets are signed for, listed and granted in ways of their own."""
+    """Whether this is the name of an S3 Express directory bucket or of an access point to one.
+
+    Signing, listing and permissions differ for such buckets.
+    """
     return bucket.endswith(_DIRECTORY_BUCKET)
 
 
 def without_password(url: str) -> str:
-    """The URL with its passwords, if any, replaced by ``***``.
+    """Return the URL with its passwords, if any, replaced by ``***``.
 
     >>> without_password("rediss://fleet:open@redis.example:6379/0")
     'rediss://fleet:***@redis.example:6379/0'
     """
     scheme, separator, rest = _parts(url)
     rest = _PARAMETER.sub(lambda match: match[0].removesuffix(match[1]) + "***", rest)
-    # The last "@": a password that was not percent-encoded may hold "@" and "/" itself.
+    # Split at the last "@": a password without percent-encoding may contain "@" and "/".
     login, at, place = rest.rpartition("@")
     if not at or scheme in ("file", "sqlite"):
         return f"{scheme}{separator}{rest}"
@@ -87,7 +91,7 @@ def _parts(url: str) -> tuple[str, str, str]:
 
 
 def passwords_in(url: str) -> list[str]:
-    """The passwords that ``without_password`` masks."""
+    """Return the passwords that ``without_password`` masks."""
     scheme, _, rest = _parts(url)
     found = [match[1] for match in _PARAMETER.finditer(rest)]
     login, at, _ = rest.rpartition("@")
@@ -97,24 +101,26 @@ def passwords_in(url: str) -> list[str]:
 
 
 def check_url(name: str, url: str, known: tuple[str, ...]) -> None:
-    """Raise ``ValueError``, with the valid form, unless ``url`` can be used as ``name``."""
-    shown = without_secrets(without_password(url))  # a secret may be pasted in the wrong place
+    """Raise ``ValueError``, which shows the valid form, unless ``url`` is valid for ``name``."""
+    shown = without_secrets(without_password(url))  # a secret may be in the wrong setting
     scheme, _, rest = url.partition(":")
     if scheme not in known:
         raise ValueError(f"{name} {shown!r}: use one of {', '.join(known)}")
     if scheme == "bulk" and rest:
-        raise ValueError(f"{name} {shown!r}: write bulk: and nothing more, bulk_url says where")
+        raise ValueError(f"{name} {shown!r}: write bulk: only, the path comes from bulk_url")
     if scheme in ("file", "sqlite"):
         if not rest.startswith("//") or not local_path(url).is_absolute():
             raise ValueError(f"{name} {shown!r}: write {scheme}:/// and an absolute path")
     elif scheme not in ("memory", "bulk") and not _names_host(rest):
         what = "bucket" if scheme == "s3" else "host"
-        raise ValueError(f"{name} {shown!r}: names no {what}; write {scheme}://{what}")
+        raise ValueError(f"{name} {shown!r} names no {what}: write {scheme}://{what}")
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` is a name or an address of the loopback interface. Names are not resolved:
-    a DNS server would decide what is sent in clear."""
+    """Whether ``host`` is a name or an address of the loopback interface.
+
+    Names are not resolved, because a DNS server could then allow traffic without TLS.
+    """
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -125,7 +131,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def clear_hosts(url: str) -> list[str]:
-    """The hosts in ``url`` to which traffic would cross a network in clear.
+    """Return the hosts in ``url`` to which traffic would cross a network without TLS.
 
     >>> clear_hosts("redis://10.0.0.7:6379"), clear_hosts("redis://127.0.0.1:6379")
     (['10.0.0.7'], [])
@@ -142,19 +148,18 @@ def clear_hosts(url: str) -> list[str]:
 
 
 def refuse_clear(name: str, url: str) -> None:
-    """Raise ``ValueError``, with the fix, if ``url`` leads to another machine without TLS."""
+    """Raise ``ValueError``, which names the fix, if ``url`` uses another machine without TLS."""
     if clear_hosts(url):
         scheme = url.partition("://")[0]
         secure = "https" if scheme.lower() == "http" else scheme.replace("redis", "rediss", 1)
         raise ValueError(
             f"{name} {without_password(url)!r}: credentials and payloads would cross the network "
-            f"in clear; write {secure}://, or set allow_plaintext to true if nobody "
-            "else can listen there"
+            f"unencrypted; write {secure}://, or set allow_plaintext to true on a trusted network"
         )
 
 
 def _names_host(rest: str) -> bool:
     try:
         return bool(urlsplit(rest).netloc.rpartition("@")[2])
-    except ValueError:  # brackets that are no IPv6 address
+    except ValueError:  # brackets without an IPv6 address
         return False
