@@ -1,6 +1,6 @@
-"""What ``objkv.stores.base`` promises, one test per promise: a store's test file is its fixture.
+"""Contract tests for ``objkv.stores.base``, one test per promise.
 
-Subclass ``StoreContract`` in a test file and give it a fixture ``store``, empty for each test.
+Subclass ``StoreContract`` in a test file and add a fixture ``store`` that is empty for each test.
 """
 
 import threading
@@ -20,7 +20,7 @@ WRITERS = 12
 
 
 def at_once(count: int, call: Callable[[int], T]) -> list[T]:
-    """``call(0)`` … ``call(count - 1)``, each on a thread of its own, started at one moment."""
+    """Run ``call(0)`` … ``call(count - 1)`` at the same moment, each on its own thread."""
     barrier = threading.Barrier(count)
 
     def run(number: int) -> T:
@@ -35,16 +35,16 @@ _LARGE = bytes(range(256)) * (5 << 12)
 
 
 class Unwilling(Exception):
-    """What ``refuse`` raises."""
+    """Raised by ``refuse``."""
 
 
 def refuse(_: int) -> None:
-    """A caller that ends the get."""
+    """A progress callback that ends the get."""
     raise Unwilling
 
 
 class Arrivals:
-    """Keeps the numbers that a store reports, and whether each was true at that moment."""
+    """Records the reported byte counts, and whether each was true at that moment."""
 
     def __init__(self, buffer: memoryview, expected: bytes) -> None:
         self.told: list[int] = []
@@ -95,10 +95,10 @@ NOT_KEYS = (
 
 
 class StoreContract:
-    """Every store passes every one of these."""
+    """Every store passes all of these tests."""
 
     scans_in_order = True
-    """Whether the place has an order of keys."""
+    """Whether the backend scans in key order."""
 
     @pytest.fixture
     def store(self) -> PruneStore:
@@ -275,12 +275,12 @@ class StoreContract:
             list(pool.map(lambda key: store.put(key, b""), keys))
         found = [entry.key for entry in store.scan("many/")]
         assert sorted(set(found)) == keys
-        # Where there is no order, a place that is being rearranged may show a key twice.
+        # A backend without an order may return a key twice while it reorganizes itself.
         assert len(found) == len(keys) or not self.scans_in_order
 
     def test_scan_is_in_key_order_where_the_place_has_one(self, store: PruneStore) -> None:
         if not self.scans_in_order:
-            pytest.skip("this place has no order")
+            pytest.skip("this backend has no order")
         keys = ["b/1", "a/x/1", "a.b", "a-b", "a/x.y", "a/x-y", "c", "B", "a0"]
         for key in keys:
             store.put(key, b"")
@@ -319,7 +319,7 @@ class StoreContract:
         store.close()
         store.close()
 
-    # what a caller hears of bytes that arrive
+    # Progress reports of ``get_into``
 
     @pytest.mark.parametrize("value", [b"value", _LARGE, b""], ids=["small", "large", "empty"])
     def test_what_has_arrived_is_told_truly_and_at_rising_numbers(
@@ -404,7 +404,7 @@ class StoreContract:
         store.get_into("k", memoryview(buffer), start=1)
         buffer.clear()  # would raise BufferError if the store still held a view
 
-    # races, each decided the same way whoever comes first
+    # Races: the outcome must not depend on which thread is first
 
     def test_of_many_writers_exactly_one_wins(self, store: PruneStore) -> None:
         for turn in range(3):

@@ -50,8 +50,8 @@ def test_urls_are_understood(
         ("redis+cluster://a,,b", "no host:port"),
         ("redis://a,b", "several hosts"),
         ("redis://h/zero", "no database number"),
-        ("redis+cluster://h/1", "no database but 0"),
-        ("redis+sentinel://h/0", "names no service"),
+        ("redis+cluster://h/1", "only database 0"),
+        ("redis+sentinel://h/0", "the service is missing"),
         ("redis://h?service=s", "unknown service"),
         ("redis://h?ssl_cert_reqs=none", "unknown ssl_cert_reqs"),
         ("redis://h#x", "unknown fragment"),
@@ -120,8 +120,8 @@ def test_tls_checks_certificate_and_host_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "names", "words"),
     [
-        ("redis://localhost", ["redis_ca_file"], "redis_ca_file: no use without TLS"),
-        ("rediss://h", ["redis_cert_file"], "set both or none"),
+        ("redis://localhost", ["redis_ca_file"], "redis_ca_file: only used with TLS"),
+        ("rediss://h", ["redis_cert_file"], "set both or neither"),
         ("rediss://h", ["redis_ca_file"], "No such file"),
     ],
 )

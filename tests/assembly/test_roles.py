@@ -46,7 +46,7 @@ def test_a_reader_finds_and_gets_and_changes_nothing(tmp_path: Path) -> None:
 def test_no_replica_starts_as_a_sweeper(tmp_path: Path) -> None:
     settings = config(tmp_path, role="sweeper")
     with open_backends(settings, NullRecorder()) as ends:
-        with pytest.raises(ConfigError, match="role is sweeper, which no replica is"):
+        with pytest.raises(ConfigError, match="role sweeper is not for replicas"):
             check_backends(ends, settings)
         ends.bulk.put("k", b"x")  # to commands it is no hindrance
 

@@ -60,8 +60,8 @@ def test_a_full_place_takes_nothing_until_it_has_room(
         quota.read()
         assert quota.has_room() is has_room
     assert [r.getMessage() for r in caplog.records] == [
-        "quota reached, saving nothing more used_bytes=100 limit_bytes=100",
-        "below quota, saving again used_bytes=99 limit_bytes=100",
+        "quota reached, saves stopped used_bytes=100 limit_bytes=100",
+        "below quota, saves resumed used_bytes=99 limit_bytes=100",
     ]
     quota.close()
 

@@ -165,7 +165,7 @@ def test_every_key_that_is_known_opens_and_the_first_one_seals() -> None:
     assert pages_read(first, during) == pages_read(second, during) == pages
     assert pages_read(second, after) == pages
     for seal, payload in ((after, first), (before, second)):
-        with pytest.raises(PayloadError, match="not known here"):
+        with pytest.raises(PayloadError, match="which this process does not have"):
             read_header(payload, seal=seal)
 
 

@@ -58,7 +58,7 @@ BAD = {
     "{}": "an array",
     "[1]": "entry 1",
     '[{"id": "a"}]': "entry 1",
-    '[{"id": "a", "tenant": "*", "key": 1}]': "entry 1: id, tenant and key must be text",
+    '[{"id": "a", "tenant": "*", "key": 1}]': "entry 1: id, tenant and key must be strings",
 }
 
 

@@ -5,13 +5,13 @@ from typing import ParamSpec, TypeVar
 
 from objkv.index.base import WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.net.guard import Unguarded
+from objkv.net.guard import CallPolicy
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class FlakyIndex(GuardedIndex, Unguarded):
+class FlakyIndex(GuardedIndex, CallPolicy):
     error: Exception | None = None
     after: Callable[[], object] = staticmethod(lambda: None)
     calls: tuple[str, ...] = ()

@@ -92,7 +92,7 @@ def test_it_is_checked_by_reading(inner: FlakyIndex) -> None:
 def test_what_operators_do_is_denied_to_readers_with_what_to_set() -> None:
     index = MemoryIndex()
     assert for_operators(index) is index
-    with pytest.raises(StoreDenied, match="role is reader, and this would write: set role to"):
+    with pytest.raises(StoreDenied, match="role reader does not allow writes: set role to"):
         for_operators(None)
 
 

@@ -148,7 +148,7 @@ def test_the_file_of_a_newer_objkv_is_refused_with_what_to_do(tmp_path: Path) ->
     SqliteIndex(path).check()
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreDenied, match=r"newer objkv \(schema 99, this one knows 2\): upgrade"):
+    with pytest.raises(StoreDenied, match=r"newer objkv \(schema 99, supported: 2\): upgrade"):
         SqliteIndex(path).check()
 
 
@@ -187,7 +187,7 @@ def test_a_full_disk_is_unavailable_with_what_to_do(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA max_page_count = 2")
     connection.execute("CREATE TABLE t (x)")
-    with pytest.raises(StoreUnavailable, match="no space left, free some"), translated(path):
+    with pytest.raises(StoreUnavailable, match="the disk is full, free some space"), translated(path):
         connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
 
 

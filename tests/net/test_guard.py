@@ -65,7 +65,7 @@ def test_what_the_role_forbids_is_denied_before_anything_else() -> None:
     world = World(may_write=False)
 
     def write() -> None:
-        with pytest.raises(StoreDenied, match="put k: role is reader, and this would write"):
+        with pytest.raises(StoreDenied, match="put k: role reader does not allow writes"):
             world.guard.call("put", never, "k", b"")
 
     hold_the_slot(world, write)
@@ -77,7 +77,7 @@ def test_waiting_for_a_slot_is_neither_recorded_nor_a_failure_of_the_server() ->
     world = World()
 
     def read() -> None:
-        with pytest.raises(StoreUnavailable, match="get: 1 calls under way for 0 s"):
+        with pytest.raises(StoreUnavailable, match="get: no free slot within 0 s, 1 calls in progress"):
             world.guard.call("get", never, "k")
         assert world.recorder.drain() == {}
 

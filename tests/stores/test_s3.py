@@ -438,7 +438,7 @@ def test_what_the_operator_mends_is_denied_with_what_to_do(error: Exception, wor
     ("error", "words"),
     [
         (EndpointConnectionError(endpoint_url="e", error="Failed to resolve 'x'"), "DNS"),
-        (EndpointConnectionError(endpoint_url="e", error="Connection refused"), "nothing listens"),
+        (EndpointConnectionError(endpoint_url="e", error="Connection refused"), "the connection was refused"),
         (ConnectTimeoutError(endpoint_url="e", error=""), "timeout"),
         (ReadTimeoutError(endpoint_url="e", error=""), "timeout"),
         (SSLError(endpoint_url="e", error="UNEXPECTED_EOF_WHILE_READING"), "EOF"),
@@ -462,7 +462,7 @@ def test_a_missing_bucket_is_denied(client: Any) -> None:
 def test_nobody_listening_is_unavailable_and_says_so() -> None:
     client = open_s3_client(Config(s3_endpoint_url="http://127.0.0.1:1", **PATIENT))
     client.meta.events.register("needs-retry.s3", lambda **_: None)
-    with pytest.raises(StoreUnavailable, match="nothing listens"):
+    with pytest.raises(StoreUnavailable, match="the connection was refused"):
         S3Store(client, bucket=BUCKET, prefix="", multipart_bytes=PART).check()
 
 

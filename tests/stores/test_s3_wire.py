@@ -327,7 +327,7 @@ def test_a_value_that_is_replaced_between_ranges_is_not_mixed() -> None:
     ):
         store.put("k", pattern(8 * MIB))
         buffer = memoryview(bytearray(8 * MIB))
-        with pytest.raises(StoreUnavailable, match="replaced while it was read"):
+        with pytest.raises(StoreUnavailable, match="replaced during the read"):
             store.get_into("k", buffer)
 
 
