@@ -298,11 +298,11 @@ def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time)
     denied: list[str] = []
     info: Mapping[str, Any] = _allowed(node.info, "INFO", denied) or {}
     before_s = clock()
-    told = _allowed(node.time, "TIME", denied)
+    reply = _allowed(node.time, "TIME", denied)
     after_s = clock()
     skew_s = None
-    if told is not None:
-        server_s = told[0] + told[1] / 1e6
+    if reply is not None:
+        server_s = reply[0] + reply[1] / 1e6
         # The server read its clock at some moment in between: a late reply is not a wrong clock.
         skew_s = round(server_s - min(max(server_s, before_s), after_s), 3)
     valkey = info.get("valkey_version")

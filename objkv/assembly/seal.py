@@ -87,15 +87,15 @@ def _read(name: str, file: Path) -> str:
     return _text(name, content)
 
 
-def _refuse_shared(name: str, told: os.stat_result) -> None:
-    if not stat.S_ISREG(told.st_mode):
+def _refuse_shared(name: str, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{name} is not a regular file")
-    if told.st_mode & _OTHERS:
+    if found.st_mode & _OTHERS:
         raise ConfigError(
             f"{name}: other users may read or change it (mode "
-            f"{stat.S_IMODE(told.st_mode):04o}): run chmod 600 on it"
+            f"{stat.S_IMODE(found.st_mode):04o}): run chmod 600 on it"
         )
-    if told.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"{name} belongs to another user: run chown on it")
 
 

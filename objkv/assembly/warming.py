@@ -196,10 +196,10 @@ def _environment(resolved: Resolved) -> dict[str, str]:
     process."""
     values = resolved.config.model_dump(mode="json")
     given = (name for name, source in resolved.sources.items() if source != "default")
-    told = {name: values[name] for name in given if values[name] is not None}
+    passed = {name: values[name] for name in given if values[name] is not None}
     # Always include both URLs, whatever their source.
-    told |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
-    return {f"OBJKV_{name.upper()}": str(value) for name, value in told.items()}
+    passed |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
+    return {f"OBJKV_{name.upper()}": str(value) for name, value in passed.items()}
 
 
 def _base(options: WarmOptions) -> frozenset[str]:

@@ -273,10 +273,10 @@ class ChunkCache:
         """Read the payload, or the part from ``start`` that fits, into ``buffer``: see
         ``ReadStore``. The result is unverified; the caller opens the payload.
 
-        ``hot``: whether the record promised a copy in the hot store, which is then read first.
-        While a hot copy is read, ``arrived`` is called with 0, and once with all bytes at the end.
-        If the hot store fails halfway, bulk overwrites the buffer, and a lane may still be copying
-        reported bytes. ``on_hot`` is called if the hot copy was read.
+        ``hot``: whether the record promised a copy in the hot store, which is then read first. A
+        hot copy's progress is reported as 0, and as complete at the end: if the hot store fails
+        halfway, bulk overwrites the buffer, and no lane may be copying reported bytes then.
+        ``on_hot`` is called if the hot copy was read.
         """
         path = key.path()
         if hot:

@@ -43,8 +43,8 @@ class LookupLimits:
     """Limits of time, number and age."""
 
     deadline_s: float
-    """After this time a lookup counts as a miss. ``close`` waits this long for lookups in flight, at
-    most 5 s."""
+    """After this time a lookup counts as a miss. ``close`` waits this long for lookups in flight,
+    at most 5 s."""
     queue_max: int
     """Maximum number of jobs that wait or run."""
     age_max_s: float = inf
@@ -59,7 +59,7 @@ class _Memo:
     deadline: float
     future: Future[list[Shards | None]] | None = None
     answer: Records | None = None
-    told: float = 0.0
+    answered_at: float = 0.0
 
     @property
     def no_match(self) -> Records:
@@ -119,7 +119,7 @@ class LookupService:
         if memo is None:
             memo = self._start(request_id, namespace, hashes, trace=trace)
         elif (answer := memo.answer) is not None:
-            if self._clock() - memo.told > self._limits.age_max_s:
+            if self._clock() - memo.answered_at > self._limits.age_max_s:
                 memo = self._start(request_id, namespace, hashes, trace=trace)
             elif len(hashes) > memo.count:
                 memo = self._start(request_id, namespace, hashes, answer, trace=trace)
@@ -186,7 +186,7 @@ class LookupService:
         # By identity: comparing each record with None takes eight times as long.
         if memo.count == len(known) or any(one is None for one in known):
             # A match ends at the first missing chunk, so the later ones do not matter.
-            self._tell(memo, memo.no_match)
+            self._answer(memo, memo.no_match)
             return memo
         started = self._clock()
         span = self._tracing.begin("objkv.lookup", trace, request_id=request_id)
@@ -205,7 +205,7 @@ class LookupService:
         if memo.future is None:
             self._recorder.count("lookup_refused")
             span.end("refused: the queue is full", namespace=namespace)
-            self._tell(memo, memo.no_match)
+            self._answer(memo, memo.no_match)
         return memo
 
     def _submit(self, job: Callable[[], T]) -> Future[T] | None:
@@ -225,20 +225,20 @@ class LookupService:
         elif memo.future.cancelled() or self.is_late(memo.deadline):
             memo.future.cancel()
             self._recorder.count("lookup_deadlines")
-            self._tell(memo, memo.no_match)
+            self._answer(memo, memo.no_match)
 
     def _take(self, memo: _Memo, future: Future[list[Shards | None]]) -> None:
         error = future.exception()
         if error is None:
-            self._tell(memo, memo.known + tuple(future.result()))
+            self._answer(memo, memo.known + tuple(future.result()))
             return
         self._recorder.count("lookup_errors")
-        self._tell(memo, memo.no_match)
+        self._answer(memo, memo.no_match)
         if not isinstance(error, StoreError):
             raise error
 
-    def _tell(self, memo: _Memo, answer: Records) -> None:
-        memo.answer, memo.told, memo.future = answer, self._clock(), None
+    def _answer(self, memo: _Memo, answer: Records) -> None:
+        memo.answer, memo.answered_at, memo.future = answer, self._clock(), None
 
 
 def _end(span: Span, namespace: str, chunks: int, found: list[Shards | None] | None) -> None:

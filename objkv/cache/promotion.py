@@ -1,9 +1,9 @@
 """Copies frequently loaded payloads from the bulk store to the hot store, in the background.
 
-It has one thread and a bounded queue. Payloads that do not fit are dropped and counted. It writes the hot
-copy first and the record that promises it last, so a crash leaves only an unused copy, which
-expires. The record is changed under the lease that savers and sweeps take, so a payload that a
-sweep deletes meanwhile is not published again.
+It has one thread and a bounded queue. Payloads that do not fit are dropped and counted. It writes
+the hot copy first and the record that promises it last, so a crash leaves only an unused copy,
+which expires. The record is changed under the lease that savers and sweeps take, so a payload that
+a sweep deletes meanwhile is not published again.
 """
 
 from collections import OrderedDict, deque

@@ -115,8 +115,7 @@ class Seal:
         match = _SIGNATURE.match(header, CHECKSUM_END)
         if match is None:
             raise PayloadError(
-                "the payload is not signed, but this process loads only "
-                "signed payloads (see seal settings)"
+                "the payload is not signed, but this process loads only signed payloads"
             )
         signature, key_id = bytes(match[1]), match[2].decode()
         key = self._signing.get(key_id)

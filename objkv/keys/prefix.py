@@ -32,7 +32,8 @@ class Extra:
     """An input besides token ids that changes the KV of a chunk.
 
     * ``lora``: (content digest of the adapter,); in chunk 0, and the chain carries it on.
-    * ``salt``: (cache_salt as UTF-8, with lone surrogates encoded like any code point,); in chunk 0.
+    * ``salt``: (cache_salt as UTF-8, with lone surrogates encoded like any code point,); in chunk
+      0.
     * ``mm``: (identifier of the item, its start relative to the chunk's start as 8 bytes signed
       little-endian, its length in tokens as 8 bytes); in every chunk that it overlaps.
     * ``embeds``: (SHA-256 of the prompt embeddings of this chunk's tokens,).

@@ -62,7 +62,7 @@ class CallPolicy:
         """Raise ``StoreDenied`` if the role forbids ``call``."""
 
     def deadline(self) -> AbstractContextManager[None]:
-        """Return the time limit of one call, for calls that skip the guard."""
+        """Return a context manager that bounds one call, for calls that skip the guard."""
         return _NOTHING
 
 

@@ -118,7 +118,7 @@ class Walks:
 
     def __init__(self, beneath: Beneath) -> None:
         self._beneath = beneath
-        self._has_told = False
+        self._has_logged = False
 
     def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
         """Yield all files under ``folder`` whose key may start with ``prefix``, in key order: a
@@ -152,8 +152,8 @@ class Walks:
         except OSError as exc:
             if exc.errno not in _LEFT_OUT:
                 raise failed("scan", folder, exc) from exc
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_logged:
+                self._has_logged = True
                 logger.warning(
                     "skipped a folder that cannot be read, and all others like it path=%s/%s "
                     "error=%s",

@@ -47,15 +47,15 @@ class Arrivals:
     """Records the reported byte counts, and whether each was true at that moment."""
 
     def __init__(self, buffer: memoryview, expected: bytes) -> None:
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.true = True
         self._buffer = buffer
         self._expected = expected
 
     def __call__(self, nbytes: int) -> None:
-        seen = self.told[-1] if self.told else 0
+        seen = self.reported[-1] if self.reported else 0
         self.true &= self._buffer[seen:nbytes] == self._expected[seen:nbytes]
-        self.told.append(nbytes)
+        self.reported.append(nbytes)
 
 
 CHUNK = "0" * 32 + "/ab/ab" + "1" * 38 + "/0.L0-32_H0-8.safetensors"
@@ -330,15 +330,15 @@ class StoreContract:
         arrivals = Arrivals(buffer, value)
         assert store.get_into("k", buffer, arrivals) == len(value)
         assert arrivals.true
-        assert arrivals.told == sorted(arrivals.told)
-        assert arrivals.told[-1] == len(value)
+        assert arrivals.reported == sorted(arrivals.reported)
+        assert arrivals.reported[-1] == len(value)
         assert buffer[: len(value)] == value
 
     def test_nothing_arrives_of_what_is_not_there(self, store: PruneStore) -> None:
         arrivals = Arrivals(memoryview(b""), b"")
         assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
         assert store.get_into("none", memoryview(bytearray(8)), arrivals, start=3) is None
-        assert arrivals.told == []
+        assert arrivals.reported == []
 
     @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
     def test_whoever_watches_may_end_the_get_and_the_store_lives_on(
@@ -377,7 +377,7 @@ class StoreContract:
         assert store.get_into("k", inside, arrivals, start=start) == len(expected)
         assert outside == b".." + expected.ljust(size, b".") + b".."
         assert arrivals.true
-        assert arrivals.told[-1] == len(expected)
+        assert arrivals.reported[-1] == len(expected)
 
     def test_a_large_range_is_exactly_what_was_asked_for(self, store: PruneStore) -> None:
         store.put("k", _LARGE)
@@ -392,7 +392,7 @@ class StoreContract:
         arrivals = Arrivals(memoryview(b""), b"")
         with pytest.raises(ValueTooLong):
             store.get_into("k", memoryview(bytearray(4)), arrivals)
-        assert arrivals.told == []
+        assert arrivals.reported == []
         assert store.get("k") == b"value"
 
     def test_the_buffer_is_let_go_whatever_happens(self, store: PruneStore) -> None:

@@ -38,7 +38,7 @@ def test_a_reader_finds_and_gets_and_changes_nothing(tmp_path: Path) -> None:
             lambda ends: for_operators(ends.admin),
         )
         for write in writes:
-            with pytest.raises(StoreDenied, match="role is reader"):
+            with pytest.raises(StoreDenied, match="role reader"):
                 write(ends)
         assert None not in ends.index.lookup(NAMESPACE, hashes)
 

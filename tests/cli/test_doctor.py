@@ -98,7 +98,10 @@ def test_a_real_server_is_explained_and_its_refusals_too(
         assert (ran.code, ran.document["verdict"], reach) == (0, "warnings", ["reach"])
         ran = run("doctor", "--json", *arguments, "--bulk-url", f"file://{tmp_path}/b")
         assert (ran.code, ran.document["verdict"]) == (0, "ok")
-        for user, words in (("reader:pw", "`objkv access` prints"), ("replica:no", "redis_password")):
+        for user, words in (
+            ("reader:pw", "`objkv access` prints"),
+            ("replica:no", "redis_password"),
+        ):
             ran = run("doctor", "--json", "--index-url", f"redis://{user}@{place}")
             assert (ran.code, ran.document["verdict"]) == (2, "denied")
             assert words in ran.out

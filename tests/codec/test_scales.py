@@ -41,7 +41,7 @@ def test_nothing_else_is_taken_for_scales(text: str) -> None:
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
 def test_what_nothing_can_be_divided_by_is_no_scale(number: float) -> None:
-    with pytest.raises(ValueError, match="no scale"):
+    with pytest.raises(ValueError, match="not a finite positive scale"):
         scales_text(1.0, number)
 
 

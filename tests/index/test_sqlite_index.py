@@ -187,7 +187,10 @@ def test_a_full_disk_is_unavailable_with_what_to_do(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA max_page_count = 2")
     connection.execute("CREATE TABLE t (x)")
-    with pytest.raises(StoreUnavailable, match="the disk is full, free some space"), translated(path):
+    with (
+        pytest.raises(StoreUnavailable, match="the disk is full, free some space"),
+        translated(path),
+    ):
         connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
 
 

@@ -20,7 +20,9 @@ ELSEWHERE = "203.0.113.1"
 
 
 def refused(url: str) -> None:
-    with pytest.raises(StoreUnavailable, match=f"a server on this machine redirected to {ELSEWHERE}"):
+    with pytest.raises(
+        StoreUnavailable, match=f"a server on this machine redirected to {ELSEWHERE}"
+    ):
         RedisIndex(connect_redis(url, Config(index_url=url))).check()
 
 

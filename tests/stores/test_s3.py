@@ -438,7 +438,10 @@ def test_what_the_operator_mends_is_denied_with_what_to_do(error: Exception, wor
     ("error", "words"),
     [
         (EndpointConnectionError(endpoint_url="e", error="Failed to resolve 'x'"), "DNS"),
-        (EndpointConnectionError(endpoint_url="e", error="Connection refused"), "the connection was refused"),
+        (
+            EndpointConnectionError(endpoint_url="e", error="Connection refused"),
+            "the connection was refused",
+        ),
         (ConnectTimeoutError(endpoint_url="e", error=""), "timeout"),
         (ReadTimeoutError(endpoint_url="e", error=""), "timeout"),
         (SSLError(endpoint_url="e", error="UNEXPECTED_EOF_WHILE_READING"), "EOF"),

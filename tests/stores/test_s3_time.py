@@ -15,7 +15,7 @@ from objkv.stores.s3 import helpers as s3_crew
 from objkv.stores.s3.body import read_exactly
 from objkv.stores.s3.client import begun_by
 from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.http import NoAnswer
+from objkv.stores.s3.http import WireFailed
 from objkv.stores.s3.store import S3Store
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
@@ -120,7 +120,7 @@ def test_what_is_not_tried_again_has_its_outcome_however_late() -> None:
 def test_after_the_deadline_nobody_connects() -> None:
     with QuickS3() as server, s3_store(server.url) as store:
         assert store._wire.is_found
-        with pytest.raises(NoAnswer, match="deadline"):
+        with pytest.raises(WireFailed, match="deadline"):
             store._wire.ask("GET", "k", {}, time.monotonic())
         assert server.connections == 0
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import CallDeadline
-from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, NoAnswer
+from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, WireFailed
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
@@ -528,7 +528,7 @@ def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     view = memoryview(pattern(32 * MIB))
     put = Put({}, "k", view, CallDeadline.of(60, 60))
-    with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(NoAnswer):
+    with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(WireFailed):
         store._writer.put_directly(put, if_absent=False)
 
 
@@ -602,7 +602,7 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
     buffer = bytearray(3)
     deadline_s = time.monotonic() + 5
     line = HttpConnection(pool, connection, timeout_s=5, kept=KeptConnections())
-    with contextlib.suppress(NoAnswer), line.read_head(deadline_s) as answer:
+    with contextlib.suppress(WireFailed), line.read_head(deadline_s) as answer:
         answer.fill(memoryview(buffer)[: answer.left], deadline_s)
         assert answer.total >= 0
     ours.close()

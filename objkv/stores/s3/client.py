@@ -72,8 +72,8 @@ DEFAULT_REGION = "us-east-1"
 _ATTEMPTS_SHARE = 0.9
 _CONNECT_SHARE = 1 / 3
 _ATTEMPT_SHARE = 1 / 4
-"""An attempt needs at most this share of the remaining time: if little remains, the attempt is cut
-short instead of skipped."""
+"""An attempt is assumed to need at most this share of the remaining time: if little remains, it is
+started and cut short instead of skipped."""
 _ABORT_SHARE = 0.1
 _ADDRESS_S = 1.0
 """Minimum time for connecting to one of several addresses: TCP resends a lost packet after this

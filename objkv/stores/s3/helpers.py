@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from objkv.errors import StoreUnavailable
-from objkv.stores.s3.http import HttpConnection, NoAnswer
+from objkv.stores.s3.http import HttpConnection, WireFailed
 
 _CLOSE_S = 5.0
 """A thread that is still busy after this ends with its call's deadline, and its result is
@@ -100,7 +100,7 @@ class Piece:
 
 Work = Callable[[Piece, "Helper"], None]
 """Does one piece, and attaches its connection to the helper before touching the buffer.
-``NoAnswer`` returns the piece to the caller."""
+``WireFailed`` returns the piece to the caller."""
 
 
 class Team:
@@ -170,7 +170,7 @@ class Team:
         while (piece := self._begin()) is not None:
             try:
                 self._work(piece, helper)
-            except NoAnswer:
+            except WireFailed:
                 pass  # the caller does this piece
             except BaseException as exc:
                 with self._changed:
@@ -196,12 +196,12 @@ class Helper:
         self._team = team
 
     def attach(self, connection: HttpConnection) -> None:
-        """Allow the caller to shut ``connection`` until its release. Raises ``NoAnswer`` if the
+        """Allow the caller to shut ``connection`` until its release. Raises ``WireFailed`` if the
         team has finished."""
         team = self._team
         with team._changed:
             if team._is_over:
-                raise NoAnswer("the caller has finished")
+                raise WireFailed("the caller has finished")
             team._connections.add(connection)
             team._touching.add(self)
         connection.on_release = lambda: self._detach(connection)

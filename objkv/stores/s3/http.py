@@ -32,12 +32,12 @@ _HEADER = re.compile(
 T = TypeVar("T")
 
 
-class NoAnswer(Exception):
+class WireFailed(Exception):
     """The direct path has no usable response. The caller then repeats the request through the
     client, which retries, follows redirects and explains errors."""
 
 
-class Unanswered(NoAnswer):
+class NoResponse(WireFailed):
     """The server closed the connection before it sent a byte of the response."""
 
 
@@ -153,7 +153,7 @@ class HttpConnection:
 
     def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
         """Connect if necessary. A connection that ``is_kept`` is already prepared. Raises
-        ``NoAnswer``."""
+        ``WireFailed``."""
         try:
             if not self.is_used:
                 self._connection.timeout = timeout_s  # as the client sets it before each request
@@ -165,7 +165,7 @@ class HttpConnection:
                 bound_waits(self.socket, _LOOK_S)
         except Exception as exc:  # the client retries and explains the error
             self._connection.close()
-            raise NoAnswer(f"no connection: {exc}") from exc
+            raise WireFailed(f"no connection: {exc}") from exc
 
     @property
     def socket(self) -> socket.socket:
@@ -174,7 +174,7 @@ class HttpConnection:
         return found
 
     def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
-        """Send a request, with the body in slices of the caller's buffer. Raises ``NoAnswer``.
+        """Send a request, with the body in slices of the caller's buffer. Raises ``WireFailed``.
 
         A server that refuses a request responds without waiting for the body, then closes the
         connection. If calls wait in the kernel, check for such a response before each slice,
@@ -191,7 +191,7 @@ class HttpConnection:
             for at in range(0, len(body), SEND_BYTES):
                 self._bounded(deadline_s, self.socket.sendall, body[at : at + SEND_BYTES])
         except (OSError, ValueError) as exc:
-            raise NoAnswer(f"sending: {exc}") from exc
+            raise WireFailed(f"sending: {exc}") from exc
 
     def _send_watching(self, body: memoryview, deadline_s: float) -> None:
         poll = select.poll()
@@ -210,7 +210,7 @@ class HttpConnection:
                 until_s = 0.0
 
     def read_head(self, deadline_s: float) -> "HttpResponse":
-        """Return the response with its status and headers. Raises ``NoAnswer``, or ``Unanswered``
+        """Return the response with its status and headers. Raises ``WireFailed``, or ``NoResponse``
         if not one byte arrived."""
         raw = b""
         try:
@@ -224,8 +224,8 @@ class HttpConnection:
             return HttpResponse(self, raw)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
-                raise Unanswered(str(exc)) from exc
-            raise NoAnswer(f"reading: {exc}") from exc
+                raise NoResponse(str(exc)) from exc
+            raise WireFailed(f"reading: {exc}") from exc
 
     def receive_into(self, into: memoryview, deadline_s: float) -> int:
         """Fill ``into``, or only its start with the bytes that arrive soon. Return 0 at the end of
@@ -326,13 +326,13 @@ class HttpResponse:
 
     @property
     def total(self) -> int:
-        """Length of the whole value in bytes. Raises ``NoAnswer`` if it is unknown."""
+        """Length of the whole value in bytes. Raises ``WireFailed`` if it is unknown."""
         if self.status != 206:
             return int(self.headers["content-length"])
         try:
             return int(self.headers["content-range"].rpartition("/")[2])
         except (KeyError, ValueError) as exc:
-            raise NoAnswer("a range at an unknown position") from exc
+            raise WireFailed("a range at an unknown position") from exc
 
     def starts_at(self, start: int) -> bool:
         """Whether the response is a range that begins at this byte of the value."""
@@ -342,7 +342,7 @@ class HttpResponse:
         self, into: memoryview, deadline_s: float, progress: Callable[[int], None] | None = None
     ) -> None:
         """Fill ``into`` with bytes of the body, straight from the socket, and call ``progress``
-        with their number so far. Raises ``NoAnswer``, also if the deadline passes."""
+        with their number so far. Raises ``WireFailed``, also if the deadline passes."""
         at = min(len(self._rest), len(into))
         into[:at] = self._rest[:at]
         self._rest = self._rest[at:]
@@ -355,18 +355,18 @@ class HttpResponse:
                 try:
                     got = self._connection.receive_into(step, deadline_s)
                 except (OSError, ValueError) as exc:
-                    raise NoAnswer(f"reading: {exc}") from exc
+                    raise WireFailed(f"reading: {exc}") from exc
             if not got:
-                raise NoAnswer(f"the body ended after {at} of {len(into)} bytes")
+                raise WireFailed(f"the body ended after {at} of {len(into)} bytes")
             at += got
             self.left -= got
             if progress is not None:
                 progress(at)
 
     def text(self, deadline_s: float) -> bytes:
-        """Return the body, if it is short like an error's. Raises ``NoAnswer``."""
+        """Return the body, if it is short like an error's. Raises ``WireFailed``."""
         if self.left > HEAD_BYTES_MAX:
-            raise NoAnswer("a long body instead of a short one")
+            raise WireFailed("a long body instead of a short one")
         body = bytearray(self.left)
         self.fill(memoryview(body), deadline_s)
         return bytes(body)

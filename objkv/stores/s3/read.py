@@ -14,7 +14,7 @@ from objkv.stores.base import Arrived, check_fits, copy_into
 from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all, read_exactly
 from objkv.stores.s3.client import CallDeadline, error_code, is_absent
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpResponse, NoAnswer, strong_tag
+from objkv.stores.s3.http import HttpResponse, WireFailed, strong_tag
 from objkv.stores.s3.wire import Wire
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Get:
 class S3Reader:
     """Reads on a ``Wire``.
 
-    A request that fails before the first byte raises ``NoAnswer``, and the caller repeats the get
+    A request that fails before the first byte raises ``WireFailed``, and the caller repeats the get
     through the client. If the response breaks off later, only the missing bytes of the same version
     are requested: once on the wire, then by the client if time is left.
     """
@@ -79,8 +79,9 @@ class S3Reader:
         return value if start is None or is_part else value[start:end]
 
     def read(self, get: Get) -> int | None:
-        """Return the number of bytes read, or None if the key does not exist. Raises ``NoAnswer``,
-        and ``StoreUnavailable`` if a response broke off and could not be completed."""
+        """Return the number of bytes read, or None if the key does not exist. Raises
+        ``WireFailed``, and ``StoreUnavailable`` if a response broke off and could not be completed.
+        """
         size, start, end_s = len(get.buffer), get.start or 0, get.deadline.end_s
         is_split = self.pool.threads_max > 0 and size > self.range_bytes
         if is_split:
@@ -91,7 +92,7 @@ class S3Reader:
                 return None
             reading = _Reading(self, get, response, _length(get, response, size))
             if reading.is_single:
-                with suppress(NoAnswer), get.buffer[: response.left] as view:
+                with suppress(WireFailed), get.buffer[: response.left] as view:
                     response.fill(view, end_s, reading.first_grew)
             else:
                 reading.run(response)
@@ -137,21 +138,21 @@ def _closed_on_error(body: Any) -> Iterator[Any]:
 
 def _length(get: Get, response: HttpResponse, size: int) -> int:
     """Return how many bytes of the value belong to ``get``, whose first request was for ``size``
-    bytes. Raises ``NoAnswer`` for a response that must not be written to the buffer."""
+    bytes. Raises ``WireFailed`` for a response that must not be written to the buffer."""
     start, room = get.start or 0, len(get.buffer)
     if response.status not in (200, 206) or (response.status == 200 and start):
-        raise NoAnswer(f"HTTP {response.status}")
+        raise WireFailed(f"HTTP {response.status}")
     if response.status == 206 and not (response.left <= size and response.starts_at(start)):
-        raise NoAnswer("a different range than requested")
+        raise WireFailed("a different range than requested")
     nbytes = response.total - start
     if response.left > nbytes:
-        raise NoAnswer("a range that extends past the end")
+        raise WireFailed("a range that extends past the end")
     if response.left < min(nbytes, room) and not response.etag:
-        raise NoAnswer("ranges of an unknown version")
+        raise WireFailed("ranges of an unknown version")
     if get.start is None:
         check_fits(get.key, nbytes, get.buffer)
     elif response.status == 200 and response.left > room:
-        raise NoAnswer("a server without range support")
+        raise WireFailed("a server without range support")
     return min(nbytes, room)
 
 
@@ -183,12 +184,12 @@ class _Reading:
         """Read all pieces, the first from ``response``, together with free helpers."""
         get = self._get
         with Team(self._reader.pool, self._pieces[1:], self._read) as team:
-            with suppress(NoAnswer), get.buffer[: self._first.end] as view:
+            with suppress(WireFailed), get.buffer[: self._first.end] as view:
                 response.fill(view, get.deadline.end_s, self.first_grew)
             while (piece := team.take()) is not None:
                 try:
                     self._read(piece, None)
-                except NoAnswer:
+                except WireFailed:
                     continue
                 self._report()
             team.wait(get.deadline.end_s, self._report)
@@ -234,13 +235,13 @@ class _Reading:
         with self._reader.wire.ask("GET", get.key, extra, end_s, helper=helper) as response:
             is_right = response.left == piece.end - piece.at and response.starts_at(first)
             if response.status != 206 or not is_right:
-                raise NoAnswer(f"HTTP {response.status}")
+                raise WireFailed(f"HTTP {response.status}")
             self._check_version(response.etag)
             response.fill(get.buffer[piece.at : piece.end], end_s, grown)
 
     def _complete(self, piece: Piece) -> None:
         """Read the rest of ``piece``, through the client if necessary."""
-        with suppress(NoAnswer):
+        with suppress(WireFailed):
             self._read(piece, None)
             return
         get = self._get

@@ -24,7 +24,7 @@ from objkv.stores.base import (
 )
 from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, head, translated
 from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.http import NoAnswer
+from objkv.stores.s3.http import WireFailed
 from objkv.stores.s3.read import Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
 from objkv.stores.s3.write import S3Writer
@@ -118,7 +118,7 @@ class S3Store:
             return None if found is None else copy_into(key, found, buffer, arrived)
         get = Get(place, key, start, buffer, arrived, deadline)
         with translated("get_into", key):
-            with suppress(NoAnswer):
+            with suppress(WireFailed):
                 return self._reader.read(get)
             return self._reader.read_by_client(get)
 

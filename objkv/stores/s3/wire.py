@@ -1,7 +1,7 @@
 """Direct requests: they use the client's connections, endpoint and credentials, but skip the layers
 that build requests and copy bodies.
 
-Anything unusual raises ``NoAnswer``. The caller then uses the client, which retries, follows
+Anything unusual raises ``WireFailed``. The caller then uses the client, which retries, follows
 redirects and explains errors.
 """
 
@@ -18,8 +18,8 @@ from objkv.stores.s3.http import (
     HttpConnection,
     HttpResponse,
     KeptConnections,
-    NoAnswer,
-    Unanswered,
+    NoResponse,
+    WireFailed,
 )
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.telemetry import Recorder
@@ -138,11 +138,11 @@ class Wire:
 
         ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called after the connection is
         made and attached to ``helper``; a helper's requests are not hedged. If the server had
-        closed the connection, it is replaced once. Raises ``NoAnswer``.
+        closed the connection, it is replaced once. Raises ``WireFailed``.
         """
         found = self._find()
         if found is None:
-            raise NoAnswer("direct requests are not possible")
+            raise WireFailed("direct requests are not possible")
         endpoint, pool = found
         head = endpoint.signed(self._client, method, key, extra)
         for is_fresh in (False, True):
@@ -160,7 +160,7 @@ class Wire:
                         connection = self._first_of_two(connection, pool, head, deadline_s)
                     response = connection.read_head(deadline_s)
                     self._hedge.observe(time.monotonic() - sent_s)
-            except Unanswered:
+            except NoResponse:
                 connection.release()
                 if is_fresh or not was_used:
                     raise
@@ -194,7 +194,7 @@ class Wire:
     ) -> HttpConnection:
         connect_s = min(self._connect_s, deadline_s - time.monotonic())
         if connect_s <= 0:
-            raise NoAnswer("the deadline passed")
+            raise WireFailed("the deadline passed")
         borrowed = None if is_fresh else self._kept.take(pool)
         is_kept = borrowed is not None
         if borrowed is None:
@@ -202,7 +202,7 @@ class Wire:
                 borrowed = pool._get_conn()
             except HTTPError as exc:
                 self._found = None  # the client has closed the pool
-                raise NoAnswer("no connections") from exc
+                raise WireFailed("no connections") from exc
         if is_fresh:
             borrowed.close()  # it connects again
         connection = HttpConnection(pool, borrowed, timeout_s=self._timeout_s, kept=self._kept)
@@ -228,14 +228,14 @@ class Wire:
             return first
         try:
             second = self._borrow(pool, deadline_s)
-        except NoAnswer:
+        except WireFailed:
             return first
         self._recorder.count("s3_hedges")
         try:
             second.send(head, None, deadline_s)
             wait_s = min(self._timeout_s, deadline_s - time.monotonic())
             winner = _first_readable([first, second], wait_s)
-        except NoAnswer:
+        except WireFailed:
             winner = None
         except BaseException:
             second.release()
@@ -255,18 +255,18 @@ def _put(
     early."""
     try:
         connection.send(head, body, deadline_s)
-    except NoAnswer as exc:
+    except WireFailed as exc:
         connection.early = True
         try:
             response = connection.read_head(min(deadline_s, time.monotonic() + _ANSWERED_EARLY_S))
-        except Unanswered:
+        except NoResponse:
             raise
-        except NoAnswer:
+        except WireFailed:
             raise exc from None
     else:
         response = connection.read_head(deadline_s)
     if connection.early and response.status < 300:
-        raise NoAnswer("the server responded before the whole body was sent")
+        raise WireFailed("the server responded before the whole body was sent")
     return response
 
 

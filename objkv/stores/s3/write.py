@@ -16,7 +16,7 @@ from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.s3.body import BufferReader
 from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code, head
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpResponse, NoAnswer, check_time
+from objkv.stores.s3.http import HttpResponse, WireFailed, check_time
 from objkv.stores.s3.wire import Wire
 from objkv.telemetry import Recorder
 
@@ -95,7 +95,7 @@ class S3Writer:
             self._upload(put, self._complete)
             return
         with deadline.client():
-            with suppress(NoAnswer):
+            with suppress(WireFailed):
                 self.put_directly(put, if_absent=False)
                 return
             self._send(put)
@@ -103,7 +103,7 @@ class S3Writer:
     def put_directly(self, put: Put, *, if_absent: bool) -> bool:
         """Make one request that skips the client. Return False if ``if_absent`` and the key exists.
 
-        Raises ``NoAnswer``, although the server may have stored the value.
+        Raises ``WireFailed``, although the server may have stored the value.
         """
         extra = {"content-length": str(len(put.view))}
         if if_absent:
@@ -130,7 +130,7 @@ class S3Writer:
     def _send_if_absent(self, put: Put) -> bool:
         with put.deadline.client():
             if self.conditional:
-                with suppress(NoAnswer):
+                with suppress(WireFailed):
                     return self.put_directly(put, if_absent=True)
             if self.conditional is not False:
                 try:
@@ -209,7 +209,7 @@ class S3Writer:
                 response.text(abort_s)
                 _check_ok(response)
                 if "etag" not in response.headers:
-                    raise NoAnswer("a part without an ETag")
+                    raise WireFailed("a part without an ETag")
                 tags[piece.number] = response.headers["etag"]
             piece.at = piece.end
 
@@ -221,7 +221,7 @@ class S3Writer:
         if self._wire.is_found:
             with Team(self._pool, pieces, send, writes=True) as team:
                 while (piece := team.take()) is not None:
-                    with suppress(NoAnswer):
+                    with suppress(WireFailed):
                         send(piece, None)
                 team.wait(abort_s, lambda: None)
         for piece in pieces:
@@ -252,7 +252,7 @@ class S3Writer:
 
 def _check_ok(response: HttpResponse) -> None:
     if response.status != 200:
-        raise NoAnswer(f"HTTP {response.status}")
+        raise WireFailed(f"HTTP {response.status}")
 
 
 def _is_refused(exc: ClientError) -> bool:
