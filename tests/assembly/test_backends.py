@@ -1,4 +1,4 @@
-"""Both ends opened as the settings say, wrapped in the stated order, judged at the start."""
+"""Store and index opened from the settings, wrapped in the stated order, checked at start."""
 
 import logging
 import threading
@@ -192,12 +192,12 @@ def test_by_default_a_change_is_one_line_in_the_log(
 def test_what_only_an_operator_can_mend_is_an_error_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log_change(Change("bulk", "write", StoreDenied("put k: the disk is full, free some")))
+    log_change(Change("bulk", "write", StoreDenied("put k: the disk is full")))
     log_change(Change("bulk", "write", None))
     assert [(record.levelno, record.message) for record in caplog.records] == [
         (
             logging.ERROR,
-            "bulk writes are refused, serving without them reason=put k: the disk is full, free some",
+            "bulk writes are refused, serving without them reason=put k: the disk is full",
         ),
         (logging.WARNING, "bulk writes work again"),
     ]
@@ -294,7 +294,8 @@ def test_an_end_that_does_not_answer_is_one_warning(
 def test_an_end_that_hangs_does_not_hang_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a folder on a file system whose server is gone: nobody can call that thread back."""
+    """Hangs like a folder on a file system whose server is gone: its thread cannot be
+    interrupted."""
     gate = threading.Event()
 
     class Hangs(_Bulk):

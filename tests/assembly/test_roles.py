@@ -1,4 +1,4 @@
-"""What the settings make of a role: stores that only read, prefixes, and who may start."""
+"""The effect of a role in the settings: read-only stores, prefixes, and permission to start."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_no_replica_starts_as_a_sweeper(tmp_path: Path) -> None:
     with open_backends(settings, NullRecorder()) as ends:
         with pytest.raises(ConfigError, match="role sweeper is not for replicas"):
             check_backends(ends, settings)
-        ends.bulk.put("k", b"x")  # to commands it is no hindrance
+        ends.bulk.put("k", b"x")  # it does not hinder commands
 
 
 def test_every_key_in_redis_begins_with_the_prefix() -> None:

@@ -1,4 +1,4 @@
-"""Where keys come from, and what is refused before anything is served."""
+"""The sources of keys, and the refusals before anything is served."""
 
 import builtins
 import os
@@ -37,7 +37,7 @@ def config(**settings: Any) -> Config:
 
 
 def refusal(**settings: Any) -> str:
-    """What the operator is told; never a key."""
+    """Return the message for the operator; it never contains a key."""
     with pytest.raises(ConfigError) as caught:
         open_seal(config(**settings))
     error: BaseException | None = caught.value

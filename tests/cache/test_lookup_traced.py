@@ -1,4 +1,4 @@
-"""A lookup is told to the trace of its request: how many chunks were asked for, and found."""
+"""A lookup adds a span to the trace of its request: how many chunks it looked up and found."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Saves stop at a quota, by what is read in the background, and go on when there is room again."""
+"""Saves stop at a quota, according to background readings, and resume when there is room again."""
 
 import logging
 from queue import Queue
@@ -20,7 +20,7 @@ OTHER = "f" * 32
 
 
 class Place:
-    """How much is used, as a test says."""
+    """Usage that a test sets."""
 
     def __init__(self) -> None:
         self.used: int | None = 0

@@ -31,7 +31,7 @@ from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, layer_lists, noise, 
 
 
 def concatenated(layers: Sequence[LayerSpec], pages: Sequence[bytes], codec: str) -> bytes:
-    """The payload as the specification says it, made the obvious way."""
+    """Return the payload as specified, made the obvious way."""
     frames, stored, offset = [], b"", 0
     for layer, page in zip(layers, pages, strict=True):
         used, content = compress(codec, memoryview(page), layer.item_bytes)

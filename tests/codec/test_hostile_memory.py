@@ -1,4 +1,4 @@
-"""What an attacker asks a reader to allocate or to decode is refused with little memory."""
+"""An attacker's requests to allocate or decode too much are refused with little memory."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Sealed payloads: what went in comes out, to whoever holds the keys, by either way of reading."""
+"""Sealed payloads: holders of the keys get back the same pages, by either way of reading."""
 
 import hashlib
 import hmac
@@ -279,7 +279,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("what", ELSEWHERE)
 def test_an_encrypted_frame_is_of_one_place_of_one_claim(what: str) -> None:
-    """By its tag alone, whatever the signature says."""
+    """By its tag alone, whatever the signature."""
 
     def cipher(claim: Claim, frames: int, tokens: str) -> AesFrames:
         made = AesFrames(ENCRYPTER.secret, bytes(32), claim, frames)

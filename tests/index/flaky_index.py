@@ -1,4 +1,4 @@
-"""An index that fails on request and remembers what it was asked."""
+"""An index that fails on request and records calls."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

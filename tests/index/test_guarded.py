@@ -1,5 +1,5 @@
-"""``GuardedIndex``: counted, given up by direction, read-only. What all guards do, whatever they
-guard, is in ``tests/net/test_guard.py`` and ``tests/stores/test_guarded.py``."""
+"""``GuardedIndex``: counters, breakers by direction, read-only. ``tests/net/test_guard.py`` and
+``tests/stores/test_guarded.py`` cover the behaviour of all guards."""
 
 from typing import Any
 

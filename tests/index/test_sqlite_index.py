@@ -217,7 +217,7 @@ def test_making_an_index_touches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> None:
-    """Its connections would go on with a file that has no name, and share it with nobody."""
+    """Otherwise its connections would continue with a file that has no name and no other users."""
     path = tmp_path / "index.sqlite"
     mine, others = SqliteIndex(path), SqliteIndex(path)
     mine.publish(chunk(1), {FIELD: shard(1)}, ttl_s=60)

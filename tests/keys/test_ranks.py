@@ -48,7 +48,8 @@ def cells(shard: Shard) -> Cells:
 
 
 def cells_of(topology: Topology, rank: int) -> Cells:
-    """What a rank holds, cell by cell, as vLLM deals them out: an own count, no shards."""
+    """Return the cells that a rank holds, by vLLM's distribution: counted independently, without
+    shards."""
     pp_rank, tp_rank = rank // topology.tp_size, rank % topology.tp_size
     before = sum(topology.layers[:pp_rank])
     heads, tp_size = topology.heads, topology.tp_size
@@ -61,7 +62,7 @@ def cells_of(topology: Topology, rank: int) -> Cells:
 
 
 def check(reader: Topology, writer: Topology, prefix_hash: bytes) -> None:
-    """What is read of each target is exactly what the rank holds, whatever the two shapes."""
+    """The parts read of each target are exactly the rank's shard, whatever the two shapes."""
     saved = {rank: cells_of(writer, rank) for rank in writer.writers(prefix_hash)}
     everything = set(product(range(sum(writer.layers)), range(writer.heads)))
     assert Counter(cell for kept in saved.values() for cell in kept) == Counter(everything)

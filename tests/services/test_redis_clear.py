@@ -16,7 +16,7 @@ from tests.support.servers.redis import RedisServer, valkey_binary, valkey_serve
 pytestmark = pytest.mark.service
 
 ELSEWHERE = "203.0.113.1"
-"""An address for documentation: nobody has it."""
+"""An address reserved for documentation: no machine has it."""
 
 
 def refused(url: str) -> None:

@@ -38,8 +38,8 @@ PATIENT: dict[str, Any] = {"s3_addressing": "path", "load_deadline_ms": 900_000,
 
 @pytest.fixture(scope="module")
 def endpoint_url() -> Iterator[str]:
-    """Moto, a request at a time: it looks whether a key exists and puts it in two steps, and a key
-    that is replaced while somebody reads it is an internal error. Of S3 neither is true."""
+    """Moto, one request at a time: its check for a key and its put are separate steps, and
+    replacing a key during a read is an internal error. Neither applies to S3."""
     with make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app)) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -96,7 +96,7 @@ class TestS3Store(StoreContract):
 
 
 class TestS3StoreByTheClientAlone(StoreContract):
-    """What is not ordinary goes this way, all of it where the wire cannot be used."""
+    """Unusual requests go this way; all do if the wire cannot be used."""
 
     @pytest.fixture
     def store(self, client: Any, prefix: str) -> S3Store:
@@ -106,7 +106,7 @@ class TestS3StoreByTheClientAlone(StoreContract):
 
 
 class TestS3StoreWithoutConditions(StoreContract):
-    """On a server that refuses ``If-None-Match``; there nobody decides among writers."""
+    """On a server that refuses ``If-None-Match``, which then does not decide between writers."""
 
     @pytest.fixture
     def store(self, client: Any, prefix: str, on: Register) -> S3Store:
@@ -357,7 +357,7 @@ def test_a_body_that_ends_early_is_unavailable() -> None:
 
 
 class Dying(Listener):
-    """Answers with half a body, as often as it is asked."""
+    """Returns half a body to every request."""
 
     def serve(self, connection: socket.socket) -> None:
         connection.recv(65536)

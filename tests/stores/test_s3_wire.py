@@ -74,7 +74,7 @@ def test_closing_leaves_no_connection_open() -> None:
             assert store.get_into("k", memoryview(bytearray(MIB))) == MIB
             assert open_sockets() > before
             store.close()
-            assert open_sockets() == before  # the store itself is still there
+            assert open_sockets() == before  # the store itself still exists
 
 
 def of_the_client(store: S3Store) -> list[str]:
@@ -270,7 +270,7 @@ def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
             assert store.get_into("k", memoryview(bytearray(len(value)))) == len(value)
             assert not any(buffer)
     for buffer in buffers:
-        buffer.clear()  # would raise BufferError if anybody still held a view
+        buffer.clear()  # would raise BufferError if a view were still held
 
 
 def test_connections_are_used_again(server: QuickS3, store: S3Store) -> None:
@@ -311,7 +311,7 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(
 
 
 def test_a_value_that_is_replaced_between_ranges_is_not_mixed() -> None:
-    """Every range but the first is of another version, as long as it is asked for."""
+    """Every range except the first is of another version, and as long as requested."""
     newer = memoryview(pattern(MIB, 1))
 
     def replaced(request: Request) -> Answer | None:
