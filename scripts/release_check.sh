@@ -77,15 +77,8 @@ print(objkv.__version__)
 '
 HELPS='
 from typer.testing import CliRunner
-from objkv.cli.app import app
-def walk(group, path):
-    names = [c.name or c.callback.__name__ for c in group.registered_commands]
-    yield from ((*path, name) for name in names)
-    for child in group.registered_groups:
-        name = child.name if isinstance(child.name, str) else child.typer_instance.info.name
-        yield (*path, name)
-        yield from walk(child.typer_instance, (*path, name))
-commands = [(), *walk(app, ())]
+from objkv.cli.app import all_commands, app
+commands = [path.split()[1:] for path, _ in all_commands()]
 for command in commands:
     ran = CliRunner().invoke(app, [*command, "--help"])
     assert ran.exit_code == 0, f"objkv {command} --help: {ran.output} {ran.exception}"
@@ -102,7 +95,7 @@ try_it() { # what a new user does first
   expect 0 "nothing is stored yet" ls
   expect 2 "pip install 'objkv[vllm]'" demo
   expect 2 "no such folder" ls --bulk-url file:///nowhere
-  expect 0 "_OBJKV_COMPLETE=complete_bash" completion bash
+  expect 0 "complete -F _objkv_completion objkv" completion bash
   told=$(in_clean python -c "$HELPS") || fail "a command does not say how it is used"
   say "$told commands say how they are used"
 }

@@ -26,7 +26,7 @@ PATTERNS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "report, state, return, show": (r"\b(says|said|saying|say so)\b",),
     "receive, notice": (r"\b(hears?|heard)\b",),
-    "two sentences": (r"\bof (which|whom)\b",),
+    "two sentences": (r"(?<!most )(?<!all )(?<!each )(?<!one )(?<!some )\bof (which|whom)\b",),
     "as long as, while": (r"\bso long\b",),
     "except for, only": (r"\bbut for\b", r"\bnothing but\b", r"\bnone but\b"),
     "alone, on its own": (r"\bby itself\b",),
@@ -43,7 +43,8 @@ PATTERNS: Final[dict[str, tuple[str, ...]]] = {
     "useless, useful, unused": (r"\bof (no|some|any|what) use\b",),
     "must be, will be": (r"\b(is|are|was|were) to be\b",),
     "is not a": (
-        r"\b(is|are|was|were) no (?!longer|more|less|\w+er\b|different|such)\w+(?= *[,;:.]|$)",
+        r"\b(?<!there )(is|are|was|were) no "
+        r"(?!longer|more|less|\w+er\b|different|such)\w+(?= *[,;:.]|$)",
     ),
     "exists, is missing": (
         r"\b(is|are|was|were) (not |all |already |still )?there\b"
@@ -97,6 +98,8 @@ VERBS: Final = frozenset(_LISTS[0].split())
 _FORMS = frozenset(_LISTS[1].split())
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1[ \t]*$", re.MULTILINE | re.DOTALL)
+_WRITTEN = re.compile(r"<!-- [\w ]+: written by `.*?<!-- end of ", re.DOTALL)
+"""A table within a page that a command writes."""
 _HIDDEN = re.compile(
     r"<!--.*?-->|`+[^`]*`+|\]\([^)\s]*\)|<[a-z/][^>]*>|\"[^\"\n]*\"|“[^”]*”", re.DOTALL
 )
@@ -141,7 +144,9 @@ def in_markdown(path: Path, place: str) -> Iterator[Finding]:
     text = prose(path.read_text())
     yield from in_text(text, place)
     is_generated = GENERATED in path.read_text()
-    for number, line in enumerate(_blank(_FENCE, path.read_text()).splitlines(), 1):
+    for number, line in enumerate(
+        _blank(_WRITTEN, _blank(_FENCE, path.read_text())).split("\n"), 1
+    ):
         if len(line) > WIDTH_MAX and not (is_generated and line.startswith("|")):
             yield Finding(place, number, f"{len(line)} characters", f"at most {WIDTH_MAX}")
 

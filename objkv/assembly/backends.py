@@ -1,7 +1,8 @@
 """Opens stores and index as the settings say, each behind its guard (``objkv.net.guard``).
 
 Opening sends nothing and creates nothing: what is wrong shows in the first call, or in
-``check_backends``.
+``check_backends``. The clients of Redis and S3 are imported only if the settings name such a place:
+the two take a second.
 """
 
 import logging
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from objkv.assembly.redis import call_s, connect_redis
+from objkv.assembly.call_times import call_s
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
 from objkv.config import Config, cache_folder, local_path, without_password
@@ -21,18 +22,15 @@ from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.memory import MemoryIndex
-from objkv.index.redis.index import RedisIndex
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, Change, OnChange, Patience
 from objkv.net.guard import Guard, Slots
+from objkv.ops.doctor.server import ServerFacts
 from objkv.ops.sweep.auto import AutoSweep
 from objkv.stores.base import PruneStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
-from objkv.stores.redis import RedisStore
-from objkv.stores.s3.client import open_s3_client
-from objkv.stores.s3.store import S3Store
 from objkv.stores.singleflight import SharedGets
 from objkv.telemetry import Recorder
 
@@ -115,6 +113,9 @@ def open_hot(
     store is, but its connections are its limit, and payloads this small are not worth sharing."""
     if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
+    from objkv.assembly.redis import connect_redis
+    from objkv.stores.redis import RedisStore
+
     client = connect_redis(config.index_url, config)
     # Beside the index's own keys, so that one ACL pattern allows all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
@@ -148,6 +149,16 @@ def _guarded_index(
         may_write=config.role != "reader",
     )
     return GuardedIndex(place, guard)
+
+
+def describe_index(config: Config) -> ServerFacts | None:
+    """Return version, memory policy and clock of the index's server; None if it has no server.
+    Raises ``StoreUnavailable``."""
+    if not config.index_url.startswith("redis"):
+        return None
+    from objkv.assembly.redis import describe_server
+
+    return describe_server(config)
 
 
 def check_backends(backends: Backends, config: Config) -> None:
@@ -230,6 +241,9 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
     if scheme == "file":
         return _folder(url)
     assert scheme == "s3"
+    from objkv.stores.s3.client import open_s3_client
+    from objkv.stores.s3.store import S3Store
+
     parts = urlsplit(url)
     return S3Store(
         open_s3_client(config),
@@ -257,6 +271,9 @@ def _index_place(config: Config) -> PruneIndex:
         return BulkIndex(_folder(config.bulk_url))
     if scheme == "sqlite":
         return SqliteIndex(local_path(config.index_url))
+    from objkv.assembly.redis import connect_redis
+    from objkv.index.redis.index import RedisIndex
+
     return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
 
 

@@ -21,6 +21,7 @@ from redis.cluster import ClusterNode
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
+from objkv.assembly import call_times
 from objkv.config import Config, is_this_machine, without_password
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.net.deadline import ends_s
@@ -53,8 +54,6 @@ class ClearSentinelConnection(_OnThisMachine, SentinelManagedConnection):
 Client = redis.Redis | redis.RedisCluster
 Kind = Literal["redis", "cluster", "sentinel"]
 CLIENT_NAME = "objkv"
-CONNECT_FLOOR_S = 1.0
-READ_FLOOR_S = 2.0
 HEALTH_CHECK_S = 30
 """A connection idle for longer is tried with PING before it carries a command."""
 RETRIES = 1
@@ -105,12 +104,6 @@ def connect_redis(url: str, config: Config) -> Client:
             if not (place.tls or config.allow_plaintext):
                 options["connection_class"] = ClearConnection
             return cast(redis.RedisCluster, _LazyCluster(lambda: _cluster(place, options)))
-
-
-def call_s(config: Config) -> float:
-    """How long a call on Redis may take, with connecting, waiting for a connection, and repeating
-    it: twice what one answer may."""
-    return CONNECT_FLOOR_S + 2 * _read_s(config)
 
 
 def parse_redis_url(url: str) -> RedisUrl:
@@ -166,7 +159,7 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
     with TLS, costs more than the late answer. They only bound what a dead server can hold up.
     """
     deadline_s = config.lookup_deadline_ms / 1000
-    read_s = _read_s(config)
+    read_s = call_times.read_s(config)
     options: dict[str, Any] = {
         "username": config.redis_username or place.username,
         "password": config.redis_password or place.password,
@@ -175,7 +168,7 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
         "decode_responses": False,
         # RESP2 is understood by every server and proxy, and nothing of RESP3 is needed.
         "protocol": 2,
-        "socket_connect_timeout": max(CONNECT_FLOOR_S, deadline_s),
+        "socket_connect_timeout": max(call_times.CONNECT_FLOOR_S, deadline_s),
         "socket_timeout": read_s,
         "socket_keepalive": True,
         "health_check_interval": HEALTH_CHECK_S,
@@ -185,10 +178,6 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
         "timeout": read_s,
     }
     return options | _tls_options(place, config)
-
-
-def _read_s(config: Config) -> float:
-    return max(READ_FLOOR_S, 2 * config.lookup_deadline_ms / 1000)
 
 
 def _tls_options(place: RedisUrl, config: Config) -> dict[str, Any]:
@@ -289,14 +278,12 @@ class _LazyCluster:
                 self._client.close()
 
 
-def describe_index(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts | None:
-    """Version, memory policy and clock of the server, on a connection of its own, for ``doctor``.
+def describe_server(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts:
+    """Return version, memory policy and clock of the server, for ``doctor``.
 
-    None where the index is no server. Of a cluster one node speaks for all. Raises
-    ``StoreUnavailable``; what the ACL denies is told in the facts.
+    Opens a connection of its own. Describes one node of a cluster. Raises ``StoreUnavailable``;
+    commands that the ACL denies are listed in the facts.
     """
-    if not config.index_url.startswith("redis"):
-        return None
     client = connect_redis(config.index_url, config)
     try:
         with _translated():

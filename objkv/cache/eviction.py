@@ -5,7 +5,7 @@ ends first. Among ends the least valuable go first. What they are worth falls wi
 they were last used, as for LRU; it is higher for what was hit often and lower for what is deep in a
 long prompt, but both count only for a while: what nobody has asked for in some times the pause that
 is usual between two hits is judged by its age alone. Measured against others in
-``docs/capacity.md``.
+``docs/operations/eviction.md``.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""Where the ``objkv`` command begins: an interrupt while it still imports ends it quietly too."""
+"""The entry point of the ``objkv`` command. An interrupt during its imports exits quietly too."""
 
 import sys
 
@@ -6,8 +6,14 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line. Imports it here, because that takes most of a second."""
+    """Run the command line, imported here so that an interrupt meanwhile is caught."""
     try:
+        if sys.argv[1:2] == ["completion"] and len(sys.argv) == 3:
+            # Shells run this at every start. To parse it, typer would import pydantic.
+            from objkv.cli.completion import SCRIPTS, print_script
+
+            if sys.argv[2] in SCRIPTS:
+                sys.exit(print_script(sys.argv[2]))
         from objkv.cli.app import main as run
 
         run()

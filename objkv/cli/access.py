@@ -1,4 +1,4 @@
-"""``objkv access``: the rights that a role needs, to be pasted."""
+"""``objkv access``: the IAM policy and Redis ACL of a role."""
 
 from typing import Annotated
 
@@ -13,16 +13,22 @@ from objkv.ops.doctor.access import PASSWORD, Access, access_of, as_text
 @command
 def access(
     session: Session,
-    role: Annotated[Role, typer.Option(help="Whose rights: replicas read or write.")],
+    role: Annotated[
+        Role,
+        typer.Option(help="Role that gets the rights. Replicas are readers or writers."),
+    ],
     tenant: Annotated[
         str | None,
-        typer.Option(help="Those of one tenant, in a place of its own.", metavar="NAME"),
+        typer.Option(
+            help="Limit the rights to this tenant's prefix in the bucket and in Redis.",
+            metavar="NAME",
+        ),
     ] = None,
     kms_key_arn: Annotated[
-        str | None, typer.Option(help="Key that encrypts the bucket.", metavar="ARN")
+        str | None, typer.Option(help="KMS key that encrypts the bucket.", metavar="ARN")
     ] = None,
 ) -> int:
-    """Print the least rights of a role, in the bucket and in Redis."""
+    """Print the least-privilege IAM policy and Redis ACL for a role."""
     found = access_of(session.config, role, tenant=tenant, kms_key_arn=kms_key_arn)
     if session.out.machine:
         session.out.document(found)
@@ -32,19 +38,19 @@ def access(
 
 
 def _print(out: Printer, found: Access) -> None:
-    out.line(f"# Environment of a {found.role}, besides its credentials")
+    out.line(f"# Environment of a {found.role}, without its credentials")
     for name, value in found.settings.items():
         out.line(f"{ENV_PREFIX}{name.upper()}={value}")
     out.line()
     if found.iam is None:
-        out.line("# The bulk store is no bucket: it has no policy")
+        out.line("# No IAM policy: the bulk store is not an S3 bucket")
     else:
         out.line("# IAM policy")
         for line in as_text(found.iam).splitlines():
             out.line(line)
     out.line()
     if found.acl is None:
-        out.line("# The index is no Redis: it has no ACL")
+        out.line("# No Redis ACL: the index is not Redis")
     else:
-        out.line(f"# Redis ACL; put a password in the place of {PASSWORD}")
+        out.line(f"# Redis ACL. Replace {PASSWORD} with the password.")
         out.line(found.acl)

@@ -1,38 +1,109 @@
-"""The ``objkv`` command. A new subcommand is one line here and one file beside this one."""
+"""The ``objkv`` command line: the table of subcommands, each imported when it is first used.
 
-from typing import Annotated, Any
+A new subcommand is one line in ``COMMANDS`` and one module in this folder. Importing all of them
+takes ten times longer than printing the list.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_group
 
 from objkv import __version__
-from objkv.cli.access import access
-from objkv.cli.audit import audit
-from objkv.cli.bench import bench
-from objkv.cli.completion import completion
-from objkv.cli.demo import demo
-from objkv.cli.diff import diff
-from objkv.cli.doctor import doctor
-from objkv.cli.export import export
-from objkv.cli.exporter import exporter
-from objkv.cli.import_ import import_
-from objkv.cli.ls import ls
-from objkv.cli.match import match
-from objkv.cli.pin import pin, unpin
-from objkv.cli.rebuild import rebuild
-from objkv.cli.show import show
-from objkv.cli.size import size
-from objkv.cli.sweep import sweep
-from objkv.cli.top import top
-from objkv.cli.verify import verify
-from objkv.cli.warm import warm
+
+COMMANDS: Final = {
+    "access": ("access:access", "Print the least-privilege IAM policy and Redis ACL for a role."),
+    "audit": (
+        "audit:audit",
+        "Report stored chunks: owner, age, usage, cost and faults.",
+    ),
+    "completion": ("completion:completion", "Print the completion script of a shell."),
+    "demo": ("demo:demo", "Show one replica answering with KV that another computed."),
+    "doctor": ("doctor:doctor", "Explain the settings, probe both ends, and say what to fix."),
+    "exporter": (
+        "exporter:exporter",
+        "Tell Prometheus what is stored, and whether both ends answer.",
+    ),
+    "ls": ("ls:ls", "List namespaces, or the prefixes stored in one."),
+    "show": ("show:show", "Show the payloads of one chunk and verify every byte."),
+    "size": ("size:size", "Estimate what a fleet stores, requests and pays."),
+    "top": ("top:top", "Show what a fleet does now: hits, bytes, refusals, prefixes."),
+    "match": ("match:match", "Show how much of a prompt is stored and would be served."),
+    "export": (
+        "export:export",
+        "Export chunks as plain safetensors files.",
+    ),
+    "import": (
+        "import_:import_",
+        "Import chunks that objkv export wrote.",
+    ),
+    "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
+    "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
+    "warm": (
+        "warm:warm",
+        "Compute and save prompts before anybody asks for them, and wait until they are stored.",
+    ),
+    "diff": ("diff:diff", "Explain why two namespaces or replicas do not share."),
+    "verify": ("verify:verify", "Check stored payloads: every byte, claim and record."),
+    "sweep": ("sweep:sweep", "Find what nobody can use, and with --apply remove it."),
+    "rebuild": ("rebuild:rebuild", "Restore the index from the bulk store: records, pins, totals."),
+    "bench": ("bench:bench", "Measure objkv against what is possible on this machine."),
+}
+"""Each subcommand's module and function, and the first sentence of its help."""
+
+
+class CommandTable(MutableMapping[str, Any]):
+    """Click commands by name. A command's module is imported when the command is read."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            module, _, attribute = COMMANDS[name][0].partition(":")
+            found = getattr(import_module(f"objkv.cli.{module}"), attribute)
+            group = typer.Typer(add_completion=False, rich_markup_mode=None)
+            if isinstance(found, typer.Typer):
+                group.add_typer(found, name=name)
+            else:
+                group.command(name)(found)
+            self._loaded[name] = get_group(group).commands[name]
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("a subcommand cannot be removed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
 
 
 class Commands(TyperGroup):
-    """All commands; what one types wrongly is told without the names of libraries."""
+    """The group of all subcommands."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = CommandTable()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of ``COMMANDS``."""
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of subcommands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the subcommand. Usage errors do not show pydantic's prefix."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as exc:
@@ -43,15 +114,15 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="objkv",
     cls=Commands,
-    # ``objkv completion`` is the one way to that.
+    # ``objkv completion`` prints scripts that start no Python.
     add_completion=False,
-    help="One shared KV cache for a fleet of vLLM replicas: look into it, and check it.",
-    epilog="Exit codes: 0 fine, 1 the check found something, 2 wrong usage or settings, "
-    "3 a store is unreachable.",
+    help="Inspect, check and maintain one shared KV cache for a fleet of vLLM replicas.",
+    epilog="Exit codes: 0 success, 1 the check found a problem, 2 wrong usage or settings, "
+    "3 a store is unreachable, 70 a bug in objkv, 130 interrupted, 141 standard output was closed.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
-    # Plain usage errors: a box drawn around a sentence helps nobody who greps a log.
+    # Usage errors are plain lines: a box around them is in the way of grep.
     rich_markup_mode=None,
 )
 
@@ -73,35 +144,23 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Keep what all commands need to know."""
+    """Keep the options that all subcommands share."""
     ctx.obj = debug
 
 
-app.command("access")(access)
-app.command("audit", short_help="Tell what is stored, for whom, of what use, and what is wrong.")(
-    audit
-)
-app.add_typer(bench)
-app.command("completion")(completion)
-app.command("demo")(demo)
-app.command("doctor")(doctor)
-app.command("exporter")(exporter)
-app.command("ls")(ls)
-app.command("show")(show)
-app.command("size")(size)
-app.command("top")(top)
-app.command("match")(match)
-app.command("export", short_help="Write chunks as plain safetensors files.")(export)
-app.command("import", short_help="Bring what objkv export wrote into this cache.")(import_)
-app.command("pin")(pin)
-app.command("unpin")(unpin)
-app.command("warm", short_help="Compute and save prompts before anybody asks for them.")(warm)
-app.command("diff")(diff)
-app.command("verify")(verify)
-app.command("sweep")(sweep)
-app.command("rebuild")(rebuild)
+def all_commands() -> Iterator[tuple[str, Any]]:
+    """Yield each visible command after its group, as (``objkv bench store``, Click command).
+
+    Imports every module of the command line.
+    """
+    waiting: list[tuple[str, Any]] = [("objkv", get_group(app))]
+    while waiting:
+        path, command = waiting.pop(0)
+        yield path, command
+        inner = getattr(command, "commands", {})
+        waiting[:0] = [(f"{path} {name}", inner[name]) for name in inner if not inner[name].hidden]
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line of the current process."""
     app()

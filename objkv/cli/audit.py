@@ -1,4 +1,4 @@
-"""``objkv audit``: what is stored, for whom, of what use, at what price, and what is wrong."""
+"""``objkv audit``: a report of contents, owners, usage, cost and faults."""
 
 import os
 import tempfile
@@ -19,7 +19,6 @@ from objkv.config.urls import cache_folder
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.audit.audit import ROOTS_MAX, Audit, AuditOptions, Places, find_places
 from objkv.ops.audit.figures import LIST_PRICES
-from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
     AuditFinding,
@@ -40,7 +39,9 @@ _DIFFERENCES = 5
 
 
 def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
-    """The page, whole or not at all; ``private``: for its owner's eyes only."""
+    """Write the page to ``file`` atomically, readable only by its owner if ``private``."""
+    from objkv.ops.audit.html.page import html_report  # late: it imports jinja2
+
     page = html_report(report).encode()
     file = file.absolute()
     fd, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
@@ -61,7 +62,7 @@ def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
 def show_report(
     out: Printer, report: AuditReport, *, limit: int, html: Path | None, is_kept: bool
 ) -> None:
-    """Print it."""
+    """Print the report: at most ``limit`` rows of each table, or one JSON document."""
     if out.machine:
         out.document(
             {
@@ -74,7 +75,7 @@ def show_report(
         )
         return
     if not report.namespaces and report.ending == "complete":
-        out.line(f"nothing is stored in {report.bulk_url}, and nothing in {report.index_url}")
+        out.line(f"nothing is stored in {report.bulk_url} yet")
     else:
         _totals(out, report)
         _namespaces(out, report, limit)
@@ -86,11 +87,11 @@ def show_report(
     for problem in report.problems:
         out.line(problem, "yellow")
     if html is not None:
-        out.line(f"the page is in {html}")
+        out.line(f"HTML report: {html}")
     if report.ending != "complete":
-        why = "interrupted" if report.ending == "interrupted" else "the time is over"
-        go_on = ": run the same command again to go on" if is_kept else ""
-        out.line(f"not complete, {why}{go_on}", "yellow")
+        why = "interrupted" if report.ending == "interrupted" else "the deadline has passed"
+        go_on = f"; {_GO_ON}" if is_kept else ""
+        out.line(f"not complete: {why}{go_on}", "yellow")
 
 
 def _totals(out: Printer, report: AuditReport) -> None:
@@ -106,7 +107,7 @@ def _totals(out: Printer, report: AuditReport) -> None:
         were = "was" if totals.chunks == 1 else "were"
         out.line(
             f"{_counted(totals.hits, 'hit')}; {used} {were} used "
-            f"({share(totals.used_chunks, totals.chunks)}), {size(totals.unused_bytes)} never"
+            f"({share(totals.used_chunks, totals.chunks)}), {size(totals.unused_bytes)} never used"
         )
     out.line()
 
@@ -114,7 +115,7 @@ def _totals(out: Printer, report: AuditReport) -> None:
 def _namespaces(out: Printer, report: AuditReport, limit: int) -> None:
     columns = (
         "namespace", "model", "tenant", ">prefixes", ">chunks", ">tokens", ">bytes", ">hits",
-        ">used", ">newest", ">oldest", ">last used", ">wrong",
+        ">used", ">newest", ">oldest", ">last used", ">faults",
     )  # fmt: skip
     rows = [_namespace_row(one, report.made_s) for one in report.namespaces[:limit]]
     out.table(columns, rows)
@@ -135,7 +136,7 @@ def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
         age(one.newest_s, now_s),
         age(one.oldest_s, now_s),
         age(one.last_used_s, now_s),
-        one.to_mend,
+        one.faults,
     )
 
 
@@ -147,7 +148,7 @@ def _tenants(out: Printer, report: AuditReport, limit: int) -> None:
     month = {one.tenant: one.month for one in report.cost.tenants}
     rows = [
         (
-            one.tenant if one.tenant is not None else "(not known)",
+            one.tenant if one.tenant is not None else "(unknown)",
             one.namespaces,
             one.chunks,
             size(one.nbytes),
@@ -176,7 +177,7 @@ def _roots(out: Printer, report: AuditReport, limit: int) -> None:
 
 
 def _root_row(one: RootAudit, now_s: int) -> Sequence[object]:
-    gone = f"tokens before {one.token_start:,} are gone: unusable" if one.token_start else None
+    gone = f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else None
     return (
         one.hash[:_HASH],
         one.namespace[:8],
@@ -201,18 +202,19 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
     out.line()
     if not rows:
         is_seen_now = report.ending == "complete" and not report.resumed
-        out.line("nothing is wrong" if is_seen_now else "nothing wrong in what was seen")
+        scope = "names and records" if is_seen_now else "names and records that were read"
+        out.line(f"no faults in the {scope}; payload bytes were not checked (use objkv verify)")
         return
-    out.table(("found", ">count", ">bytes", ">young", "what to do"), rows)
+    out.table(("finding", ">count", ">bytes", ">young", "what to do"), rows)
     named = _named(report.findings.first, limit)
     out.table(("", "", ""), [(one.kind, one.key, one.detail) for one in named])
     left = len(report.findings.first) - len(named) + report.findings.omitted
     if left:
-        out.line(f"{left:,} more: --json names the first 100 of each kind")
+        out.line(f"{left:,} more; --json lists the first 100 of each kind")
 
 
 def _named(first: Sequence[AuditFinding], limit: int) -> list[AuditFinding]:
-    """``limit`` of them, as many of one kind as of another, in their order."""
+    """Return ``limit`` findings in their order, spread evenly over the kinds."""
     seen: Counter[str] = Counter()
     turns = []
     for place, one in enumerate(first):
@@ -225,11 +227,11 @@ def _costs(out: Printer, report: AuditReport) -> None:
     cost, growth = report.cost, report.growth
     out.line()
     if growth.bytes_per_day is not None:
-        out.line(f"grows by {size(int(growth.bytes_per_day))} a day, of what is still stored")
-    more = "" if cost.next_month is None else f", {_usd(cost.next_month)} a month from now"
-    unused = "" if cost.unused is None else f" ({_usd(cost.unused)} for what nobody used)"
+        out.line(f"growth: {size(int(growth.bytes_per_day))} a day, from chunks still stored")
+    more = "" if cost.next_month is None else f", {_usd(cost.next_month)} next month"
+    unused = "" if cost.unused is None else f" (unused chunks {_usd(cost.unused)})"
     out.line(
-        f"costs {_usd(cost.month)} a month{more}: storage {_usd(cost.storage)}{unused}, requests "
+        f"cost: {_usd(cost.month)} a month{more}; storage {_usd(cost.storage)}{unused}, requests "
         f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB"
     )
 
@@ -243,7 +245,7 @@ def _differences(out: Printer, report: AuditReport, limit: int) -> None:
         out.line(f"{one.a[:8]} and {one.b[:8]}: {one.reason}")
     left = len(report.differences) - len(shown) + report.differences_omitted
     if left > 0:
-        out.line(f"{counted(left, 'more pair')}; objkv diff compares two")
+        out.line(f"{counted(left, 'more pair')}; objkv diff compares two namespaces")
 
 
 def _more(out: Printer, omitted: int) -> None:
@@ -262,13 +264,13 @@ def _counted(value: int | None, one: str) -> str:
 
 
 LIMIT = 20
-_GO_ON = "run the same command again to go on"
+_GO_ON = "run the same command again to resume"
 _WRONG: tuple[FindingKind, ...] = ("ghost", "stranger", "corrupt")
 
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What is asked of one run, besides what its report is to tell."""
+    """One run's options, except those that shape the report."""
 
     namespace: str | None
     html: Path | None
@@ -282,48 +284,57 @@ def audit(
     session: Session,
     namespace: OneNamespace = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write the report as one page, too.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Also write the report to this file as one HTML page.", metavar="FILE"),
     ] = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="A tokenizer.json, or a model's folder: tell of the text of prefixes, where "
-            "replicas have stored tokens.",
+            help="Decode the text of prefixes with this tokenizer.json or model directory. Needs "
+            "payloads with stored token ids.",
             metavar="PATH",
         ),
     ] = None,
     show_text: Annotated[
-        bool, typer.Option("--show-text", help="Show the text itself, not only its length.")
+        bool,
+        typer.Option("--show-text", help="Show the text of prefixes, not only its length."),
     ] = False,
     roots: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Largest prefixes to tell.", metavar="N")
+        int,
+        typer.Option(
+            min=1, max=10_000, help="Number of prefixes to report, largest first.", metavar="N"
+        ),
     ] = ROOTS_MAX,
     limit: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Rows of each table on the terminal, but all kinds of findings.",
+            help="Rows to print per table. Every kind of finding is printed.",
             metavar="N",
         ),
     ] = LIMIT,
     price_gb_month: Annotated[
-        float, typer.Option(min=0, help="Dollars for 10^9 bytes in a month.", metavar="USD")
+        float, typer.Option(min=0, help="Price of 10^9 bytes for a month.", metavar="USD")
     ] = LIST_PRICES.gb_month,
     price_puts: Annotated[
-        float, typer.Option(min=0, help="Dollars for 1,000 PUT requests.", metavar="USD")
+        float, typer.Option(min=0, help="Price of 1,000 PUT requests.", metavar="USD")
     ] = LIST_PRICES.per_1000_puts,
     price_gets: Annotated[
-        float, typer.Option(min=0, help="Dollars for 1,000 GET requests.", metavar="USD")
+        float, typer.Option(min=0, help="Price of 1,000 GET requests.", metavar="USD")
     ] = LIST_PRICES.per_1000_gets,
     deadline_s: Deadline = None,
     workers: Workers = WORKERS,
     restart: Restart = False,
 ) -> int:
-    """Join bucket and index: what is stored, for whom, of what use, and what is wrong."""
+    """Report stored chunks: owner, age, usage, cost and faults.
+
+    The report compares the names in the bulk store with the records in the index. It does not
+    check payload bytes; objkv verify does.
+    """
     if show_text and tokenizer is None:
         raise ConfigError("--show-text needs --tokenizer")
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise ConfigError(f"--html {html}: not a file in a folder that is there")
+        raise ConfigError(f"--html {html}: give a file name in an existing directory")
     options = replace(
         _options(session),
         roots_max=roots,
@@ -337,7 +348,7 @@ def audit(
 
 
 def _options(session: Session) -> AuditOptions:
-    """What the settings say."""
+    """The part of the options that comes from the settings."""
     config, public = session.config, session.config.public()
     return AuditOptions(
         version=__version__,
@@ -365,12 +376,12 @@ def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
         if wish.html is not None:
             write_html(report, wish.html, private=options.show_text)
         show_report(session.out, report, limit=wish.limit, html=wish.html, is_kept=spool.is_kept)
-        spool.is_told = report.ending == "complete"
+        spool.is_reported = report.ending == "complete"
         return run.code(FOUND if _is_wrong(report) else FINE)
 
 
 def _is_wrong(report: AuditReport) -> bool:
-    """Orphans that are young may be about to get their records."""
+    """Whether a finding is a fault. Young orphans are not: their records may still be published."""
     found = {one.kind: one for one in report.findings.counts}
     orphans = found["orphan"]
     return orphans.count > orphans.young or any(found[kind].count for kind in _WRONG)
@@ -378,7 +389,7 @@ def _is_wrong(report: AuditReport) -> bool:
 
 @contextmanager
 def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterator[AuditSpool]:
-    """Where the walk keeps what it sees; removed once all of it has been told."""
+    """The file in which the walk collects its rows; removed once a complete report is printed."""
     config = session.config
     place = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
     file = checkpoint_file(cache_folder(), "audit", place, namespace).with_suffix(".sqlite")
@@ -389,9 +400,9 @@ def _spool(session: Session, namespace: str | None, *, restart: bool) -> Iterato
         if not spool.is_kept or not spool.done:
             raise
         raise StoreUnavailable(f"{exc}; {_GO_ON}") from exc
-    except KeyboardInterrupt:  # a second one, or while figures were made
+    except KeyboardInterrupt:  # the second one, or one while the figures were computed
         if spool.is_kept and spool.done:
-            session.out.note(f"what was seen is kept: {_GO_ON}")
+            session.out.note(f"progress is saved; {_GO_ON}")
         raise
     finally:
         spool.close()
@@ -417,7 +428,7 @@ def _report(
         raise KeyboardInterrupt
     ending = run.pool.ending
     assert ending != "limit"
-    with run.session.out.waiting("making figures"):
+    with run.session.out.waiting("computing figures"):
         return Audit(view, spool, places, options).report(ending, walk.problems)
 
 
@@ -426,6 +437,6 @@ def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
     namespaces = {name: one.namespace for name, one in places.facts.items()}
     run.run("reading records", walk.records(places.indexed))
     run.run("listing payloads", walk.payloads(places.parts, namespaces))
-    run.run("looking for leftovers", walk.leftovers(places.only))
+    run.run("listing leftovers", walk.leftovers(places.only))
     if not walk.view.is_own_index:
-        run.run("looking again", walk.second_looks(sorted({*namespaces, *places.indexed})))
+        run.run("rechecking findings", walk.second_looks(sorted({*namespaces, *places.indexed})))

@@ -1,4 +1,8 @@
-"""What all commands share: options, settings, both ends, and how errors become exit codes."""
+"""The shared parts of all commands: options, settings, backends and exit codes.
+
+Settings, stores and the index are imported when a command first uses them: ``COMMAND --help`` needs
+none of them, and they take most of a second.
+"""
 
 import inspect
 import os
@@ -9,22 +13,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from objkv.assembly.backends import Backends, open_backends
-from objkv.cli.output import Printer
-from objkv.config import Config, Resolved, local_path, resolve_config
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError
 from objkv.ops.formats import printable
 from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
 
+if TYPE_CHECKING:
+    from objkv.assembly.backends import Backends
+    from objkv.cli.output import Printer
+    from objkv.config import Config, Resolved
+
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Within the block, being asked to end ends what was started, as Ctrl-C does."""
+    """Within the block, SIGTERM and SIGHUP run the same clean-up as Ctrl-C."""
 
     def end(number: int, _frame: Any) -> None:
         sys.exit(128 + number)
@@ -44,48 +50,51 @@ UNREACHABLE: Final = 3
 BUG: Final = 70
 INTERRUPTED: Final = 130
 NO_READER: Final = 141
-"""128 and SIGPIPE, as other programs end when what reads them goes away."""
+"""128 and SIGPIPE, as in other programs whose reader closes the pipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """The options that every command has."""
+    """The options of every command."""
 
     bulk_url: Annotated[
-        str | None, typer.Option(help="Bulk store, as OBJKV_BULK_URL.", metavar="URL")
+        str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
     ] = None
     index_url: Annotated[
-        str | None, typer.Option(help="Index, as OBJKV_INDEX_URL.", metavar="URL")
+        str | None, typer.Option(help="Index; overrides OBJKV_INDEX_URL.", metavar="URL")
     ] = None
     config: Annotated[
-        Path | None, typer.Option(help="Settings, as OBJKV_CONFIG_FILE.", metavar="FILE")
+        Path | None, typer.Option(help="TOML file; overrides OBJKV_CONFIG_FILE.", metavar="FILE")
     ] = None
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
-    no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
+    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors.")] = False
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a command works with."""
+    """The settings and the output of one command."""
 
-    resolved: Resolved
-    out: Printer
+    resolved: "Resolved"
+    out: "Printer"
 
     @property
-    def config(self) -> Config:
+    def config(self) -> "Config":
         """The settings."""
         return self.resolved.config
 
     @contextmanager
-    def backends(self) -> Iterator[Backends]:
-        """Both ends, closed afterwards. Nothing is asked yet: the first call finds out."""
+    def backends(self) -> "Iterator[Backends]":
+        """Open the stores and the index. Connects to neither: the first call does."""
+        from objkv.assembly.backends import open_backends
+
         with open_backends(self.config, NullRecorder()) as backends:
             yield backends
 
     def has_bulk(self) -> bool:
-        """Whether there may be something in the bulk store: not while the default folder has not
-        been made. Raises ``ConfigError`` where another one is named that is not there; what only
-        reads makes no folder."""
+        """Return False while the default folder does not exist. Raises ``ConfigError`` if another
+        folder is configured and missing: a command that only reads creates none."""
+        from objkv.config import local_path
+
         url = self.config.bulk_url
         if not url.startswith("file:") or local_path(url).is_dir():
             return True
@@ -95,10 +104,9 @@ class Session:
 
 
 def command(work: Callable[..., int]) -> Callable[..., None]:
-    """Make a command of ``work(session, its own options…)``, which returns an exit code.
+    """Turn ``work(session, its own options…)``, which returns an exit code, into a command.
 
-    The common options are added to its own, errors become one sentence on standard error and an
-    exit code.
+    Adds the common options. An error becomes one sentence on standard error and an exit code.
     """
     own = list(inspect.signature(work).parameters.values())[1:]
     common = inspect.signature(CommonOptions).parameters.values()
@@ -117,22 +125,22 @@ def command(work: Callable[..., int]) -> Callable[..., None]:
 
 
 def guarded(work: Callable[[], int], *, debug: bool) -> int:
-    """Run ``work``; whatever it raises becomes one sentence and an exit code."""
+    """Run ``work`` and return its exit code. An exception becomes one sentence and a code."""
     try:
         code = work()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        if sys.stderr.isatty():  # the terminal has shown ^C, and is within that line
+        if sys.stderr.isatty():  # the terminal has echoed ^C on the current line
             sys.stderr.write("\n")
         return _say("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # What is left in the buffer is written once more at the end, and must not fail again.
+        # Python flushes the buffer once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
     except (typer.Exit, typer.BadParameter):
         raise
-    # The last frame: what is not ours is a bug, and a user can do more with a sentence.
+    # The outermost frame: any other exception is a bug, reported in one sentence.
     except Exception as exc:
         if debug:
             for line in without_secrets(traceback.format_exc()).splitlines():
@@ -142,7 +150,7 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
             hint = "; objkv doctor shows what works" if code == UNREACHABLE else ""
             return _say(f"{str(exc).rstrip('.')}{hint}".removeprefix("objkv "), code)
         if isinstance(exc, OSError) and not isinstance(exc, ConnectionError | TimeoutError):
-            # A full disk, a folder that is not ours: this machine's refusal, not a bug.
+            # The machine refused, as with a full disk or a folder of another user: no bug.
             place = f"{exc.filename}: " if exc.filename else ""
             return _say(f"{place}{exc.strerror or exc}", WRONG_USAGE)
         sentence = f"a bug in objkv: {type(exc).__name__}: {exc}; objkv --debug shows where"
@@ -159,6 +167,9 @@ def exit_code(error: ObjkvError) -> int:
 
 
 def _session(options: CommonOptions) -> Session:
+    from objkv.cli.output import Printer
+    from objkv.config import resolve_config
+
     given = {"bulk_url": options.bulk_url, "index_url": options.index_url}
     overrides = {name: value for name, value in given.items() if value is not None}
     resolved = resolve_config(overrides, file=options.config)

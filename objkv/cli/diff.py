@@ -1,4 +1,4 @@
-"""``objkv diff``: why two namespaces, or two replicas, do not share."""
+"""``objkv diff``: why two namespaces or replicas do not share."""
 
 import sys
 from collections.abc import Sequence
@@ -29,15 +29,16 @@ def diff(
     a: Annotated[
         str,
         typer.Argument(
-            help="A namespace or its beginning, an identity.json or a replica's log; - is stdin.",
+            help="Namespace (or its first digits), identity.json file, or replica log file. "
+            "- reads standard input.",
             metavar="A",
         ),
     ],
-    b: Annotated[str, typer.Argument(help="The other one.", metavar="B")],
+    b: Annotated[str, typer.Argument(help="The other side, given like A.", metavar="B")],
 ) -> int:
-    """Explain why two namespaces, or two replicas, do not share."""
+    """Explain why two namespaces or replicas do not share."""
     if a == b == "-":
-        raise ConfigError("only one of the two can be standard input")
+        raise ConfigError("only one of A and B can be - (standard input)")
     with session.backends() as backends:
         sides = [_read(backends, text) for text in (a, b)]
     report = compare(*sides)
@@ -60,7 +61,7 @@ def _read(backends: Backends, text: str) -> Document:
         except UnicodeDecodeError as exc:
             raise ConfigError(f"{path}: not UTF-8 text") from exc
     name = text if len(text) == NAMESPACE_HEX else _complete(backends, text)
-    name = pick_namespace((), name)  # refuses what is none
+    name = pick_namespace((), name)  # rejects a name that is not a namespace
     stored = identity_document(backends.bulk, name)
     if stored is None:
         raise ConfigError(_missing(backends, name))
@@ -69,12 +70,17 @@ def _read(backends: Backends, text: str) -> Document:
     except ConfigError as exc:
         raise PayloadError(f"{identity_path(name)}: not an identity document") from exc
     if namespace_of(document) != name:
-        raise PayloadError(f"{identity_path(name)}: is the document of {namespace_of(document)}")
+        raise PayloadError(
+            f"{identity_path(name)}: belongs to another namespace, {namespace_of(document)}"
+        )
     return document
 
 
 def _complete(backends: Backends, beginning: str) -> str:
-    """The one namespace that begins so. Replicas that saved nothing yet have a document only."""
+    """Return the one namespace that starts with ``beginning``, from the index or the bulk store.
+
+    A replica that has saved no chunk has only an identity document in the bulk store.
+    """
     known = set(backends.index.namespaces())
     if beginning and all(char in "0123456789abcdef" for char in beginning):
         entries = islice(backends.bulk.scan(beginning), _SCANNED_MAX)
@@ -84,23 +90,23 @@ def _complete(backends: Backends, beginning: str) -> str:
 
 
 def _missing(backends: Backends, name: str) -> str:
-    told = f"the bulk store has no {identity_path(name)}"
+    missing = f"the bulk store has no {identity_path(name)}"
     try:
         known = backends.index.namespaces()
-    except StoreError:  # it could only have said what else there is
+    except StoreError:  # the names are only a suggestion
         known = []
     if close := get_close_matches(name, known, _CLOSE):
-        return f"{told}; did you mean {', '.join(close)}?"
+        return f"{missing}; did you mean {', '.join(close)}?"
     return (
-        f"{told}: replicas that only load do not save theirs, but log it; else bulk_url is not "
-        f"theirs{_listed(known)}"
+        f"{missing}: check bulk_url, or give the replica's log, because a reader logs its "
+        f"identity instead of saving it{_listed(known)}"
     )
 
 
 def _listed(known: Sequence[str]) -> str:
     more = len(known) - _CLOSE
     return (
-        f". The index has: {', '.join(known[:_CLOSE])}{f' and {more:,} more' if more > 0 else ''}"
+        f" (in the index: {', '.join(known[:_CLOSE])}{f' and {more:,} more' if more > 0 else ''})"
         if known
         else ""
     )
@@ -133,10 +139,10 @@ def _print(
     out.line()
     if report.share:
         out.line(report.reason, "green")
-        out.line("(TP, PP, ranks and versions of vLLM do not matter)")
+        out.line("(TP, PP, rank and vLLM version may differ)")
         out.line(
-            "if one does not find what the other saved: compare bulk_url and index_url "
-            "(objkv doctor), and the requests' cache_salt and adapter"
+            "if one still misses what the other saved, compare bulk_url and index_url "
+            "(objkv doctor), cache_salt and the adapter of the requests"
         )
         return
     out.table(

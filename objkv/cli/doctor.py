@@ -1,7 +1,6 @@
 """``objkv doctor``: explain the settings, probe both ends, say what to fix."""
 
-from objkv.assembly.backends import open_bulk, open_hot, open_index
-from objkv.assembly.redis import describe_index
+from objkv.assembly.backends import describe_index, open_bulk, open_hot, open_index
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer

@@ -1,4 +1,4 @@
-"""``objkv export``: chunks as plain safetensors files in a folder."""
+"""``objkv export``: chunks as plain safetensors files in a directory."""
 
 import os
 import stat
@@ -35,16 +35,24 @@ from objkv.telemetry import NullRecorder
 @command
 def export(
     session: Session,
-    out: Annotated[Path, typer.Option(help="Folder to write into; made if needed.", metavar="DIR")],
+    out: Annotated[
+        Path, typer.Option(help="Directory to write to. Created if missing.", metavar="DIR")
+    ],
     namespace: Annotated[
-        str | None, typer.Option(help="All of it, or where the rest is looked for.", metavar="NS")
+        str | None,
+        typer.Option(
+            help="Namespace, or its first digits. Without a prefix or prompt, all of it is "
+            "exported.",
+            metavar="NS",
+        ),
     ] = None,
     prefix: Annotated[
         str | None,
-        typer.Option(help="The chunk with this hash, and all before it.", metavar="HASH"),
+        typer.Option(help="Export the chunk with this hash and all before it.", metavar="HASH"),
     ] = None,
     below: Annotated[
-        bool, typer.Option("--below", help="With --prefix: all that continues it, too.")
+        bool,
+        typer.Option("--below", help="With --prefix, also export all chunks that continue it."),
     ] = False,
     tokens: prompts.Tokens = None,
     text: prompts.Text = None,
@@ -53,14 +61,15 @@ def export(
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     without_tokens: Annotated[
-        bool, typer.Option("--without-tokens", help="Leave out stored token ids.")
+        bool, typer.Option("--without-tokens", help="Omit stored token ids.")
     ] = False,
     memory_bytes: MemoryBytes = MEMORY_BYTES,
     workers: Workers = WORKERS,
 ) -> int:
-    """Write a namespace, a prefix or a prompt's chunks as plain safetensors files.
+    """Export chunks as plain safetensors files.
 
-    What is exported is neither compressed nor sealed. Run again, it goes on where it ended.
+    Exported files are neither compressed nor sealed. An export that was interrupted resumes when
+    the same command runs again.
     """
     prompt = None
     if any(one is not None for one in (tokens, text, text_file)):
@@ -77,7 +86,7 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is to be exported."""
+    """The chunks to export."""
 
     namespace: str | None
     prefix: str | None
@@ -86,33 +95,33 @@ class _Wanted:
     extras: PromptExtras
 
     def check(self) -> None:
-        """Raises ``ConfigError`` for what says too little, or too much."""
+        """Raise ``ConfigError`` for a selection that is empty or contradictory."""
         prefix = self.prefix
         if prefix is not None and (self.prompt is not None or not is_beginning(prefix)):
             raise ConfigError(
-                f"--prefix: {BEGINNING_CHARS_MIN} to 40 hex digits of a prefix hash, and no prompt"
+                f"--prefix takes {BEGINNING_CHARS_MIN} to 40 hex digits of a prefix hash and "
+                "cannot be combined with a prompt"
             )
         if self.prompt is None and prefix is None and self.namespace is None:
-            raise ConfigError("say what: --namespace, --prefix, or a prompt (--tokens, --text)")
+            raise ConfigError("give --namespace, --prefix or a prompt (--tokens, --text)")
         if self.below and prefix is None:
-            raise ConfigError("--below is for --prefix")
+            raise ConfigError("--below needs --prefix")
 
 
 def _run(
     run: Upkeep, wanted: _Wanted, out: Path, budget: Budget, *, with_tokens: bool
 ) -> Head | None:
-    """Export it; None if that was interrupted."""
+    """Export the chunks; None if interrupted."""
     with run.session.backends() as backends:
         identity = prompts.find_identity(backends, run.pick(wanted.namespace))
     if identity.page_layout == HANDOFF_LAYOUT:
         raise ConfigError(
-            f"{identity.namespace()} holds hand-offs from engine to engine, and no chunks: there "
-            "is nothing to export"
+            f"{identity.namespace()} contains hand-offs between engines, which cannot be exported"
         )
     keys = _keys(run, identity, wanted)
     _check_place(run.session, out)
     with _private(), run.interruptible():
-        # What is in there is what prompts made: nobody else's business.
+        # KV reveals its prompt, so only the user may read the directory.
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         with closing(ManifestWriter(out)) as manifest, _Folder(run.session, out) as target:
             _warn_of_others(run.session, out)
@@ -124,7 +133,7 @@ def _run(
 
 
 def _keys(run: Upkeep, identity: Identity, wanted: _Wanted) -> list[ChunkKey] | None:
-    """The payloads that were asked for; None for all. Raises ``PayloadError`` if there are none."""
+    """Return the selected payloads; None for all. Raises ``PayloadError`` if there are none."""
     index, name = run.view.index, identity.namespace()
     with run.session.out.waiting("reading the index"):
         if wanted.prefix is not None:
@@ -134,7 +143,9 @@ def _keys(run: Upkeep, identity: Identity, wanted: _Wanted) -> list[ChunkKey] | 
         report = match_prompt(index, identity, wanted.prompt, wanted.extras)
         hashes = [chunk.prefix_hash for chunk in report.chunks if chunk.usable]
         if not hashes:
-            raise PayloadError("nothing of the prompt would be served: objkv match --explain")
+            raise PayloadError(
+                "no part of this prompt would be served; objkv match --explain shows why"
+            )
         run.session.out.note(
             f"{report.usable_tokens:,} of {report.prompt_tokens:,} tokens would be served"
         )
@@ -143,16 +154,16 @@ def _keys(run: Upkeep, identity: Identity, wanted: _Wanted) -> list[ChunkKey] | 
 
 
 def _check_place(session: Session, out: Path) -> None:
-    """Raises ``ConfigError`` for a folder of the cache itself."""
+    """Raise ``ConfigError`` for a directory inside the bulk store."""
     if session.config.bulk_url.startswith("file:"):
         place, bulk = out.resolve(), local_path(session.config.bulk_url).resolve()
         if place == bulk or bulk in place.parents:
-            raise ConfigError(f"{out} is in the bulk store itself: choose another folder")
+            raise ConfigError(f"{out} is inside the bulk store; choose another directory")
 
 
 @contextmanager
 def _private() -> Iterator[None]:
-    """Whatever is made meanwhile is for this user alone."""
+    """Create files and directories that only this user can access."""
     before = os.umask(0o077)
     try:
         yield
@@ -164,13 +175,13 @@ def _warn_of_others(session: Session, out: Path) -> None:
     mode = stat.S_IMODE(out.stat().st_mode)
     if mode & 0o077:
         session.out.note(
-            f"others may enter {out} (mode {mode:o}): what is written is for you alone, and what "
-            "is there already as it was; KV is made of prompts"
+            f"other users can access {out} (mode {mode:o}); new files are readable only by you, "
+            "existing files keep their mode, and KV reveals its prompt"
         )
 
 
 class _Folder:
-    """The folder as a store, while it is needed."""
+    """The export directory, opened as a store."""
 
     def __init__(self, session: Session, out: Path) -> None:
         place = {"bulk_url": f"file://{out.resolve()}", "index_url": "bulk:", "role": "writer"}
@@ -195,18 +206,18 @@ def _export(run: Upkeep, work: Export, name: str, keys: list[ChunkKey] | None) -
 
 
 def _show(run: Upkeep, out: Path, head: Head | None) -> None:
-    counts, tell = run.counters.counts, run.session.out
-    if tell.machine:
+    counts, printer = run.counters.counts, run.session.out
+    if printer.machine:
         kinds = ("exported", "kept", "gone", "corrupt", "missing")
-        tell.document(
+        printer.document(
             run.report("export", out=str(out), manifest=head, **{k: counts[k] for k in kinds})
         )
         return
     if head is not None:
-        tell.line(f"{head.payloads:,} payloads, {size(head.nbytes)}, in {out}")
+        printer.line(f"{head.payloads:,} payloads, {size(head.nbytes)}, in {out}")
     if counts["kept"]:
-        tell.line(f"{counts['kept']:,} of them were there already")
+        printer.line(f"{counts['kept']:,} of them had been exported before")
     run.print_findings()
     run.report_end()
     if run.pool.ending != "complete":
-        tell.line("run it again to go on: what is there is kept")
+        printer.line("exported files are kept; run the same command again to resume")

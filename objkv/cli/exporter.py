@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from objkv.assembly.backends import Backends, open_backends
-from objkv.assembly.redis import describe_index
+from objkv.assembly.backends import Backends, describe_index, open_backends
 from objkv.cli.command import FINE, UNREACHABLE, Session, command
 from objkv.cli.upkeep import refuse_memory
 from objkv.errors import StoreUnavailable

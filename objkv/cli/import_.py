@@ -1,4 +1,4 @@
-"""``objkv import``: what ``objkv export`` wrote, brought into a cache."""
+"""``objkv import``: chunks that ``objkv export`` wrote, added to a cache."""
 
 from contextlib import closing
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 
 from objkv.assembly.backends import open_bulk
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import size
+from objkv.cli.output import counted, size
 from objkv.cli.upkeep import MEMORY_BYTES, WORKERS, MemoryBytes, Upkeep, Workers, upkeep
 from objkv.codec.payload import CODECS
 from objkv.config import Config
@@ -23,37 +23,41 @@ from objkv.telemetry import NullRecorder
 @command
 def import_(
     session: Session,
-    folder: Annotated[Path, typer.Argument(help="What objkv export wrote.", metavar="DIR")],
+    folder: Annotated[
+        Path, typer.Argument(help="Directory that objkv export wrote.", metavar="DIR")
+    ],
     codec: Annotated[
-        str, typer.Option(help=f"Compress payloads: {', '.join(CODECS)}.", metavar="CODEC")
+        str,
+        typer.Option(help=f"Codec for the stored payloads: {', '.join(CODECS)}.", metavar="CODEC"),
     ] = "none",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be brought in.")
+        bool, typer.Option("--dry-run", help="Report what would be imported and change nothing.")
     ] = False,
     memory_bytes: MemoryBytes = MEMORY_BYTES,
     workers: Workers = WORKERS,
 ) -> int:
-    """Bring an export into this cache: every byte is checked, and nothing is replaced.
+    """Import chunks that objkv export wrote.
 
-    Run again, it brings in what is not there.
+    Every byte is checked, and valid stored chunks are never replaced. Running the command again
+    imports only missing chunks.
 
-    Who brings KV in vouches for it: import only what you or people you trust have exported.
+    Import only from sources you trust: replicas serve imported KV as if they had computed it.
     """
     if codec not in CODECS:
-        raise ConfigError(f"--codec {codec!r}: one of {', '.join(CODECS)}")
+        raise ConfigError(f"--codec {codec!r}: choose one of {', '.join(CODECS)}")
     if not (folder / NAME).is_file():
-        raise ConfigError(f"{folder}: no {NAME}, so it is no complete export")
+        raise ConfigError(f"{folder}: not a complete export, {NAME} is missing")
     head, lines = _read(folder)
     with (
-        # What was done is seen in the cache itself, by whoever it was undone since.
+        # No checkpoint: the cache itself shows which chunks are imported.
         upkeep(session, "import", writes=not dry_run, workers=workers, resumable=False) as run,
         closing(open_bulk(_source(session, folder), NullRecorder())) as source,
     ):
         names = sorted({line.key.partition("/")[0] for line in lines})
         found = arrivals(run.view, source, names)
         for arrival in found:
-            run.view.seal_of(arrival.namespace)  # raises where the keys are not here
-        _tell_arrivals(session, found)
+            run.view.seal_of(arrival.namespace)  # raises if its seal keys are not configured
+        _note_arrivals(session, found)
         if dry_run:
             return _show_plan(session, head, found)
         _refuse_overflow(run, lines, found)
@@ -61,14 +65,14 @@ def import_(
             work = Import(run.view, source, found, budget=Budget(memory_bytes), codec=codec)
             new = work.documents()
             run.run("importing", work.lines(lines))
-            run.run("announcing", work.shapes())
+            run.run("publishing shapes", work.shapes())
         _show(run, head, new)
         wrong = run.counters.counts["missing"] + run.counters.counts["refused"]
         return run.code(FOUND if wrong else FINE)
 
 
 def _read(folder: Path) -> tuple[Head, list[ManifestLine]]:
-    """About 0.5 KiB of memory for each payload. Raises ``ConfigError``."""
+    """Read the manifest, with about 0.5 KiB of memory per payload. Raises ``ConfigError``."""
     try:
         head = read_head(folder)
         return head, list(read_lines(folder, head))
@@ -81,21 +85,23 @@ def _source(session: Session, folder: Path) -> Config:
     return session.config.model_copy(update=place)
 
 
-def _tell_arrivals(session: Session, found: list[Arrival]) -> None:
+def _note_arrivals(session: Session, found: list[Arrival]) -> None:
     for arrival in found:
         name, tenant = arrival.namespace.name, arrival.namespace.tenant
         if arrival.document is not None:
             session.out.note(
-                f"{name} is new here: replicas find it if their identity is the same "
-                "(objkv diff compares them)"
+                f"{name} is new in this cache; only replicas with the same identity find it "
+                "(objkv diff compares identities)"
             )
         if tenant not in (None, session.config.tenant):
-            session.out.note(f"{name} is of tenant {tenant}; here the tenant is set to "
-                             f"{session.config.tenant}")  # fmt: skip
+            session.out.note(
+                f"{name} belongs to tenant {tenant}; the configured tenant is "
+                f"{session.config.tenant}"
+            )
 
 
 def _refuse_overflow(run: Upkeep, lines: list[ManifestLine], found: list[Arrival]) -> None:
-    """Raises ``ConfigError`` where a tenant's quota would be exceeded."""
+    """Raise ``ConfigError`` if the import would exceed a tenant's quota."""
     quota = run.session.config.quota_bytes
     if not quota:
         return
@@ -106,8 +112,8 @@ def _refuse_overflow(run: Upkeep, lines: list[ManifestLine], found: list[Arrival
         used = stored.get(tenant, 0)
         if nbytes and used + nbytes > quota:
             raise ConfigError(
-                f"tenant {tenant}: {size(nbytes)} more than the {size(used)} that are stored "
-                f"exceed quota_bytes, {size(quota)}: raise it, or sweep first"
+                f"tenant {tenant} stores {size(used)}, and another {size(nbytes)} would exceed "
+                f"quota_bytes, {size(quota)}; raise quota_bytes or sweep first"
             )
 
 
@@ -117,10 +123,10 @@ def _show_plan(session: Session, head: Head, found: list[Arrival]) -> int:
     if out.machine:
         out.document({"command": "import", "dry_run": True, "manifest": head, "new": new})
     else:
+        names = counted(len(found), "namespace")
         out.line(
-            f"{head.payloads:,} payloads, {size(head.nbytes)}, of {len(found)} "
-            f"{'namespace' if len(found) == 1 else 'namespaces'}, {len(new)} new here; nothing "
-            "was changed"
+            f"{head.payloads:,} payloads, {size(head.nbytes)}, in {names} ({len(new)} new); "
+            "nothing was changed"
         )
     return FINE
 
@@ -134,15 +140,15 @@ def _show(run: Upkeep, head: Head, new: int) -> None:
         return
     words = {
         "added": "added",
-        "present": "stored already",
-        "indexed": "stored already, and given a record",
-        "busy": "being saved by a replica right now",
-        "missing": "missing in the export",
+        "present": "already stored",
+        "indexed": "already stored, record added",
+        "busy": "being saved by a replica",
+        "missing": "missing from the export",
         "refused": "refused",
     }
-    told = [f"{counts[kind]:,} {words[kind]}" for kind in kinds if counts[kind]]
-    out.line(f"{head.payloads:,} payloads: {', '.join(told) or 'nothing done'}")
+    parts = [f"{counts[kind]:,} {words[kind]}" for kind in kinds if counts[kind]]
+    out.line(f"{head.payloads:,} payloads: {', '.join(parts) or 'nothing done'}")
     run.print_findings()
     run.report_end()
     if run.pool.ending != "complete":
-        out.line("run it again to go on: what is stored stays")
+        out.line("imported chunks are kept; run the same command again to resume")

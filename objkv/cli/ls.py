@@ -1,4 +1,4 @@
-"""``objkv ls``: namespaces, and the prefixes of one."""
+"""``objkv ls``: namespaces, or the prefixes stored in one."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -32,25 +32,27 @@ def ls(
     namespace: Annotated[
         str | None,
         typer.Argument(
-            help="A namespace, or its beginning: list its prefixes.", metavar="NAMESPACE"
+            help="List the prefixes of this namespace, given whole or by its first digits.",
+            metavar="NAMESPACE",
         ),
     ] = None,
     prefixes: Annotated[
-        bool, typer.Option("--prefixes", help="List prefixes, of all namespaces if none is given.")
+        bool,
+        typer.Option("--prefixes", help="List prefixes, in all namespaces if none is given."),
     ] = False,
     tree: Annotated[
-        bool, typer.Option("--tree", help="Draw what prefixes share, and where they part.")
+        bool, typer.Option("--tree", help="Draw prefixes as a tree of shared chunks.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Rows to show.", metavar="N")] = _LIMIT,
+    limit: Annotated[int, typer.Option(min=1, help="Rows to print.", metavar="N")] = _LIMIT,
     bulk: Annotated[
-        bool, typer.Option("--bulk", help="Count the bulk store itself instead of the index.")
+        bool, typer.Option("--bulk", help="Count payloads in the bulk store, not index records.")
     ] = False,
 ) -> int:
     """List namespaces, or the prefixes stored in one."""
     if bulk and (prefixes or tree):
-        raise ConfigError("--bulk counts namespaces; prefixes are known to the index only")
+        raise ConfigError("--bulk counts namespaces; only the index can list prefixes")
     if prefixes and tree:
-        raise ConfigError("--prefixes and --tree are two ways to show the same: choose one")
+        raise ConfigError("give either --prefixes or --tree")
     session.has_bulk()
     if bulk:
         _show_namespaces(session, _counted(session, namespace), None, limit)
@@ -92,7 +94,7 @@ def _counted(session: Session, namespace: str | None) -> BulkCount:
 def _show_namespaces(
     session: Session, count: BulkCount, tenants: list[TenantTotals] | None, limit: int
 ) -> None:
-    """``tenants``: what the index's totals say; None where the bulk store itself was counted."""
+    """Print the namespaces. ``tenants`` are the index's totals; None if ``--bulk`` counted."""
     out, source = session.out, "bulk" if tenants is None else "index"
     shown, omitted = _cut(count.namespaces, limit)
     if out.machine:
@@ -108,7 +110,7 @@ def _show_namespaces(
         out.document(document)
         return
     if not shown:
-        out.line(f"nothing is stored yet in {session.config.public()[f'{source}_url']}")
+        out.line(f"nothing is stored in {session.config.public()[f'{source}_url']} yet")
     else:
         columns = (
             "namespace", "model", "tenant", "kv dtype", ">chunk", ">chunks", ">tokens", ">bytes",
@@ -123,13 +125,13 @@ def _show_namespaces(
     if count.other_entries:
         others = counted(count.other_entries, "other entry", "other entries")
         out.line(f"{others}, {size(count.other_bytes)}")
-    _tell_omitted(out, omitted)
+    _print_omitted(out, omitted)
 
 
 def _tenant_line(usage: TenantTotals, quota_bytes: int) -> str:
     of = f" of {size(quota_bytes)}" if quota_bytes else ""
     when = f"counted {age(usage.counted_s)} ago" if usage.counted_s else "never counted"
-    name = "tenant not known" if usage.tenant is None else f"tenant {usage.tenant}"
+    name = "unknown tenant" if usage.tenant is None else f"tenant {usage.tenant}"
     return f"{name}: {size(usage.nbytes)}{of}, {counted(usage.payloads, 'payload')}; {when}"
 
 
@@ -159,20 +161,20 @@ def _show_prefixes(
         out.document({"prefixes": rows, "omitted": omitted})
         return
     if not shown:
-        out.line(f"no prefixes are indexed in {session.config.public()['index_url']}")
+        out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
         return
     columns = (
         "namespace", "root", "leaf", ">tokens", ">chunks", ">bytes", ">newest", ">oldest", ">hits",
         "notes",
     )  # fmt: skip
     out.table(columns, [_prefix_row(name, prefix) for name, prefix in shown])
-    _tell_omitted(out, omitted)
+    _print_omitted(out, omitted)
 
 
 def _prefix_row(namespace: str, prefix: PrefixSummary) -> Sequence[object]:
     notes = ["pinned"] if prefix.pinned else []
     if prefix.token_start:
-        notes.append(f"tokens before {prefix.token_start:,} are gone: unusable")
+        notes.append(f"unusable: tokens before {prefix.token_start:,} are gone")
     return (
         namespace[:8],
         prefix.root.hex()[:12],
@@ -195,7 +197,7 @@ def _show_tree(session: Session, found: Sequence[tuple[str, Branch]], limit: int
         out.document({"branches": rows, "omitted": omitted})
         return
     if not shown:
-        out.line(f"no prefixes are indexed in {session.config.public()['index_url']}")
+        out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
         return
     columns = (
         "prefix", ">tokens", ">chunks", ">with all below", ">ends", ">hits", ">newest", "notes",
@@ -208,15 +210,15 @@ def _show_tree(session: Session, found: Sequence[tuple[str, Branch]], limit: int
         open_levels[branch.level :] = [not branch.is_last]
         rows.append(_branch_row(branch, open_levels))
     out.table(columns, rows)
-    _tell_omitted(out, omitted)
+    _print_omitted(out, omitted)
 
 
 def _branch_row(branch: Branch, open_levels: Sequence[bool]) -> tuple[object, ...]:
-    """``open_levels``: of each level down to this branch's, whether more of it follows."""
+    """``open_levels``: for each level down to this branch's, whether more siblings follow."""
     above = "".join("│  " if more else "   " for more in open_levels[:-1])
     notes = ["pinned"] if branch.pinned else []
     if branch.level == 0 and branch.token_start:
-        notes.append(f"tokens before {branch.token_start:,} are gone: unusable")
+        notes.append(f"unusable: tokens before {branch.token_start:,} are gone")
     return (
         f"{above}{'├─ ' if open_levels[-1] else '└─ '}{branch.last.hex()[:12]}",
         f"{branch.token_start:,}-{branch.token_end:,}",
@@ -233,6 +235,6 @@ def _cut(rows: Sequence[Any], limit: int) -> tuple[Sequence[Any], int]:
     return rows[:limit], max(0, len(rows) - limit)
 
 
-def _tell_omitted(out: Printer, omitted: int) -> None:
+def _print_omitted(out: Printer, omitted: int) -> None:
     if omitted:
-        out.line(f"{omitted:,} more: raise --limit")
+        out.line(f"{omitted:,} more; raise --limit to list them")

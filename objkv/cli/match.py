@@ -1,4 +1,4 @@
-"""``objkv match``: which chunks of a prompt are stored, and how much of it would be served."""
+"""``objkv match``: how much of a prompt is stored and would be served."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,7 +11,7 @@ from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.ops.explain.causes import Explanation, Question
-from objkv.ops.explain.explain import ReplicaTold, ask_replica, explain_match
+from objkv.ops.explain.explain import ReplicaCounters, ask_replica, explain_match
 from objkv.ops.match import MatchReport, match_prompt
 
 
@@ -26,22 +26,23 @@ def match(
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say why the match ends where it does.")
+        bool, typer.Option("--explain", help="Explain why the match ends where it does.")
     ] = False,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
-            help="A replica, for --explain: what it refused to load and did not save.",
+            help="With --explain, also report the loads this replica refused and the saves it "
+            "dropped. Repeatable.",
             metavar="URL",
         ),
     ] = None,
 ) -> int:
-    """Say how much of a prompt is stored and would be served.
+    """Show how much of a prompt is stored and would be served.
 
     Without --tokens, --text or --text-file, token ids are read from standard input.
     """
     if endpoint and not explain:
-        raise ConfigError("--endpoint is for --explain")
+        raise ConfigError("--endpoint needs --explain")
     prompt = prompts.read_prompt(tokens, text, text_file, tokenizer)
     extras = prompts.read_extras(lora_digest, cache_salt)
     with session.backends() as backends:
@@ -49,7 +50,7 @@ def match(
         report = match_prompt(backends.index, identity, prompt, extras)
         why = None
         if explain:
-            with session.out.waiting("looking for the reason"):
+            with session.out.waiting("explaining the match"):
                 why = explain_match(
                     Question(
                         bulk=backends.bulk,
@@ -73,24 +74,24 @@ def match(
     return FINE
 
 
-def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaTold]) -> None:
+def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaCounters]) -> None:
     out.line()
     if why.chunk is None:
         out.line(f"why: {why.sentence}", "bold")
     else:
         where = f"chunk {why.chunk + 1}, tokens {why.token_start:,}-{why.token_end:,}"
-        out.line(f"why: {where} ends it: {why.sentence}", "bold")
+        out.line(f"why: the match ends at {where}: {why.sentence}", "bold")
     for text in why.evidence:
         out.line(f"  found: {text}")
     for text in why.advice:
         out.line(f"  to do: {text}")
     for text in why.untold:
-        out.line(f"  cannot be told: {text}")
+        out.line(f"  unknown: {text}")
     for replica in replicas:
         out.line()
         out.line(f"{replica.endpoint}, since it started:")
-        told = replica.sentences or ("nothing refused, nothing dropped",)
-        for text in (replica.problem,) if replica.problem else told:
+        sentences = replica.sentences or ("refused no loads, dropped no saves",)
+        for text in (replica.problem,) if replica.problem else sentences:
             out.line(f"  {text}")
 
 
@@ -116,16 +117,16 @@ def _print(out: Printer, report: MatchReport) -> None:
             ],
         )
         out.line()
-    told = [_chunks_told(report)]
+    parts = [_chunks_text(report)]
     if rest := report.prompt_tokens - len(report.chunks) * report.chunk_tokens:
-        told.append(f"the last {counted(rest, 'token fills', 'tokens fill')} no chunk")
+        parts.append(f"the last {counted(rest, 'token does', 'tokens do')} not fill a chunk")
     out.line(
         f"{report.usable_tokens:,} of {counted(report.prompt_tokens, 'token')} would be served "
-        f"({'; '.join(told)})"
+        f"({'; '.join(parts)})"
     )
 
 
-def _chunks_told(report: MatchReport) -> str:
+def _chunks_text(report: MatchReport) -> str:
     if not report.chunks:
         return f"a chunk is {report.chunk_tokens:,} tokens"
     verb = "is" if len(report.chunks) == 1 else "are"

@@ -1,4 +1,4 @@
-"""``objkv pin`` and ``objkv unpin``: prefixes that survive time to live and eviction."""
+"""``objkv pin`` and ``objkv unpin``: prefixes protected from expiry and eviction."""
 
 import re
 import time
@@ -26,7 +26,9 @@ _NAMES = re.compile(f"[0-9a-f]{{{NAMESPACE_HEX}}}")
 
 Leaf = Annotated[
     str | None,
-    typer.Argument(help="Hash of the prefix's last chunk: the leaf in objkv ls.", metavar="HASH"),
+    typer.Argument(
+        help="Hash of the prefix's last chunk (column leaf of objkv ls).", metavar="HASH"
+    ),
 ]
 
 
@@ -42,18 +44,18 @@ def pin(
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     for_: Annotated[
-        str, typer.Option("--for", help="How long: 90m, 12h, 7d, 2w.", metavar="TIME")
+        str, typer.Option("--for", help="Duration of the pin: 90m, 12h, 7d, 2w.", metavar="TIME")
     ] = "7d",
-    list_: Annotated[bool, typer.Option("--list", help="List what is pinned.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the pinned prefixes.")] = False,
 ) -> int:
-    """Keep a stored prefix until a day, however little it is used.
+    """Protect a stored prefix from eviction until a date.
 
     Without HASH, --tokens, --text or --text-file, token ids are read from standard input.
     """
     prompt = (tokens, text, text_file, tokenizer)
     if list_:
         if leaf is not None or prompt != (None,) * 4:
-            raise ConfigError("--list lists all pins, of --namespace only if that is given")
+            raise ConfigError("--list takes no HASH and no prompt, only --namespace")
         return _list(session, namespace)
     _refuse_both(leaf, prompt)
     lasts_s = _seconds(for_)
@@ -71,7 +73,7 @@ def pin(
             assert ids is not None
             chain = _stored(backends, name, prefix_hashes(name, ids, identity.chunk_tokens, extras))
         if not chain:
-            session.out.line("nothing of this prompt is stored: let a replica compute it first")
+            session.out.line("no chunk of this prompt is stored; send it to a replica first")
             return FOUND
         until_s = int(time.time()) + lasts_s
         pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
@@ -83,7 +85,7 @@ def pin(
             f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, "
             f"{size(done.nbytes)}, until {_when(done.until_s)}: {name[:8]} {done.leaf.hex()}"
         )
-    return _told_missing(session, done)
+    return _report_missing(session, done)
 
 
 @command
@@ -91,18 +93,20 @@ def unpin(
     session: Session,
     leaf: Annotated[
         str,
-        typer.Argument(help="Of objkv pin --list, or its beginning.", metavar="HASH"),
+        typer.Argument(
+            help="Leaf in objkv pin --list, given whole or by its first digits.", metavar="HASH"
+        ),
     ],
     namespace: prompts.PromptNamespace = None,
 ) -> int:
-    """End a pin: what it kept lives on as long as any other record."""
+    """Remove a pin; normal expiry applies again."""
     _refuse_reader(session)
     with session.backends() as backends:
         name, whole = _pinned_leaf(backends, namespace, leaf)
         pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.unpin(name, whole)
     if done is None:
-        raise ConfigError(f"{whole.hex()} is not pinned: objkv pin --list shows what is")
+        raise ConfigError(f"{whole.hex()} is not pinned; objkv pin --list shows the pins")
     if session.out.machine:
         session.out.document(done)
     else:
@@ -149,16 +153,19 @@ def _print(session: Session, found: PinList) -> None:
         out.line(problem, "yellow")
 
 
-def _told_missing(session: Session, done: Pinned) -> int:
+def _report_missing(session: Session, done: Pinned) -> int:
     if not done.missing:
         return FINE
     if not session.out.machine:
-        session.out.line(f"{counted(done.missing, 'chunk')} went meanwhile: pin again once saved")
+        session.out.line(
+            f"{counted(done.missing, 'chunk was', 'chunks were')} deleted meanwhile; pin again "
+            "after the prefix is saved"
+        )
     return FOUND
 
 
 def _stored(backends: Backends, namespace: str, hashes: list[bytes]) -> list[Record]:
-    """The records of the prompt's beginning, as far as it is stored."""
+    """Return the records of the prompt's stored prefix."""
     chain = []
     for record in backends.index.lookup(namespace, hashes) if hashes else []:
         if record is None or not record.shards:
@@ -168,7 +175,7 @@ def _stored(backends: Backends, namespace: str, hashes: list[bytes]) -> list[Rec
 
 
 def _only_with(backends: Backends, leaf: bytes) -> str | None:
-    """The namespace that has this chunk, if it is the only one."""
+    """Return the namespace that has this chunk; None if none or several have it."""
     names = [
         name
         for name in backends.index.namespaces()
@@ -179,35 +186,35 @@ def _only_with(backends: Backends, leaf: bytes) -> str | None:
 
 
 def _namespaces(backends: Backends, namespace: str | None) -> list[str]:
-    """Those of the bulk store: what is pinned may have been forgotten by the index."""
+    """Return the namespaces of the bulk store, because the index may have lost pinned records."""
     names = [name for name in backends.bulk.folders("") if _NAMES.fullmatch(name)]
     return names if namespace is None else [pick_namespace(names, namespace)]
 
 
 def _pinned_leaf(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:
     if not _HASH.fullmatch(beginning):
-        raise ConfigError(f"{beginning!r} is no hash: write 40 hex digits, or the first few")
+        raise ConfigError(f"{beginning!r} is not a hash; give 40 hex digits or the first few")
     found = [
         (name, path.rpartition("/")[2].removesuffix(".json"))
         for name in _namespaces(backends, namespace)
         for path in (entry.key for entry in backends.bulk.scan(f"{name}/pins/{beginning}"))
     ]
     if len(found) != 1:
-        what = f"{len(found)} pins begin" if found else "no pin begins"
-        raise ConfigError(f"{what} with {beginning}: objkv pin --list shows what is pinned")
+        what = f"{len(found)} pins start" if found else "no pin starts"
+        raise ConfigError(f"{what} with {beginning}; objkv pin --list shows the pins")
     return found[0][0], _whole(found[0][1])
 
 
 def _whole(leaf: str) -> bytes:
     if len(leaf) != 2 * PREFIX_HASH_BYTES or not _HASH.fullmatch(leaf):
-        raise ConfigError(f"{leaf!r} is no hash of a chunk: write all of its 40 hex digits")
+        raise ConfigError(f"{leaf!r} is not the hash of a chunk; give all 40 hex digits")
     return bytes.fromhex(leaf)
 
 
 def _seconds(words: str) -> int:
     match = _TIME.fullmatch(words)
     if match is None:
-        raise ConfigError(f"--for {words}: write a number and s, m, h, d or w, e.g. 7d")
+        raise ConfigError(f"--for {words}: give a number and a unit (s, m, h, d, w), such as 7d")
     return int(match[1]) * _UNITS[match[2]]
 
 
@@ -218,7 +225,7 @@ def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:
 
 def _refuse_reader(session: Session) -> None:
     if session.config.role == "reader":
-        raise ConfigError("pins are written, and role is reader: set role to sweeper")
+        raise ConfigError("the role reader cannot write pins; set role to sweeper")
 
 
 def _when(moment_s: int) -> str:

@@ -1,4 +1,4 @@
-"""Prompts as commands take them: token ids, or text and a tokenizer, and whose they are."""
+"""Options that name a prompt: token ids or text with a tokenizer, the namespace, salt, adapter."""
 
 import sys
 from pathlib import Path
@@ -15,46 +15,58 @@ from objkv.ops.match import parse_tokens, tokenize
 
 Tokens = Annotated[
     Path | None,
-    typer.Option(help="Token ids: JSON list, or separated; - is stdin.", metavar="FILE"),
+    typer.Option(
+        help="File of token ids: a JSON list, or ids separated by spaces or commas. - is stdin.",
+        metavar="FILE",
+    ),
 ]
-Text = Annotated[str | None, typer.Option(help="The prompt, with --tokenizer.", metavar="TEXT")]
+Text = Annotated[
+    str | None, typer.Option(help="Prompt as text. Needs --tokenizer.", metavar="TEXT")
+]
 TextFile = Annotated[
-    Path | None, typer.Option(help="The prompt's file, with --tokenizer.", metavar="FILE")
+    Path | None,
+    typer.Option(help="File with the prompt as text. Needs --tokenizer.", metavar="FILE"),
 ]
 TokenizerPath = Annotated[
-    Path | None, typer.Option(help="A tokenizer.json, or its folder.", metavar="PATH")
+    Path | None, typer.Option(help="A tokenizer.json or its directory.", metavar="PATH")
 ]
-CacheSalt = Annotated[str | None, typer.Option(help="The request's cache_salt.", metavar="TEXT")]
+CacheSalt = Annotated[str | None, typer.Option(help="cache_salt of the request.", metavar="TEXT")]
 LoraDigest = Annotated[
-    str | None, typer.Option(help="Content digest of the adapter.", metavar="HEX")
+    str | None,
+    typer.Option(help="Content digest of the LoRA adapter in hex digits.", metavar="HEX"),
 ]
 PromptNamespace = Annotated[
-    str | None, typer.Option(help="Or its beginning; by default the only one.", metavar="NS")
+    str | None,
+    typer.Option(
+        help="Namespace, or its first digits. Needed only if there are several.", metavar="NS"
+    ),
 ]
 
 
 def read_prompt(
     tokens: Path | None, text: str | None, text_file: Path | None, tokenizer: Path | None
 ) -> list[int]:
-    """The token ids that ``--tokens``, ``--text``, ``--text-file`` and ``--tokenizer`` give, or
-    standard input. Raises ``ConfigError``."""
+    """Return the token ids from the prompt options, or from standard input if there are none.
+
+    Raises ``ConfigError``.
+    """
     if [tokens, text, text_file].count(None) < 2:
         raise ConfigError("give only one of --tokens, --text and --text-file")
     if (text is None and text_file is None) != (tokenizer is None):
-        raise ConfigError("--text and --text-file need --tokenizer, and nothing else does")
+        raise ConfigError("--text and --text-file need --tokenizer, and --tokenizer one of them")
     if tokenizer is not None:
         prompt = tokenize(_read(text_file) if text is None else text, tokenizer)
     else:
         prompt = parse_tokens(_read(tokens))
     if not prompt:
-        raise ConfigError("the prompt is empty: it has no token ids")
+        raise ConfigError("the prompt is empty (no token ids)")
     return prompt
 
 
 def _read(path: Path | None) -> str:
     if path is None or str(path) == "-":
         if sys.stdin.isatty():
-            raise ConfigError("no prompt: give --tokens FILE, or pipe token ids to stdin")
+            raise ConfigError("no prompt given; use --tokens FILE or pipe token ids to stdin")
         return sys.stdin.read()
     try:
         return path.read_text(encoding="utf-8")
@@ -65,7 +77,7 @@ def _read(path: Path | None) -> str:
 
 
 def read_extras(lora_digest: str | None, cache_salt: str | None) -> PromptExtras:
-    """What ``--lora-digest`` and ``--cache-salt`` give. Raises ``ConfigError``."""
+    """Return the extras from ``--lora-digest`` and ``--cache-salt``. Raises ``ConfigError``."""
     return PromptExtras(lora_digest=_digest(lora_digest), salt=cache_salt)
 
 
@@ -77,14 +89,16 @@ def _digest(text: str | None) -> bytes | None:
 
 
 def find_identity(backends: Backends, namespace: str | None) -> Identity:
-    """What the namespace stands for that begins so, or the only one there is. Raises
-    ``ConfigError``."""
+    """Return the identity of the namespace that starts with ``namespace``, or of the only one.
+
+    Raises ``ConfigError``.
+    """
     complete = namespace is not None and len(namespace) == NAMESPACE_HEX
     name = pick_namespace(() if complete else backends.index.namespaces(), namespace)
     identity = read_identity(backends.bulk, name)
     if identity is None:
         raise ConfigError(
-            f"the bulk store has no {name}/identity.json: no replica has saved there, or bulk_url "
-            "and index_url do not belong together"
+            f"the bulk store has no {name}/identity.json; either no replica has saved there, or "
+            "bulk_url and index_url do not belong together"
         )
     return identity

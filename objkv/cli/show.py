@@ -1,4 +1,4 @@
-"""``objkv show``: one chunk taken apart and verified."""
+"""``objkv show``: the payloads of one chunk, verified."""
 
 from typing import Annotated
 
@@ -28,13 +28,16 @@ def show(
     session: Session,
     key: Annotated[
         str,
-        typer.Argument(help="A payload's path, or a prefix hash or its beginning.", metavar="KEY"),
+        typer.Argument(
+            help="Path of a payload, or a prefix hash, given whole or by its first digits.",
+            metavar="KEY",
+        ),
     ],
     namespace: Annotated[
-        str | None, typer.Option(help="Where to look; by default everywhere.", metavar="NS")
+        str | None, typer.Option(help="Namespace to search. Default: all.", metavar="NS")
     ] = None,
 ) -> int:
-    """Look into the payloads of one chunk, and check every byte."""
+    """Show the payloads of one chunk and verify every byte."""
     with session.backends() as backends:
         keys = _keys(backends, key, namespace)
         seals = {ns: seal_of(session, backends, ns) for ns in {key.namespace for key in keys}}
@@ -44,7 +47,7 @@ def show(
     if session.out.machine:
         session.out.document({"key": key, "verdict": worst, "payloads": reports})
     elif not reports:
-        session.out.line(f"{key}: not in the bulk store", "bold red")
+        session.out.line(f"{key} is not in the bulk store", "bold red")
     else:
         _print(session.out, reports)
     return FINE if worst == "ok" else FOUND
@@ -65,29 +68,29 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
         try:
             return [ChunkKey.parse(text)]
         except ValueError as exc:
-            raise ConfigError(f"{exc}: write namespace/aa/hash/group.shard.safetensors") from exc
+            raise ConfigError(
+                f"{exc}; a path looks like namespace/aa/hash/group.shard.safetensors"
+            ) from exc
     if not is_beginning(text):
         raise ConfigError(
-            f"{text!r}: give a payload's path, or {BEGINNING_CHARS_MIN} to 40 hex digits of a "
-            "prefix hash"
+            f"{text!r}: give the path of a payload, or {BEGINNING_CHARS_MIN} to 40 hex digits of "
+            "a prefix hash"
         )
     complete = namespace is not None and len(namespace) == NAMESPACE_HEX
     known = () if complete else backends.index.namespaces()
     if not known and namespace is None:
-        raise ConfigError(
-            "the index has no namespaces: say where to look, with --namespace in full"
-        )
+        raise ConfigError("the index has no namespaces; give --namespace with all of its digits")
     places = known if namespace is None else [pick_namespace(known, namespace)]
     found = find_payloads(backends.bulk, places, text)
     if len(text) == 2 * PREFIX_HASH_BYTES:
-        # What the index promises and the bulk store lacks is missing, and worth telling.
+        # A payload that has a record but is not stored is reported as missing.
         prefix_hash = bytes.fromhex(text)
         for place in places:
             if promised := promised_payloads(backends.index, place, prefix_hash):
                 found.setdefault((place, prefix_hash), []).extend(promised)
     if len(found) > 1:
         choices = ", ".join(digest.hex() for _, digest in sorted(found)[:5])
-        raise ConfigError(f"{len(found)} chunks begin with {text}, choose one: {choices}")
+        raise ConfigError(f"{len(found)} chunks start with {text}; give one of {choices}")
     return sorted(dict.fromkeys(next(iter(found.values()), [])), key=ChunkKey.path)
 
 
@@ -107,7 +110,7 @@ def _print(out: Printer, reports: list[PayloadReport]) -> None:
                 ("shard", report.shard),
                 ("parent", parent),
                 ("codec", f"{report.codec}, {report.ratio} of the raw size"),
-                ("size", f"{size(report.nbytes)}, of which header {size(report.header_bytes)}"),
+                ("size", f"{size(report.nbytes)} (header {size(report.header_bytes)})"),
                 ("header checksum", report.header_checksum),
                 ("token digest", report.token_digest),
                 ("token ids", "stored" if report.tokens_stored else "not stored"),

@@ -1,4 +1,4 @@
-"""``objkv size``: what a fleet will store, ask and pay, before it does."""
+"""``objkv size``: an estimate of what a fleet stores, requests and pays."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,46 +20,53 @@ _LARGE = 1_000
 
 Model = Annotated[
     str | None,
-    typer.Option(help="Folder with a config.json, or a name of --list.", metavar="MODEL"),
+    typer.Option(help="Directory with a config.json, or a name from --list.", metavar="MODEL"),
 ]
-Listing = Annotated[bool, typer.Option("--list", help="Print the models that are known by name.")]
+Listing = Annotated[bool, typer.Option("--list", help="List the built-in model names.")]
 Layers = Annotated[
-    int | None, typer.Option(min=1, help="Instead of --model: attention layers.", metavar="N")
+    int | None,
+    typer.Option(min=1, help="Number of attention layers, instead of --model.", metavar="N"),
 ]
 KvHeads = Annotated[
-    int | None, typer.Option(min=1, help="With --layers: KV heads of a layer.", metavar="N")
+    int | None, typer.Option(min=1, help="With --layers, KV heads per layer.", metavar="N")
 ]
 HeadSize = Annotated[
-    int | None, typer.Option(min=1, help="With --layers: elements of a head.", metavar="N")
+    int | None, typer.Option(min=1, help="With --layers, elements per head.", metavar="N")
 ]
 KvDtype = Annotated[
     str | None,
-    typer.Option(help="As vLLM's --kv-cache-dtype. Unset: the model's own.", metavar="DTYPE"),
+    typer.Option(
+        help="Same value as vLLM's --kv-cache-dtype. Default: the model's dtype.", metavar="DTYPE"
+    ),
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Tensor parallel size.", metavar="N")]
-BlockSize = Annotated[int, typer.Option(min=1, help="vLLM's block size.", metavar="N")]
+BlockSize = Annotated[int, typer.Option(min=1, help="vLLM's block size in tokens.", metavar="N")]
 CodecRatio = Annotated[
-    float, typer.Option(help="Raw bytes by stored bytes, as measured.", metavar="R")
+    float, typer.Option(help="Measured ratio of raw bytes to stored bytes.", metavar="R")
 ]
-Rate = Annotated[float, typer.Option(help="Prompts a second, of the whole fleet.", metavar="N")]
+Rate = Annotated[
+    float, typer.Option(help="Prompts per second across the whole fleet.", metavar="N")
+]
 PromptTokens = Annotated[
-    int, typer.Option(min=1, help="Tokens of a prompt, in the mean.", metavar="N")
+    int, typer.Option(min=1, help="Average prompt length in tokens.", metavar="N")
 ]
 StoredShare = Annotated[
-    float, typer.Option(help="Part of a prompt that is stored already, 0 to 1.", metavar="SHARE")
+    float,
+    typer.Option(help="Average share of a prompt that is already stored, 0 to 1.", metavar="SHARE"),
 ]
 Ttl = Annotated[
-    int | None, typer.Option(min=1, help="Seconds, as ttl_s. Unset: as configured.", metavar="S")
+    int | None,
+    typer.Option(min=1, help="Time to live in seconds. Default: the setting ttl_s.", metavar="S"),
 ]
 Used = Annotated[
-    float, typer.Option(help="Seconds from a save to its last hit, in the mean.", metavar="S")
+    float, typer.Option(help="Average seconds from a save to its last hit.", metavar="S")
 ]
-SweepEvery = Annotated[float, typer.Option(help="Seconds between two sweeps.", metavar="S")]
+SweepEvery = Annotated[float, typer.Option(help="Seconds between sweeps.", metavar="S")]
 GbMonth = Annotated[
-    float, typer.Option(help="US dollars for 10^9 bytes in a month.", metavar="USD")
+    float, typer.Option(help="Price of 10^9 bytes for a month in US dollars.", metavar="USD")
 ]
-Puts = Annotated[float, typer.Option(help="US dollars for 1,000 writes.", metavar="USD")]
-Gets = Annotated[float, typer.Option(help="US dollars for 1,000 reads.", metavar="USD")]
+Puts = Annotated[float, typer.Option(help="Price of 1,000 PUTs in US dollars.", metavar="USD")]
+Gets = Annotated[float, typer.Option(help="Price of 1,000 GETs in US dollars.", metavar="USD")]
 
 
 @command
@@ -84,7 +91,10 @@ def size(
     price_puts: Puts = 0.005,
     price_gets: Gets = 0.0004,
 ) -> int:
-    """Say what a fleet will store, ask of its stores and pay. Nothing is connected to."""
+    """Estimate what a fleet stores, requests and pays.
+
+    The estimate opens no connection.
+    """
     if list_models:
         _print_presets(session.out)
         return FINE
@@ -111,7 +121,7 @@ def size(
     load = Load(rate, prompt_tokens, stored, ttl or config.ttl_s, used, sweep_every)
     prices = Prices(price_gb_month, price_puts, price_gets)
     if not all(0 <= price < 1e6 for price in (price_gb_month, price_puts, price_gets)):
-        raise ConfigError("a price is between 0 and 1,000,000 dollars")
+        raise ConfigError("a price must be at least 0 and less than 1,000,000 dollars")
     found = size_fleet(_shape(model, (layers, kv_heads, head_size), kv_dtype), layout, load, prices)
     if session.out.machine:
         document = {**plain(found), "month": found.month}
@@ -122,10 +132,10 @@ def size(
 
 
 def _check(given: Mapping[str, tuple[float, float, float]]) -> None:
-    """Each with the least and the most that it may be."""
+    """Raise ``ConfigError`` for a value outside its range, given as (value, least, most)."""
     for name, (value, least, most) in given.items():
         if not least <= value <= most:
-            raise ConfigError(f"{name} {value:g}: it may be {least:g} to {most:,.0f}")
+            raise ConfigError(f"{name} {value:g}: must be {least:g} to {most:,.0f}")
 
 
 def _shape(
@@ -133,19 +143,19 @@ def _shape(
 ) -> ModelShape:
     kv_dtype = None if kv_dtype == "auto" else kv_dtype
     if kv_dtype is not None and kv_dtype not in DTYPES:
-        raise ConfigError(f"--kv-dtype {kv_dtype}: known are auto, {', '.join(DTYPES)}")
+        raise ConfigError(f"--kv-dtype {kv_dtype}: choose auto, {', '.join(DTYPES)}")
     layers, kv_heads, head_size = numbers
     if model is not None:
         if layers or kv_heads or head_size:
-            raise ConfigError("give --model, or --layers, --kv-heads and --head-size")
+            raise ConfigError("give either --model or --layers, --kv-heads and --head-size")
         path = Path(model)
         if not path.exists() and ("/" in model or model.startswith((".", "~"))):
-            raise ConfigError(f"--model {model}: no such folder")
+            raise ConfigError(f"--model {model}: no such directory")
         return read_model(path, kv_dtype) if path.exists() else preset(model, kv_dtype)
     if not (layers and kv_heads and head_size):
         raise ConfigError(
-            "which model? --model FOLDER, a name that --list prints, or --layers, --kv-heads and "
-            "--head-size"
+            "no model given; use --model with a directory or a name from --list, or --layers, "
+            "--kv-heads and --head-size"
         )
     name = f"{layers} layers of {kv_heads} heads of {head_size}"
     return attention(
@@ -158,15 +168,15 @@ def _print(out: Printer, found: Sizing, layout: Layout, load: Load) -> None:
     kept = load.ttl_s + load.used_s
     rows: list[tuple[str, str, str]] = [
         ("model", found.model, f"{found.source}, KV as {found.kv_dtype}"),
-        ("a token", bytes_text(round(chunk.token_bytes)), "as stored"),
+        ("per token", bytes_text(round(chunk.token_bytes)), "as stored"),
         (
-            "a chunk",
+            "per chunk",
             bytes_text(chunk.nbytes),
             f"{chunk.tokens} tokens in {counted(chunk.payloads, 'payload')}, the largest "
             f"{bytes_text(chunk.largest_payload_bytes)}; headers {bytes_text(chunk.header_bytes)}",
         ),
         (
-            "a prompt",
+            "per prompt",
             counted(found.prompt_chunks, "chunk"),
             f"{found.loaded_chunks} loaded, {found.prompt_chunks - found.loaded_chunks} saved",
         ),
@@ -179,22 +189,22 @@ def _print(out: Printer, found: Sizing, layout: Layout, load: Load) -> None:
         (
             "Redis",
             bytes_text(round(found.index_bytes)),
-            f"records; payloads kept hot {bytes_text(round(found.hot_bytes))}",
+            f"records; hot payloads {bytes_text(round(found.hot_bytes))}",
         ),
-        ("PUT", f"{_rate(found.puts_per_s)}/s", f"{bytes_text(layout.multipart_bytes)} a part"),
-        ("GET", f"{_rate(found.gets_per_s)}/s", f"{bytes_text(layout.range_bytes)} a range"),
+        ("PUT", f"{_rate(found.puts_per_s)}/s", f"{bytes_text(layout.multipart_bytes)} per part"),
+        ("GET", f"{_rate(found.gets_per_s)}/s", f"{bytes_text(layout.range_bytes)} per range"),
         ("Redis commands", f"{_rate(found.redis_commands_per_s)}/s", "lookups, touches, saves"),
         ("network, saving", _gigabits(found.save_bytes_per_s), "whole fleet, sustained"),
         ("network, loading", _gigabits(found.load_bytes_per_s), "whole fleet, sustained"),
         (
-            "a month",
+            "per month",
             f"${found.month:,.0f}",
             f"storage ${found.storage_month:,.0f}, requests ${found.requests_month:,.0f}",
         ),
     ]
     out.table(("", "", ""), rows)
     if found.prompt_chunks == 0:
-        out.line("prompts are shorter than a chunk: nothing of them is stored", "yellow")
+        out.line("prompts are shorter than one chunk, so nothing is stored", "yellow")
 
 
 def _print_presets(out: Printer) -> None:
@@ -219,7 +229,8 @@ def _print_presets(out: Printer) -> None:
             )
         )
     columns = (
-        "model", ">layers", ">KV heads", ">size", ">a token, bfloat16", ">a chunk of 256", "source",
+        "model", ">layers", ">KV heads", ">size", ">per token, bfloat16", ">per 256 tokens",
+        "source",
     )  # fmt: skip
     out.table(columns, rows)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from objkv.assembly.warming import WarmOptions, run_warm
 from objkv.cli.command import (
     FINE,
     FOUND,
@@ -38,13 +37,16 @@ from objkv.ops.runs import Checkpoint, Counters, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import WarmLimits
-from objkv.ops.warm.warm import WarmProgress
+
+if TYPE_CHECKING:
+    from objkv.assembly.warming import WarmOptions
+    from objkv.ops.warm.warm import WarmProgress
 
 _SHOWN_MAX = 20
 
 
 @contextmanager
-def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
+def watching(out: Printer, *, promote: bool) -> "Iterator[WarmProgress]":
     """Shown while somebody watches a terminal."""
     console = Console(stderr=True, no_color=None if out.color else True)
     columns = (
@@ -77,6 +79,8 @@ def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
             progress.update(
                 task, completed=report.done, total=report.prompts, speed=f"{rate:,.0f} tokens/s"
             )
+
+        from objkv.ops.warm.warm import WarmProgress  # late: it imports httpx and jinja2
 
         yield WarmProgress(stage, prepared, warmed, out.note)
 
@@ -274,6 +278,8 @@ def warm(
 
     What is stored is skipped, so the same command goes on where it was interrupted.
     """
+    from objkv.assembly.warming import WarmOptions, run_warm
+
     refuse_memory(session, "warm")
     places = list(prompts or ())
     if not places and not promote:
@@ -320,7 +326,7 @@ def _code(report: WarmReport) -> int:
 
 @contextmanager
 def _remembering(
-    session: Session, places: Sequence[str], options: WarmOptions
+    session: Session, places: Sequence[str], options: "WarmOptions"
 ) -> Iterator[tuple[Checkpoint, list[WarmReport]]]:
     """What runs that were interrupted did, of the same prompts in the same place. Where to go on is
     told by what is stored, and needs no memory."""

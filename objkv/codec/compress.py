@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Final
 
 import lz4.block
-import numpy as np
 import zstandard
 
 from objkv.errors import PayloadError
@@ -108,6 +107,8 @@ def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
     if decode is None or max(len(frame), out.nbytes) > _INT_MAX:
         _decompress_lz4_copying(frame, out)
         return
+    import numpy as np  # late: a command line that only prints does without
+
     # numpy gives addresses of read-only buffers as well; both arrays live until the call is over.
     source, target = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8)
     done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)

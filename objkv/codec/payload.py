@@ -9,8 +9,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
 from objkv.codec.header import (
     ALIGNMENT,
@@ -57,6 +55,8 @@ def encode(
     kept. A frame that ``codec`` would make less than 10 % smaller is stored as ``none``. Raises
     ``PayloadError`` if a layer or the header would exceed the format's bounds.
     """
+    import numpy as np  # late: a command line that only prints does without
+
     assert len(layers) == len(pages)
     start = header_room(layers, tokens=len(provenance.tokens or ()))
     # numpy copies without the GIL, and leaves fresh memory as it is; bytearray does neither, and

@@ -11,8 +11,6 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
 
-import numpy as np
-
 from objkv.codec.compress import Buffer
 from objkv.codec.values import Claim, FramePlace, LayerSpec
 from objkv.errors import KeyMismatch, PayloadError
@@ -101,7 +99,7 @@ class AesFrames:
 
 
 class _Kept(threading.local):
-    memory = np.empty(0, np.uint8)
+    memory = memoryview(b"")
 
 
 _kept = _Kept()
@@ -110,11 +108,13 @@ _kept = _Kept()
 def compressed_memory(nbytes: int) -> memoryview:
     """Memory of this thread for one frame between decrypting and decoding it, until the next
     call."""
+    import numpy as np  # late: a command line that only prints does without
+
     if nbytes > _KEPT_BYTES_MAX:
         return np.empty(nbytes, np.uint8).data
     if _kept.memory.nbytes < nbytes:
-        _kept.memory = np.empty(nbytes, np.uint8)
-    return _kept.memory.data[:nbytes]
+        _kept.memory = np.empty(nbytes, np.uint8).data
+    return _kept.memory[:nbytes]
 
 
 @cache

@@ -6,8 +6,6 @@ Nothing here takes memory as long as a frame.
 import ctypes
 from collections.abc import Sequence
 
-import numpy as np
-
 from objkv.codec.compress import Buffer
 from objkv.codec.header import digest
 from objkv.codec.seal import Seal, proof_of
@@ -87,6 +85,8 @@ class Sealing:
 
 def _move(source: Buffer, target: memoryview) -> None:
     """Copy bytes that may overlap, without the GIL."""
+    import numpy as np  # late: a command line that only prints does without
+
     content, place = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     if content.ctypes.data != place.ctypes.data:
         ctypes.memmove(place.ctypes.data, content.ctypes.data, content.nbytes)

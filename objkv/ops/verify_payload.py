@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from threading import Condition
 from typing import Literal
 
-import numpy as np
-
 from objkv.codec.payload import Header, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
@@ -150,6 +148,8 @@ class Checker:
         if header.opened is None and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
             check_frames(header, payload)  # without a key that is all that can be told
             return
+        import numpy as np  # late: a command line that only prints does without
+
         coded = [f.layer.nbytes for f in header.frames if f.codec != "none"]
         scratch = np.empty(max(coded), np.uint8).data if coded else None
         for index in range(len(header.frames)):

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from objkv.errors import StoreError, ValueTooLong
 
 Buffer = bytes | bytearray | memoryview
@@ -194,5 +192,7 @@ def copy_bytes(target: memoryview, source: Buffer, nbytes: int) -> None:
     numpy lets other threads run meanwhile; a slice assignment holds the GIL, 22 ms for 32 MiB (2
     cores, 2026-11), which the thread that computes would wait for.
     """
+    import numpy as np  # late: a command line that only prints does without
+
     if nbytes:
         np.copyto(np.frombuffer(target, np.uint8, nbytes), np.frombuffer(source, np.uint8, nbytes))

@@ -14,17 +14,17 @@ output "bulk_url" {
 }
 
 output "index_url" {
-  description = "OBJKV_INDEX_URL; the password comes apart from it, as OBJKV_REDIS_PASSWORD"
+  description = "OBJKV_INDEX_URL. The password is separate: OBJKV_REDIS_PASSWORD."
   value       = module.index.url
 }
 
 output "environment" {
-  description = "What every process is told where there are no tenants, besides OBJKV_ROLE and credentials."
+  description = "Environment of every process without tenants, except OBJKV_ROLE and credentials."
   value       = merge(local.everybody, { OBJKV_BULK_URL = local.bulk_url })
 }
 
 output "tenants" {
-  description = "What the processes of each tenant are told, besides OBJKV_ROLE and credentials."
+  description = "Environment of each tenant's processes, except OBJKV_ROLE and credentials."
   value = {
     for tenant, place in module.roles.places : tenant => merge(local.everybody, {
       OBJKV_BULK_URL     = "s3://${local.bucket.bucket}/${place.prefix}"
@@ -35,7 +35,7 @@ output "tenants" {
 }
 
 output "environments" {
-  description = "All that the processes of a role are told, by role (\"writer\") or by tenant and role (\"a-writer\"), besides the password: OBJKV_REDIS_PASSWORD."
+  description = "Complete environment of a role's processes, by role (\"writer\") or by tenant and role (\"a-writer\"), except the password: OBJKV_REDIS_PASSWORD."
   value = {
     for key, grant in module.roles.grants : key => merge(
       local.everybody,
@@ -51,26 +51,26 @@ output "environments" {
 }
 
 output "policy_arns" {
-  description = "By role (\"writer\"), or by tenant and role (\"a-writer\"): attach them to roles."
+  description = "Policies to attach, by role (\"writer\") or by tenant and role (\"a-writer\")."
   value       = module.roles.policy_arns
 }
 
 output "role_arns" {
-  description = "The IAM roles, by the same keys; empty without trust_policy."
+  description = "IAM roles, by the same keys; empty without trust_policy."
   value       = module.roles.role_arns
 }
 
 output "redis_access_strings" {
-  description = "What each role may do in the index, by the same keys. Users with these rights are made for redis_passwords."
+  description = "Each role's rights in the index, by the same keys. redis_passwords creates users with these rights."
   value       = { for key, strings in module.roles.access_strings : key => strings[local.server_kind] }
 }
 
 output "endpoint_ids" {
-  description = "Gateway endpoints that were made for route_table_ids, by service."
+  description = "Gateway endpoints created for route_table_ids, by service."
   value       = module.network.endpoint_ids
 }
 
 output "kms_key_arns" {
-  description = "Keys that encrypt the bucket and the index; null: keys that AWS owns."
+  description = "Keys that encrypt the bucket and the index; null for keys that AWS owns."
   value       = { bucket = local.bucket.kms_key_arn, index = module.index.kms_key_arn }
 }

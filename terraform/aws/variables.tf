@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of everything that is made here; the bucket's too, so it has to be globally unique."
+  description = "Name of all resources. Must be globally unique, because the bucket has it too."
   type        = string
 
   validation {
@@ -9,7 +9,7 @@ variable "name" {
 }
 
 variable "prefix" {
-  description = "Key prefix inside the bucket; replicas may touch nothing else."
+  description = "Key prefix inside the bucket. Replicas may access only keys below it."
   type        = string
   default     = "objkv"
 
@@ -20,7 +20,7 @@ variable "prefix" {
 }
 
 variable "tenants" {
-  description = "Tenants that must not reach each other: each has a folder below the prefix, a prefix in Redis, and policies and users of its own. Empty: one for all. Not with express_zone_id."
+  description = "Tenants that must be isolated: each gets its own folder below the prefix, Redis prefix, policies and users. Empty: one shared place. Cannot be used with express_zone_id."
   type        = set(string)
   default     = []
 
@@ -36,7 +36,7 @@ variable "tenants" {
 }
 
 variable "expire_days" {
-  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. More than ttl_s, and than any pin is to last: a record that outlives its payload costs a failed get, and the chunk is saved again. Each day is paid for: see docs/scaling.md and docs/capacity.md."
+  description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. Must exceed ttl_s and the longest pin. Costs: docs/scaling.md."
   type        = number
   default     = 2
 
@@ -52,7 +52,7 @@ variable "expire_days" {
 }
 
 variable "ttl_s" {
-  description = "The setting ttl_s of the replicas, which is handed on: life of an index record after its last save or hit."
+  description = "The replicas' setting ttl_s: life of an index record after its last save or hit."
   type        = number
   default     = 86400
 
@@ -69,13 +69,13 @@ variable "kms_key_arn" {
 }
 
 variable "force_destroy" {
-  description = "Whether terraform destroy may delete a bucket that is not empty. Everything in it can be computed again."
+  description = "Whether terraform destroy may delete a bucket that is not empty. Replicas can recompute everything in it."
   type        = bool
   default     = false
 }
 
 variable "express_zone_id" {
-  description = "Id of an availability zone, such as use1-az4: the bucket is then a directory bucket of S3 Express One Zone there. null: S3 Standard. Choose at the start: a change makes another bucket. See modules/express-bucket."
+  description = "Id of an availability zone, such as use1-az4, for a directory bucket (modules/express-bucket). null: S3 Standard. A change creates another bucket."
   type        = string
   default     = null
 }
@@ -96,18 +96,18 @@ variable "subnet_ids" {
 }
 
 variable "route_table_ids" {
-  description = "Route tables of the replicas' subnets, which get a gateway endpoint for S3. Empty: none is made, because most VPCs have one."
+  description = "Route tables of the replicas' subnets, which get a gateway endpoint for S3. Empty: create none, because most VPCs have one."
   type        = list(string)
   default     = []
 }
 
 variable "client_security_group_ids" {
-  description = "Security groups of replicas and operators, by any name that is known before apply."
+  description = "Security groups of replicas and operators, keyed by any name known before apply."
   type        = map(string)
 }
 
 variable "redis_passwords" {
-  description = "Passwords of the users of the index, by role (\"reader\", \"writer\", \"sweeper\"), or by tenant and role (\"a-writer\"): each gets the rights that objkv access prints. 16 to 128 characters; give each to its processes as OBJKV_REDIS_PASSWORD."
+  description = "Passwords of the index users, by role (\"writer\") or by tenant and role (\"a-writer\"). 16 to 128 characters; set each as its processes' OBJKV_REDIS_PASSWORD."
   type        = map(string)
   default     = {}
   sensitive   = true
@@ -127,7 +127,7 @@ variable "redis_passwords" {
 }
 
 variable "redis_auth_token" {
-  description = "In place of redis_passwords: one password for all, who then may do everything in the index. 16 to 128 printable characters other than @, \" and /."
+  description = "Replaces redis_passwords: one password for all clients, with full access to the index. 16 to 128 printable characters other than @, \" and /."
   type        = string
   default     = null
   sensitive   = true
@@ -139,13 +139,13 @@ variable "redis_auth_token" {
 }
 
 variable "redis_auth_token_update_strategy" {
-  description = "DELETE when redis_passwords take the place of an auth token that is there; else null."
+  description = "DELETE to replace an existing auth token with redis_passwords; else null."
   type        = string
   default     = null
 }
 
 variable "redis_node_type" {
-  description = "Node type of the index. A record takes a few hundred bytes, copies of hot payloads up to hot_payload_bytes_max each."
+  description = "Node type of the index. A record takes a few hundred bytes, and a copy of a hot payload up to hot_payload_bytes_max."
   type        = string
   default     = "cache.r7g.large"
 }
@@ -157,7 +157,7 @@ variable "redis_engine_version" {
 }
 
 variable "redis_shards" {
-  description = "1: one primary with its replicas. More: cluster mode. Choose at the start between one and more: ElastiCache does not turn one into the other by this setting."
+  description = "1: one primary with its replicas. More: cluster mode. Choose before the first apply: ElastiCache cannot convert one into the other."
   type        = number
   default     = 1
 
@@ -168,19 +168,19 @@ variable "redis_shards" {
 }
 
 variable "redis_replicas" {
-  description = "Replicas of each shard. 0: cheaper, and after a failure the index is empty until it is filled again."
+  description = "Replicas of each shard. 0 is cheaper, but the index is empty after a failure until saves refill it."
   type        = number
   default     = 1
 }
 
 variable "trust_policy" {
-  description = "Who may take on the roles reader, writer and sweeper: an aws_iam_policy_document, or { json = \"...\" }; an IAM role is made for each. null: only policies are made, to be attached to roles that are there."
+  description = "Trust policy for an IAM role per role: an aws_iam_policy_document, or { json = \"...\" }. null: create only policies, for existing roles."
   type        = object({ json = string })
   default     = null
 }
 
 variable "tags" {
-  description = "Tags of everything that is made here."
+  description = "Tags of all resources."
   type        = map(string)
   default     = {}
 }

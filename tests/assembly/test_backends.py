@@ -12,12 +12,13 @@ from objkv.assembly.backends import (
     Backends,
     _breakers,
     check_backends,
+    describe_index,
     log_change,
     open_backends,
     open_hot,
     open_index,
 )
-from objkv.assembly.redis import call_s, describe_index
+from objkv.assembly.call_times import call_s
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.memory import MemoryIndex

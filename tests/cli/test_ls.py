@@ -22,9 +22,9 @@ PREFIX_KEYS = [
 def test_nothing_stored_is_said_and_fine(run: Run, home: Path) -> None:
     ran = run("ls")
     where = f"sqlite://{home}/objkv/index.sqlite"
-    assert (ran.code, ran.out) == (0, f"nothing is stored yet in {where}\n")
-    assert run("ls", "--prefixes").out == f"no prefixes are indexed in {where}\n"
-    assert run("ls", "--bulk").out == f"nothing is stored yet in file://{home}/objkv/chunks\n"
+    assert (ran.code, ran.out) == (0, f"nothing is stored in {where} yet\n")
+    assert run("ls", "--prefixes").out == f"nothing is stored in {where} yet\n"
+    assert run("ls", "--bulk").out == f"nothing is stored in file://{home}/objkv/chunks yet\n"
     assert run("ls", "--json").document["namespaces"] == []
 
 
@@ -64,7 +64,7 @@ def test_what_tenants_have_is_told_with_their_quota(run: Run, machine: Machine) 
     assert document["quota_bytes"] > 0, "of the user's own folder"
     machine.bulk.delete(identity_path(NAMESPACE))
     assert run("ls", "--json").document["tenants"][0]["tenant"] is None
-    assert "\ntenant not known: " in run("ls").out
+    assert "\nunknown tenant: " in run("ls").out
 
 
 @pytest.mark.parametrize("options", [(NAMESPACE,), (NAMESPACE[:6],), ("--prefixes",)])
@@ -81,7 +81,7 @@ def test_prefixes_are_listed(run: Run, machine: Machine, options: tuple[str, ...
 def test_a_chain_without_its_beginning_is_marked(run: Run, machine: Machine) -> None:
     hashes = machine.fill()
     machine.index.drop(NAMESPACE, bytes.fromhex(hashes[0]))
-    assert "tokens before 16 are gone: unusable" in run("ls", NAMESPACE).out
+    assert "unusable: tokens before 16 are gone" in run("ls", NAMESPACE).out
 
 
 def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:
@@ -89,7 +89,7 @@ def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:
     machine.bulk.put("ab" * 16 + "/identity.json", b"{}")
     document = run("ls", "--bulk", "--limit", "1", "--json").document
     assert (len(document["namespaces"]), document["omitted"]) == (1, 1)
-    assert "1 more: raise --limit" in run("ls", "--bulk", "--limit", "1").out
+    assert "1 more; raise --limit to list them" in run("ls", "--bulk", "--limit", "1").out
 
 
 def test_the_bulk_store_is_counted_although_the_index_is_down(run: Run, machine: Machine) -> None:
@@ -118,8 +118,8 @@ def test_names_from_the_store_cannot_drive_the_terminal(run: Run, machine: Machi
     ("arguments", "words"),
     [
         (("--bulk", "--prefixes"), "--bulk counts namespaces"),
-        (("xyz",), "is no namespace"),
-        (("ff",), "no namespace begins with ff"),
+        (("xyz",), "is not a namespace"),
+        (("ff",), "no namespace starts with ff"),
         (("--limit", "0"), "--limit"),
         (("--nonsense",), "No such option"),
     ],

@@ -34,7 +34,7 @@ def test_a_stored_prompt_is_told_chunk_by_chunk(run: Run, machine: Machine, prom
     assert ran.code == 0
     assert all(digest in ran.out for digest in hashes)
     assert "48 of 50 tokens would be served" in ran.out
-    assert "the last 2 tokens fill no chunk" in ran.out
+    assert "the last 2 tokens do not fill a chunk" in ran.out
 
 
 def test_the_keys_for_machines_are_stable(run: Run, machine: Machine, prompt: Path) -> None:
@@ -105,9 +105,9 @@ def test_several_namespaces_must_be_chosen_from(run: Run, machine: Machine, prom
         (("--text", "b"), "need --tokenizer"),
         (("--tokenizer", "b"), "need --tokenizer"),
         (("--tokens", "/nowhere"), "/nowhere: No such file"),
-        (("--text", "a", "--tokenizer", "/nowhere"), "/nowhere is no file"),
+        (("--text", "a", "--tokenizer", "/nowhere"), "/nowhere is not a file"),
         (("--lora-digest", "xyz"), "not hex digits"),
-        (("--namespace", "xyz"), "is no namespace"),
+        (("--namespace", "xyz"), "is not a namespace"),
         ((), "the index has no namespaces"),
     ],
 )
@@ -126,7 +126,7 @@ def test_what_is_no_token_id_is_2(run: Run) -> None:
 def test_an_empty_prompt_is_2(run: Run, machine: Machine, stdin: str) -> None:
     machine.fill()
     ran = run("match", stdin=stdin)
-    assert (ran.code, ran.err) == (2, "objkv: the prompt is empty: it has no token ids\n")
+    assert (ran.code, ran.err) == (2, "objkv: the prompt is empty (no token ids)\n")
 
 
 def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine, prompt: Path) -> None:
@@ -134,8 +134,11 @@ def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine, prompt
     other = [*TOKENS[:CHUNK], *range(1, 1 + CHUNK)]
     ran = run("match", "--explain", stdin=json.dumps(other))
     assert ran.code == 0
-    assert f"why: chunk 2, tokens {CHUNK}-{2 * CHUNK} ends it: this prompt parts" in ran.out
-    assert "cannot be told: " in ran.out
+    assert (
+        f"why: the match ends at chunk 2, tokens {CHUNK}-{2 * CHUNK}: this prompt differs"
+        in ran.out
+    )
+    assert "unknown: " in ran.out
     document = run("match", "--explain", "--json", stdin=json.dumps(other)).document
     assert list(document) == [*REPORT_KEYS, "explanation", "replicas"]
     assert document["explanation"]["cause"] == "parted"
@@ -153,7 +156,7 @@ def test_a_replica_that_cannot_be_asked_is_told_and_no_error(
     assert f"{nobody}, since it started:" in ran.out
     assert "no metrics: " in ran.out
     ran = run("match", "--endpoint", nobody, "--tokens", str(prompt))
-    assert (ran.code, ran.err) == (2, "objkv: --endpoint is for --explain\n")
+    assert (ran.code, ran.err) == (2, "objkv: --endpoint needs --explain\n")
 
 
 def test_a_file_that_is_no_tokenizer_is_told_without_the_parsers_words(
@@ -163,7 +166,7 @@ def test_a_file_that_is_no_tokenizer_is_told_without_the_parsers_words(
     bad = tmp_path / "bad.json"
     bad.write_text("not json")
     ran = run("match", "--text", "a", "--tokenizer", str(bad))
-    assert (ran.code, ran.err) == (2, f"objkv: {bad} is no tokenizer.json\n")
+    assert (ran.code, ran.err) == (2, f"objkv: {bad} is not a valid tokenizer.json\n")
 
 
 def test_one_token_is_told_in_the_singular_and_a_short_prompt_has_no_chunks(
@@ -172,7 +175,7 @@ def test_one_token_is_told_in_the_singular_and_a_short_prompt_has_no_chunks(
     machine.fill()
     told = run("match", stdin=" ".join(map(str, [*TOKENS, 1]))).out
     assert "48 of 49 tokens would be served (3 of 3 chunks of 16 tokens are stored; the" in told
-    assert "the last 1 token fills no chunk)" in told
+    assert "the last 1 token does not fill a chunk)" in told
     assert "0 of 0" not in run("match", stdin="1").out
     one = run("match", stdin=" ".join(map(str, TOKENS[:CHUNK]))).out
     assert "(1 of 1 chunk of 16 tokens is stored)" in one

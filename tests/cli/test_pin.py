@@ -84,30 +84,30 @@ def test_a_pin_is_ended_by_the_beginning_of_its_leaf(
     assert (ran.code, ran.out) == (0, f"unpinned 48 tokens, 3 chunks: {hashes[2]}\n")
     assert pinned(machine) == [False] * 3
     assert read_pins(machine.bulk, NAMESPACE) == {}
-    refused(run("unpin", hashes[2][:9]), "no pin begins with")
+    refused(run("unpin", hashes[2][:9]), "no pin starts with")
 
 
 def test_a_prompt_of_which_nothing_is_stored_is_told(run: Run, hashes: list[str]) -> None:
     ran = run("pin", stdin=" ".join(map(str, range(40))))
     assert (ran.code, ran.out) == (
         1,
-        "nothing of this prompt is stored: let a replica compute it first\n",
+        "no chunk of this prompt is stored; send it to a replica first\n",
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("pin", "abc"), "write all of its 40 hex digits"),
-        (("pin", "9" * 40), "is not stored: objkv ls"),
-        (("pin", "9" * 40, "--for", "soon"), "--for soon: write a number and"),
-        (("pin", "9" * 40, "--for", "0d"), "--for 0d: write a number and"),
-        (("pin", "9" * 40, "--for", "999999999w"), "is not stored: objkv ls"),
+        (("pin", "abc"), "give all 40 hex digits"),
+        (("pin", "9" * 40), "is not stored; objkv ls"),
+        (("pin", "9" * 40, "--for", "soon"), "--for soon: give a number and a unit"),
+        (("pin", "9" * 40, "--for", "0d"), "--for 0d: give a number and a unit"),
+        (("pin", "9" * 40, "--for", "999999999w"), "is not stored; objkv ls"),
         (("pin", "9" * 40, "--tokens", "-"), "either HASH or a prompt"),
-        (("pin", "--list", "9" * 40), "--list lists all pins"),
-        (("pin", "--list", "--tokens", "-"), "--list lists all pins"),
-        (("unpin", "xyz"), "is no hash"),
-        (("unpin", "ab"), "no pin begins with ab"),
+        (("pin", "--list", "9" * 40), "--list takes no HASH and no prompt"),
+        (("pin", "--list", "--tokens", "-"), "--list takes no HASH and no prompt"),
+        (("unpin", "xyz"), "is not a hash"),
+        (("unpin", "ab"), "no pin starts with ab"),
     ],
 )
 def test_wrong_usage_says_what_to_do(
@@ -122,7 +122,7 @@ def test_a_reader_pins_nothing(
     monkeypatch.setenv("OBJKV_ROLE", "reader")
     for arguments in (("pin", hashes[0]), ("unpin", hashes[0])):
         ran = run(*arguments)
-        assert (ran.code, "role is reader" in ran.err) == (2, True)
+        assert (ran.code, "the role reader cannot write pins" in ran.err) == (2, True)
     assert pinned(machine) == [False] * 3
 
 

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from objkv import __version__
+from objkv.cli.completion import SCRIPTS
 from tests.cli.conftest import Machine
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
@@ -36,6 +40,70 @@ def test_from_an_empty_machine_to_a_served_prompt(home: Path) -> None:
     assert json.loads(objkv(home, "show", digest, "--json").stdout)["verdict"] == "ok"
     matched = objkv(home, "match", "--json", stdin=json.dumps(TOKENS))
     assert json.loads(matched.stdout)["usable_tokens"] == 3 * CHUNK
+
+
+HEAVY = {
+    "asyncio", "blosc2", "boto3", "botocore", "cryptography", "httpx", "jinja2", "numpy",
+    "opentelemetry", "prometheus_client", "redis", "safetensors", "tokenizers", "torch", "urllib3",
+    "vllm",
+}  # fmt: skip
+SLOW = HEAVY | {"pydantic", "rich", "lz4", "sqlite3", "ssl", "xxhash", "zstandard"}
+MODULES_MAX = 200
+"""Mostly those of Python and typer: 148 on 2026-11-22. All commands together import 1,000."""
+HELP_MODULES_MAX = 500
+IMPORTED = """
+import sys
+from objkv.cli.__main__ import main
+sys.argv[0] = "objkv"
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+def imported(home: Path, *arguments: str) -> set[str]:
+    """The modules that a process imports in which a command succeeds."""
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *arguments],
+        env={**os.environ, "XDG_CACHE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("--help",), *[("completion", shell) for shell in SCRIPTS]]
+)
+def test_what_only_prints_imports_almost_nothing(home: Path, arguments: tuple[str, ...]) -> None:
+    modules = imported(home, *arguments)
+    assert len(modules) <= MODULES_MAX
+    assert not modules & SLOW
+
+
+@pytest.mark.parametrize(
+    "name", ["access", "audit", "diff", "doctor", "ls", "match", "sweep", "verify", "warm"]
+)
+def test_the_help_of_a_command_opens_no_client(home: Path, name: str) -> None:
+    modules = imported(home, name, "--help")
+    assert len(modules) <= HELP_MODULES_MAX
+    assert modules & HEAVY <= {"tokenizers"}
+
+
+def test_a_folder_and_a_file_need_no_client_of_a_server(home: Path) -> None:
+    Machine(home).fill()
+    assert not imported(home, "ls") & {"boto3", "botocore", "redis", "httpx", "jinja2", "torch"}
+
+
+@pytest.mark.parametrize("start", [("-m", "objkv"), ("-m", "objkv.cli")])
+def test_python_runs_the_command_too(start: tuple[str, str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, *start, "--version"], capture_output=True, text=True, timeout=280
+    )
+    assert (ran.returncode, ran.stdout) == (0, f"objkv {__version__}\n")
 
 
 def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
@@ -81,8 +149,7 @@ def test_an_interrupt_ends_with_130(home: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None
-    # Its reading from here is what tells that it started; more than a pipe holds cannot be sent
-    # before it does.
+    # Its reading shows that it started: more than a pipe holds cannot be sent before that.
     process.stdin.write("1 " * 200_000)
     process.stdin.flush()
     process.send_signal(signal.SIGINT)

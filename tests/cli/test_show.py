@@ -73,7 +73,7 @@ def test_a_payload_that_the_index_promises_is_1_when_missing(
 def test_what_nobody_knows_is_1(run: Run, machine: Machine) -> None:
     machine.fill()
     ran = run("show", "ffff")
-    assert (ran.code, ran.out) == (1, "ffff: not in the bulk store\n")
+    assert (ran.code, ran.out) == (1, "ffff is not in the bulk store\n")
     assert run("show", "ffff", "--json").document == {
         "key": "ffff",
         "verdict": "missing",
@@ -87,7 +87,7 @@ def test_an_index_without_namespaces_is_told_instead_of_a_bulk_store_not_looked_
     ran = run("show", "ffff")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == (
-        "objkv: the index has no namespaces: say where to look, with --namespace in full\n"
+        "objkv: the index has no namespaces; give --namespace with all of its digits\n"
     )
 
 
@@ -115,7 +115,7 @@ def test_a_beginning_of_several_lists_what_can_be_given_instead(
     path.write_bytes(path_of(home, digest).read_bytes())
     ran = run("show", digest[:4])
     assert (ran.code, ran.out) == (2, "")
-    choices = ran.err.strip().partition("choose one: ")[2].split(", ")
+    choices = ran.err.strip().partition("; give one of ")[2].split(", ")
     assert sorted(choices) == sorted([digest, other])
     assert run("show", other).code == 1
 

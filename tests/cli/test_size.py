@@ -14,10 +14,10 @@ def test_a_known_model_is_told_for_people(run: Run) -> None:
     ran = run("size", "--model", "llama-3.1-8b", "--rate", "2")
     assert (ran.code, ran.err) == (0, "")
     told = {line.split("  ")[0]: line for line in ran.out.splitlines()}
-    assert "128.0 KiB" in told["a token"]
-    assert "32.0 MiB" in told["a chunk"]
+    assert "128.0 KiB" in told["per token"]
+    assert "32.0 MiB" in told["per chunk"]
     assert "config.json of meta-llama/Llama-3.1-8B" in told["model"]
-    assert {"bucket", "Redis", "PUT", "GET", "a month", "network, saving"} <= told.keys()
+    assert {"bucket", "Redis", "PUT", "GET", "per month", "network, saving"} <= told.keys()
 
 
 def test_the_keys_for_machines_are_stable(run: Run) -> None:
@@ -78,25 +78,25 @@ def test_models_known_by_name_are_listed(run: Run) -> None:
 def test_prompts_shorter_than_a_chunk_are_told(run: Run) -> None:
     ran = run("size", *TINY, "--prompt-tokens", "100")
     assert ran.code == 0
-    assert "shorter than a chunk" in ran.out
+    assert "shorter than one chunk" in ran.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "which model?"),
-        (("--layers", "4"), "which model?"),
-        (("--model", "llama-3.1-8b", "--layers", "4"), "give --model, or --layers"),
-        (("--model", "no-such"), "no model known here: no-such"),
-        (("--model", "lama"), "no model known here: lama; did you mean llama-3"),
+        ((), "no model given"),
+        (("--layers", "4"), "no model given"),
+        (("--model", "llama-3.1-8b", "--layers", "4"), "give either --model or --layers"),
+        (("--model", "no-such"), "no-such is neither a directory nor a built-in model name"),
+        (("--model", "lama"), "built-in model name; did you mean llama-3"),
         (("--model", "qwen3"), "did you mean qwen3-0.6b or qwen3-8b or qwen3-32b?"),
-        (("--model", "zzzzzz"), "objkv size --list tells all"),
-        (("--model", "/nowhere/llama"), "--model /nowhere/llama: no such folder"),
-        ((*TINY, "--rate", "-1"), "--rate -1: it may be 0 to 1,000,000,000"),
-        ((*TINY, "--codec-ratio", "0"), "--codec-ratio 0: it may be 0.1 to 100"),
-        ((*TINY, "--used", "nan"), "--used nan: it may be 0 to "),
+        (("--model", "zzzzzz"), "objkv size --list shows all names"),
+        (("--model", "/nowhere/llama"), "--model /nowhere/llama: no such directory"),
+        ((*TINY, "--rate", "-1"), "--rate -1: must be 0 to 1,000,000,000"),
+        ((*TINY, "--codec-ratio", "0"), "--codec-ratio 0: must be 0.1 to 100"),
+        ((*TINY, "--used", "nan"), "--used nan: must be 0 to "),
         ((*TINY, "--kv-dtype", "int3"), "--kv-dtype int3"),
-        ((*TINY, "--stored", "2"), "--stored 2: it may be 0 to 1"),
+        ((*TINY, "--stored", "2"), "--stored 2: must be 0 to 1"),
         ((*TINY, "--price-gb-month", "nan"), "price"),
         ((*TINY, "--tp", "3"), "3"),
     ],

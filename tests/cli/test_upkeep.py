@@ -55,6 +55,7 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
         left = [entry.key for entry in ends.bulk.scan("") if "/shapes/" not in entry.key]
         assert sorted(left) == sorted([*planted["good"], identity_path(NAMESPACE)])
         assert run("verify", "--all", *urls).code == 0
+        assert run("rebuild", "--json", *urls).document["own_index"] is True
         said = run("rebuild", *urls)
         assert (said.code, said.out) == (
             0, "the folder is its own index: there is nothing to rebuild\n",

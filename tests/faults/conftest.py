@@ -8,7 +8,7 @@ import botocore.auth
 import pytest
 from botocore.retries.standard import ExponentialBackoff
 
-from objkv.assembly import redis as assembly_redis
+from objkv.assembly import call_times
 from objkv.cache.chunks import InFlightSaves
 from objkv.index.near import NearIndex
 from objkv.index.redis.index import RedisIndex
@@ -46,8 +46,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda: session)
         patch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)
-        patch.setattr(assembly_redis, "READ_FLOOR_S", 0.5)
-        patch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.5)
+        patch.setattr(call_times, "READ_FLOOR_S", 0.5)
+        patch.setattr(call_times, "CONNECT_FLOOR_S", 0.5)
         with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
             running.files = files
             yield running

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from objkv.assembly import redis as assembly_redis
-from objkv.assembly.redis import call_s, connect_redis
+from objkv.assembly import call_times
+from objkv.assembly.call_times import call_s
+from objkv.assembly.redis import connect_redis
 from objkv.config import Config, load_config
 from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
@@ -91,8 +92,8 @@ class SlowRedis(Listener):
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly_redis, "CONNECT_FLOOR_S", 0.1)
-    monkeypatch.setattr(assembly_redis, "READ_FLOOR_S", 0.2)
+    monkeypatch.setattr(call_times, "CONNECT_FLOOR_S", 0.1)
+    monkeypatch.setattr(call_times, "READ_FLOOR_S", 0.2)
     monkeypatch.setattr("objkv.net.guard._WALK_FACTOR", 1)
 
 

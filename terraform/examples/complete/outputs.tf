@@ -1,10 +1,10 @@
 output "environments" {
-  description = "By role, or by tenant and role: the environment of its processes, besides OBJKV_REDIS_PASSWORD."
+  description = "Environment of each role's processes, by role or by tenant and role, except OBJKV_REDIS_PASSWORD."
   value       = module.objkv.environments
 }
 
 output "role_arns" {
-  description = "By the same keys: the IAM roles for Pod Identity associations."
+  description = "IAM roles for Pod Identity associations, by the same keys."
   value       = module.objkv.role_arns
 }
 

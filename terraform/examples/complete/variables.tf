@@ -1,10 +1,10 @@
 variable "region" {
-  description = "Region of all of it."
+  description = "Region of all resources."
   type        = string
 }
 
 variable "zones" {
-  description = "Names of two or more availability zones. Written down, so that a zone that AWS adds moves no subnet."
+  description = "Names of two or more availability zones. Listed, so that a zone that AWS adds moves no subnet."
   type        = list(string)
 
   validation {
@@ -14,30 +14,30 @@ variable "zones" {
 }
 
 variable "name" {
-  description = "Name of everything, the bucket's too: globally unique."
+  description = "Name of all resources. Must be globally unique, because the bucket has it too."
   type        = string
 }
 
 variable "cidr" {
-  description = "Addresses of the VPC."
+  description = "Address range of the VPC."
   type        = string
   default     = "10.42.0.0/16"
 }
 
 variable "tenants" {
-  description = "Tenants that must not reach each other. Empty: one for all."
+  description = "Tenants that must be isolated. Empty: one shared place."
   type        = set(string)
   default     = []
 }
 
 variable "express_zone_id" {
-  description = "Id of a zone, such as euc1-az1, for a bucket of S3 Express One Zone in it. null: S3 Standard."
+  description = "Id of a zone, such as euc1-az1, for a bucket of S3 Express One Zone. null: S3 Standard."
   type        = string
   default     = null
 }
 
 variable "redis_passwords" {
-  description = "By role, or by tenant and role: 16 to 128 characters."
+  description = "Passwords of 16 to 128 characters, by role or by tenant and role."
   type        = map(string)
   sensitive   = true
 }

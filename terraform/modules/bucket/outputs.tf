@@ -12,6 +12,6 @@ output "arn" {
 }
 
 output "kms_key_arn" {
-  description = "Key that encrypts the bucket; null: S3's own."
+  description = "Key that encrypts the bucket; null for S3's own."
   value       = one(one(aws_s3_bucket_server_side_encryption_configuration.bulk.rule).apply_server_side_encryption_by_default).kms_master_key_id
 }

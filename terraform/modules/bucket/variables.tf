@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of the bucket, unique in the world."
+  description = "Globally unique name of the bucket."
   type        = string
 
   validation {
@@ -9,7 +9,7 @@ variable "name" {
 }
 
 variable "prefix" {
-  description = "Key prefix inside the bucket: what is below it expires."
+  description = "Key prefix inside the bucket. Objects below it expire."
   type        = string
 }
 
@@ -24,7 +24,7 @@ variable "expire_days" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key that encrypts the bucket; null: S3's own keys."
+  description = "KMS key that encrypts the bucket; null for S3's own keys."
   type        = string
   default     = null
 }

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "First part of the bucket's name; the zone and --x-s3 are put behind it."
+  description = "First part of the bucket's name; the zone and --x-s3 are appended."
   type        = string
 
   validation {
@@ -9,7 +9,7 @@ variable "name" {
 }
 
 variable "zone_id" {
-  description = "Id (not name) of the availability zone of the replicas, such as use1-az4: the same zone has another name in another account."
+  description = "Id (not name) of the availability zone of the replicas, such as use1-az4. Zone names differ between accounts."
   type        = string
 
   validation {
@@ -19,7 +19,7 @@ variable "zone_id" {
 }
 
 variable "prefix" {
-  description = "Key prefix inside the bucket: what is below it expires."
+  description = "Key prefix inside the bucket. Objects below it expire."
   type        = string
 }
 
@@ -34,7 +34,7 @@ variable "expire_days" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key that encrypts the bucket; null: S3's own keys."
+  description = "KMS key that encrypts the bucket; null for S3's own keys."
   type        = string
   default     = null
 }

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of what is made here."
+  description = "Name of all resources."
   type        = string
 
   validation {
@@ -24,7 +24,7 @@ variable "security_group_ids" {
 }
 
 variable "users" {
-  description = "Users by any key: name, and rights as an access string. Without users an auth token is needed."
+  description = "Users by any key, with name and rights as an access string. Without users an auth token is required."
   type        = map(object({ user_name = string, access_string = string }))
   default     = {}
 
@@ -57,7 +57,7 @@ variable "passwords" {
 }
 
 variable "auth_token" {
-  description = "In place of users: one password for everybody, who then may do everything."
+  description = "Replaces users: one password for all clients, with full access."
   type        = string
   default     = null
   sensitive   = true
@@ -69,7 +69,7 @@ variable "auth_token" {
 }
 
 variable "auth_token_update_strategy" {
-  description = "What becomes of an auth token that is there: DELETE when users take its place, else null."
+  description = "DELETE to replace an existing auth token with users; else null."
   type        = string
   default     = null
 
@@ -80,7 +80,7 @@ variable "auth_token_update_strategy" {
 }
 
 variable "kms_key_arn" {
-  description = "KMS key that encrypts what is on disk; null: ElastiCache's own."
+  description = "KMS key that encrypts data on disk; null for ElastiCache's own."
   type        = string
   default     = null
 }
@@ -113,7 +113,7 @@ variable "shards" {
 }
 
 variable "replicas_per_shard" {
-  description = "Replicas of each shard, in other availability zones. 0: after a failure the index is empty, and is filled by saves or objkv rebuild."
+  description = "Replicas of each shard, in other availability zones. With 0 the index is empty after a failure, until saves or objkv rebuild refill it."
   type        = number
   default     = 1
 
@@ -124,7 +124,7 @@ variable "replicas_per_shard" {
 }
 
 variable "tags" {
-  description = "Tags of everything that is made here."
+  description = "Tags of all resources."
   type        = map(string)
   default     = {}
 }

@@ -4,11 +4,11 @@ output "index_security_group_id" {
 }
 
 output "endpoint_ids" {
-  description = "Gateway endpoints that were made, by service."
+  description = "Gateway endpoints that this module created, by service."
   value       = { for service, endpoint in aws_vpc_endpoint.s3 : service => endpoint.id }
 }
 
 output "region" {
-  description = "Region of all of it."
+  description = "Region of all resources."
   value       = data.aws_region.here.id
 }

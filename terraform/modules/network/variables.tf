@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Name of what is made here."
+  description = "Name of all resources."
   type        = string
 }
 
@@ -9,7 +9,7 @@ variable "vpc_id" {
 }
 
 variable "client_security_group_ids" {
-  description = "Security groups of replicas and operators, by any name that is known before apply."
+  description = "Security groups of replicas and operators, keyed by any name known before apply."
   type        = map(string)
 
   validation {
@@ -19,7 +19,7 @@ variable "client_security_group_ids" {
 }
 
 variable "route_table_ids" {
-  description = "Route tables of the replicas' subnets, which get gateway endpoints for S3. Empty: none is made, because the VPC has one already."
+  description = "Route tables of the replicas' subnets, which get gateway endpoints for S3. Empty: create none, because the VPC has one already."
   type        = list(string)
   default     = []
 }
@@ -31,7 +31,7 @@ variable "has_express" {
 }
 
 variable "tags" {
-  description = "Tags of everything that is made here."
+  description = "Tags of all resources."
   type        = map(string)
   default     = {}
 }

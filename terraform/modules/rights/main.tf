@@ -7,7 +7,7 @@ variable "bucket_arn" {
 }
 
 variable "is_directory" {
-  description = "Whether it is a directory bucket of S3 Express, whose rights end at no prefix."
+  description = "Whether it is a directory bucket of S3 Express, which has no rights per prefix."
   type        = bool
   default     = false
 }
@@ -18,7 +18,7 @@ variable "prefix" {
 }
 
 variable "redis_prefix" {
-  description = "The setting redis_prefix."
+  description = "The replicas' setting redis_prefix."
   type        = string
 }
 
@@ -45,7 +45,7 @@ locals {
 }
 
 output "policies" {
-  description = "By role, the IAM policy as JSON."
+  description = "IAM policy as JSON, by role."
   value = {
     for role, policy in local.bucket.policies : role => jsonencode({
       Version   = policy.Version
@@ -55,6 +55,6 @@ output "policies" {
 }
 
 output "access_strings" {
-  description = "By role, the access string of a Redis or Valkey user: of one server, and of a cluster."
+  description = "Access string of a Redis or Valkey user, by role, for one server and for a cluster."
   value       = local.rights.access_strings
 }

@@ -1,5 +1,5 @@
 output "grants" {
-  description = "Tenant and role, by role (\"writer\") or by tenant and role (\"a-writer\"). The tenant is empty where there is one for all."
+  description = "Tenant and role, by role (\"writer\") or by tenant and role (\"a-writer\"). The tenant is empty if the place is shared."
   value       = local.grants
 }
 
@@ -19,11 +19,11 @@ output "role_arns" {
 }
 
 output "access_strings" {
-  description = "Rights in Redis, by the same keys: of one server, and of a cluster."
+  description = "Rights in Redis, by the same keys, for one server and for a cluster."
   value       = { for key, grant in local.grants : key => module.rights[grant.tenant].access_strings[grant.role] }
 }
 
 output "policies" {
-  description = "What the policies allow, as JSON, by the same keys."
+  description = "The policies as JSON, by the same keys."
   value       = { for key, policy in aws_iam_policy.role : key => policy.policy }
 }

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Names begin with it."
+  description = "Prefix of all names."
   type        = string
 }
 
@@ -9,7 +9,7 @@ variable "bucket_arn" {
 }
 
 variable "is_directory" {
-  description = "Whether it is a directory bucket of S3 Express, in which no right ends at a prefix."
+  description = "Whether it is a directory bucket of S3 Express, which has no rights per prefix."
   type        = bool
   default     = false
 }
@@ -20,7 +20,7 @@ variable "prefix" {
 }
 
 variable "tenants" {
-  description = "Tenants that must not reach each other. Empty: one for all."
+  description = "Tenants that must be isolated. Empty: one shared place."
   type        = set(string)
   default     = []
 
@@ -42,14 +42,14 @@ variable "kms_key_arn" {
 }
 
 variable "trust_policy" {
-  description = "Who may take the roles on: an assume role policy, as the attribute json. null: no roles are made, only policies."
+  description = "Assume role policy of the roles, as the attribute json. null: create only policies."
   # An object, because that there is one is known before its text may be.
   type    = object({ json = string })
   default = null
 }
 
 variable "tags" {
-  description = "Tags of everything that is made here."
+  description = "Tags of all resources."
   type        = map(string)
   default     = {}
 }

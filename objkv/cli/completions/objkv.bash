@@ -1,0 +1,105 @@
+# Completion of objkv for bash. Written by scripts/write_completion.py in a clone of the project: change it there.
+
+_objkv_words() { # candidates after a command: $1 the command, $2 commands, options or arguments
+    case "$1/$2" in
+    objkv/commands) echo "access audit completion demo doctor exporter ls show size top match export import pin unpin warm diff verify sweep rebuild bench" ;;
+    objkv/options) echo "--debug --version --help" ;;
+    'objkv access/options') echo "--role --tenant --kms-key-arn --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv audit/options') echo "--namespace --html --tokenizer --show-text --roots --limit --price-gb-month --price-puts --price-gets --deadline-s --workers --restart --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv completion/options') echo "--help" ;;
+    'objkv completion/arguments') echo "bash zsh fish" ;;
+    'objkv demo/options') echo "--small --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv doctor/options') echo "--bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv exporter/options') echo "--host --port --every --scan-every --namespaces-max --once --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv ls/options') echo "--prefixes --tree --limit --bulk --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv ls/arguments') : ;;
+    'objkv show/options') echo "--namespace --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv show/arguments') : ;;
+    'objkv size/options') echo "--model --list --layers --kv-heads --head-size --kv-dtype --tp --block-size --codec-ratio --rate --prompt-tokens --stored --ttl --used --sweep-every --price-gb-month --price-puts --price-gets --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv top/options') echo "--endpoint --endpoints --exporter --no-index --every --once --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv match/options') echo "--tokens --text --text-file --tokenizer --namespace --cache-salt --lora-digest --explain --endpoint --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv export/options') echo "--out --namespace --prefix --below --tokens --text --text-file --tokenizer --cache-salt --lora-digest --without-tokens --memory-bytes --workers --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv import/options') echo "--codec --dry-run --memory-bytes --workers --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv import/arguments') echo @folders ;;
+    'objkv pin/options') echo "--tokens --text --text-file --tokenizer --namespace --cache-salt --lora-digest --for --list --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv pin/arguments') : ;;
+    'objkv unpin/options') echo "--namespace --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv unpin/arguments') : ;;
+    'objkv warm/options') echo "--endpoint --model --promote --check --tokenizer --lora --engine-arg --served-model --api-key --namespace --concurrency --attempts --request-s --save-s --gone-s --bytes-max --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv warm/arguments') echo @files ;;
+    'objkv diff/options') echo "--bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv diff/arguments') echo @files ;;
+    'objkv verify/options') echo "--namespace --sample --all --quarantine --force --seed --deadline-s --memory-bytes --workers --restart --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv sweep/options') echo "--apply --only --namespace --grace-s --strangers --force --limit --workers --restart --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv rebuild/options') echo "--namespace --dry-run --workers --restart --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv bench/commands') echo "store lookup gpu all" ;;
+    'objkv bench/options') echo "--help" ;;
+    'objkv bench store/options') echo "--rounds --quick --check --plot --configured --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv bench lookup/options') echo "--rounds --quick --check --plot --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv bench gpu/options') echo "--rounds --quick --check --plot --bulk-url --index-url --config --json --no-color --help" ;;
+    'objkv bench all/options') echo "--rounds --quick --check --plot --bulk-url --index-url --config --json --no-color --help" ;;
+    esac
+}
+
+_objkv_value() { # candidates of an option: $1 the command, $2 the option; false for a flag
+    case "$1 $2" in
+    'objkv access --role') echo "reader writer sweeper" ;;
+    'objkv access --tenant'|'objkv access --kms-key-arn'|'objkv access --bulk-url'|'objkv access --index-url'|'objkv audit --namespace'|'objkv audit --roots'|'objkv audit --limit'|'objkv audit --price-gb-month'|'objkv audit --price-puts'|'objkv audit --price-gets'|'objkv audit --deadline-s'|'objkv audit --workers'|'objkv audit --bulk-url'|'objkv audit --index-url'|'objkv demo --bulk-url'|'objkv demo --index-url'|'objkv doctor --bulk-url'|'objkv doctor --index-url'|'objkv exporter --host'|'objkv exporter --port'|'objkv exporter --every'|'objkv exporter --scan-every'|'objkv exporter --namespaces-max'|'objkv exporter --bulk-url'|'objkv exporter --index-url'|'objkv ls --limit'|'objkv ls --bulk-url'|'objkv ls --index-url'|'objkv show --namespace'|'objkv show --bulk-url'|'objkv show --index-url'|'objkv size --model'|'objkv size --layers'|'objkv size --kv-heads'|'objkv size --head-size'|'objkv size --tp'|'objkv size --block-size'|'objkv size --codec-ratio'|'objkv size --rate'|'objkv size --prompt-tokens'|'objkv size --stored'|'objkv size --ttl'|'objkv size --used'|'objkv size --sweep-every'|'objkv size --price-gb-month'|'objkv size --price-puts'|'objkv size --price-gets'|'objkv size --bulk-url'|'objkv size --index-url'|'objkv top --endpoint'|'objkv top --exporter'|'objkv top --every'|'objkv top --bulk-url'|'objkv top --index-url'|'objkv match --text'|'objkv match --namespace'|'objkv match --cache-salt'|'objkv match --lora-digest'|'objkv match --endpoint'|'objkv match --bulk-url'|'objkv match --index-url'|'objkv export --namespace'|'objkv export --prefix'|'objkv export --text'|'objkv export --cache-salt'|'objkv export --lora-digest'|'objkv export --memory-bytes'|'objkv export --workers'|'objkv export --bulk-url'|'objkv export --index-url'|'objkv import --memory-bytes'|'objkv import --workers'|'objkv import --bulk-url'|'objkv import --index-url'|'objkv pin --text'|'objkv pin --namespace'|'objkv pin --cache-salt'|'objkv pin --lora-digest'|'objkv pin --for'|'objkv pin --bulk-url'|'objkv pin --index-url'|'objkv unpin --namespace'|'objkv unpin --bulk-url'|'objkv unpin --index-url'|'objkv warm --endpoint'|'objkv warm --model'|'objkv warm --lora'|'objkv warm --engine-arg'|'objkv warm --served-model'|'objkv warm --api-key'|'objkv warm --namespace'|'objkv warm --concurrency'|'objkv warm --attempts'|'objkv warm --request-s'|'objkv warm --save-s'|'objkv warm --gone-s'|'objkv warm --bytes-max'|'objkv warm --bulk-url'|'objkv warm --index-url'|'objkv diff --bulk-url'|'objkv diff --index-url'|'objkv verify --namespace'|'objkv verify --sample'|'objkv verify --seed'|'objkv verify --deadline-s'|'objkv verify --memory-bytes'|'objkv verify --workers'|'objkv verify --bulk-url'|'objkv verify --index-url'|'objkv sweep --namespace'|'objkv sweep --grace-s'|'objkv sweep --limit'|'objkv sweep --workers'|'objkv sweep --bulk-url'|'objkv sweep --index-url'|'objkv rebuild --namespace'|'objkv rebuild --workers'|'objkv rebuild --bulk-url'|'objkv rebuild --index-url'|'objkv bench store --rounds'|'objkv bench store --bulk-url'|'objkv bench store --index-url'|'objkv bench lookup --rounds'|'objkv bench lookup --bulk-url'|'objkv bench lookup --index-url'|'objkv bench gpu --rounds'|'objkv bench gpu --bulk-url'|'objkv bench gpu --index-url'|'objkv bench all --rounds'|'objkv bench all --bulk-url'|'objkv bench all --index-url') : ;;
+    'objkv access --config'|'objkv audit --html'|'objkv audit --tokenizer'|'objkv audit --config'|'objkv demo --config'|'objkv doctor --config'|'objkv exporter --config'|'objkv ls --config'|'objkv show --config'|'objkv size --config'|'objkv top --endpoints'|'objkv top --config'|'objkv match --tokens'|'objkv match --text-file'|'objkv match --tokenizer'|'objkv match --config'|'objkv export --tokens'|'objkv export --text-file'|'objkv export --tokenizer'|'objkv export --config'|'objkv import --config'|'objkv pin --tokens'|'objkv pin --text-file'|'objkv pin --tokenizer'|'objkv pin --config'|'objkv unpin --config'|'objkv warm --tokenizer'|'objkv warm --config'|'objkv diff --config'|'objkv verify --config'|'objkv sweep --config'|'objkv rebuild --config'|'objkv bench store --plot'|'objkv bench store --config'|'objkv bench lookup --plot'|'objkv bench lookup --config'|'objkv bench gpu --plot'|'objkv bench gpu --config'|'objkv bench all --plot'|'objkv bench all --config') echo @files ;;
+    'objkv size --kv-dtype') echo "auto bfloat16 float16 float32 fp8 fp8_e4m3 fp8_e5m2" ;;
+    'objkv export --out') echo @folders ;;
+    'objkv import --codec') echo "none lz4 zstd blosc blosclz4" ;;
+    'objkv sweep --only') echo "orphan ghost expired over_quota old_epoch stranger temporary quarantined" ;;
+    *) return 1 ;;
+    esac
+}
+
+_objkv_reply() { # $1 the candidates, or @files or @folders; $2 the beginning; $3 goes before each
+    local line
+    COMPREPLY=()
+    case "$1" in
+    @files) compopt -o filenames 2>/dev/null; set -- "$(compgen -f -- "$2")" "$3" ;;
+    @folders) compopt -o filenames 2>/dev/null; set -- "$(compgen -d -- "$2")" "$3" ;;
+    *) set -- "$(compgen -W "$1" -- "$2")" "$3" ;;
+    esac
+    while IFS= read -r line; do
+        [[ -z $line ]] || COMPREPLY+=("$2$line")
+    done <<<"$1"
+}
+
+_objkv_completion() {
+    local current=${COMP_WORDS[COMP_CWORD]} before="" path=objkv option="" dashes="" word i
+    for ((i = 1; i < COMP_CWORD; i++)); do
+        word=${COMP_WORDS[i]}
+        [[ $word != -- ]] || dashes=yes
+        [[ $word == -* || -z $(_objkv_words "$path" commands) ]] || path="$path $word"
+    done
+    word=${COMP_WORDS[COMP_CWORD - 1]}
+    if [[ -z $dashes ]]; then
+        if [[ $current == "=" ]]; then # bash splits --option=value at the sign
+            option=$word current=""
+        elif [[ $word == "=" ]]; then
+            option=${COMP_WORDS[COMP_CWORD - 2]}
+        elif [[ $current == --*=* ]]; then
+            option=${current%%=*} before=${current%%=*}= current=${current#*=}
+        else
+            option=$word
+        fi
+        if word=$(_objkv_value "$path" "$option"); then
+            _objkv_reply "$word" "$current" "$before"
+            return
+        fi
+        if [[ -n $before || $option != "${COMP_WORDS[COMP_CWORD - 1]}" ]]; then
+            COMPREPLY=() # a flag takes no value
+            return
+        fi
+    fi
+    if [[ -z $dashes && $current == -* ]]; then
+        _objkv_reply "$(_objkv_words "$path" options)" "$current" ""
+    else
+        word=$(_objkv_words "$path" commands)$(_objkv_words "$path" arguments)
+        _objkv_reply "$word" "$current" ""
+    fi
+}
+
+complete -F _objkv_completion objkv
