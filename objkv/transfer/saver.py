@@ -232,15 +232,15 @@ class Saver:
     def __repr__(self) -> str:
         return f"<Saver {self._pool}>"
 
-    def _copies_end(self, until_s: float) -> bool:
-        """Poll until all copies are done. Returns False if ``until_s`` comes first.
+    def _copies_end(self, until: float) -> bool:
+        """Poll until all copies are done. Returns False if the time ``until`` comes first.
 
         Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
         timeout, so this polls.
         """
         mark = self._last_mark
         while mark is not None and not mark.done():
-            if self._clock() >= until_s:
+            if self._clock() >= until:
                 return False
             sleep(_LOOK_S)
         return True

@@ -144,7 +144,7 @@ class TierLookups:
         verdict.answered = True
 
     def _find(self, batch: list[_Verdict]) -> None:
-        """On a background thread. One round trip: all keys of a batch are of one namespace."""
+        """Look up a batch in one call, on a background thread. All its keys have one namespace."""
         namespace = batch[0].key.namespace
         hashes = list(dict.fromkeys(verdict.key.prefix_hash for verdict in batch))
         fields = sorted({verdict.key.field for verdict in batch})
