@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 _TIER_UNPREFIXED = ("breaker_", "quota_", "sweep")
-"""Prefixes of numbers whose recorder is shared with the connectors, so it does not add
-``tier_``."""
+"""Prefixes of numbers that are counted by code shared with the connectors, without ``tier_``."""
 
 
 class TableStats:

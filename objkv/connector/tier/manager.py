@@ -2,7 +2,7 @@
 
 It is for operators who run ``OffloadingConnector`` with ``TieringOffloadingSpec`` and want its
 chunks, and those of other replicas, in objkv's stores. vLLM calls every method on the scheduler's
-thread. No method waits for a store except ``shutdown``, and only the constructor raises. Read
+thread. Only the constructor and ``shutdown`` wait for a store. Only the constructor raises. Read
 against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Described in ``docs/tier.md``.
 """
 
