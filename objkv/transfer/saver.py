@@ -224,7 +224,7 @@ class Saver:
         """
         end, give_up = self._clock() + drain_deadline_s, self._give_up
         if not self._copies_end(end + _COPIES_S):
-            logger.error("the device does not end the copies of saves, shutting down without them")
+            logger.error("copies of saves did not finish on the device, shutting down without them")
             give_up = self._strand
         left_s = max(0.0, end - self._clock())
         self._pool.close(left_s, give_up)

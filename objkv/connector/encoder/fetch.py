@@ -344,7 +344,7 @@ class EncoderFetcher:
 
     def _failed(self, _job: Callable[[], None], error: Exception) -> None:
         self._recorder.count("load_errors")
-        logger.error("job failed unexpectedly", exc_info=error)
+        logger.error("encoder job failed unexpectedly", exc_info=error)
 
     def _bring(self, entry: WantedOutput) -> None:
         """Look up one output, and queue for its memory if it is stored.

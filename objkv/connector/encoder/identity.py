@@ -49,7 +49,7 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
     model = vllm_config.model_config
     if model.multimodal_config is None:
         raise ConfigError(
-            f"{model.model!r} takes no images, sounds or videos: run it without ec_transfer_config"
+            f"{model.model!r} has no image, sound or video input: run it without ec_transfer_config"
         )
     if model.is_encoder_decoder:
         raise ConfigError(

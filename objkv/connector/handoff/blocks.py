@@ -78,7 +78,7 @@ def _check_ids(src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
     if len(src_ids) != len(dst_ids):
         raise TransferError(f"{len(src_ids)} source blocks, but {len(dst_ids)} target blocks")
     if len(set(dst_ids)) != len(dst_ids):
-        raise TransferError("dst_ids contain a block twice, it would be written twice")
+        raise TransferError("dst_ids repeats a block, which would be written twice")
 
 
 def _check_devices(src: Caches, dst: Caches, direction: Direction) -> None:

@@ -138,7 +138,7 @@ class RankAgreement:
             dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
         except Exception as exc:  # any exception of the backend: a rank is gone or very late
             self._broken = True
-            logger.warning("ranks out of touch, computing everything from now on reason=%s", exc)
+            logger.warning("ranks cannot agree, computing everything from now on reason=%s", exc)
             return False
         return bool(answer.item())
 
@@ -404,4 +404,4 @@ class HandoffConnector:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise TransferError("closed")
+            raise TransferError("the connector is closed")

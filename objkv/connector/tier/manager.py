@@ -295,7 +295,7 @@ class ObjKVTier(SecondaryTierManager):
                 entries.append(TierChunk(key, int(row), record(key) if job.is_promotion else None))
             namespace = self.namespace.of(job.req_context.req_id)
         except Exception:  # vLLM expects an outcome for every job
-            logger.exception("tier job not understood job=%s", job.job_id)
+            logger.exception("invalid tier job job=%s", job.job_id)
             entries = [TierChunk(key, 0) for key in job.keys]
         jobs.submit(job.job_id, namespace, entries)
 
