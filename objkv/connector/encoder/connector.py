@@ -54,8 +54,7 @@ HELD_BYTES_MAX = 256 << 20
 """Bytes of outputs held for waiting requests, and the same again for outputs to be saved. That is
 36 outputs of 7 MiB: 1,024 rows of 3,584 bfloat16 values, for one photo."""
 ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
-"""An output is sent to the workers in one message; see
-``docs/decisions/0013-encoder-outputs-are-promised-once-held.md``."""
+"""Limit for one output, which crosses to the workers in one message (docs/decisions/0013)."""
 
 
 def open_encoder_scheduler(
