@@ -1,7 +1,7 @@
-"""The matrix: what fails, and what then becomes of a lookup, a load and a save.
+"""The fault matrix: each fault with the outcomes of a lookup, a load and a save.
 
 A row is one fault, injected for real; a cell is one verb of it, in both load modes. The tests
-assert exactly what stands here, and ``docs/reliability.md`` is written from it.
+assert exactly these outcomes, and ``docs/reliability.md`` is generated from them.
 """
 
 from dataclasses import dataclass, field
@@ -21,19 +21,19 @@ LOADS_TOLD, SAVES_TOLD, REFUSED = "loads failing", "saves failing", "payload ref
 
 @dataclass(frozen=True)
 class Cell:
-    """What becomes of one verb while the fault is there."""
+    """The outcome of one verb during the fault."""
 
     outcome: Outcome
-    """Of a lookup and a load ``hit`` or ``miss``; of a save ``saved``, which is a hit for whoever
-    comes next, or ``drop``."""
+    """A lookup and a load end in ``hit`` or ``miss``, a save in ``saved`` (a hit for the next
+    reader) or ``drop``."""
     counted: str = ""
-    """The metric that counts the fault; empty where there is none to tell of."""
+    """The metric that counts the fault; empty if objkv cannot notice it."""
     told: str = ""
-    """What begins the one line in the log; empty: nothing is said."""
+    """The beginning of the only log line; empty: no line."""
     beside: str = ""
-    """What begins a line that may come as well: of what is done in the background."""
+    """The beginning of a line that background work may log in addition."""
     touched: bool = True
-    """False: this verb never goes where the fault is, and the test shows that it did not."""
+    """False: this verb never reaches the fault, and the test checks that it did not."""
 
 
 UNTOUCHED_HIT = Cell("hit", touched=False)
@@ -52,14 +52,14 @@ class Row:
     save: Cell
     settings: dict[str, Any] = field(default_factory=dict)
     hurry_s: float = 0.0
-    """How long clients wait for the end that fails, while it does, where waiting is all that a
-    test could do; 0: as long as ever. Whoever is well has time, however busy the machine is."""
+    """How long clients wait for the failing backend during the fault, if a test could only wait;
+    0: the usual time. Healthy backends keep their time, however busy the machine is."""
     is_theirs: bool = False
-    """The fault is a replica of another revision of the model: it asks for the same prompts, and
-    has the same bucket and the same index."""
+    """The fault is a replica of another revision of the model that requests the same prompts and
+    shares the bucket and the index."""
 
     def cell(self, verb: Verb) -> Cell:
-        """The cell of ``verb``."""
+        """Return the cell of ``verb``."""
         cell: Cell = getattr(self, verb)
         return cell
 
@@ -71,13 +71,13 @@ def _s3(name: str, what: str, load: Cell, save: Cell, **more: Any) -> Row:
 _LOAD_FAILS = Cell("miss", "load_errors", LOADS_TOLD)
 _LOAD_REFUSED = Cell("miss", "load_corrupt", REFUSED)
 _LOAD_GHOST = Cell("miss", "load_ghosts", beside=SAVES_TOLD)
-"""What was a ghost is computed and saved again at once, perhaps while the fault is still there."""
+"""A ghost is computed and saved again at once, perhaps while the fault persists."""
 _SAVE_FAILS = Cell("drop", "save_errors", SAVES_TOLD)
 _SAVED = Cell("saved")
 _FOUND = Cell("hit")
 _LOOKUP_FAILS = Cell("miss", "lookup_errors", INDEX_READS)
 _FOUND_UNMARKED = Cell("hit", beside=INDEX_WRITES)
-"""That it was used cannot be noted, which is done in the background."""
+"""The background write that records the use fails."""
 _UNANNOUNCED = Cell("drop", "publish_errors", INDEX_WRITES)
 _FROM_BULK = Cell("hit", "hot_errors", HOT_READS, beside=INDEX_WRITES)
 
@@ -260,5 +260,5 @@ CELLS = tuple((row.name, verb, mode) for row in ROWS for verb in VERBS for mode 
 
 
 def cell_id(name: str, verb: str, mode: str) -> str:
-    """As it stands in the ids of tests and in the table."""
+    """Return the id of a cell's test."""
     return f"{name}-{verb}-{mode}"

@@ -1,4 +1,4 @@
-"""The page shows the matrix that is tested, all of it and nothing else."""
+"""The page shows exactly the tested matrix."""
 
 from objkv.connector.counters import COUNTERS
 from tests.faults import table
@@ -19,7 +19,7 @@ def test_every_fault_is_counted_by_a_metric_that_operators_can_see() -> None:
 
 
 def test_a_loss_that_is_not_counted_is_one_that_nobody_can_notice() -> None:
-    """What was wiped, evicted or lost by a fail-over is an ordinary miss to whoever asks."""
+    """A wiped or evicted record, or one lost in a fail-over, is an ordinary miss for the reader."""
     silent = {
         (row.name, verb)
         for row in ROWS
