@@ -1,4 +1,4 @@
-"""The command line of a benchmark of this folder: the options and the output of ``objkv bench``."""
+"""One benchmark's command line, with the options and the output of ``objkv bench``."""
 
 import sys
 from collections.abc import Callable

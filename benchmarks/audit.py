@@ -1,10 +1,10 @@
-"""What an audit takes: time, and peak memory as the store grows.
+"""Measure the time and the peak memory of an audit as the store grows.
 
     python benchmarks/audit.py [--chunks 100000] [--steps 4] [--keep FOLDER] [--json]
 
-Makes stores of which each is twice as large as the one before, the last of ``--chunks`` chunks,
-runs ``objkv audit --json --html`` on each in a process of its own, with the SQLite index and
-without one (``bulk:``), and checks that it counts what was planted. Exit code 1 if it does not.
+Creates stores, each twice as large as the previous one and the last with ``--chunks`` chunks. Runs
+``objkv audit --json --html`` on each in a separate process, with the SQLite index and without one
+(``bulk:``). Exits with 1 if an audit does not count the planted chunks and faults.
 """
 
 import argparse
@@ -46,8 +46,10 @@ def main() -> int:
     """The script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chunks", type=int, default=100_000)
-    parser.add_argument("--steps", type=int, default=4, help="stores, each twice the one before")
-    parser.add_argument("--keep", type=Path, help="make the largest store here, and keep it")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="number of stores, each twice the previous one"
+    )
+    parser.add_argument("--keep", type=Path, help="create the largest store here and keep it")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     rows = []

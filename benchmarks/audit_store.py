@@ -1,8 +1,8 @@
-"""Fills a folder and an SQLite index as a fleet of a month would have, with known faults.
+"""Fills a folder and an SQLite index as a fleet does in a month, with known faults.
 
-Payloads are whole and right: headers are written, pages are zeros in files with holes, so that
-400 GiB take the room of their headers. Hashes are those of the tokens, prompts share beginnings as
-conversations do, hits and ages are spread by chance that ``seed`` decides.
+Payloads are whole and valid: headers are written, and pages are zeros in sparse files, so that 400
+GiB take only the space of their headers. Hashes are computed from tokens, prompts share prefixes as
+conversations do, and ``seed`` determines the random hits and ages.
 """
 
 import json

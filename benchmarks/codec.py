@@ -1,4 +1,4 @@
-"""Encoding and decoding pages on one core, against copying them; sealing payloads, against not."""
+"""Compare encoding and decoding pages with copying them, and sealed payloads with unsealed ones."""
 
 import os
 import time
@@ -235,7 +235,7 @@ def main(
     check: Check = False,
     plot: Plot = None,
     file: Annotated[
-        Path | None, typer.Option(help="A payload of yours, instead of made-up KV.", metavar="FILE")
+        Path | None, typer.Option(help="Use this payload instead of synthetic KV.", metavar="FILE")
     ] = None,
 ) -> int:
     """See ``run_command``."""

@@ -1,6 +1,6 @@
-"""vLLM with objkv against vLLM alone, and against vLLM's own example connector.
+"""Compare vLLM with objkv, vLLM alone, and vLLM's own example connector.
 
-Live engines take turns in many short batches, so that what slows the machine slows all of them.
+Running engines take turns in many short batches, so that interference slows all of them.
 """
 
 import statistics

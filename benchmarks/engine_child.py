@@ -1,7 +1,7 @@
-"""One engine of ``benchmarks.engine``: a process that carries out orders, line by line.
+"""One engine of ``benchmarks.engine``: a process that executes one order per line.
 
 ``python -m benchmarks.engine_child job.json`` answers each order on standard input
-with one line on standard output; what vLLM prints goes to standard error. It ends with its input.
+with one line on standard output. vLLM's output goes to standard error. It ends with its input.
 """
 
 import os

@@ -1,12 +1,12 @@
-"""How many blocks of a real trace a bounded cache would have had, by what it gives up when full.
+"""Measure how many blocks of a real trace a bounded cache finds under each eviction policy.
 
     python benchmarks/eviction.py [--trace conversation_trace.jsonl] [--json] [--plot FILE.svg]
 
-Each request finds the longest beginning of its prompt that is stored, and saves the rest. When the
-cache holds more than its high watermark, it is emptied to the low one, as ``objkv sweep`` does it,
-by ``objkv.cache.eviction.choose`` with the policy under test; so every policy loses ends first.
-Capacities are shares of all different blocks. The policy in use was tuned on the first half of the
-trace: the second half is what counts.
+Each request finds the longest stored prefix of its prompt and saves the rest. When the cache
+exceeds its high watermark, ``objkv.cache.eviction.choose`` empties it to the low one with the
+tested policy, like ``objkv sweep``; so every policy evicts the ends of prompts first. Capacities
+are shares of all distinct blocks. objkv's policy was tuned on the first half of the trace, so
+compare the second half.
 """
 
 import argparse

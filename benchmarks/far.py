@@ -1,6 +1,6 @@
-"""A bucket 25 ms and 10 Gbit/s away, 85 MB/s per connection, simulated.
+"""Measure a simulated remote bucket: 25 ms, 10 Gbit/s, and 85 MB/s per connection.
 
-The limit is plain sockets through the same kind of proxy, one per thread.
+The limit uses plain sockets, one per thread, through the same kind of proxy.
 """
 
 import time

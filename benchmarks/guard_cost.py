@@ -1,10 +1,10 @@
-"""What the layers between the cache and a store cost: one byte from the memory store.
+"""Measure the cost of the layers between the cache and a store with one byte from the memory store.
 
     PYTHONPATH=<tree> python benchmarks/guard_cost.py [--rounds 7] [--calls 20000]
 
-Prints microseconds a call, the median of rounds: of the store by itself, of the bulk store as
-``open_bulk`` makes it, and of ``ChunkCache.get_into`` above that. To compare two trees, run it by
-turns in each.
+Prints microseconds per call, medians over rounds, for the store alone, for the bulk store as
+``open_bulk`` makes it, and for ``ChunkCache.get_into`` above it. To compare two trees, alternate
+runs in both.
 """
 
 import argparse

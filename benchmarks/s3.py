@@ -1,6 +1,6 @@
-"""Payloads between an S3 server in memory and a slab, against plain sockets between the same ends.
+"""Compare payloads between an S3 server in memory and a slab with plain sockets on the same route.
 
-Everything that is got is verified while it arrives; the limit is not.
+objkv verifies every byte while it arrives; the limit does not.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,19 +1,19 @@
-"""Replicas live at random for as long as asked, while what is under them fails.
+"""Run replicas with random requests while servers and stores fail.
 
     .venv/bin/python benchmarks/soak.py --minutes 10 --faults [--replicas 2] [--json]
     .venv/bin/python benchmarks/soak.py --minutes 10 --engine none [--s3]
 
-Real vLLM engines on the CPU, each a process, share one Redis and one bucket. Requests on shared
-stems come in bursts, are aborted and preempted; engines forget, sleep, update their weights. With
-``--faults`` answers of both servers are refused, late, cut short, changed or never come, servers
-die and come back empty, stored bytes change, and engines are killed. Every answer is compared with
-that of an engine without a connector.
+Real vLLM engines on the CPU, one process each, share one Redis and one bucket. Requests with shared
+prefixes arrive in bursts and are aborted or preempted. Engines drop their caches, sleep and update
+their weights. With ``--faults`` both servers refuse, delay, truncate, change or lose responses, die
+and return empty; stored bytes change, and engines are killed. Every answer is compared with that of
+an engine without a connector.
 
-``--engine none`` is the quick form, of transfers alone, with faults in any case: see
+``--engine none`` is the quick form, which only transfers and always injects faults: see
 ``soak_transfers.py``.
 
-Ends with exit code 1 if any answer was wrong or never came, anything was logged as an error, or
-slabs, blocks, threads, files or memory are left or grow.
+Exits with 1 if an answer was wrong or missing, if an error was logged, or if slabs, blocks,
+threads, files or memory leak.
 """
 
 import argparse
@@ -28,20 +28,20 @@ from rich.console import Console
 
 
 def main() -> int:
-    """Soak, print, and tell by the exit code."""
+    """Run the soak, print the result and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seconds", type=float, help="instead of --minutes")
+    parser.add_argument("--seconds", type=float, help="duration, instead of --minutes")
     parser.add_argument("--engine", choices=("vllm", "none"), default="vllm")
     parser.add_argument("--faults", action="store_true", help="make servers and engines fail")
     parser.add_argument("--replicas", type=int, help="default: 2 engines, or 3 without")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--s3", action="store_true", help="--engine none: on a Ceph radosgw")
+    parser.add_argument("--s3", action="store_true", help="with --engine none: use a Ceph radosgw")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", type=Path, help="a picture of memory, files and slabs over time")
-    parser.add_argument("--keep", type=Path, help="where the engines' logs go if it breaks")
+    parser.add_argument("--plot", type=Path, help="draw memory, files and slabs over time here")
+    parser.add_argument("--keep", type=Path, help="copy the engines' logs here if the soak fails")
     arguments = parser.parse_args()
     if arguments.seconds is None:
         arguments.seconds = 60 * arguments.minutes

@@ -1,4 +1,4 @@
-"""Real engines live at random over a Redis and an S3 server that fail; see ``soak.py``."""
+"""The soak of real engines over a Redis and an S3 server that fail; see ``soak.py``."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ from tests.support.servers.spoil_s3 import SpoilS3
 ROOT = Path(__file__).resolve().parents[1]
 FAULT_S, PAUSE_S = 1.2, 1.6
 SILENT_S = 180.0
-"""An engine that says nothing for so long hangs."""
+"""An engine that has not reported for so long hangs."""
 START_S = 900.0
 REFUSED_START = "objkv.errors.ConfigError"
 """How an engine ends that starts while a server denies everything: the operator is told."""
@@ -386,7 +386,7 @@ class _Watch:
                 engine.signal(signal.SIGUSR1)
                 time.sleep(2.0)
                 tail = engine.file("log").read_text(errors="replace")[-6000:]
-                self.hangs.append(f"{engine.name} says nothing for {SILENT_S:.0f} s: {tail}")
+                self.hangs.append(f"{engine.name} has not reported for {SILENT_S:.0f} s: {tail}")
         if now - self._sampled_s >= 1.0:
             self._sampled_s = now
             living = [e.lines[-1] for e in self._fleet.engines if not e.ended and e.lines]
@@ -407,7 +407,7 @@ class _Watch:
                 self._fleet.start(disturb=True)
             return
         if not any(told.startswith(engine.name) for told in self.crashes):
-            self.crashes.append(f"{engine.name} ended by itself: {tail}")
+            self.crashes.append(f"{engine.name} ended unexpectedly: {tail}")
 
     def result(self, seconds: float) -> dict[str, Any]:
         """What is printed, and what is broken."""
@@ -473,7 +473,7 @@ def broken(result: dict[str, Any]) -> list[str]:
         if growth["seconds"] >= GROWTH_S_MIN and growth["files"] > 30:
             found.append(f"{name}: {growth['files']} more files are open after its second half")
     if result["ended"] + result["killed"] != result["engines"] and not found:
-        found.append("not all engines ended in order")
+        found.append("not all engines stopped normally")
     wanted = ["answers", "cached tokens"]
     found += [f"nothing was proven: no {name}" for name in wanted if not result["counts"].get(name)]
     return found
@@ -497,4 +497,4 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for text in result["broken"]:
         console.print(f"broken: {text}", highlight=False, markup=False)
-    console.print("broken" if result["broken"] else "nothing was ever wrong, nothing is left")
+    console.print("broken" if result["broken"] else "no wrong answer and no leak")

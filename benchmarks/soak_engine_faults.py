@@ -1,5 +1,5 @@
-"""What goes wrong around the engines of a soak: answers that are spoiled on their way, servers that
-die, bytes that change where they are stored, engines that are killed."""
+"""The faults around the engines of a soak: spoiled responses, servers that die, stored bytes that
+change, and killed engines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""The random life of one real engine: what an operator's month brings, in minutes.
+"""The random life of one real engine: an operator's month in minutes.
 
-Requests on shared stems come in bursts and go away, also in the middle of a step; room runs out, so
-that some are preempted; the engine forgets its own cache, updates its weights, sleeps and wakes up.
-Every answer is compared with that of an engine without a connector.
+Requests with shared prefixes arrive in bursts and are aborted, also within a step. Blocks run out,
+so that some are preempted. The engine drops its own cache, updates its weights, sleeps and wakes
+up. Every answer is compared with that of an engine without a connector.
 """
 
 import random

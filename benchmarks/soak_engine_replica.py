@@ -1,8 +1,8 @@
-"""Real engines of a soak, forked off one process that has imported vLLM.
+"""The real engines of a soak, forked from one process that has imported vLLM.
 
-``python -m benchmarks.soak_engine_replica`` reads names of job files, a line each, and forks an
-engine for each; it ends with its standard input. What an engine tells goes into its own file, as
-JSON lines, one a second.
+``python -m benchmarks.soak_engine_replica`` reads the name of a job file per line and forks an
+engine for each; it ends with its standard input. An engine writes one JSON line per second to its
+own file.
 """
 
 import faulthandler

@@ -1,5 +1,5 @@
-"""What goes wrong during a soak, and how it is mended: servers that die, stores that refuse, bytes
-that change where they are stored."""
+"""The faults of a soak and their repair: servers that die, stores that refuse, and stored bytes
+that change."""
 
 import threading
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """The random life of one replica: requests that look up, load, compute, save, and are aborted or
-preempted on the way, with every block's contents checked against what the model would compute."""
+preempted, while every block's contents are compared with the model's."""
 
 import random
 import time

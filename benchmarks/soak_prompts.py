@@ -1,4 +1,4 @@
-"""What the replicas of a soak are asked, and what the model would compute for it."""
+"""The prompts of a soak, and the KV that its model computes for them."""
 
 import random
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A replica without an engine: the product's own backends, cache, lookups, loader and saver over a
-paged cache on the host, with stores and an index that can be made to fail.
+paged cache on the host, with stores and an index that fail on demand.
 
-Everything that depends on how these parts are put together is in this file.
+Only this file depends on how these parts are wired together.
 """
 
 import random

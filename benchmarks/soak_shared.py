@@ -1,4 +1,4 @@
-"""What both soaks share: faults that come in turn, errors that are logged, growth over time."""
+"""The shared parts of both soaks: faults in turn, logged errors, and growth over time."""
 
 import logging
 import random

@@ -1,10 +1,9 @@
-"""Replicas without an engine live at random over real servers that fail, for as long as asked: the
-quick form of ``soak.py``, ``--engine none``.
+"""The soak of replicas without an engine over real servers that fail: ``soak.py --engine none``.
 
-Requests look up, load, compute, save, are aborted and preempted; replicas are closed in the middle
-of it; stores refuse, hang and lie, Redis is killed and comes back empty, stored bytes change. Every
-loaded block is compared with what the model would have computed. Broken if anything was ever wrong,
-or if slabs, threads, files or memory are left or grow.
+Requests look up, load, compute and save, and are aborted or preempted. Replicas close while they
+are busy. Stores refuse, hang and return wrong bytes, Redis is killed and returns empty, and stored
+bytes change. Every loaded block is compared with the model's. The soak fails on a wrong block, or
+if slabs, threads, files or memory leak.
 """
 
 import argparse
@@ -225,11 +224,11 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for text in result["broken"]:
         console.print(f"[red]broken[/red] {text}", highlight=False)
-    console.print("broken" if result["broken"] else "nothing was ever wrong, nothing is left")
+    console.print("broken" if result["broken"] else "no wrong block and no leak")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Soak, print, and tell by the exit code."""
+    """Run the soak, print the result and return the exit code."""
     console, watch = Console(stderr=arguments.json), Watch()
     logger = logging.getLogger("objkv")  # warnings of the faults that are wanted are no news
     logger.addHandler(watch.errors)

@@ -1,6 +1,6 @@
-"""The work on the scheduler's thread while a lookup is in flight. Needs vLLM, starts no engine.
+"""Measure the work on the scheduler's thread during a lookup. Needs vLLM, but starts no engine.
 
-The request is made up; what vLLM calls in each step is called here.
+The request is synthetic, and the benchmark makes the calls that vLLM makes in each step.
 """
 
 import statistics

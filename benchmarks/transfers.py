@@ -1,11 +1,11 @@
-"""How fast chunks move between a paged cache and a store, against copying the same bytes.
+"""Compare moving chunks between a paged cache and a store with copying the same bytes.
 
     .venv/bin/python -m benchmarks.transfers [--chunks 8] [--rounds 5] [--json]
 
 One chunk has the shape of an 8B model's: 256 tokens, 32 layers, 8 KV heads of 128, bf16: 32 MiB.
-Every round runs all rows in turn, so that a noisy machine is noisy for all; the figures are medians
-over rounds, and ratios to the plain copy of the same round. Loads verify every byte. The pages are
-random numbers of a normal distribution, which compress a little worse than real KV.
+Every round measures all rows in turn, so that interference affects all of them. Figures are medians
+over rounds, and ratios compare with the plain copy of the same round. Loads verify every byte.
+Pages are normally distributed random numbers, which compress a little worse than real KV.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes the generated pages and pictures, builds the site strictly into .cache/site, and follows
-# every link in what was built. Needs no network.
+# Writes the generated pages and pictures, builds the site in strict mode into .cache/site, and checks
+# every link of the built pages. Needs no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,12 +13,12 @@ for script in write_configuration write_cli write_completion write_metrics write
   "$BIN/python" "scripts/$script.py"
 done
 
-# mkdocs forgets no page of an earlier build.
+# mkdocs keeps the pages of earlier builds.
 rm -rf "$SITE"
-# Not --quiet: what it hides, strict does not count.
+# Without --quiet, because strict mode ignores the messages that it hides.
 if ! NO_MKDOCS_2_WARNING=1 "$BIN/mkdocs" build --strict >"$LOG" 2>&1; then
   grep -v "^INFO" "$LOG" >&2
   exit 1
 fi
 "$BIN/python" scripts/check_site.py "$SITE"
-echo "read it: python3 -m http.server -d $SITE"
+echo "to read it: python3 -m http.server -d $SITE"

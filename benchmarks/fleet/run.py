@@ -1,10 +1,10 @@
-"""Simulate a fleet over the request trace and print what changes what.
+"""Simulate a fleet over the request trace and print the effect of each setting.
 
     python benchmarks/fleet/run.py [--replicas 8] [--model llama-3.1-70b] [--json] [--plots DIR]
 
-Without ``--trace`` the shipped sample is taken. The full trace is ``conversation_trace.jsonl`` in
-the folder ``FAST25-release/traces`` of the public repository kvcache-ai/Mooncake. What is printed
-is simulated, from the figures in ``costs.toml``, some of which are estimates.
+Without ``--trace`` it uses the included sample. The full trace is ``conversation_trace.jsonl`` in
+the folder ``FAST25-release/traces`` of the public repository kvcache-ai/Mooncake. The
+results are simulated from the figures in ``costs.toml``, and some of these are estimates.
 """
 
 import argparse
@@ -66,10 +66,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--load", type=float, default=Fleet().load)
     parser.add_argument("--overlap", type=float, default=Fleet().overlap)
     parser.add_argument("--routing", choices=("random", "affine"), default=Fleet().routing)
-    parser.add_argument("--simulated", type=int, default=4, help="replicas simulated at most")
+    parser.add_argument(
+        "--simulated", type=int, default=4, help="maximum number of simulated replicas"
+    )
     parser.add_argument("--seed", type=int, default=Fleet().seed)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots (SVG) there")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="write plots (SVG) to this folder"
+    )
     return parser.parse_args()
 
 

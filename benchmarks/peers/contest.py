@@ -1,4 +1,4 @@
-"""The rounds: everybody in turn, the same values, one size after the other; and what they gave."""
+"""The rounds, in which every system moves the same values in turn, and their results."""
 
 import hashlib
 import statistics

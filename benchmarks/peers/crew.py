@@ -1,4 +1,4 @@
-"""Workers as processes: who can take part, and how to ask one of them within a time-out.
+"""Worker processes: which systems can take part, and requests to a worker with a timeout.
 
 A peer that hangs is killed with all its children.
 """

@@ -1,9 +1,9 @@
 """A whole LMCacheEngine without vLLM, over ``resp`` or ``s3``. Runs in LMCache's environment.
 
-Written against 0.5.6. As objkv's worker, and unlike the connector alone, it copies out of and into
-a paged cache (one copy a chunk) and hashes the tokens. ``store`` returns before anything is stored,
-so a put lasts until the server has all keys; it is the server that is asked, never the engine,
-whose lookups hold up its stores.
+Written for 0.5.6. Like objkv's worker, and unlike the connector alone, it copies out of and into a
+paged cache (one copy per chunk) and hashes the tokens. ``store`` returns before anything is stored,
+so a put lasts until the server has all keys. The worker queries the server, because lookups of the
+engine delay its stores.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """LMCache's remote connectors, without vLLM: ``resp`` or ``s3``. Runs in LMCache's environment.
 
-Written against 0.5.6. Values are chunks of 256 tokens in LMCache's own allocator, as its engine
-hands them to the connector; ``batched_put`` where there is one, else all puts at once.
+Written for 0.5.6. Values are chunks of 256 tokens in LMCache's own allocator, as its engine passes
+them to the connector. Puts use ``batched_put`` if it exists, and otherwise run all at once.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Mooncake Store over TCP. Runs in Mooncake's environment; written against 0.3.13.post1.
+"""Mooncake Store over TCP. Runs in Mooncake's environment; written for 0.3.13.post1.
 
 Three roles: ``server`` is a master and the process whose memory holds the values; writer and
-reader give no memory to the store, and register their buffers with it.
+reader contribute no memory to the store, and register their buffers with it.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""NIXL with its OBJ (S3) backend. Runs in NIXL's environment; written against 1.5.1.
+"""NIXL with its OBJ (S3) backend. Runs in NIXL's environment; written for 1.5.1.
 
-Buffers are registered once; keys are registered in every call, inside the clock, because every key
-is new: that is how vLLM's ``obj`` tier uses it as well.
+Buffers are registered once. Keys are registered in every call, within the measured time, because
+every key is new; vLLM's ``obj`` tier does the same.
 """
 
 import time

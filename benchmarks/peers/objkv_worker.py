@@ -1,11 +1,11 @@
-"""objkv itself, with its defaults but for codec (none), threads and admission. Runs in .venv.
+"""objkv with its defaults except for codec (none), threads and admission. Runs in .venv.
 
-    s3       values in the S3 server, records in Valkey: objkv's own way for values of this size
-    redis    values in Valkey as well: larger ones than objkv would put there
+    s3       values in the S3 server, records in Valkey: as objkv stores values of this size
+    redis    values in Valkey too, although objkv never puts such large ones there
 
-What a value costs is all in the clock, and that is more than a peer's connector does: a copy out of
-the paged cache, checksums and header, lease, conditional put, record; and on the way back the
-record, the check of every byte, a copy into the paged cache.
+The measured time covers all work for a value, more than a peer's connector does: a copy out of the
+paged cache, checksums and header, lease, conditional put and record; then the record, the check of
+every byte, and a copy into the paged cache.
 """
 
 import sys

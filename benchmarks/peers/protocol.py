@@ -1,17 +1,17 @@
-"""How run.py talks to a worker, which runs in its peer's own environment: one JSON object a line.
+"""The protocol between run.py and a worker in its peer's own environment: one JSON object per line.
 
-Needs numpy and xxhash, nothing of objkv. Requests, and what is answered (or ``{"error": ...}``):
+Needs numpy and xxhash, but not objkv. Requests and their replies (or ``{"error": ...}``):
 
     open     servers, role, threads          {}           connect
     prepare  value_bytes, values, layers     {}           buffers for one size of values
-    put      names, seed                     seconds, digests: until the servers have all of them
-    get      names                           seconds, digests: of what arrived in the buffers
-    lookup   names                           seconds, found: how many lead without a gap
-    clear                                    {}           forget all values, where only the peer can
+    put      names, seed                     seconds, digests: ends when the servers have all
+    get      names                           seconds, digests: of the bytes in the buffers
+    lookup   names                           seconds, found: length of the stored prefix
+    clear                                    {}           remove values that only it can
     close                                    {}
 
-The clock runs in the worker, around one call of the peer and nothing else: filling buffers and
-digests are outside of it. What a library prints goes to stderr.
+The worker measures only the call of the peer, without filling buffers and computing digests. Output
+of libraries goes to stderr.
 """
 
 import json

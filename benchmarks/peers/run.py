@@ -1,11 +1,11 @@
-"""objkv beside its peers: same servers, same bytes, in turn, each in an environment of its own.
+"""Compare objkv with its peers in turn: same servers, same bytes, a separate environment for each.
 
     benchmarks/peers/setup.sh lmcache mooncake nixl      once
     .venv/bin/python benchmarks/peers/run.py [--peer lmcache-resp ...] [--rounds 5] [--json]
 
-Puts until the servers have everything, verified gets into memory that was there before, lookups of
-128 chunks by a process that never saw them. The figures are medians; the ratio says how many times
-as fast objkv was in the same round. Writes nothing but to temporary files. See docs/performance.md.
+Measures puts until the servers have everything, verified gets into existing memory, and lookups of
+128 chunks by a process that has never seen them. Figures are medians; the ratio is how many times
+as fast objkv was in the same round. Writes only temporary files. See docs/performance.md.
 """
 
 import argparse
@@ -149,12 +149,18 @@ def main() -> int:
     names = [entrant.name for entrant in ENTRANTS if entrant.rival]
     parser.add_argument("--peer", action="append", default=[], choices=names)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=8, help="of every client")
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="of one request")
-    parser.add_argument("--scale", type=float, default=1.0, help="more or fewer values at once")
-    parser.add_argument("--large-malloc", action="store_true", help="keep freed memory, in all")
+    parser.add_argument("--threads", type=int, default=8, help="threads of each client")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="timeout of one request")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="multiply the number of values at once"
+    )
+    parser.add_argument(
+        "--large-malloc", action="store_true", help="make all allocators keep freed memory"
+    )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="for docs/performance.md")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the tables of docs/performance.md"
+    )
     arguments = parser.parse_args()
     options = Options(
         sizes=tuple((size, max(1, int(count * arguments.scale))) for size, count in SIZES),

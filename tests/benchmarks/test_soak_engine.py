@@ -38,11 +38,11 @@ def test_a_soak_in_which_all_was_well_is_not_broken() -> None:
     ("changes", "told"),
     [
         ({"wrong": ["wrong answers: prompt 3"]}, "prompt 3"),
-        ({"hangs": ["engine-1 says nothing"]}, "says nothing"),
-        ({"crashes": ["engine-1 ended by itself"]}, "ended by itself"),
+        ({"hangs": ["engine-1 has not reported"]}, "has not reported"),
+        ({"crashes": ["engine-1 ended unexpectedly"]}, "ended unexpectedly"),
         ({"errors": ["slabs do not add up"]}, "logged as an error: slabs"),
         ({"left": {"engine-0": {"leased slabs": 1}}}, "leased slabs"),
-        ({"ended": 0}, "not all engines ended"),
+        ({"ended": 0}, "not all engines stopped"),
         ({"counts": {"answers": 100}}, "no cached tokens"),
     ],
 )
