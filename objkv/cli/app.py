@@ -23,10 +23,7 @@ COMMANDS: Final = {
     "completion": ("completion:completion", "Print the completion script of a shell."),
     "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
     "doctor": ("doctor:doctor", "Check settings, bulk store and index, and suggest fixes."),
-    "exporter": (
-        "exporter:exporter",
-        "Serve store and index metrics to Prometheus.",
-    ),
+    "exporter": ("exporter:exporter", "Serve store and index metrics to Prometheus."),
     "ls": ("ls:ls", "List namespaces, or the prefixes stored in one."),
     "show": ("show:show", "Show the payloads of one chunk and verify every byte."),
     "size": ("size:size", "Estimate what a fleet stores, requests and pays."),
@@ -42,10 +39,7 @@ COMMANDS: Final = {
     ),
     "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
     "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
-    "warm": (
-        "warm:warm",
-        "Compute and store prompts before users send them.",
-    ),
+    "warm": ("warm:warm", "Compute and store prompts before users send them."),
     "diff": ("diff:diff", "Explain why two namespaces or replicas do not share."),
     "verify": ("verify:verify", "Verify stored payloads and their index records."),
     "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),
