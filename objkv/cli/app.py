@@ -44,7 +44,7 @@ COMMANDS: Final = {
     "verify": ("verify:verify", "Verify stored payloads and their index records."),
     "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),
     "rebuild": ("rebuild:rebuild", "Rebuild the index from the bulk store."),
-    "bench": ("bench:bench", "Measure objkv against the limits of this machine and store."),
+    "bench": ("bench:bench", "Benchmark objkv against what this machine and store allow."),
 }
 """Each subcommand's module and function, and the first sentence of its help."""
 

@@ -168,7 +168,7 @@ Plot = Annotated[
 Work = Callable[[BenchSetting], Section]
 bench = typer.Typer(
     name="bench",
-    help="Measure objkv against the limits of this machine and store.",
+    help="Benchmark objkv against what this machine and store allow.",
     no_args_is_help=True,
 )
 

@@ -32,7 +32,7 @@ complete -c objkv -n '__objkv_at objkv' -f -a diff -d 'Explain why two namespace
 complete -c objkv -n '__objkv_at objkv' -f -a verify -d 'Verify stored payloads and their index records'
 complete -c objkv -n '__objkv_at objkv' -f -a sweep -d 'Find unreachable and evictable data; delete it with --apply'
 complete -c objkv -n '__objkv_at objkv' -f -a rebuild -d 'Rebuild the index from the bulk store'
-complete -c objkv -n '__objkv_at objkv' -f -a bench -d 'Measure objkv against the limits of this machine and store'
+complete -c objkv -n '__objkv_at objkv' -f -a bench -d 'Benchmark objkv against what this machine and store allow'
 complete -c objkv -n '__objkv_at objkv' -l debug -d 'Show where errors come from'
 complete -c objkv -n '__objkv_at objkv' -l version -d 'Print the version'
 complete -c objkv -n '__objkv_at objkv' -l help -d 'Show this message and exit.'
