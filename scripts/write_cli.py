@@ -30,6 +30,11 @@ KINDS = {
 WIDTH = 115
 
 
+def commands() -> list[tuple[str, Any]]:
+    """All commands by name, groups before their subcommands."""
+    return sorted(all_commands())
+
+
 def plain(text: str | None) -> str:
     """Help as one line of Markdown."""
     pieces = " ".join((text or "").split()).replace("``", "`").split("`")
@@ -167,12 +172,12 @@ def paragraphs(text: str | None) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    commands = dict(sorted(all_commands()))
+    known = dict(commands())
     head, *rest = re.split(r"<!-- section: (.+) -->\n", WORDS.read_text())
     written = {path: text.strip() for path, text in zip(rest[::2], rest[1::2], strict=True)}
-    assert written.keys() <= commands.keys(), written.keys() - commands.keys()
-    context = commands["objkv ls"].make_context("ls", [], resilient_parsing=True)
-    common = [p for p in commands["objkv ls"].params if p.name in COMMON]
+    assert written.keys() <= known.keys(), written.keys() - known.keys()
+    context = known["objkv ls"].make_context("ls", [], resilient_parsing=True)
+    common = [p for p in known["objkv ls"].params if p.name in COMMON]
     listed = [
         item(f"[`{name}`](#objkv-{name}): {plain(sentence)}")
         for name, (_, sentence) in COMMANDS.items()
@@ -186,7 +191,7 @@ def page() -> str:
         head = head.replace(f"<!-- {name} -->", "\n".join(items))
     sections = [
         "\n".join(section(path, command, written.get(path, "")))
-        for path, command in commands.items()
+        for path, command in known.items()
         if path != "objkv"
     ]
     return "\n".join([head, *sections]).replace("\n\n\n", "\n\n").rstrip() + "\n"

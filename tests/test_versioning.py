@@ -1,4 +1,4 @@
-"""What docs/operations/upgrade.md promises is there, and the window of vLLM is the same everywhere."""
+"""The promises of docs/operations/upgrade.md hold, and the window of vLLM is the same everywhere."""
 
 import importlib
 import re

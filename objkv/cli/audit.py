@@ -203,7 +203,7 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
     if not rows:
         is_seen_now = report.ending == "complete" and not report.resumed
         scope = "names and records" if is_seen_now else "names and records that were read"
-        out.line(f"no faults in the {scope}; payload bytes were not read (objkv verify reads them)")
+        out.line(f"no faults in the {scope}; payload bytes were not checked (use objkv verify)")
         return
     out.table(("finding", ">count", ">bytes", ">young", "what to do"), rows)
     named = _named(report.findings.first, limit)
@@ -229,10 +229,10 @@ def _costs(out: Printer, report: AuditReport) -> None:
     if growth.bytes_per_day is not None:
         out.line(f"growth: {size(int(growth.bytes_per_day))} a day, from chunks still stored")
     more = "" if cost.next_month is None else f", {_usd(cost.next_month)} next month"
-    unused = "" if cost.unused is None else f" ({_usd(cost.unused)} for unused chunks)"
+    unused = "" if cost.unused is None else f" (unused chunks {_usd(cost.unused)})"
     out.line(
-        f"cost: {_usd(cost.month)} a month{more} (storage {_usd(cost.storage)}{unused}, requests "
-        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB)"
+        f"cost: {_usd(cost.month)} a month{more}; storage {_usd(cost.storage)}{unused}, requests "
+        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB"
     )
 
 
@@ -328,8 +328,8 @@ def audit(
 ) -> int:
     """Report stored chunks: owner, age, usage, cost and faults.
 
-    The report compares the names in the bulk store with the records in the index. It reads no
-    payload bytes; objkv verify does.
+    The report compares the names in the bulk store with the records in the index. It does not
+    check payload bytes; objkv verify does.
     """
     if show_text and tokenizer is None:
         raise ConfigError("--show-text needs --tokenizer")

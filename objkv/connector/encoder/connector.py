@@ -54,7 +54,7 @@ HELD_BYTES_MAX = 256 << 20
 """Bytes of outputs held for requests that wait, and as many waiting to be saved. Of 7 MiB, what a
 model of 3,584 makes of a photo in 1,024 rows of bfloat16, it is 36."""
 ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
-"""An output crosses to the workers in one message; see ``docs/decisions/0013-encoder-outputs-are-promised-once-held.md``."""
+"""Limit for one output, which crosses to the workers in one message (docs/decisions/0013)."""
 
 
 def open_encoder_scheduler(
