@@ -69,7 +69,7 @@ complete -c objkv -n '__objkv_at objkv audit' -l help -d 'Show this message and 
 complete -c objkv -n '__objkv_at objkv completion' -f -a 'bash zsh fish'
 complete -c objkv -n '__objkv_at objkv completion' -l help -d 'Show this message and exit.'
 
-complete -c objkv -n '__objkv_at objkv demo' -l small -d 'Use a smaller model and shorter prompts; no timing'
+complete -c objkv -n '__objkv_at objkv demo' -l small -d 'Use a smaller model and shorter prompts; timings mean little'
 complete -c objkv -n '__objkv_at objkv demo' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv demo' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
 complete -c objkv -n '__objkv_at objkv demo' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'
