@@ -1,4 +1,4 @@
-"""The promises of docs/operations/upgrade.md hold, and the window of vLLM is the same everywhere."""
+"""docs/operations/upgrade.md keeps its promises, and the window of vLLM is the same everywhere."""
 
 import importlib
 import re

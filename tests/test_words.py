@@ -20,7 +20,8 @@ SENTENCES = re.compile(r"(?<=[.!?])\s+(?=[A-Z_])")
 # A figure as it is measured: a ratio, a time, a rate, a size, an amount of money.
 FIGURE = re.compile(r"\b\d[\d,.]*\s?(x\b|µs|ms\b|[GMK]i?B/s|% of|times\b)|\$\s?\d")
 MADE_BY = re.compile(
-    r"make ([a-z-]+)|(?:python -m |(?=benchmarks/))(benchmarks[./][\w./]+?(?:\.py)?)(?=[\s`|]|$)|objkv (\w+)"
+    r"make ([a-z-]+)|objkv (\w+)"
+    r"|(?:python -m |(?=benchmarks/))(benchmarks[./][\w./]+?(?:\.py)?)(?=[\s`|]|$)"
 )
 MEASURED = ("README.md", "docs/performance.md", "docs/scaling.md", "docs/comparison.md")
 
@@ -135,12 +136,12 @@ def test_each_section_with_figures_has_a_command_that_makes_them(page: str) -> N
     for section in measured:
         code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", section, re.DOTALL))
         found = MADE_BY.findall(code)
-        named = {program.removesuffix(".py") for _, program, _ in found}
+        named = {program.removesuffix(".py") for _, _, program in found}
         programs = {name.replace(".", "/") for name in named if "/" not in name or "." not in name}
         programs -= {""}
         missing = [name for name in programs if not (ROOT / f"{name}.py").exists()]
         assert not missing, (section.splitlines()[0], missing)
-        commands = {word for target, _, command in found for word in (target, command)}
+        commands = {word for target, command, _ in found for word in (target, command)}
         assert programs or commands & known, section.splitlines()[0]
 
 
