@@ -156,7 +156,7 @@ class RespConnection:
         timeout_s = self._timeout_s
         ready = poll.poll(None if timeout_s is None else 1000 * timeout_s)
         if not ready:
-            raise exceptions.TimeoutError("Timeout on the socket")
+            raise exceptions.TimeoutError("timeout on the socket")
         return ready[0][1] & ~select.POLLOUT != 0
 
     def receive(self, nbytes: int = _RECEIVE_BYTES) -> bytes:
@@ -217,7 +217,7 @@ class RespConnection:
 
 def _lost(exc: OSError) -> exceptions.RedisError:
     if isinstance(exc, TimeoutError | BlockingIOError):
-        return exceptions.TimeoutError("Timeout on the socket")
+        return exceptions.TimeoutError("timeout on the socket")
     return exceptions.ConnectionError(f"Error on the socket: {exc}")
 
 
