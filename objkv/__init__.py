@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # What needs both ends is imported when it is first used.
+    # ``warm`` needs the stores and the index, which are imported at its first use.
     if name == "warm":
         return import_module("objkv.assembly.warming").warm
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""Background threads: a pool runs what it is handed in order, and ends within a bound.
+"""Background threads: a pool runs its jobs in order and closes within a time limit.
 
-All of objkv's queues of background work are pools, so what is easily wrong is decided once: no
-thread dies from what it runs, nothing finished is kept alive by a waiting thread, and closing
-a pool hands back what no thread began. What a job is, how many may wait and how long, is the
-owner's business. The threads are daemons: an interpreter that ends waits for none of them, which
-``ThreadPoolExecutor`` would do for ever where a file system does not answer.
+All of objkv's background queues are pools, so they share three guarantees: an exception in a job
+never ends a thread, a waiting thread keeps no finished job alive, and closing a pool returns the
+jobs that no thread has started. The owner defines the jobs and limits their number and age. The
+threads are daemons, so a process can exit while a file system hangs. ``ThreadPoolExecutor`` would
+wait forever.
 """
 
 import logging
@@ -17,13 +17,13 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 JOIN_S = 1.0
-"""How long to wait at least, when closing, for threads that have nothing left to do."""
+"""The shortest time to wait for idle threads when closing."""
 Job = TypeVar("Job")
 
 
 class Pool(Generic[Job]):
-    """Safe from many threads. Nothing waits except ``drain`` and ``close``, and no method calls
-    back while it holds the pool's lock, so callers may hold one of their own."""
+    """Safe from many threads. Only ``drain`` and ``close`` block. No method runs a callback while
+    it holds the pool's lock, so callers may hold their own locks."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Pool(Generic[Job]):
     ) -> None:
         """
         Args:
-            name: what threads are called, with a number behind it.
-            run: does one job, on a thread of the pool.
-            failed: takes what ``run`` raised; without it, that is logged as an error.
+            name: name of the threads, followed by a number.
+            run: runs one job on a thread of the pool.
+            failed: receives exceptions of ``run``; by default they are logged as errors.
             begin: called by each thread before its first job.
-            lazy: start a thread only when a job comes and all others are busy.
+            lazy: start a thread only when a job arrives while all others are busy.
             clock: for ``hanging``.
         """
         self._name = name
@@ -55,7 +55,7 @@ class Pool(Generic[Job]):
         self._came, self._ended = Condition(self._lock), Condition(self._lock)
         self._jobs: deque[Job] = deque()
         self._begun: dict[int, float] = {}
-        """When each thread that is busy took its job."""
+        """Start time of each busy thread's job, by thread."""
         self._threads: list[Thread] = []
         self._closed = False
         for _ in range(0 if lazy else threads_max):
@@ -68,17 +68,17 @@ class Pool(Generic[Job]):
 
     @property
     def busy(self) -> int:
-        """Jobs under way."""
+        """Jobs that are running."""
         return len(self._begun)
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more is taken."""
+        """Whether the pool refuses new jobs."""
         return self._closed
 
     def put(self, jobs: Iterable[Job], *, first: bool = False) -> bool:
-        """Queue them all, before those that wait if ``first``. False, and none is, once ``close``
-        was called, or where no thread can be started for them."""
+        """Queue all jobs, ahead of waiting ones if ``first``. Return False and queue none after
+        ``close``, or if a needed thread cannot be started."""
         jobs = list(jobs)
         with self._lock:
             if self._closed or not self._has_threads_for(len(jobs)):
@@ -91,11 +91,11 @@ class Pool(Generic[Job]):
         return True
 
     def take_back(self, unwanted: Callable[[Job], bool]) -> list[Job]:
-        """Remove waiting jobs that are ``unwanted``; they are the caller's again."""
+        """Remove waiting jobs that are ``unwanted`` and return them to the caller."""
         removed: list[Job] = []
         kept: deque[Job] = deque()
         with self._lock:
-            for job in self._jobs:  # looked at once: the answer may change meanwhile
+            for job in self._jobs:  # call ``unwanted`` once per job: its answer may change
                 (removed if unwanted(job) else kept).append(job)
             if removed:
                 self._jobs = kept
@@ -103,13 +103,14 @@ class Pool(Generic[Job]):
         return removed
 
     def hanging(self, seconds: float) -> int:
-        """How many threads have been at one job for at least ``seconds``."""
+        """Return the number of threads that have run their job for at least ``seconds``."""
         with self._lock:
             since = self._clock() - seconds
             return sum(begun <= since for begun in self._begun.values())
 
     def drain(self, seconds: float) -> bool:
-        """Wait until no job waits or is under way, at most ``seconds``; whether that is so."""
+        """Wait at most ``seconds`` until no job is waiting or running; return whether that
+        happened."""
         end = monotonic() + seconds
         with self._lock:
             while self._jobs or self._begun:
@@ -125,9 +126,9 @@ class Pool(Generic[Job]):
         *,
         give_up: Callable[[Sequence[Job]], object] = lambda _: None,
     ) -> list[str]:
-        """Take nothing more, hand ``give_up`` what no thread began, and wait for the rest, at most
-        ``join_s``. The names of threads that are still busy then: they end with their job.
-        Idempotent."""
+        """Refuse new jobs, pass jobs that have not started to ``give_up``, and wait for the running
+        ones, at most ``join_s``. Return the names of threads that are still busy; they end with
+        their job. Idempotent."""
         with self._lock:
             self._closed = True
             left = list(self._jobs)
@@ -148,7 +149,7 @@ class Pool(Generic[Job]):
         while len(self._threads) < needed:
             try:
                 self._start_thread()
-            except RuntimeError:  # the process may have no more threads, or is about to end
+            except RuntimeError:  # thread limit reached, or the interpreter is shutting down
                 return False
         return True
 
@@ -171,10 +172,10 @@ class Pool(Generic[Job]):
                 self._begun[get_ident()] = self._clock()
             try:
                 self._run(job)
-            except Exception as exc:  # a dead thread would let the queue fill up for ever
+            except Exception as exc:  # a dead thread would let the queue fill up
                 self._take_error(job, exc)
             finally:
-                del job  # what it holds must not live until the next one comes
+                del job  # release its memory now rather than when the next job arrives
                 with self._lock:
                     del self._begun[get_ident()]
                     self._ended.notify_all()
@@ -189,7 +190,7 @@ class Pool(Generic[Job]):
 
 
 def join_all(threads: Sequence[Thread], seconds: float) -> list[str]:
-    """Wait for the threads, at most ``seconds`` for all; the names of those still running."""
+    """Wait for the threads, at most ``seconds`` in all; return the names of those still running."""
     end = monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - monotonic()))

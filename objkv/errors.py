@@ -1,14 +1,14 @@
-"""The errors of objkv: each class says who can act. A miss is a value, never an error.
+"""Errors of objkv, one class for each party that can act. A miss is a value, never an error.
 
-Only the connector and the command line catch ``ObjkvError``; the connector turns every one of
-them into a miss, so none ever reaches the engine.
+Only the connector and the command line catch ``ObjkvError``. The connector turns each one into a
+miss, so no error reaches the engine.
 """
 
 from objkv.redact import hide_in_current_error, without_secrets
 
 
 class ObjkvError(Exception):
-    """Base of everything objkv raises on purpose. Shows no secret, also in words of a server."""
+    """Base class of objkv's errors. Masks secrets, including secrets in a server's message."""
 
     def __init__(self, *words: object) -> None:
         super().__init__(*(without_secrets(w) if isinstance(w, str) else w for w in words))
@@ -16,7 +16,7 @@ class ObjkvError(Exception):
 
 
 class ConfigError(ObjkvError):
-    """The operator can act, at start-up: the message says what to change."""
+    """The operator must change a setting. The message names the change. Raised at start-up."""
 
 
 class StoreError(ObjkvError):
@@ -26,7 +26,7 @@ class StoreError(ObjkvError):
 
 
 class StoreUnavailable(StoreError):
-    """No answer, or an answer that asks to come back later (HTTP 429, 5xx, time-out)."""
+    """The server gave no answer, timed out, or answered HTTP 429 or 5xx."""
 
     transient = True
 
@@ -40,20 +40,20 @@ class LeftAlone(StoreUnavailable):
 
 
 class StoreDenied(StoreError):
-    """The server answered no: credentials, ACL, a missing bucket. The operator can act."""
+    """The server refused: credentials, ACL or a missing bucket. The operator can act."""
 
 
 class ValueTooLong(StoreError):
-    """A stored value is longer than the buffer it was to fill: not what the index promised."""
+    """A stored value is longer than the caller's buffer, so it differs from its index record."""
 
 
 class PayloadError(ObjkvError):
-    """Bytes that are not what they claim to be: the payload is evicted."""
+    """The bytes do not match their claim. The payload is evicted."""
 
 
 class KeyMismatch(PayloadError):
-    """Sealed with a key that this process does not have: the payload may well be good."""
+    """The payload is sealed with a key that this process lacks. It may be intact."""
 
 
 class TransferError(ObjkvError):
-    """This process could not move bytes: no slab, queue full, deadline passed, closed."""
+    """This process could not move bytes: no free slab, full queue, missed deadline, or closed."""

@@ -1,9 +1,9 @@
 """Keeps secrets out of error messages and logs.
 
-objkv writes no secret into a message. But servers quote input that they do not understand,
-passwords included, and client libraries quote URLs; their words go into errors and logs. Code that
-reads a secret from settings therefore registers it here, and every error masks it: in its own
-message, and in those of the errors that caused it, which tracebacks show.
+objkv writes no secret into a message itself, but its errors include messages of servers, which may
+quote a password, and of client libraries, which quote URLs. Code that reads a secret from the
+settings registers it here. Every error masks registered secrets in its own message and in those of
+its causes, which tracebacks show.
 """
 
 import re
@@ -12,23 +12,23 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 KNOWN_MAX: Final = 256
-"""Secrets that are remembered, the latest: a process has a dozen."""
+"""How many of the latest secrets are remembered. A process has about a dozen."""
 MASK: Final = "***"
 _CHARS_MIN = 4
 _APART_CHARS = 8
-"""Shorter ones are common words: they are looked for as words, not as parts of others."""
+"""Shorter secrets may be common words, so they are masked as whole words only."""
 _CHAIN_MAX = 20
 
 _known: dict[str, re.Pattern[str]] = {}
-# What signs a request, as servers quote it: also where the AWS client found it by itself.
+# Signatures and tokens of requests, as servers quote them. The AWS client may have found the
+# credentials itself, so they are not registered.
 _SIGNED = re.compile(
     r"(?i)(x-amz-security-token\s*[:=]\s*|\bcredential=|\bsignature=)([^\s,;&<\"'/]|/(?!aws4))+"
 )
 
 
 def keep_secret(*values: str | None) -> None:
-    """Mask ``values`` from now on, except None and values too short to be distinguished from
-    words."""
+    """Mask ``values`` from now on, except None and values shorter than 4 characters."""
     for value in values:
         for spelling in {value or "", quote(value or "", safe=""), unquote(value or "")}:
             if len(spelling) < _CHARS_MIN or spelling in _known:
@@ -42,7 +42,7 @@ def keep_secret(*values: str | None) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """``text`` with a mask in place of every secret."""
+    """Return ``text`` with every secret masked."""
     for pattern in sorted(_known.values(), key=lambda one: -len(one.pattern)):
         text = pattern.sub(MASK, text)
     return _SIGNED.sub(rf"\1{MASK}", text)
@@ -57,10 +57,10 @@ def hide_in_current_error() -> None:
                 without_secrets(word) if isinstance(word, str) else word for word in error.args
             )
         if isinstance(error, OSError) and isinstance(error.strerror, str):
-            error.strerror = without_secrets(error.strerror)  # what it shows, whatever its args
+            error.strerror = without_secrets(error.strerror)  # str() shows this, not the args
         error, steps = error.__cause__ or error.__context__, steps + 1
 
 
 def forget_secrets() -> None:
-    """For tests: the secrets of one test are words in another."""
+    """Forget all secrets. For tests, in which the secret of one test is a plain word in another."""
     _known.clear()

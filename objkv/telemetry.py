@@ -1,6 +1,6 @@
-"""Numbers go to a ``Recorder``; Prometheus, vLLM's stats and tables read it.
+"""Recorders of counters and observations. Prometheus, vLLM's stats and tables read them.
 
-Pure modules and stores never log, and do not know the recorder's readers. Counting is thread-safe.
+Pure modules and stores never log. They only count, which is thread-safe.
 """
 
 from collections import defaultdict
@@ -10,13 +10,13 @@ from threading import Lock
 from typing import Protocol
 
 _LEVELS = "breaker_open_"
-"""How the names of levels begin."""
+"""Prefix of the names of levels."""
 _SAMPLES_MAX = 1000
-"""Single observations kept of a name until they are taken; sums and counts miss none."""
+"""Single observations kept per name until they are drained. Sums and counts include all."""
 
 
 class Recorder(Protocol):
-    """Takes numbers. Names are ``noun_unit`` (``load_bytes``, ``lookup_misses``)."""
+    """Collects numbers. Names are ``noun_unit`` (``load_bytes``, ``lookup_misses``)."""
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add ``amount`` to the counter ``name``."""
@@ -25,11 +25,11 @@ class Recorder(Protocol):
         """Add one observation (a duration in seconds, a size in bytes) to ``name``."""
 
     def level(self, name: str, value: float) -> None:
-        """Set the gauge ``name``. 0 is its usual value."""
+        """Set the gauge ``name``. Its usual value is 0."""
 
 
 class Trouble:
-    """Logs once that something began to fail, and once that it works again."""
+    """Logs once when something begins to fail, and once when it works again."""
 
     def __init__(self, logger: Logger, what: str) -> None:
         self._logger = logger
@@ -38,14 +38,14 @@ class Trouble:
         self._failing = False
 
     def failed(self, reason: BaseException) -> None:
-        """It failed; only the first failure in a row is logged."""
+        """Report a failure. Only the first of consecutive failures is logged."""
         with self._lock:
             news, self._failing = not self._failing, True
         if news:
             self._logger.warning("%s failing, serving without them reason=%s", self._what, reason)
 
     def worked(self) -> None:
-        """It worked."""
+        """Report a success."""
         if not self._failing:
             return
         with self._lock:
@@ -68,7 +68,7 @@ class NullRecorder:
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of two recorders combined: sums by name; of maxima and levels the larger."""
+    """Combine the numbers of two recorders: the sum per name, for maxima and levels the larger."""
     sums = dict(one)
     for name, value in other.items():
         mine = sums.get(name, 0.0)
@@ -77,15 +77,15 @@ def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
 
 
 def is_level(name: str) -> bool:
-    """Whether ``name`` is a level. Reports of many processes carry names only."""
+    """Whether ``name`` is a level. Reports from other processes contain names only."""
     return name.startswith(_LEVELS)
 
 
 class MemoryRecorder:
-    """Keeps counters, and (count, sum, max) per observed name, until they are drained."""
+    """Keeps counters, and count, sum and maximum per observed name, until they are drained."""
 
     def __init__(self, sampled: Collection[str] = ()) -> None:
-        """``sampled``: observed names of which single observations are kept too."""
+        """``sampled``: names whose single observations are kept as well."""
         self._lock = Lock()
         self._samples: dict[str, list[float]] = {name: [] for name in sampled}
         self._counters: defaultdict[str, float] = defaultdict(float)
@@ -113,14 +113,17 @@ class MemoryRecorder:
             self._levels[name] = value
 
     def value(self, name: str) -> float:
-        """The level ``name``, or the counter since the last drain; 0 if there is neither."""
+        """Return the level ``name``, else the counter since the last drain, else 0."""
         with self._lock:
             return self._levels.get(name, self._counters.get(name, 0.0))
 
     def drain(self) -> dict[str, float]:
-        """Everything since the last drain, flat: counters by name, observations as
-        ``name_count``, ``name_sum`` and ``name_max``; levels that are not 0 or have just become 0.
-        Empty if nothing happened."""
+        """Return and clear everything since the last drain, in one flat dictionary.
+
+        Counters are under their name, observations under ``name_count``, ``name_sum`` and
+        ``name_max``. A level is included unless it was 0 at the last drain and still is. Empty if
+        nothing happened.
+        """
         with self._lock:
             out = self._counters | self._levels
             self._levels = {name: value for name, value in self._levels.items() if value}
@@ -131,7 +134,7 @@ class MemoryRecorder:
             return out
 
     def samples(self) -> dict[str, list[float]]:
-        """The single observations since the last call, by name; of ``sampled`` names only."""
+        """Return and clear the single observations since the last call, for ``sampled`` names."""
         with self._lock:
             taken = {name: values for name, values in self._samples.items() if values}
             self._samples |= {name: [] for name in taken}

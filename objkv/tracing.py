@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of one request; without OpenTelemetry, nothing.
+"""OpenTelemetry spans of one request. Without OpenTelemetry, every call does nothing.
 
-The collector is configured by OpenTelemetry's own variables, or by vLLM's
-``--otlp-traces-endpoint``, which sets them for its processes. Nothing here raises, and a span that
-is off costs a call that returns at once. Spans are OpenTelemetry's, not layers.
+OpenTelemetry's own variables configure the collector. vLLM's ``--otlp-traces-endpoint`` sets them
+for its processes. Nothing here raises. A disabled span costs one call that returns at once. Here a
+span is OpenTelemetry's, not a range of layers.
 """
 
 import logging
@@ -28,76 +28,76 @@ _ERROR_CHARS_MAX = 500
 
 
 class Span(Protocol):
-    """An operation with a duration. Another thread than the one that began it may use it."""
+    """An operation with a duration. Any thread may use it, not only the one that began it."""
 
     @property
     def is_on(self) -> bool:
-        """Whether it will be exported."""
+        """Whether the span will be exported."""
 
     def child(self, name: str, **attributes: Attribute) -> "Span":
-        """Begin a part of it."""
+        """Begin a child span."""
 
     def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-        """Add a finished part; times of ``now_ns``."""
+        """Add a finished child span. The times come from ``now_ns``."""
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        """End it, with its final attributes. Once."""
+        """End the span with its final attributes. Call it once."""
 
 
 class NoSpan:
-    """A span that is off."""
+    """A disabled span."""
 
     is_on = False
 
     def child(self, name: str, **attributes: Attribute) -> Self:
-        """Itself."""
+        """Return this span."""
         return self
 
     def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 NO_SPAN = NoSpan()
 
 
 class Tracing(Protocol):
-    """Where spans begin."""
+    """Creates spans."""
 
     def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
-        """Begin a span below ``parent``, the ``traceparent`` of W3C's Trace Context that came with
-        the request; a trace of its own for None."""
+        """Begin a span below ``parent``, the request's ``traceparent`` (W3C Trace Context). If it
+        is None, begin a new trace."""
 
     def close(self) -> None:
         """Send pending spans, within 2 s. Idempotent."""
 
 
 class NoTracing:
-    """No collector is configured."""
+    """Tracing without a collector."""
 
     def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
-        """No span."""
+        """Return a disabled span."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 NO_TRACING = NoTracing()
 
 
 def now_ns() -> int:
-    """The clock of spans."""
+    """Return the time of the spans' clock."""
     return time.time_ns()
 
 
 class OtelTracing:
-    """Spans by an OpenTelemetry tracer."""
+    """Creates spans with an OpenTelemetry tracer."""
 
     def __init__(self, tracer: "Tracer", own: "TracerProvider | None" = None) -> None:
-        """``own``: the provider to close, if it is not shared."""
+        """``own``: the provider to close, unless the process shares it."""
         self._tracer = tracer
         self._own = own
 
@@ -106,7 +106,7 @@ class OtelTracing:
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # An empty context, not the thread's, which is of another request.
+        # Start from an empty context: the thread's may belong to another request.
         context = Context()
         try:
             if parent is not None:
@@ -122,7 +122,7 @@ class OtelTracing:
         own, self._own = self._own, None
         if own is None:
             return
-        # The SDK waits as long as the collector takes, whatever bound it is given.
+        # The SDK waits until the collector answers, even if it is given a timeout.
         thread = Thread(target=_shut_down, args=(own,), name="objkv-traces-end", daemon=True)
         with suppress(RuntimeError):  # the process may have no more threads, or is about to end
             thread.start()
@@ -173,7 +173,7 @@ class _OtelSpan:
 
 
 def _shut_down(provider: "TracerProvider") -> None:
-    """Send pending spans, and end the provider's thread."""
+    """Send pending spans and stop the provider's thread."""
     try:
         provider.shutdown()
     except Exception as exc:
@@ -182,12 +182,13 @@ def _shut_down(provider: "TracerProvider") -> None:
 
 def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
     span = tracer.start_span(name, context, attributes=_named(attributes), start_time=now_ns())
-    # One that is not sampled has no parts either.
+    # A span that is not sampled has no children either.
     return _OtelSpan(tracer, span) if span.is_recording() else NO_SPAN
 
 
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Names in OpenTelemetry's form; the request's is the one in vLLM's own spans."""
+    """Return the attributes under OpenTelemetry names. The request id has the name that vLLM's own
+    spans use."""
     return {
         "gen_ai.request.id" if name == "request_id" else f"objkv.{name}": value
         for name, value in attributes.items()
@@ -195,8 +196,10 @@ def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
-    """Spans go to the process's own provider, if it has one; else where OpenTelemetry's variables
-    say; else nowhere. A configuration that does not work is logged once."""
+    """Open tracing with the process's own provider, else with OpenTelemetry's variables.
+
+    If neither is set, spans are disabled. An invalid configuration is logged once.
+    """
     if environ.get("OTEL_SDK_DISABLED", "").lower() == _TRUE:
         return NO_TRACING
     names = environ.get("OTEL_TRACES_EXPORTER", "otlp")
@@ -236,7 +239,8 @@ def _provider(environ: Mapping[str, str]) -> "TracerProvider":
     resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "objkv"}))
-    # Its owner closes it, within a bound; the end of the process does not wait for it.
+    # ``OtelTracing.close`` shuts it down within a bound, so the process's exit must not wait for
+    # it.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
     return provider
@@ -249,7 +253,7 @@ def _exporter(environ: Mapping[str, str]) -> Any:
 
         return OTLPSpanExporter()
     if protocol != "http/protobuf":
-        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL {protocol}: grpc or http/protobuf is known")
+        raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL {protocol}: use grpc or http/protobuf")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
         OTLPSpanExporter as HttpExporter,
     )

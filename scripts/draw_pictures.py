@@ -1,7 +1,7 @@
 """Draws the pictures in ``docs/pictures``: ``python scripts/draw_pictures.py``.
 
-Each is one SVG that follows the reader's light or dark preference by itself. On the site it is put
-into the page, where ``docs/theme/site.css`` colours the same classes by the palette in use.
+Each picture is one SVG that follows the reader's light or dark preference. The site embeds it in
+the page, where ``docs/theme/site.css`` colours the same classes by the palette in use.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
 
 def overview() -> Picture:
-    """What objkv is."""
+    """Replicas, bucket and index."""
     p = Picture(
         960,
         430,
@@ -30,7 +30,7 @@ def overview() -> Picture:
         (650, 52),
         (286, 100),
         "hot",
-        ["Redis or Valkey", "index: which chunks are stored", "hot: small, much-used payloads"],
+        ["Redis or Valkey", "index: which chunks are stored", "hot: small, popular payloads"],
     )
     p.box(
         (650, 224),
@@ -40,25 +40,25 @@ def overview() -> Picture:
             "S3-compatible bucket",
             "every chunk, written once,",
             "checksummed, self-describing:",
-            "the truth",
+            "the source of truth",
         ],
     )
     p.arrow([(274, 80), (642, 80)], "hot")
-    p.text((458, 70), "2  announce: “this prefix is stored”", "", 14, anchor="middle")
+    p.text((458, 70), "2  publish: “this prefix is stored”", "", 14, anchor="middle")
     p.arrow([(274, 112), (530, 112), (530, 250), (642, 250)], "bulk")
     p.text((290, 104), "1  save chunks of KV", "", 14)
     p.arrow([(650, 128), (570, 128), (570, 186), (282, 186)], "hot")
-    p.text((290, 176), "3  “this much is stored”", "", 14)
+    p.text((290, 176), "3  look up the stored chunks", "", 14)
     p.arrow([(650, 290), (350, 290), (350, 212), (282, 212)], "bulk")
     p.arrow([(350, 290), (282, 290)], "bulk")
     p.text((458, 310), "4  load, verify every byte", "", 14, anchor="middle")
-    p.text((458, 332), "whatever fails: the model computes", "quiet", 13.5, anchor="middle")
+    p.text((458, 332), "on any fault, the model computes", "quiet", 13.5, anchor="middle")
     p.area((24, 374), (912, 40), "soft")
     p.text((44, 399), "objkv", "mono", 15, weight="600")
     p.text(
         (112, 399),
         "doctor · ls · audit · verify · sweep · rebuild · warm · top · exporter: "
-        "look into it, check it, keep it in order",
+        "inspect, check, maintain",
         "quiet",
         14,
     )
@@ -67,7 +67,11 @@ def overview() -> Picture:
 
 def lookup() -> Picture:
     """From a prompt to a plan."""
-    p = Picture(960, 372, "A prompt is cut into chunks, hashed, looked up at once, and weighed")
+    p = Picture(
+        960,
+        372,
+        "A prompt is cut into chunks, hashed, looked up in one round trip, and admitted or not",
+    )
     p.text((24, 30), "1  the prompt, cut into chunks of 256 tokens", "", 15, weight="600")
     kinds = ["hot", "hot", "bulk", "bulk", "bulk", "soft"]
     for number, kind in enumerate(kinds):
@@ -81,8 +85,8 @@ def lookup() -> Picture:
             p.text((x + 62, 136), f"h{number + 1}", "mono", 14, anchor="middle")
             if number:
                 p.arrow([(x - 50, 131), (x + 44, 131)], dashed=True)
-    p.text((700, 136), "2  each hash continues the one", "", 14)
-    p.text((722, 155), "before: a chunk has one past", "quiet", 13.5)
+    p.text((700, 136), "2  each hash extends the last,", "", 14)
+    p.text((722, 155), "so it names a whole prefix", "quiet", 13.5)
     p.arrow([(349, 150), (349, 186)], "hot")
     p.box((164, 190), (370, 56), "hot", ["index", "one round trip for the whole prompt"])
     p.text((560, 212), "3  stored: 1 to 4; the fifth is not.", "", 14)
@@ -92,25 +96,25 @@ def lookup() -> Picture:
         (164, 284),
         (370, 62),
         "engine",
-        ["admission", "is loading these bytes sooner than computing?"],
+        ["admission", "does loading beat computing?"],
     )
-    p.text((560, 308), "4  yes: a plan, with names and numbers only.", "", 14)
-    p.text((582, 327), "No: the model computes, a counter says so.", "quiet", 13.5)
+    p.text((560, 308), "4  yes: a plan with names and numbers only.", "", 14)
+    p.text((582, 327), "No: the model computes, and a counter counts it.", "quiet", 13.5)
     return p
 
 
 def load() -> Picture:
-    """The way of the bytes into the paged cache."""
+    """The path of the bytes into the paged cache."""
     p = Picture(
         960, 330, "A payload goes from the socket into pinned memory, is verified, and copied"
     )
     p.box((24, 92), (150, 74), "hot", ["hot", "Redis, ≤ 1 MiB"])
-    p.box((24, 196), (150, 74), "bulk", ["bulk", "S3 or a folder"])
+    p.box((24, 196), (150, 74), "bulk", ["bulk", "S3 or a directory"])
     p.box(
         (286, 118),
         (190, 126),
         "soft",
-        ["slab", "pinned memory, lent", "to one transfer", "no copy before it"],
+        ["slab", "pinned memory, leased", "by one transfer", "no copy before it"],
     )
     p.arrow([(174, 129), (278, 160)], "hot")
     p.arrow([(174, 233), (278, 202)], "bulk")
@@ -119,22 +123,22 @@ def load() -> Picture:
         (556, 118),
         (170, 126),
         "soft",
-        ["verify", "claim, signature,", "then each layer", "as it arrives"],
+        ["verify", "header, signature,", "then each layer", "as it arrives"],
     )
     p.arrow([(476, 181), (548, 181)])
-    p.box((806, 118), (130, 126), "engine", ["paged KV", "blocks that", "vLLM gave"])
+    p.box((806, 118), (130, 126), "engine", ["paged KV", "blocks that", "vLLM allocated"])
     p.arrow([(726, 181), (798, 181)], "engine")
     p.text((762, 170), "lane", "mono", 14, anchor="middle")
-    p.text((24, 36), "Layer by layer, while the rest is still on the wire", "", 16, weight="600")
-    p.text((24, 60), "A block counts as loaded when its last byte was verified.", "quiet", 14)
+    p.text((24, 36), "Layer by layer, while the rest is in transit", "", 16, weight="600")
+    p.text((24, 60), "A block is loaded when its last byte is verified.", "quiet", 14)
     p.arrow([(641, 244), (641, 292), (806, 292)], "warn", dashed=True)
     p.text((816, 297), "computed instead", "", 14)
-    p.text((630, 297), "wrong, late, gone: a miss", "quiet", 14, anchor="end")
+    p.text((630, 297), "wrong, late or missing: a miss", "quiet", 14, anchor="end")
     return p
 
 
 def save() -> Picture:
-    """Who writes what, in which order."""
+    """The order of the writes."""
     p = Picture(
         960, 400, "A save takes a lease, puts the payload, then a hot copy, and publishes last"
     )
@@ -157,12 +161,15 @@ def save() -> Picture:
         p.arrow([(107, y), (x, y)], kind)
         p.text((120, y - 9), text, "", 14)
     p.text(
-        (120, 316), "Killed between two arrows: an orphan, announced by the next save,", "quiet", 14
+        (120, 316),
+        "Killed between two arrows: at most an orphan, which the next save publishes.",
+        "quiet",
+        14,
     )
-    p.text((120, 338), "and never a record of something that cannot be read.", "quiet", 14)
+    p.text((120, 338), "A record never points to a payload that cannot be read.", "quiet", 14)
     p.text(
         (120, 366),
-        "No slab free, queue full, too late: the save is dropped, nobody waits.",
+        "No free slab, a full queue or a deadline: the save is dropped, and no request waits.",
         "quiet",
         14,
     )
@@ -170,7 +177,7 @@ def save() -> Picture:
 
 
 def sweep() -> Picture:
-    """What is where, what it is called, and in which order it goes."""
+    """The states of stored data and the order of deletion."""
     p = Picture(
         960,
         400,
@@ -179,16 +186,16 @@ def sweep() -> Picture:
     for x, text in [
         (104, "in the index"),
         (294, "in the bucket"),
-        (410, "called"),
-        (512, "and then"),
+        (410, "name"),
+        (512, "result"),
     ]:
         p.text((x, 34), text, "quiet", 14, anchor="middle" if x < 400 else "start")
     rows = [
-        (True, "bulk", "chunk", "is found and loaded, until it expires"),
+        (True, "bulk", "chunk", "loaded until it expires"),
         (True, None, "ghost", "the record is forgotten"),
-        (False, "bulk", "orphan", "announced by the next save, or removed when old"),
-        (False, "soft", "stranger", "of a namespace nobody knows: asked for by name"),
-        (True, "warn", "corrupt", "refused by every reader; quarantined by verify"),
+        (False, "bulk", "orphan", "published by the next save, or deleted when old"),
+        (False, "soft", "stranger", "no identity document: deleted on request only"),
+        (True, "warn", "corrupt", "rejected by every reader; quarantined by verify"),
     ]
     for number, (indexed, stored, name, what) in enumerate(rows):
         y = 52 + number * 54
@@ -199,17 +206,16 @@ def sweep() -> Picture:
         if stored is None:
             p.area((214, y), (160, 40), "arrow dashed")
         elif stored == "warn":
-            p.box((214, y), (160, 40), "arrow warn", ["payload ≠ claim"])
+            p.box((214, y), (160, 40), "arrow warn", ["damaged"])
         else:
             p.box((214, y), (160, 40), stored, ["payload"])
         p.text((410, y + 26), name, "", 16, weight="600")
         p.text((512, y + 26), what, "quiet", 14)
     p.area((24, 334), (912, 50), "soft")
-    p.text((44, 365), "Removing:", "", 15, weight="600")
+    p.text((44, 365), "Deletion:", "", 15, weight="600")
     p.text(
         (140, 365),
-        "1 look again, under the lease · 2 forget the record · 3 delete the payload: "
-        "no reader is told of what goes",
+        "1 check again under the lease · 2 forget the record · 3 delete the payload",
         "quiet",
         14,
     )

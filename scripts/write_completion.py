@@ -251,7 +251,7 @@ fi
 
 
 def zsh_choices(choices: tuple[Choice, ...]) -> str:
-    """Assignments of zsh for candidates with their help, as ``_describe`` wants them."""
+    """Assignments of zsh for candidates with their help, in the form that ``_describe`` reads."""
     return f"names=({' '.join(quote(f'{c.name}:{c.help}') for c in choices)})"
 
 

@@ -125,7 +125,7 @@ def printed(document: Path, command: str) -> Iterator[tuple[str, list[str]]]:
                 yield typed, output
 
 
-@pytest.mark.parametrize("page", ["operations/capacity-plan.md", "sizing.md"])
+@pytest.mark.parametrize("page", ["operations/capacity.md"])
 def test_what_objkv_size_prints_in_documents_is_what_it_prints(page: str) -> None:
     shown = list(printed(DOCS / page, "objkv size"))
     assert shown

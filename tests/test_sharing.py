@@ -9,7 +9,11 @@ _NAMED = re.compile(r"`(tests/[a-z_/]+\.py)(?:::(test_[a-z0-9_]+))?`")
 
 def test_every_cell_names_tests_that_there_are() -> None:
     text = (ROOT / "docs" / "sharing.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "shown by" not in line.lower()]
+    rows = [
+        line
+        for line in text.splitlines()
+        if line.startswith("| ") and "shown by" not in line.lower()
+    ]
     assert len(rows) > 20
     for row in rows:
         named = _NAMED.findall(row)

@@ -1,4 +1,4 @@
-"""What docs/versioning.md promises is there, and the window of vLLM is the same everywhere."""
+"""What docs/operations/upgrade.md promises is there, and the window of vLLM is the same everywhere."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from objkv import connector
 from objkv.ops.doctor.doctor import VERSION_END, VERSION_MIN
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "versioning.md").read_text()
+PAGE = (ROOT / "docs" / "operations" / "upgrade.md").read_text()
 PUBLIC = re.findall(r"^\| `(objkv\.[\w.]+)` \|", PAGE, re.MULTILINE)
 
 
@@ -47,7 +47,7 @@ def test_the_window_of_vllm_is_one() -> None:
 def test_the_pythons_are_those_that_the_package_says() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     least, end = re.findall(r"3\.(\d+)", project["requires-python"])
-    assert f"3.{least} to 3.{int(end) - 1}. What you may import" in PAGE
+    assert f"3.{least} to 3.{int(end) - 1}. These names may be imported" in PAGE
     told = {text for text in project["classifiers"] if "Python :: 3." in text}
     wanted = {f"Programming Language :: Python :: 3.{n}" for n in range(int(least), int(end))}
     assert told == wanted

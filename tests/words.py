@@ -98,6 +98,8 @@ VERBS: Final = frozenset(_LISTS[0].split())
 _FORMS = frozenset(_LISTS[1].split())
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1[ \t]*$", re.MULTILINE | re.DOTALL)
+_WRITTEN = re.compile(r"<!-- [\w ]+: written by `.*?<!-- end of ", re.DOTALL)
+"""A table within a page that a command writes."""
 _HIDDEN = re.compile(
     r"<!--.*?-->|`+[^`]*`+|\]\([^)\s]*\)|<[a-z/][^>]*>|\"[^\"\n]*\"|“[^”]*”", re.DOTALL
 )
@@ -142,7 +144,9 @@ def in_markdown(path: Path, place: str) -> Iterator[Finding]:
     text = prose(path.read_text())
     yield from in_text(text, place)
     is_generated = GENERATED in path.read_text()
-    for number, line in enumerate(_blank(_FENCE, path.read_text()).splitlines(), 1):
+    for number, line in enumerate(
+        _blank(_WRITTEN, _blank(_FENCE, path.read_text())).split("\n"), 1
+    ):
         if len(line) > WIDTH_MAX and not (is_generated and line.startswith("|")):
             yield Finding(place, number, f"{len(line)} characters", f"at most {WIDTH_MAX}")
 

@@ -1,4 +1,4 @@
-"""Make the bucket of OBJKV_BULK_URL unless it is there. No role of a replica may do this."""
+"""Create the bucket of OBJKV_BULK_URL if it is missing. No role of a replica may do this."""
 
 from urllib.parse import urlsplit
 
@@ -7,16 +7,16 @@ from objkv.stores.s3.client import open_s3_client
 
 
 def main() -> None:
-    """Start it as often as you like."""
+    """Create the bucket; safe to repeat."""
     config = load_config()
     bucket = urlsplit(config.bulk_url).netloc
     client = open_s3_client(config)
     try:
         if bucket in {found["Name"] for found in client.list_buckets()["Buckets"]}:
-            print(f"{bucket} is there")
+            print(f"{bucket} exists")
         else:
             client.create_bucket(Bucket=bucket)
-            print(f"made {bucket}")
+            print(f"created {bucket}")
     finally:
         client.close()
 

@@ -1,9 +1,9 @@
-"""Ask two replicas as two tenants, and show who shares with whom.
+"""Send requests of two tenants to two replicas, and print who shares with whom.
 
     python ask.py URL URL --adapters acme zenith
 
-Each adapter is asked on the first replica, then on the second; then the base model, for each tenant
-with a ``cache_salt`` of its own.
+Each adapter is requested from the first replica, then from the second. Then the base model is
+requested with a different ``cache_salt`` for each tenant.
 """
 
 import argparse
@@ -21,7 +21,7 @@ SAVED_S = 60.0
 
 
 def ask(url: str, max_tokens: int = 8, **asked: Any) -> dict[str, Any]:
-    """Prompt tokens, and how many of them were not computed."""
+    """Return the token counts of one response."""
     body = {"prompt": HOUSE_RULES, "max_tokens": max_tokens, "temperature": 0} | asked
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
     response.raise_for_status()
@@ -30,14 +30,14 @@ def ask(url: str, max_tokens: int = 8, **asked: Any) -> dict[str, Any]:
 
 
 def saved(url: str) -> int:
-    """How many chunks the replica has put away, as its metrics tell."""
+    """Return how many chunks the replica has saved or found stored, from its metrics."""
     names = ("vllm:objkv_saves_total", "vllm:objkv_save_existed_total")
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))
 
 
 def wait_until_saved(url: str, chunks: int, asked: dict[str, Any]) -> None:
-    """Saving happens in the background. Its numbers are told with the next step of the engine."""
+    """Wait for background saves. The engine updates their metrics at its next step."""
     until = time.monotonic() + SAVED_S
     while saved(url) < chunks and time.monotonic() < until:
         time.sleep(0.5)
@@ -45,7 +45,7 @@ def wait_until_saved(url: str, chunks: int, asked: dict[str, Any]) -> None:
 
 
 def callers(base: str, adapters: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Who asks, and what tells their requests apart."""
+    """Yield each caller and the fields that distinguish its requests."""
     for adapter in adapters:
         yield f"adapter {adapter}", {"model": adapter}
     for tenant in adapters:
@@ -53,7 +53,7 @@ def callers(base: str, adapters: list[str]) -> Iterator[tuple[str, dict[str, Any
 
 
 def main() -> None:
-    """One line for each answer."""
+    """Print one line per response."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("urls", nargs=2, metavar="URL")
     parser.add_argument("--model", default="model", help="the name of the base model")
@@ -64,8 +64,8 @@ def main() -> None:
             before = saved(url)
             usage = ask(url, **asked)
             cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-            print(f"{who}, {place} replica: {cached} of {usage['prompt_tokens']} not computed")
-            # Chunks have 256 tokens, if nobody chose otherwise.
+            print(f"{who}, {place} replica: {cached} of {usage['prompt_tokens']} tokens cached")
+            # A chunk has 256 tokens by default.
             chunks = (usage["prompt_tokens"] - cached) // 256
             wait_until_saved(url, before + chunks, asked)
 

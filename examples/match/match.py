@@ -1,8 +1,8 @@
-"""Ask from Python which part of a prompt is stored, as a router might: no vLLM, no GPU.
+"""Print how much of a prompt is stored, as a router would find out, without vLLM or a GPU.
 
-    python match.py 17 4 93 ...         # token ids, as the replica's tokenizer makes them
+    python match.py 17 4 93 ...         # token ids from the replica's tokenizer
 
-Uses the same settings as replicas and the ``objkv`` command: ``OBJKV_*``, or a file.
+The settings are those of replicas and the ``objkv`` command: ``OBJKV_*`` or a file.
 """
 
 import sys
@@ -16,7 +16,7 @@ from objkv.telemetry import NullRecorder
 
 
 def main() -> None:
-    """One line per namespace, that is per model and layout."""
+    """Print one line per namespace, which means per model and layout."""
     tokens = [int(word) for word in sys.argv[1:]]
     if not tokens:
         sys.exit("give token ids: python match.py 17 4 93 ...")

@@ -1,9 +1,10 @@
-"""Have one replica compute a prompt and another answer it, as a router in front of them would.
+"""Let one replica compute a prompt and another generate the answer, as a router would.
 
     python ask.py http://127.0.0.1:8001 http://127.0.0.1:8002
 
-First a document is computed; then the first replica forgets it, as if it had been restarted, and is
-asked another question about it: the document comes from objkv, and goes on to the second by NIXL.
+The first replica computes a document. Then it empties its cache, as if it had restarted, and
+receives another question about the document. It loads the document from objkv, and NIXL transfers
+it to the second replica.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import httpx
 
 DOCUMENT = " ".join(f"Shelf {shelf} holds {shelf * 7 % 90} boxes." for shelf in range(150))
 QUESTIONS = ("How many boxes are on shelf 12?", "Which shelves hold more than 80 boxes?")
-# What NIXL's connector wants of the first request: it answers with where the KV lies.
+# NIXL's connector requires these in the first request. The response states where the KV is.
 COMPUTE_FOR_ANOTHER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -27,7 +28,7 @@ SAVED_S = 60.0
 
 
 def post(url: str, **body: Any) -> dict[str, Any]:
-    """One completion."""
+    """Request one completion."""
     asked = {"model": "model", "temperature": 0} | body
     response = httpx.post(f"{url}/v1/completions", json=asked, timeout=600)
     response.raise_for_status()
@@ -36,18 +37,18 @@ def post(url: str, **body: Any) -> dict[str, Any]:
 
 
 def metric(url: str, *names: str) -> float:
-    """Counters of a replica, added up."""
+    """Return the sum of some counters of a replica."""
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
 
 
 def tick(url: str) -> None:
-    """Numbers of background threads are told with the next step of the engine: this is one."""
+    """Run one step of the engine, which updates the metrics of background threads."""
     post(url, prompt="Hello", max_tokens=1)
 
 
 def forget(url: str, chunks: int) -> None:
-    """Empty the replica's own cache, when it has saved so much."""
+    """Empty the replica's own cache after it has saved ``chunks`` chunks."""
     until = time.monotonic() + SAVED_S
     while metric(url, "vllm:objkv_saves_total") < chunks and time.monotonic() < until:
         time.sleep(0.5)
@@ -57,7 +58,7 @@ def forget(url: str, chunks: int) -> None:
 
 
 def main() -> None:
-    """Two questions about one document."""
+    """Send two questions about one document."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prefill")
     parser.add_argument("decode")
@@ -80,7 +81,7 @@ def main() -> None:
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         print(f"{question} {answered['choices'][0]['text']!r}")
         print(
-            f"  prefill: {cached} of {usage['prompt_tokens']} prompt tokens were not computed; "
+            f"  prefill: {cached} of {usage['prompt_tokens']} prompt tokens were cached; "
             f"NIXL moved {moved / 2**20:.1f} MiB to decode"
         )
         forget(given.prefill, chunks=usage["prompt_tokens"] // 256)

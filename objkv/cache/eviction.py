@@ -3,8 +3,8 @@
 A chunk is usable only with all chunks before it in its prompt, so chains lose their last chunks
 first. Among these, the least valuable are evicted first. Value falls with the time since the last
 use, as in LRU. Hits raise it, and depth in a long prompt lowers it, but both fade: a chunk without
-hits for several usual pauses between hits is judged by its age alone. ``docs/capacity.md`` compares
-this policy with others.
+hits for several usual pauses between hits is judged by its age alone.
+``docs/operations/eviction.md`` compares this policy with others.
 """
 
 import heapq

@@ -20,7 +20,8 @@ def access(
     tenant: Annotated[
         str | None,
         typer.Option(
-            help="Limit the rights to this tenant's own bucket and Redis prefix.", metavar="NAME"
+            help="Limit the rights to this tenant's prefix in the bucket and in Redis.",
+            metavar="NAME",
         ),
     ] = None,
     kms_key_arn: Annotated[

@@ -15,10 +15,10 @@ from typer.main import get_group
 from objkv import __version__
 
 COMMANDS: Final = {
-    "access": ("access:access", "Print the least rights of a role, in the bucket and in Redis."),
+    "access": ("access:access", "Print the least-privilege IAM policy and Redis ACL for a role."),
     "audit": (
         "audit:audit",
-        "Join bucket and index: what is stored, for whom, of what use, and what is wrong.",
+        "Report stored chunks: owner, age, usage, cost and faults.",
     ),
     "completion": ("completion:completion", "Print the completion script of a shell."),
     "demo": ("demo:demo", "Show one replica answering with KV that another computed."),
@@ -28,25 +28,25 @@ COMMANDS: Final = {
         "Tell Prometheus what is stored, and whether both ends answer.",
     ),
     "ls": ("ls:ls", "List namespaces, or the prefixes stored in one."),
-    "show": ("show:show", "Look into the payloads of one chunk, and check every byte."),
-    "size": ("size:size", "Say what a fleet will store, ask of its stores and pay."),
+    "show": ("show:show", "Show the payloads of one chunk and verify every byte."),
+    "size": ("size:size", "Estimate what a fleet stores, requests and pays."),
     "top": ("top:top", "Show what a fleet does now: hits, bytes, refusals, prefixes."),
-    "match": ("match:match", "Say how much of a prompt is stored and would be served."),
+    "match": ("match:match", "Show how much of a prompt is stored and would be served."),
     "export": (
         "export:export",
-        "Write a namespace, a prefix or a prompt's chunks as plain safetensors files.",
+        "Export chunks as plain safetensors files.",
     ),
     "import": (
         "import_:import_",
-        "Bring an export into this cache: every byte is checked, and nothing is replaced.",
+        "Import chunks that objkv export wrote.",
     ),
-    "pin": ("pin:pin", "Keep a stored prefix until a day, however little it is used."),
-    "unpin": ("pin:unpin", "End a pin: what it kept lives on as long as any other record."),
+    "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
+    "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
     "warm": (
         "warm:warm",
         "Compute and save prompts before anybody asks for them, and wait until they are stored.",
     ),
-    "diff": ("diff:diff", "Explain why two namespaces, or two replicas, do not share."),
+    "diff": ("diff:diff", "Explain why two namespaces or replicas do not share."),
     "verify": ("verify:verify", "Check stored payloads: every byte, claim and record."),
     "sweep": ("sweep:sweep", "Find what nobody can use, and with --apply remove it."),
     "rebuild": ("rebuild:rebuild", "Restore the index from the bulk store: records, pins, totals."),
@@ -116,7 +116,7 @@ app = typer.Typer(
     cls=Commands,
     # ``objkv completion`` prints scripts that start no Python.
     add_completion=False,
-    help="One shared KV cache for a fleet of vLLM replicas: look into it, and check it.",
+    help="Inspect, check and maintain one shared KV cache for a fleet of vLLM replicas.",
     epilog="Exit codes: 0 success, 1 the check found a problem, 2 wrong usage or settings, "
     "3 a store is unreachable, 70 a bug in objkv, 130 interrupted, 141 standard output was closed.",
     no_args_is_help=True,

@@ -115,7 +115,7 @@ def _totals(out: Printer, report: AuditReport) -> None:
 def _namespaces(out: Printer, report: AuditReport, limit: int) -> None:
     columns = (
         "namespace", "model", "tenant", ">prefixes", ">chunks", ">tokens", ">bytes", ">hits",
-        ">used", ">newest", ">oldest", ">last used", ">wrong",
+        ">used", ">newest", ">oldest", ">last used", ">faults",
     )  # fmt: skip
     rows = [_namespace_row(one, report.made_s) for one in report.namespaces[:limit]]
     out.table(columns, rows)
@@ -136,7 +136,7 @@ def _namespace_row(one: NamespaceAudit, now_s: int) -> Sequence[object]:
         age(one.newest_s, now_s),
         age(one.oldest_s, now_s),
         age(one.last_used_s, now_s),
-        one.to_mend,
+        one.faults,
     )
 
 
@@ -203,9 +203,9 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
     if not rows:
         is_seen_now = report.ending == "complete" and not report.resumed
         scope = "names and records" if is_seen_now else "names and records that were read"
-        out.line(f"no faults in the {scope}; payload bytes were not read (objkv verify reads them)")
+        out.line(f"no faults in the {scope}; payload bytes were not checked (use objkv verify)")
         return
-    out.table(("found", ">count", ">bytes", ">young", "what to do"), rows)
+    out.table(("finding", ">count", ">bytes", ">young", "what to do"), rows)
     named = _named(report.findings.first, limit)
     out.table(("", "", ""), [(one.kind, one.key, one.detail) for one in named])
     left = len(report.findings.first) - len(named) + report.findings.omitted
@@ -229,10 +229,10 @@ def _costs(out: Printer, report: AuditReport) -> None:
     if growth.bytes_per_day is not None:
         out.line(f"growth: {size(int(growth.bytes_per_day))} a day, from chunks still stored")
     more = "" if cost.next_month is None else f", {_usd(cost.next_month)} next month"
-    unused = "" if cost.unused is None else f" ({_usd(cost.unused)} for unused chunks)"
+    unused = "" if cost.unused is None else f" (unused chunks {_usd(cost.unused)})"
     out.line(
-        f"cost: {_usd(cost.month)} a month{more} (storage {_usd(cost.storage)}{unused}, requests "
-        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB)"
+        f"cost: {_usd(cost.month)} a month{more}; storage {_usd(cost.storage)}{unused}, requests "
+        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB"
     )
 
 
@@ -328,8 +328,8 @@ def audit(
 ) -> int:
     """Report stored chunks: owner, age, usage, cost and faults.
 
-    The report compares the names in the bulk store with the records in the index. It reads no
-    payload bytes; objkv verify does.
+    The report compares the names in the bulk store with the records in the index. It does not
+    check payload bytes; objkv verify does.
     """
     if show_text and tokenizer is None:
         raise ConfigError("--show-text needs --tokenizer")
@@ -376,7 +376,7 @@ def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
         if wish.html is not None:
             write_html(report, wish.html, private=options.show_text)
         show_report(session.out, report, limit=wish.limit, html=wish.html, is_kept=spool.is_kept)
-        spool.is_told = report.ending == "complete"
+        spool.is_reported = report.ending == "complete"
         return run.code(FOUND if _is_wrong(report) else FINE)
 
 

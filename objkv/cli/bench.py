@@ -1,6 +1,6 @@
-"""``objkv bench``: what objkv reaches of what this machine allows.
+"""``objkv bench``: benchmark objkv against the limits of this machine and its stores.
 
-What measures objkv itself stands in the project's own folder ``benchmarks``.
+Benchmarks of objkv itself are in the project's ``benchmarks`` folder.
 """
 
 import sys
@@ -42,17 +42,17 @@ _COLORS = {True: "#2a9d5c", False: "#c8443c", None: "#6f7f8f"}
 
 
 def check_plot(file: Path) -> None:
-    """Raise ``ConfigError`` unless ``plot_report`` can draw into ``file``."""
+    """Raise ``ConfigError`` unless ``plot_report`` can write ``file``."""
     if file.suffix not in PLOTS:
         raise ConfigError(f"--plot {file}: the name must end in {' or '.join(PLOTS)}")
     if not file.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {file}: there is no such folder")
+        raise ConfigError(f"--plot {file}: the folder does not exist")
     if find_spec("matplotlib") is None:
         raise ConfigError('--plot needs matplotlib: pip install "objkv[plot]"')
 
 
 def bench_document(report: BenchReport) -> dict[str, Any]:
-    """Everything, conclusions included, as JSON values."""
+    """The whole report with its verdicts, as JSON values."""
     document: dict[str, Any] = plain(report)
     for section, shown in zip(report.sections, document["sections"], strict=True):
         for row, cells in zip(section.rows, shown["rows"], strict=True):
@@ -62,22 +62,23 @@ def bench_document(report: BenchReport) -> dict[str, Any]:
 
 
 def print_report(out: Printer, report: BenchReport) -> None:
-    """The tables, the machine, and what was missed."""
+    """Print the tables, the machine and the number of targets reached."""
     for section in report.sections:
-        _print_section(out, section)
+        _print_section(out, section, judged=not report.quick)
     machine = report.machine
     memory = f", {size(machine.memory_bytes)}" if machine.memory_bytes else ""
-    load = f", load {machine.load} before" if machine.load is not None else ""
+    load = f", load {machine.load} before the first round" if machine.load is not None else ""
     out.line(f"{machine.cores} cores of {machine.cpu}{memory}, {machine.system}{load}", "dim")
     versions = [f"{name} {version}" for name, version in machine.libraries.items()]
     out.line(f"objkv {report.objkv}, Python {machine.python}, {', '.join(versions)}", "dim")
     out.line(
-        f"Medians of {report.rounds} rounds, each of which measured every side in turn; a ratio is "
-        "the median of the rounds' own.",
+        f"Medians of {report.rounds} rounds. Each round measures every side in turn. A ratio is "
+        "the median of the ratios of all rounds.",
         "dim",
     )
     if report.quick:
-        out.line("Quick: sizes too small for the figures to mean anything.", "yellow")
+        out.line("--quick: the sizes are too small for meaningful figures.", "yellow")
+        return
     judged = sum(row.ok is not None for section in report.sections for row in section.rows)
     if judged:
         missed = len(report.missed)
@@ -86,7 +87,7 @@ def print_report(out: Printer, report: BenchReport) -> None:
 
 
 def plot_report(file: Path, report: BenchReport) -> None:
-    """Draw every row that has a ratio as a bar, with a mark where its target is."""
+    """Draw every row that has a ratio as a bar, and mark its target."""
     rows = [row for section in report.sections for row in section.rows if row.ratio is not None]
     figure = import_module("matplotlib.figure").Figure(
         figsize=(9, 1.2 + _BAR_INCHES * max(1, len(rows))), layout="constrained"
@@ -94,7 +95,7 @@ def plot_report(file: Path, report: BenchReport) -> None:
     axes = figure.subplots()
     places = range(len(rows))
     ratios = [row.ratio or 0.0 for row in rows]
-    axes.barh(places, ratios, color=[_COLORS[row.ok] for row in rows])
+    axes.barh(places, ratios, color=[_COLORS[None if report.quick else row.ok] for row in rows])
     for place, row in zip(places, rows, strict=True):
         axes.text(row.ratio or 0.0, place, f" {ratio_text(row.ratio)}", va="center", fontsize=8)
         if row.target is not None and row.target.of == "ratio":
@@ -104,23 +105,23 @@ def plot_report(file: Path, report: BenchReport) -> None:
     axes.margins(x=0.1)  # room for the figures
     if ratios and max(ratios) > 10 * max(min(ratios), 1e-3):
         axes.set_xscale("log")
-    axes.set_xlabel("ours by the limit, measured in the same run; black marks are targets")
+    axes.set_xlabel("objkv divided by its limit, measured in the same run; black marks are targets")
     machine = report.machine
     axes.set_title(f"objkv {report.objkv} on {machine.cores} cores of {machine.cpu}", fontsize=9)
     figure.savefig(file)
 
 
 def ratio_text(ratio: float | None) -> str:
-    """``0.93``, or with fewer digits where it is large."""
+    """``0.93``, or one decimal for 10 and more."""
     if ratio is None:
         return "-"
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
 
 
-def _print_section(out: Printer, section: Section) -> None:
+def _print_section(out: Printer, section: Section, *, judged: bool) -> None:
     out.line(section.name, "bold")
     if section.rows:
-        out.table(_COLUMNS, [_cells(row) for row in section.rows])
+        out.table(_COLUMNS, [_cells(row, judged=judged) for row in section.rows])
     for name, version in section.servers.items():
         out.line(f"{name}: {version}", "dim")
     for note in section.notes:
@@ -128,22 +129,22 @@ def _print_section(out: Printer, section: Section) -> None:
     out.line()
 
 
-def _cells(row: BenchRow) -> tuple[object, ...]:
+def _cells(row: BenchRow, *, judged: bool) -> tuple[object, ...]:
     return (
         row.name,
         _figure(row.ours),
         None if row.limit is None else _figure(row.limit),
         row.unit,
         ratio_text(row.ratio),
-        "" if row.target is None else _target(row.target, row.unit),
-        {True: "ok", False: "missed", None: ""}[row.ok],
+        _target(row.target, row.unit) if judged and row.target is not None else "",
+        {True: "ok", False: "missed", None: ""}[row.ok if judged else None],
         row.limit_name,
         row.detail,
     )
 
 
 def _figure(value: float) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
@@ -155,19 +156,19 @@ def _target(target: Target, unit: str) -> str:
 
 
 Rounds = Annotated[
-    int, typer.Option(min=1, max=1000, help="Rounds; each measures every side once, in turn.")
+    int, typer.Option(min=1, max=1000, help="Rounds. Each round measures every side once.")
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Small sizes: whether it works, not how fast.")
+    bool, typer.Option("--quick", help="Use small sizes, to test that it works. No verdict.")
 ]
 Check = Annotated[bool, typer.Option("--check", help="Exit 1 if a row misses its target.")]
 Plot = Annotated[
-    Path | None, typer.Option(help="Draw the ratios, as .png or .svg.", metavar="FILE")
+    Path | None, typer.Option(help="Draw the ratios as a .png or .svg file.", metavar="FILE")
 ]
 Work = Callable[[BenchSetting], Section]
 bench = typer.Typer(
     name="bench",
-    help="Measure objkv against what is possible on this machine.",
+    help="Benchmark objkv against what this machine and store allow.",
     no_args_is_help=True,
 )
 
@@ -180,13 +181,13 @@ def store(
     check: Check = False,
     plot: Plot = None,
     configured: Annotated[
-        bool, typer.Option("--configured", help="Measure the stores of the settings instead.")
+        bool, typer.Option("--configured", help="Measure your configured stores instead.")
     ] = False,
     far: Annotated[bool, typer.Option("--far", hidden=True)] = False,
 ) -> int:
-    """Payloads in and out of stores, against a plain socket and memcpy.
+    """Benchmark stores against a bare socket and memcpy.
 
-    Starts a Redis of its own; everything that is got is verified.
+    Starts a private Redis. Every payload is verified while it arrives.
     """
     if far:
         raise ConfigError(_moved("store --far", "far"))
@@ -206,7 +207,7 @@ def lookup(
     check: Check = False,
     plot: Plot = None,
 ) -> int:
-    """Learning what is stored of a prompt, against a round trip."""
+    """Benchmark index lookups against one round trip."""
     return run_works(session, (bench_lookup,), BenchOptions(rounds, quick, check, plot))
 
 
@@ -218,7 +219,7 @@ def gpu(
     check: Check = False,
     plot: Plot = None,
 ) -> int:
-    """Between host and paged cache, against a pinned copy. Says so where there is no GPU."""
+    """Benchmark GPU loads and saves against pinned copies."""
     return run_works(session, (bench_gpu,), BenchOptions(rounds, quick, check, plot))
 
 
@@ -230,9 +231,9 @@ def everything(
     check: Check = False,
     plot: Plot = None,
 ) -> int:
-    """All of them, as one report.
+    """Run all benchmarks and print one report.
 
-    What cannot be measured here is skipped with a note.
+    Benchmarks that cannot run on this machine are skipped with a note.
     """
     works = (bench_store, bench_lookup, bench_gpu)
     possible = tuple(_if_possible(work) for work in works)
@@ -241,8 +242,8 @@ def everything(
 
 def _moved(name: str, module: str) -> str:
     return (
-        f"bench {name} measures objkv itself and is no longer a part of it: in a clone of the "
-        f"project, python -m benchmarks.{module}"
+        f"bench {name} is no longer part of objkv: in a clone of the project run "
+        f".venv/bin/python -m benchmarks.{module}"
     )
 
 
@@ -262,7 +263,7 @@ for _name in ("codec", "engine"):
 
 
 def _if_possible(work: Work) -> Work:
-    """``work``, but what is missing for it becomes a note."""
+    """Return ``work`` with a missing dependency reported as a note instead of an error."""
 
     def possible(setting: BenchSetting) -> Section:
         try:
@@ -276,7 +277,7 @@ def _if_possible(work: Work) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Those of every benchmark."""
+    """The options that all benchmarks share."""
 
     rounds: int
     quick: bool
@@ -285,7 +286,9 @@ class BenchOptions:
 
 
 def run_works(session: Session, works: tuple[Work, ...], options: BenchOptions) -> int:
-    """Measure all of ``works`` and show one report; the exit code."""
+    """Run all ``works``, show one report and return the exit code."""
+    if options.check and options.quick:
+        raise ConfigError("--check needs full sizes: remove --quick")
     if options.plot is not None:
         check_plot(options.plot)
     machine = describe_machine()
@@ -311,7 +314,7 @@ def run_works(session: Session, works: tuple[Work, ...], options: BenchOptions) 
 def _measure(
     works: tuple[Work, ...], options: BenchOptions, steps: Steps
 ) -> tuple[Section, ...] | None:
-    """What they found, or None if a program failed, which is reported."""
+    """Return the sections, or None after reporting a child program that failed."""
     sections = []
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="objkv-bench-") as name:
         try:
@@ -321,8 +324,8 @@ def _measure(
                     folder.mkdir()
                     sections.append(work(_setting(folder, options, steps)))
         except ProgramFailed as exc:
-            # The log is gone with the folder: what it ends with is shown here.
-            sys.stderr.write(f"objkv: {exc.what}, and its log ends:\n")
+            # The log is deleted with the temporary folder, so its last lines are shown here.
+            sys.stderr.write(f"objkv: {exc.what}; the last lines of its log:\n")
             print_failure(exc.tail())
             return None
     return tuple(sections)

@@ -1,6 +1,6 @@
 """The fresh process of ``objkv bench lookup``: ``python -m objkv.cli.bench_fresh URL CHUNKS``.
 
-It opens the index as a replica does, which only ``assembly`` can, and prints one JSON line.
+It opens the index through ``assembly``, as a replica does, and prints one JSON line.
 """
 
 import gc
@@ -22,17 +22,17 @@ _WARM_UPS = 20
 
 
 def ask_fresh(index: ReadIndex, redis_url: str, chunks: int) -> FreshAnswer:
-    """Ask for ``chunks`` chunks, all stored. Raises ``StoreError`` if the answer is not that."""
+    """Look up ``chunks`` stored chunks. Raises ``StoreError`` if one is missing."""
     hashes = chunk_hashes(chunks)
     index.check()
-    gc.freeze()  # as vLLM does after its start: what was imported is collected in no request
+    gc.freeze()  # as vLLM does after its start: requests never collect imported objects
     with PlainRedis(redis_url) as plain:
         ping_s = _median(plain.ping)
     started = time.perf_counter()
     found = index.find(NAMESPACE, hashes, (FIELD,))
     first_s = time.perf_counter() - started
     if len(found) != chunks or not all(shards and shards[FIELD] for shards in found):
-        raise StoreError("the index did not find what is there")
+        raise StoreError("the index did not find the published chunks")
     return FreshAnswer(
         first_s=first_s,
         again_s=_median(lambda: index.find(NAMESPACE, hashes, (FIELD,)), _WARM_UPS),
@@ -51,7 +51,7 @@ def _median(call: Callable[[], object], times: int = _PINGS) -> float:
 
 
 def main() -> None:
-    """Look up once, and print how long it took."""
+    """Measure the lookups and print the durations."""
     url, chunks = sys.argv[1], int(sys.argv[2])
     index = open_index(local_config(index_url=f"{url}/0"), NullRecorder())
     print(ask_fresh(index, url, chunks).model_dump_json())

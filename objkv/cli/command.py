@@ -1,4 +1,4 @@
-"""What all commands share: options, settings, backends, and how errors become exit codes.
+"""The shared parts of all commands: options, settings, backends and exit codes.
 
 Settings, stores and the index are imported when a command first uses them: ``COMMAND --help`` needs
 none of them, and they take most of a second.
@@ -55,19 +55,19 @@ NO_READER: Final = 141
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """The options that every command has."""
+    """The options of every command."""
 
     bulk_url: Annotated[
-        str | None, typer.Option(help="Bulk store, as OBJKV_BULK_URL.", metavar="URL")
+        str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
     ] = None
     index_url: Annotated[
-        str | None, typer.Option(help="Index, as OBJKV_INDEX_URL.", metavar="URL")
+        str | None, typer.Option(help="Index; overrides OBJKV_INDEX_URL.", metavar="URL")
     ] = None
     config: Annotated[
-        Path | None, typer.Option(help="Settings, as OBJKV_CONFIG_FILE.", metavar="FILE")
+        Path | None, typer.Option(help="TOML file; overrides OBJKV_CONFIG_FILE.", metavar="FILE")
     ] = None
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
-    no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False
+    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors.")] = False
 
 
 @dataclass(frozen=True, slots=True)

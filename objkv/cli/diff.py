@@ -157,7 +157,7 @@ def _print(
 def _explain(out: Printer, difference: Difference) -> None:
     out.line()
     if difference.follows_from is not None:
-        out.line(f"{difference.field}: caused by {difference.follows_from}")
+        out.line(f"{difference.field}: follows from {difference.follows_from}")
         return
     out.line(f"{difference.field}: {difference.why}")
     out.line(f"  {difference.fix}")

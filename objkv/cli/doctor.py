@@ -1,4 +1,4 @@
-"""``objkv doctor``: explain the settings, probe both ends, say what to fix."""
+"""``objkv doctor``: check settings, bulk store and index, and suggest fixes."""
 
 from objkv.assembly.backends import describe_index, open_bulk, open_hot, open_index
 from objkv.assembly.seal import open_seal
@@ -17,20 +17,20 @@ _CODES: dict[Verdict, int] = {
 _SENTENCES: dict[Verdict, str] = {
     "ok": "everything works",
     "warnings": "everything works; see the warnings",
-    "failed": "something does not work as replicas need it",
-    "denied": "something is not allowed or wrongly configured",
-    "unreachable": "a store cannot be reached",
+    "failed": "a check failed: replicas cannot work like this",
+    "denied": "a permission is missing or a setting is wrong",
+    "unreachable": "the bulk store or the index is unreachable",
 }
 
 
 @command
 def doctor(session: Session) -> int:
-    """Explain the settings, probe both ends, and say what to fix."""
+    """Check settings, bulk store and index, and suggest fixes."""
     numbers = MemoryRecorder()
     patient = Patient(
-        open_bulk=lambda: open_bulk(session.config, numbers, on_change=_nobody),
-        open_hot=lambda: open_hot(session.config, NullRecorder(), on_change=_nobody),
-        open_index=lambda: open_index(session.config, NullRecorder(), on_change=_nobody),
+        open_bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
+        open_hot=lambda: open_hot(session.config, NullRecorder(), on_change=_ignore),
+        open_index=lambda: open_index(session.config, NullRecorder(), on_change=_ignore),
         describe_index=lambda: describe_index(session.config),
         numbers=numbers,
         open_seal=lambda: open_seal(session.config),
@@ -44,8 +44,8 @@ def doctor(session: Session) -> int:
     return _CODES[report.verdict]
 
 
-def _nobody(change: object) -> None:
-    """What is given up is in the report, check by check."""
+def _ignore(change: object) -> None:
+    """Log no circuit changes: the report has every failed check."""
 
 
 def _print(out: Printer, report: DoctorReport) -> None:

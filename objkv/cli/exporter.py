@@ -1,4 +1,4 @@
-"""``objkv exporter``: what is stored, and whether both ends answer, for Prometheus."""
+"""``objkv exporter``: serve store and index metrics to Prometheus."""
 
 import logging
 import signal
@@ -31,29 +31,34 @@ _LATE_MIN_S = 10.0
 def exporter(
     session: Session,
     host: Annotated[
-        str, typer.Option(help="Listen here; 0.0.0.0 for all networks.", metavar="ADDRESS")
+        str, typer.Option(help="Listen address; 0.0.0.0 for all networks.", metavar="ADDRESS")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Listen on this port.", min=0, max=65_535, metavar="N")
+        int, typer.Option(help="Listen port; 0 for any free port.", min=0, max=65_535, metavar="N")
     ] = PORT,
     every: Annotated[
-        float, typer.Option(help="Ask both ends so often.", metavar="SECONDS", min=1)
+        float, typer.Option(help="Time between checks.", metavar="SECONDS", min=1)
     ] = 15.0,
     scan_every: Annotated[
         float | None,
-        typer.Option(help="Also list the whole bulk store.", metavar="SECONDS", min=60),
+        typer.Option(
+            help="Also list the whole bulk store, at this interval.", metavar="SECONDS", min=60
+        ),
     ] = None,
     namespaces_max: Annotated[
         int,
         typer.Option(
-            help="Tell the largest one by one, the rest in a sum.", min=1, max=10_000, metavar="N"
+            help="Expose this many largest namespaces, and the rest as a sum.",
+            min=1,
+            max=10_000,
+            metavar="N",
         ),
     ] = 200,
     once: Annotated[
-        bool, typer.Option("--once", help="Ask once, print the page, and end.")
+        bool, typer.Option("--once", help="Check once, print the metrics and exit.")
     ] = False,
 ) -> int:
-    """Tell Prometheus what is stored, and whether both ends answer."""
+    """Serve store and index metrics to Prometheus."""
     refuse_memory(session, "exporter")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
     with open_backends(session.config, NullRecorder(), on_change=lambda _: None) as backends:
@@ -95,7 +100,7 @@ def _serve(
     def is_healthy() -> bool:
         return watch.is_alive() and (scans is None or scans.is_alive())
 
-    with ExitStack() as stack, _told_to_end() as ended:
+    with ExitStack() as stack, _end_signals() as ended:
         server = ExporterServer(registry, *address, is_healthy=is_healthy)
         watch.start()
         stack.callback(watch.stop)
@@ -114,10 +119,10 @@ def _serve(
 def _print_once(
     session: Session, registry: CollectorRegistry, watch: BackendsWatch, scans: Scans | None
 ) -> None:
-    with session.out.waiting("asking both ends"):
+    with session.out.waiting("checking store and index"):
         if scans is not None:
             scans.scan()
-        # Bulk last: it then tells whose the namespaces are that the others named.
+        # The bulk store last: its documents name the owners of the namespaces found so far.
         for end in sorted(watch.ends, key=lambda end: end == "bulk"):
             watch.ask(end)
     if session.out.machine:
@@ -133,9 +138,9 @@ def _print_once(
 
 
 @contextmanager
-def _told_to_end() -> Iterator[threading.Event]:
-    """Set by SIGTERM, as Kubernetes and systemd send it, and by Ctrl-C: there is no other way to
-    end what serves. Who ignores interrupts goes on to."""
+def _end_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM (Kubernetes, systemd) and Ctrl-C set. A process that ignores SIGINT
+    keeps ignoring it."""
     ended = threading.Event()
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -152,7 +157,7 @@ def _asks(session: Session, backends: Backends) -> Asks:
     config = session.config
 
     def check_bulk() -> None:
-        if not session.has_bulk():  # what only reads makes no folder
+        if not session.has_bulk():  # a reader creates no folder
             raise StoreUnavailable(f"no such folder: {config.bulk_url}")
         backends.bulk.check()
 

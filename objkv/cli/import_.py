@@ -38,7 +38,7 @@ def import_(
 ) -> int:
     """Import chunks that objkv export wrote.
 
-    Every byte is checked, and existing chunks are never replaced. Running the command again
+    Every byte is checked, and valid stored chunks are never replaced. Running the command again
     imports only missing chunks.
 
     Import only from sources you trust: replicas serve imported KV as if they had computed it.

@@ -11,7 +11,7 @@ from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.ops.explain.causes import Explanation, Question
-from objkv.ops.explain.explain import ReplicaTold, ask_replica, explain_match
+from objkv.ops.explain.explain import ReplicaCounters, ask_replica, explain_match
 from objkv.ops.match import MatchReport, match_prompt
 
 
@@ -74,7 +74,7 @@ def match(
     return FINE
 
 
-def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaTold]) -> None:
+def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaCounters]) -> None:
     out.line()
     if why.chunk is None:
         out.line(f"why: {why.sentence}", "bold")

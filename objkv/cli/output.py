@@ -1,4 +1,4 @@
-"""How results are shown: tables for people, one JSON document for machines."""
+"""Output of all commands: tables for people, one JSON document for programs."""
 
 import json
 import sys
@@ -40,30 +40,30 @@ _STYLES = {
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to whoever chooses exit codes; rich would end with 1."""
+        """Raise, so that the command chooses the exit code; rich would exit with 1."""
         raise
 
 
 class Printer:
-    """Standard output, for people or for machines; progress goes to standard error."""
+    """Writes results to standard output and progress to standard error."""
 
     def __init__(self, *, machine: bool, color: bool) -> None:
         self.machine = machine
         """Whether the result is one JSON document and nothing else."""
         self.color = color
-        """Whether colours are allowed; whether there are any is the terminal's business."""
-        # Wider than any row: a row that is folded into columns has hashes that nobody can copy,
-        # and no grep finds. A terminal that is too narrow wraps it at its own edge.
+        """Whether colors are allowed. The terminal decides whether there are any."""
+        # Wider than any row: in a folded row, hashes cannot be copied or found with grep. A narrow
+        # terminal wraps rows at its own edge.
         self._console = _Console(width=_WIDTH, no_color=True if not color else None)
         self._progress = Console(stderr=True, no_color=True if not color else None)
 
     def document(self, value: Any) -> None:
-        """Print ``value``, dataclasses included, as the one JSON document."""
+        """Print ``value``, which may contain dataclasses, as the JSON document."""
         sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print rows; a column whose name starts with ``>`` is aligned to the right, and columns
-        without names make a table without a head."""
+        """Print rows. ``>`` before a column's name aligns it right. A table whose columns all lack
+        names has no header."""
         table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
         for name in columns:
             right = name.startswith(">")
@@ -77,16 +77,16 @@ class Printer:
             self._console.print(whole, soft_wrap=True, end="")
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Print one line, whatever it holds."""
+        """Print one line, with control characters replaced."""
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Print one line on standard error, whoever reads the result."""
+        """Print one line on standard error, also with ``--json``."""
         self._progress.print(Text(printable(text), style="yellow"), soft_wrap=True)
 
     @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int], None]]:
-        """A function to tell how far the work is; shown while somebody watches a terminal."""
+        """Yield a function that takes the number done so far. Shown on a terminal only."""
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         disable = not self._progress.is_terminal
         with Progress(
@@ -97,8 +97,7 @@ class Printer:
 
     @contextmanager
     def steps(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A function to tell how many steps of how many are done; shown while somebody watches a
-        terminal."""
+        """Yield a function that takes the steps done and their total. Shown on a terminal only."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -115,13 +114,13 @@ class Printer:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show that the work goes on, while somebody watches a terminal."""
+        """Show a spinner on a terminal within the block."""
         with self.counting(what):
             yield
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON values: dataclasses by field, bytes as hex."""
+    """Convert ``value`` to JSON values: dataclasses to objects, bytes to hex."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, bytes):
@@ -155,14 +154,14 @@ def counted(number: int, one: str, many: str = "") -> str:
 
 
 def age(moment_s: int | None, now_s: float | None = None) -> str:
-    """How long ago, in the largest unit that fits; a dash for None."""
+    """Return how long ago, in the largest unit that fits; a dash for None."""
     if moment_s is None:
         return "-"
     return span((time.time() if now_s is None else now_s) - moment_s)
 
 
 def _trimmed(line: Sequence[Segment]) -> list[Segment]:
-    """``line`` without the spaces at its end, which a narrow terminal would wrap."""
+    """Remove the spaces at the end, which a narrow terminal would wrap."""
     trimmed = list(line)
     while trimmed and not trimmed[-1].text.strip():
         trimmed.pop()

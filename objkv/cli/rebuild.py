@@ -1,4 +1,4 @@
-"""``objkv rebuild``: the index, restored from the bulk store alone."""
+"""``objkv rebuild``: rebuild the index from the bulk store alone."""
 
 from typing import Annotated
 
@@ -13,12 +13,12 @@ from objkv.ops.rebuild import Rebuild
 _COUNTS = ("restored", "corrected", "present", "written", "unreadable", "foreign", "other")
 _MEANS = {
     "restored": "had no record",
-    "corrected": "had a record that said otherwise",
-    "present": "had their record",
+    "corrected": "had a wrong record",
+    "present": "had a correct record",
     "written": "were being written by others",
-    "unreadable": "damaged, or not of objkv: without a record objkv sweep removes them",
-    "foreign": "claim to be another's: without a record objkv sweep removes them",
-    "other": "entries that are no payloads",
+    "unreadable": "are damaged or not from objkv; objkv sweep removes them without a record",
+    "foreign": "belong to another key; objkv sweep removes them without a record",
+    "other": "entries are not payloads",
 }
 
 
@@ -26,11 +26,11 @@ _MEANS = {
 def rebuild(
     session: Session,
     namespace: OneNamespace = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only; write nothing.")] = False,
     workers: Workers = WORKERS,
     restart: Restart = False,
 ) -> int:
-    """Restore the index from the bulk store: records, pins, totals."""
+    """Rebuild the index from the bulk store."""
     refuse_memory(session, "rebuild")
     if session.config.index_url.startswith("bulk:"):
         return _nothing_to_do(session)
@@ -47,8 +47,8 @@ def rebuild(
                 parts = stored_parts(bulk, list(found))
             work = Rebuild(run.view, apply=not dry_run)
             run.run("restoring records", work.parts(parts, found))
-            run.run("looking for what was lost again", work.lost(parts, found))
-            run.run("restoring what stands on them", work.namespaces(found))
+            run.run("looking for records lost since", work.lost(parts, found))
+            run.run("restoring pins and totals", work.namespaces(found))
         if is_empty and not session.out.machine:
             run.report_nothing()
         else:
@@ -62,7 +62,7 @@ def _nothing_to_do(session: Session) -> int:
         document = {"command": "rebuild", "ending": "complete", "complete": True, "own_index": True}
         session.out.document(document)
     else:
-        session.out.line("the folder is its own index: there is nothing to rebuild")
+        session.out.line("the bulk folder is its own index; no rebuild is needed")
     return FINE
 
 
@@ -95,5 +95,5 @@ def _show(run: Upkeep, namespaces: int, dry_run: bool) -> None:
     for finding in counters.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
     if dry_run:
-        out.line("nothing was written: --dry-run")
+        out.line("--dry-run: nothing was written")
     run.report_end()

@@ -1,4 +1,4 @@
-"""``objkv sweep``: what nobody can use, found and removed."""
+"""``objkv sweep``: find and delete unreachable and evictable data."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -18,12 +18,12 @@ _SHOWN = 3
 _MEANS: dict[Category, str] = {
     "orphan": "payloads without a record",
     "ghost": "records without a payload",
-    "expired": "payloads that nobody used while a record lives",
-    "over_quota": "ends of prefixes that are used least",
-    "old_epoch": "of an earlier weights_epoch",
-    "stranger": "in namespaces without identity document: removed with --strangers",
-    "temporary": "left by killed writers",
-    "quarantined": "taken out of use by objkv verify",
+    "expired": "payloads unused for ttl_s",
+    "over_quota": "payloads at the ends of the least used prefixes",
+    "old_epoch": "payloads of an earlier weights_epoch",
+    "stranger": "payloads without an identity document; deleted only with --strangers",
+    "temporary": "leftovers of killed writers",
+    "quarantined": "payloads quarantined by objkv verify",
 }
 
 
@@ -31,30 +31,34 @@ _MEANS: dict[Category, str] = {
 def sweep(
     session: Session,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Remove what is found. Without it: only say.")
+        bool, typer.Option("--apply", help="Delete the data found (default: report only).")
     ] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join(CATEGORIES)}; give it again for more.", metavar="CATEGORY"
+            help=f"Sweep only this category; repeatable. One of {', '.join(CATEGORIES)}.",
+            metavar="CATEGORY",
         ),
     ] = None,
     namespace: OneNamespace = None,
     grace_s: Annotated[
         float | None,
-        typer.Option(min=0, help="Leave younger ones alone; sweep_grace_s.", metavar="SECONDS"),
+        typer.Option(min=0, help="Keep younger data (default: sweep_grace_s).", metavar="SECONDS"),
     ] = None,
-    strangers: Annotated[bool, typer.Option("--strangers", help="Remove strangers, too.")] = False,
+    strangers: Annotated[
+        bool, typer.Option("--strangers", help="Also delete the category stranger.")
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Although an end looks wiped or wrong.")
+        bool,
+        typer.Option("--force", help="Proceed even if the index or bucket looks empty or wrong."),
     ] = False,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Remove at most so many.", metavar="N")
+        int | None, typer.Option(min=1, help="Delete at most this many items.", metavar="N")
     ] = None,
     workers: Workers = WORKERS,
     restart: Restart = False,
 ) -> int:
-    """Find what nobody can use, and with --apply remove it."""
+    """Find unreachable and evictable data; delete it with --apply."""
     config = session.config
     limits = SweepLimits(
         apply=apply,
@@ -65,7 +69,7 @@ def sweep(
         removals_max=limit,
     )
     high, low = config.quota_high_percent, config.quota_low_percent
-    # All that decides what is found: a run continues another only where they are the same.
+    # A run resumes an earlier one only if all of these are equal.
     settings = (
         *(apply, sorted(limits.only), namespace, limits.grace_s, strangers),
         *(config.ttl_s, config.quota_bytes, high, low),
@@ -82,9 +86,9 @@ def sweep(
             run.run("sweeping leftovers", work.leftovers())
             run.run("sweeping payloads", work.parts())
             run.run("sweeping records", work.ghosts())
-            if namespace is None:  # a tenant's quota is for all of its namespaces
+            if namespace is None:  # a tenant's quota covers all of its namespaces
                 quotas = work.quotas(config.quota_bytes, high_percent=high, low_percent=low)
-                run.run("sweeping beyond quotas", quotas)
+                run.run("sweeping tenants over quota", quotas)
             run.run("sweeping documents", work.documents())
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
         is_empty = found is not None and not found.namespaces and not found.indexed
@@ -98,7 +102,7 @@ def sweep(
 def _categories(only: list[str] | None) -> tuple[Category, ...]:
     for name in only or ():
         if name not in CATEGORIES:
-            raise ConfigError(f"--only {name}: write one of {', '.join(CATEGORIES)}")
+            raise ConfigError(f"--only {name}: must be one of {', '.join(CATEGORIES)}")
     return tuple(one for one in CATEGORIES if not only or one in only)
 
 
@@ -127,33 +131,37 @@ def _show(run: Upkeep, apply: bool) -> None:
         out.table(("", ""), list(_some(counters)))
     else:
         out.line("nothing to sweep" if run.pool.ending == "complete" else "nothing found so far")
-    told = [f"{count:,} {name}" for name, count in beside.items() if count]
-    if told:
-        out.line("left alone: " + ", ".join(told))
+    kept = [f"{n:,} {name}" for name, n in beside.items() if n and name != "documents"]
+    if kept:
+        out.line("kept: " + ", ".join(kept))
     if counts["not_listed"]:
         out.line(
-            "uploads in parts may not be listed: a rule of the bucket has to end them", "yellow"
+            "multipart uploads could not be listed (access denied): let a lifecycle rule of the "
+            "bucket abort them",
+            "yellow",
         )
     if apply:
-        out.line(f"removed {_removed(counters)}")
+        out.line(f"deleted {_removed(counters)}")
     elif rows:
-        out.line("nothing was removed: --apply does it")
+        out.line("nothing was deleted: add --apply to delete")
     run.report_end()
 
 
 def _some(counters: Counters) -> Iterator[tuple[str, str]]:
-    """The first few of each category, and how many more there are."""
+    """Yield the first keys of each category and the number of further ones."""
     for one in CATEGORIES:
         keys = [finding.key for finding in counters.findings if finding.kind == one][:_SHOWN]
         yield from ((one, key) for key in keys)
         if keys and counters.counts[one] > len(keys):
-            yield "", f"{counters.counts[one] - len(keys):,} more: --json names them"
+            yield "", f"{counters.counts[one] - len(keys):,} more: --json lists them"
 
 
 def _removed(counters: Counters) -> str:
-    """What was removed; a record has no bytes in the bulk store."""
+    """Describe the deletions; a record has no bytes in the bulk store."""
     ghosts = min(counters.counts["ghost"], counters.counts["removed"])
     entries = counters.counts["removed"] - ghosts
-    told = [f"{entries:,}, {size(counters.nbytes['removed'])}"] if entries or not ghosts else []
-    told += [f"{counted(ghosts, 'record')} of payloads that are not there"] if ghosts else []
-    return "; ".join(told)
+    parts = [f"{entries:,}, {size(counters.nbytes['removed'])}"] if entries or not ghosts else []
+    parts += [f"{counted(ghosts, 'record')} of missing payloads"] if ghosts else []
+    if documents := counters.counts["documents"]:
+        parts.append(f"{counted(documents, 'document')} of old epochs or ended pins")
+    return "; ".join(parts)

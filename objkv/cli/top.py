@@ -1,4 +1,4 @@
-"""``objkv top``: a fleet, live."""
+"""``objkv top``: show live hit rates, traffic and errors of a fleet."""
 
 import os
 import select
@@ -43,9 +43,9 @@ REPLICA_COLUMNS: Final = (
     ">refused/s", ">missed/s", ">dropped/s", ">lookup", ">load", ">run", ">wait", "notes",
 )  # fmt: skip
 _DROPPED_FIRST: Final = (">wait", ">run", ">load", ">lookup", ">local", ">saved/s", ">missed/s")
-"""Columns that a narrow terminal does without, first those that are missed least."""
+"""Columns omitted on a narrow terminal, the least important first."""
 _DROPPED_FOR_NOTES: Final = (">dropped/s", ">hot/s", ">bulk/s", ">hit", ">refused/s", ">tokens/s")
-"""Columns that go, too, where there is something to say and no room: why a replica is down."""
+"""Columns also omitted if the notes (such as why a replica is down) do not fit otherwise."""
 _NOTES_MIN = 24
 PREFIX_COLUMNS: Final = (
     "namespace", "root", ">hits", ">hits/s", ">shared", ">stored", ">bytes", ">used",
@@ -56,16 +56,16 @@ _HEADINGS = 8
 
 @dataclass(slots=True)
 class Showing:
-    """How the user wants it."""
+    """The view that the user has chosen by keys."""
 
     every_s: float
     paused: bool = False
     sort: str = "name"
     top: int = 0
-    """First replica that is shown."""
+    """Number of the first replica shown."""
 
     def key(self, pressed: str, rows: int) -> bool:
-        """Obey a key; False if it ends the command."""
+        """Handle a key. Return False if it ends the command."""
         if pressed in ("q", "Q", "\x03", "\x04"):
             return False
         if pressed in ("p", " "):
@@ -82,13 +82,13 @@ class Showing:
 def screen(
     view: View | None, showing: Showing, clock: str, size_cells: tuple[int, int]
 ) -> RenderableType:
-    """The whole screen, cut to a terminal's width and height: most of it for replicas."""
+    """Return the screen, cut to the terminal's size. Replicas get most of the rows."""
     width, height = size_cells
     head = _head(view, showing, clock)
     if view is None:
-        return Group(head, Text("asking ...", style="dim"))
-    told = len(summary_lines(view)) + len(view.problems)
-    room = max(2, height - _HEADINGS - told)
+        return Group(head, Text("reading metrics ...", style="dim"))
+    above = len(summary_lines(view)) + len(view.problems)
+    room = max(2, height - _HEADINGS - above)
     rows = sort_rows(view.rows, showing.sort)
     replicas = rows[showing.top :][: max(1, min(len(rows), room * 2 // 3))]
     left = room - len(replicas)
@@ -108,7 +108,7 @@ def screen(
 
 
 def sort_rows(rows: Sequence[ReplicaRow], by: str) -> list[ReplicaRow]:
-    """Largest first, but names as they were given."""
+    """Sort by a measure, largest first; ``name`` keeps the given order."""
     measures: dict[str, Callable[[Flow], float]] = {
         "tokens": lambda flow: flow.tokens,
         "hit rate": lambda flow: flow.hit_rate or 0.0,
@@ -121,17 +121,17 @@ def sort_rows(rows: Sequence[ReplicaRow], by: str) -> list[ReplicaRow]:
 
 
 def summary_lines(view: View) -> list[str]:
-    """The whole fleet, for who cannot see colours."""
+    """Return the fleet's totals as text without colours."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share, _ in _shares(view.total))
     down = sum(row.state == "down" for row in view.rows)
     count = len(view.rows)
     total = view.total
-    if count and down == count:  # zeros would be told of nobody
+    if count and down == count:  # zeros would look like measurements
         lines = [
             f"{count} {'replica' if count == 1 else 'replicas'}, {down} down; hit rate -; "
             "- prompt tokens/s",
             "loads - hot, - bulk; saves -; refused -, missed -, dropped -",
-            "no replica answers: say where they are with --endpoint URL",
+            "no replica answers: name the replicas with --endpoint URL",
         ]
         return lines + _stored_lines(view)
     lines = [
@@ -146,26 +146,26 @@ def summary_lines(view: View) -> list[str]:
 
 
 def _stored_lines(view: View) -> list[str]:
-    """What the exporter or the index tells."""
+    """The lines with the exporter's or the index's values."""
     lines = []
     if view.stored is not None:
         stored = view.stored
         lines.append(
             f"stored {size(round(stored.nbytes))} in {stored.payloads:,.0f} payloads of "
-            f"{stored.namespaces:,.0f} {'namespace' if stored.namespaces == 1 else 'namespaces'}, "
-            f"by the {stored.told_by}"
+            f"{stored.namespaces:,.0f} {'namespace' if stored.namespaces == 1 else 'namespaces'} "
+            f"(from the {stored.told_by})"
         )
     if view.ends:
-        told = ", ".join(f"{end} {'up' if up else 'DOWN'}" for end, up in view.ends)
-        lines.append(f"ends: {printable(told)}")
+        states = ", ".join(f"{end} {'up' if up else 'DOWN'}" for end, up in view.ends)
+        lines.append(f"backends: {printable(states)}")
     return lines
 
 
 def replica_cells(row: ReplicaRow) -> list[str]:
-    """One row, as text."""
+    """One replica's row as text."""
     if row.state in ("down", "no objkv"):
         return [row.name, row.state, *[""] * 13, row.problem or ""]
-    notes = [f"open: {name.replace('_', ' ')}" for name in row.breakers_open]
+    notes = [f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open]
     flow, known = row.flow, row.state != "new"
     return [
         row.name,
@@ -188,7 +188,7 @@ def replica_cells(row: ReplicaRow) -> list[str]:
 
 
 def prefix_cells(prefix: HotPrefix) -> list[str]:
-    """One row, as text."""
+    """One prefix's row as text."""
     return [
         prefix.namespace[:8],
         prefix.root.hex()[:12],
@@ -202,13 +202,13 @@ def prefix_cells(prefix: HotPrefix) -> list[str]:
 
 
 def prefix_heading(found: PrefixLook) -> str:
-    """What was looked at."""
-    more = "" if found.whole else ", and there are more"
-    return f"hottest prefixes, of {found.records:,} chunks{more}"
+    """The heading of the table of prefixes."""
+    more = "" if found.whole else " (the index has more)"
+    return f"hottest prefixes among {found.records:,} chunks{more}"
 
 
 def percent(share: float | None) -> str:
-    """A dash where there is none."""
+    """``93%``; a dash for None."""
     return "-" if share is None else f"{share:.0%}"
 
 
@@ -243,7 +243,7 @@ def _summary(view: View, width: int) -> RenderableType:
 
 
 def _shares(total: Flow) -> list[tuple[str, float, str]]:
-    """Where the KV of prompt tokens came from: name, share, colour."""
+    """The sources of the prompt tokens' KV: name, share, colour."""
     if total.tokens <= 0:
         return []
     return [(name, getattr(total, field) / total.tokens, style) for name, field, style in _SOURCES]
@@ -257,7 +257,7 @@ def _sparkline(values: Sequence[float | None]) -> str:
 
 
 def _replica_table(rows: Sequence[Sequence[str]], width: int) -> Table:
-    """As many columns as fit; of the last, the notes, what is left."""
+    """Return a table of the columns that fit; the notes get the remaining width."""
     columns = list(REPLICA_COLUMNS)
     cells = [dict(zip(REPLICA_COLUMNS, row, strict=True)) for row in rows]
 
@@ -311,7 +311,7 @@ def _millis(value: float | None) -> str:
 
 
 _DEFAULT: Final = "http://127.0.0.1:8000"
-"""Where ``vllm serve`` listens unless told otherwise."""
+"""The default address of ``vllm serve``."""
 _DEADLINE_MAX_S = 5.0
 _POLL_S = 0.1
 _ARROWS: Final = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"}
@@ -322,31 +322,31 @@ def top(
     session: Session,
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(help=f"A replica, again for each. Unset: {_DEFAULT}.", metavar="URL"),
+        typer.Option(help=f"A replica; repeatable (default: {_DEFAULT}).", metavar="URL"),
     ] = None,
     endpoints: Annotated[
-        Path | None, typer.Option(help="A file that names one on each line.", metavar="FILE")
+        Path | None, typer.Option(help="A file with one replica URL on each line.", metavar="FILE")
     ] = None,
     exporter: Annotated[
-        str | None, typer.Option(help="The objkv exporter, for what is stored.", metavar="URL")
+        str | None, typer.Option(help="An objkv exporter, for stored totals.", metavar="URL")
     ] = None,
     no_index: Annotated[
-        bool, typer.Option("--no-index", help="Do not look for hot prefixes in the index.")
+        bool, typer.Option("--no-index", help="Do not read hot prefixes from the index.")
     ] = False,
     every: Annotated[
-        float, typer.Option(min=0.2, max=3600, help="Seconds between looks.", metavar="S")
+        float, typer.Option(min=0.2, max=3600, help="Seconds between updates.", metavar="S")
     ] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look twice, print what happened between, and end.")
+        bool, typer.Option("--once", help="Measure one interval, print it and exit.")
     ] = False,
 ) -> int:
-    """Show what a fleet does now: hits, bytes, refusals, prefixes.
+    """Show live hit rates, traffic and errors of a fleet.
 
-    Reads only. Keys: q ends it, p pauses, s sorts by something else, arrows scroll.
+    Read-only. Keys: q quits, p pauses, s changes the sort order, arrows scroll.
     """
     urls = _urls(endpoint, endpoints)
     config = session.config
-    # A folder that is its own index would be walked whole for it.
+    # A folder that is its own index would have to be walked in full.
     wants_index = not no_index and not config.index_url.startswith("bulk:") and session.has_bulk()
     once = once or session.out.machine or not sys.stdout.isatty()
     deadline_s = _DEADLINE_MAX_S if once else min(max(every, 1.0), _DEADLINE_MAX_S)
@@ -370,14 +370,14 @@ def _urls(given: list[str] | None, file: Path | None) -> list[str]:
             raise ConfigError(f"{file}: {exc}") from exc
         urls += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not urls:
-            raise ConfigError(f"{file}: names no endpoint")
+            raise ConfigError(f"{file}: contains no endpoint URL")
     return list(dict.fromkeys(urls)) or [_DEFAULT]
 
 
 def _once(out: Printer, watch: FleetWatch, every_s: float, *, look: bool) -> int:
-    """Print the rates between two looks."""
+    """Print the rates of one interval."""
     try:
-        with out.waiting(f"looking for {every_s:g} s"):
+        with out.waiting(f"measuring for {every_s:g} s"):
             watch.tick()
             if look:
                 watch.look_now()
@@ -412,7 +412,7 @@ def _print(out: Printer, view: View) -> None:
 
 
 def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:
-    """Until somebody presses q."""
+    """Update the screen until the user presses q."""
     console = Console(no_color=None if out.color else True)
     showing, view = Showing(every_s), None
     due = 0.0
@@ -425,7 +425,7 @@ def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:
         try:
             while True:
                 now = time.monotonic()
-                # In a thread of its own, so that a replica that is down does not hold up the keys.
+                # On a separate thread, so that a slow replica does not delay the keys.
                 if asked is None and not showing.paused and now >= due:
                     asked, due = ticker.submit(watch.tick), now + every_s
                 if asked is not None and asked.done():
@@ -441,7 +441,7 @@ def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:
 
 @contextmanager
 def _keys() -> Iterator[int | None]:
-    """Standard input, told of each key at once; None where that is no terminal."""
+    """Standard input delivering each key at once; None if it is not a terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -455,7 +455,7 @@ def _keys() -> Iterator[int | None]:
 
 
 def _pressed(keys: int | None) -> str:
-    """The key that was pressed within a moment, or nothing."""
+    """Return the key pressed within ``_POLL_S``, or an empty string."""
     if keys is None:
         time.sleep(_POLL_S)
         return ""
@@ -463,5 +463,4 @@ def _pressed(keys: int | None) -> str:
     if not ready:
         return ""
     text = os.read(keys, 8).decode(errors="replace")
-    # The terminal is gone.
-    return _ARROWS.get(text, text[:1]) if text else "q"
+    return _ARROWS.get(text, text[:1]) if text else "q"  # end of input: the terminal has closed

@@ -1,5 +1,5 @@
-"""What the long commands share (``rebuild``, ``sweep``, ``verify``): both ends, threads, a place to
-go on from, and how a report ends."""
+"""Shared by the long commands (``rebuild``, ``sweep``, ``verify``): opening store and index, worker
+threads, the checkpoint and the end of the report."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,17 +27,19 @@ from objkv.ops.runs import Checkpoint, Counters, Unit, WorkPool, checkpoint_file
 WORKERS = 16
 MEMORY_BYTES = 1 << 30
 OneNamespace = Annotated[
-    str | None, typer.Option(help="Of this one only, or its beginning.", metavar="NS")
+    str | None, typer.Option(help="Only this namespace, or a unique start of it.", metavar="NS")
 ]
-Workers = Annotated[int, typer.Option(min=1, max=256, metavar="N")]
+Workers = Annotated[int, typer.Option(min=1, max=256, help="Number of threads.", metavar="N")]
 Restart = Annotated[
-    bool, typer.Option("--restart", help="Begin anew, not where an earlier run ended.")
+    bool, typer.Option("--restart", help="Start over instead of resuming an earlier run.")
 ]
 Deadline = Annotated[
-    float | None, typer.Option(min=0, help="Begin nothing after it.", metavar="SECONDS")
+    float | None, typer.Option(min=0, help="Start no new work after this time.", metavar="SECONDS")
 ]
-MemoryBytes = Annotated[int, typer.Option(min=1, help="For payloads, together.", metavar="BYTES")]
-_GO_ON = "run the same command again to go on"
+MemoryBytes = Annotated[
+    int, typer.Option(min=1, help="Memory limit for all payloads in flight.", metavar="BYTES")
+]
+_GO_ON = "run the same command again to continue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +52,34 @@ class Upkeep:
     checkpoint: Checkpoint
 
     def run(self, what: str, units: Iterable[Unit]) -> None:
-        """Do them, and show how far they are."""
+        """Run the units and show the progress."""
         with self.session.out.steps(what) as on_progress:
             self.pool.run(units, on_progress)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """An interrupt ends what is done in here, and not the command: it shows how far it came."""
+        """An interrupt ends the block but not the command, which then reports partial results."""
         try:
             yield
         except KeyboardInterrupt:
             self.pool.halt("interrupted")
 
     def pick(self, beginning: str | None) -> str | None:
-        """The one namespace that begins so, of both ends; None for None. Raises ``ConfigError``."""
+        """Return the one namespace in store or index with this beginning; None for None. Raises
+        ``ConfigError``."""
         if beginning is None:
             return None
         known = sorted({*stored_namespaces(self.view.bulk), *self.view.index.namespaces()})
         name = pick_namespace(known, beginning) if known else ""
         if name not in known:
-            there = f"there are: {', '.join(known)}" if known else "nothing is stored"
-            raise ConfigError(f"no such namespace: {beginning}; {there}")
+            url = self.session.config.public()["bulk_url"]
+            stored = f"stored are {', '.join(known)}" if known else _nothing_stored(url)
+            raise ConfigError(f"no such namespace: {beginning}; {stored}")
         return name
 
     def with_keys(self, found: dict[str, StoredNamespace]) -> dict[str, StoredNamespace]:
-        """Those whose payloads can be judged here; it is told which cannot, because the keys that
-        they are sealed with are not. Raises ``ConfigError`` if that is true of all."""
+        """Return the namespaces whose sealing keys are configured here and print a note for each
+        other one. Raises ``ConfigError`` if no namespace remains."""
         left, skipped = {}, dict[str, str]()
         for name, namespace in found.items():
             try:
@@ -87,19 +91,19 @@ class Upkeep:
         if skipped and not left:
             raise ConfigError("; ".join(dict.fromkeys(skipped.values())))
         for name, why in skipped.items():
-            self.session.out.note(f"{name} is left alone: {why}")
+            self.session.out.note(f"{name} is skipped: {why}")
         return left
 
     @property
     def counters(self) -> Counters:
-        """What was found, by earlier runs that this one continues too."""
+        """The findings so far, including those of the runs that this one resumes."""
         total = Counters()
         total.add(self.checkpoint.counters)
         total.add(self.pool.partial)
         return total
 
     def report(self, command: str, **more: Any) -> dict[str, Any]:
-        """The JSON document's common part, and ``more`` before the findings."""
+        """Return the JSON document: the common keys, with ``more`` before the findings."""
         counters = self.counters
         return {
             "command": command,
@@ -112,34 +116,37 @@ class Upkeep:
         }
 
     def print_findings(self) -> None:
-        """A line for each."""
+        """Print a line for each finding."""
         findings = self.counters.findings
         self.session.out.table(("", "", ""), [(f.kind, f.key, f.detail) for f in findings])
 
     def report_nothing(self) -> None:
-        """Say that there is nothing to work on, and where that was looked for."""
-        public = self.session.config.public()
-        self.session.out.line(f"nothing is stored yet in {public['bulk_url']}")
+        """Print that the store is empty, with its URL."""
+        self.session.out.line(_nothing_stored(self.session.config.public()["bulk_url"]))
         self.report_end()
 
     def report_end(self) -> None:
-        """Say how it ended, if that was early."""
+        """Print why the run is incomplete, if it is."""
         out, ending = self.session.out, self.pool.ending
         if ending != "complete" and not out.machine:
             goes_on = self.checkpoint.is_kept or ending == "limit"
             kept = f": {_GO_ON}" if goes_on else ""
             words = {
                 "interrupted": "interrupted",
-                "deadline": "the time is over",
+                "deadline": "the deadline has passed",
                 "limit": "the limit is reached",
             }
-            out.line(f"not complete, {words[ending]}{kept}", "yellow")
+            out.line(f"incomplete, {words[ending]}{kept}", "yellow")
 
     def code(self, otherwise: int) -> int:
-        """The exit code. What has not looked at everything cannot say that all is fine."""
+        """Return the exit code. An incomplete run never reports success."""
         if self.pool.ending == "interrupted":
             return INTERRUPTED
         return otherwise if self.pool.ending == "complete" else max(otherwise, FOUND)
+
+
+def _nothing_stored(url: str) -> str:
+    return f"nothing is stored in {url} yet"
 
 
 @contextmanager
@@ -153,15 +160,16 @@ def upkeep(
     restart: bool = False,
     resumable: bool = True,
 ) -> Iterator[Upkeep]:
-    """Open both ends and the checkpoint of ``command`` with these ``settings``, which decide what
-    it does. Raises ``ConfigError`` where there is nothing to work on."""
+    """Open store, index and the checkpoint of ``command``. ``settings`` are the values that select
+    its work; runs with equal settings share a checkpoint. Raises ``ConfigError`` for memory:
+    URLs, a missing folder, or a reader that would write."""
     refuse_memory(session, command)
     config = session.config
     if writes and config.role == "reader":
-        raise ConfigError(f"{command} writes, and role is reader: set role to sweeper")
+        raise ConfigError(f"{command} writes, but role is reader: set role to sweeper")
     has_bulk = session.has_bulk()
     with session.backends() as backends:
-        with session.out.waiting("asking both ends"):
+        with session.out.waiting("checking store and index"):
             if has_bulk:
                 backends.bulk.check()
             if has_bulk or not config.index_url.startswith("bulk:"):
@@ -193,19 +201,19 @@ def upkeep(
 
 
 def refuse_memory(session: Session, command: str) -> None:
-    """Raises ``ConfigError`` where an end is in the memory of this process, and so empty."""
+    """Raise ``ConfigError`` if store or index is in this process's memory, and so always empty."""
     for name in ("bulk_url", "index_url"):
         if getattr(session.config, name).startswith("memory:"):
             raise ConfigError(
-                f"{name} is memory:, which only the replica itself sees: there is nothing for "
-                f"{command} to work on"
+                f"{name} is memory:, which only the replica itself can read: {command} needs "
+                "a store that it shares with the replicas"
             )
 
 
 def open_seals(session: Session) -> Callable[[StoredNamespace], Seal | None]:
-    """What the payloads of a namespace are sealed with; raises ``ConfigError`` where the keys for
-    that are not here."""
-    # Once for each tenant, not for each namespace: to ask for keys may take seconds.
+    """Return a function that gives a namespace's seal; it raises ``ConfigError`` if the keys are
+    not configured here."""
+    # Once per tenant rather than per namespace: requesting keys may take seconds.
     seal = lru_cache(
         lambda tenant, seals: (
             open_seal(session.config, tenant=tenant, seals=seals) if seals else None
@@ -213,8 +221,8 @@ def open_seals(session: Session) -> Callable[[StoredNamespace], Seal | None]:
     )
 
     def seal_of(namespace: StoredNamespace) -> Seal | None:
-        """A namespace's document says how its payloads are sealed, and nobody can make another one
-        of the same digest. Without one, what is configured counts."""
+        """The document names the seals, and the namespace is its digest, so it cannot be forged.
+        Without a document the configured seals apply."""
         if not namespace.is_known:
             return seal(None, session.config.seals)
         return seal(namespace.tenant, namespace.seals)
@@ -223,8 +231,8 @@ def open_seals(session: Session) -> Callable[[StoredNamespace], Seal | None]:
 
 
 def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:
-    """What the namespace's payloads are sealed with; None also where the keys are not here: then
-    only damage is found."""
+    """Return the seal of the namespace's payloads. If the keys are not configured here, print a
+    note and return None: then checks find damage only."""
     try:
         return open_seals(session)(read_namespace(backends.bulk, namespace))
     except ConfigError as exc:

@@ -1,4 +1,4 @@
-"""``objkv verify``: stored payloads, checked to the last byte."""
+"""``objkv verify``: verify stored payloads and their index records."""
 
 from typing import Annotated
 
@@ -32,7 +32,12 @@ from objkv.ops.verify_payload import Budget
 
 SAMPLE = 200
 _WRONG = ("missing", "corrupt", "foreign", "mismatch", "hot")
-_DONE = ("quarantined", "forgotten", "mended")
+_DONE = {
+    "quarantined": "quarantined",
+    "forgotten": "records of missing payloads removed",
+    "mended": "repaired",
+}
+"""Repairs by JSON key, and the words that are printed for them."""
 
 
 @command
@@ -40,23 +45,27 @@ def verify(
     session: Session,
     namespace: OneNamespace = None,
     sample: Annotated[
-        int, typer.Option(min=1, help="Check so many, chosen by chance.", metavar="N")
+        int, typer.Option(min=1, help="Check this many payloads, chosen at random.", metavar="N")
     ] = SAMPLE,
-    every: Annotated[bool, typer.Option("--all", help="Check all of them.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Check all payloads.")] = False,
     quarantine: Annotated[
         bool,
-        typer.Option("--quarantine", help="Take what is wrong out of use. Without it: only say."),
+        typer.Option(
+            "--quarantine", help="Move bad payloads to quarantine/ (default: report only)."
+        ),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Quarantine, although most of all is wrong.")
+        bool, typer.Option("--force", help="Quarantine even if most payloads are bad.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(help="Of the sample.", metavar="N")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the random sample.", metavar="N")
+    ] = None,
     deadline_s: Deadline = None,
     memory_bytes: MemoryBytes = MEMORY_BYTES,
     workers: Workers = WORKERS,
     restart: Restart = False,
 ) -> int:
-    """Check stored payloads: every byte, claim and record."""
+    """Verify stored payloads and their index records."""
     with upkeep(
         session,
         "verify",
@@ -104,7 +113,8 @@ def _check(
     seed: int | None,
     quarantine: bool,
 ) -> int | None:
-    """All that is in these places, or a sample of ``most``; then tells of how many."""
+    """Check everything in these places, or a sample of ``most`` payloads; then return the number of
+    payloads that the sample was chosen from."""
     parts, indexed = places
     chosen_of = None
     try:
@@ -118,15 +128,15 @@ def _check(
             run.run("checking payloads", work.sample(sample.keys))
             run.run("looking for records", unindexed(run.view, parts))
         if quarantine and run.pool.ending == "complete":
-            run.run("taking out of use", work.settle(run.counters))
-    except ConfigError:  # what was found by wrong settings is not to be gone on from
+            run.run("quarantining", work.settle(run.counters))
+    except ConfigError:  # findings under wrong settings must not be resumed
         run.checkpoint.close(complete=True)
         raise
     return chosen_of
 
 
 def _is_index_lost(counters: Counters) -> bool:
-    """Whether most of the payloads that were listed have no record."""
+    """Whether most of the listed payloads have no record."""
     counts = counters.counts
     without = counts["unindexed"]
     checked = sum(counts[kind] for kind in ("ok", *_WRONG)) - counts["missing"]
@@ -147,7 +157,7 @@ def _places(
 
 
 def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) -> None:
-    """``chosen_of``: payloads that a sample was chosen from."""
+    """``chosen_of``: the number of payloads that a sample was chosen from."""
     counters, out = run.counters, run.session.out
     counts = counters.counts
     checked = sum(counts[kind] for kind in ("ok", *_WRONG))
@@ -165,30 +175,32 @@ def _show(run: Upkeep, chosen_of: int | None, *, every: bool, quarantine: bool) 
         out.document(document)
         return
     wrong = sum(counts[kind] for kind in _WRONG)
-    told = counted(checked, "payload")
+    number = counted(checked, "payload")
     if chosen_of is not None and chosen_of > checked:
-        told = f"{checked:,} of about {counted(chosen_of, 'payload')}, chosen by chance"
-    out.line(f"checked {told}, {size(nbytes)}: {wrong:,} wrong")
+        number = f"{checked:,} of about {counted(chosen_of, 'payload')}, chosen at random"
+    out.line(f"checked {number}, {size(nbytes)}: {wrong:,} bad")
     if chosen_of is not None and chosen_of > checked:
-        out.line("--all checks all of them")
+        out.line("--all checks all payloads")
     if counts["unindexed"]:
         out.line(f"{counts['unindexed']:,} more have no record: objkv sweep lists them")
     if _is_index_lost(counters):
         out.line(
-            "that is most: the index was lost, or index_url or redis_prefix is not theirs; objkv "
-            "rebuild gives them their records",
+            "most payloads have no record: the index was lost, or index_url or redis_prefix is "
+            "wrong; objkv rebuild restores the records",
             "yellow",
         )
     run.print_findings()
-    done = [f"{counts[kind]:,} {kind}" for kind in _DONE if counts[kind]]
+    done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]
     if done:
         out.line(", ".join(done))
     elif wrong and not quarantine:
-        out.line("nothing was changed: --quarantine takes them out of use")
+        out.line("nothing was changed: add --quarantine to move bad payloads to quarantine/")
     elif wrong:
-        out.line("nothing was changed: that comes after all has been judged")
+        out.line("nothing was changed: quarantining starts only after everything is checked")
     if quarantine and counters.omitted:
         out.line(
-            f"{counters.omitted:,} more were found than are taken at once: run it again", "yellow"
+            f"{counters.omitted:,} more bad payloads were found than one run handles: run the "
+            "command again",
+            "yellow",
         )
     run.report_end()

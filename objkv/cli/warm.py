@@ -1,4 +1,4 @@
-"""``objkv warm``: prefixes are computed and saved before anybody asks for them."""
+"""``objkv warm``: compute and store prompts before users send them."""
 
 import json
 import time
@@ -37,17 +37,17 @@ from objkv.ops.runs import Checkpoint, Counters, checkpoint_file
 from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import WarmLimits
-from objkv.ops.warm.warm import WarmProgress
 
 if TYPE_CHECKING:
     from objkv.assembly.warming import WarmOptions
+    from objkv.ops.warm.warm import WarmProgress
 
 _SHOWN_MAX = 20
 
 
 @contextmanager
-def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
-    """Shown while somebody watches a terminal."""
+def watching(out: Printer, *, promote: bool) -> "Iterator[WarmProgress]":
+    """Show progress on a terminal within the block."""
     console = Console(stderr=True, no_color=None if out.color else True)
     columns = (
         TextColumn("{task.description}"),
@@ -70,9 +70,9 @@ def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
 
         def warmed(report: WarmReport) -> None:
             if promote and report.promotion is not None:
-                told = report.promotion
-                speed = f"{size(told.promoted_bytes)} copied"
-                progress.update(task, completed=told.done, total=told.payloads, speed=speed)
+                copy = report.promotion
+                speed = f"{size(copy.promoted_bytes)} copied"
+                progress.update(task, completed=copy.done, total=copy.payloads, speed=speed)
                 return
             elapsed = progress.tasks[0].elapsed or 0.0
             rate = report.asked_tokens / elapsed if elapsed else 0.0
@@ -80,11 +80,13 @@ def watching(out: Printer, *, promote: bool) -> Iterator[WarmProgress]:
                 task, completed=report.done, total=report.prompts, speed=f"{rate:,.0f} tokens/s"
             )
 
+        from objkv.ops.warm.warm import WarmProgress  # late: it imports httpx and jinja2
+
         yield WarmProgress(stage, prepared, warmed, out.note)
 
 
 def show_report(out: Printer, report: WarmReport) -> None:
-    """The result, for people or for machines."""
+    """Print the result as text or as one JSON document."""
     if out.machine:
         out.document(report.plain())
         return
@@ -95,9 +97,9 @@ def show_report(out: Printer, report: WarmReport) -> None:
     _show_failures(out, report)
     if report.ending != "complete":
         why = f": {report.why}" if report.why else ""
-        left = f", {report.left:,} prompts are left" if report.left else ""
+        left = f", {report.left:,} prompts left" if report.left else ""
         out.line(
-            f"not complete, {report.ending}{left}{why}; run the same command again to go on",
+            f"incomplete, {report.ending}{left}{why}; run the same command again to continue",
             "yellow",
         )
 
@@ -114,7 +116,7 @@ def _show_warmed(out: Printer, report: WarmReport) -> None:
         rows.append(("stored before", report.stored_before, "skipped"))
         rows.append(("warmed", report.warmed, _warmed(report)))
     if report.short:
-        rows.append(("too short", report.short, "they fill no chunk, so nothing can be stored"))
+        rows.append(("too short", report.short, "shorter than one chunk, so not stored"))
     if report.failed:
         rows.append(("missing" if report.mode == "check" else "failed", report.failed, ""))
     out.table(("", ">", ""), rows)
@@ -126,7 +128,7 @@ def _show_warmed(out: Printer, report: WarmReport) -> None:
     if report.resumed:
         earlier = report.earlier
         out.line(
-            f"runs before this one warmed {earlier['warmed']:,} prompts and saved "
+            f"earlier runs warmed {earlier['warmed']:,} prompts and saved "
             f"{earlier['saved_chunks']:,} chunks, {size(earlier['saved_bytes'])}"
         )
     answered = sum(one.answered for one in report.endpoints)
@@ -149,35 +151,35 @@ def _show_warmed(out: Printer, report: WarmReport) -> None:
 
 
 def _warmed(report: WarmReport) -> str:
-    told = "verified in the index"
+    text = "verified in the index"
     if report.shared:
-        told += f"; {report.shared:,} of them had all their chunks computed by others"
-    return told
+        text += f"; all chunks of {report.shared:,} of them were computed by others"
+    return text
 
 
 def _asked(report: WarmReport) -> str:
     speed = report.asked_tokens / report.seconds if report.seconds else 0.0
-    told = f"asked {report.asked_tokens:,} tokens in {report.seconds:.1f} s, {speed:,.0f} tokens/s"
+    text = f"sent {report.asked_tokens:,} tokens in {report.seconds:.1f} s, {speed:,.0f} tokens/s"
     if report.cached_tokens is not None:
-        told += f"; {report.cached_tokens:,} of them were not computed again"
-    return told + (f"; {report.retries:,} requests were repeated" if report.retries else "")
+        text += f"; {report.cached_tokens:,} of them were cached"
+    return text + (f"; {report.retries:,} requests were retried" if report.retries else "")
 
 
 def _show_promotion(out: Printer, report: WarmReport) -> None:
-    told = report.promotion
-    assert told is not None
+    copy = report.promotion
+    assert copy is not None
     out.line(f"namespace {report.namespace}, model {printable(report.model)}")
     rows: list[tuple[object, ...]] = [
-        ("payloads", told.payloads, ""),
-        ("hot before", told.hot_before, ""),
-        ("promoted", told.promoted, size(told.promoted_bytes)),
+        ("payloads", copy.payloads, ""),
+        ("hot before", copy.hot_before, ""),
+        ("promoted", copy.promoted, size(copy.promoted_bytes)),
     ]
-    if told.too_large:
-        rows.append(("too large", told.too_large, "above hot_payload_bytes_max"))
-    if told.over_budget:
-        rows.append(("left out", told.over_budget, "beyond --bytes-max"))
-    if told.failed:
-        rows.append(("failed", told.failed, ""))
+    if copy.too_large:
+        rows.append(("too large", copy.too_large, "above hot_payload_bytes_max"))
+    if copy.over_budget:
+        rows.append(("not copied", copy.over_budget, "over --bytes-max"))
+    if copy.failed:
+        rows.append(("failed", copy.failed, ""))
     out.table(("", ">", ""), rows)
 
 
@@ -188,66 +190,72 @@ def _show_failures(out: Printer, report: WarmReport) -> None:
     shown = report.failures[:_SHOWN_MAX]
     out.table(("not warmed", "why"), [(one.name, one.why) for one in shown])
     if more := max(report.failed, len(report.failures)) - len(shown):
-        out.line(f"and {more:,} more: --json names the first thousand")
+        out.line(f"{more:,} more: --json lists the first thousand")
 
 
 _USUAL = WarmLimits()
 _KEPT = ("warmed", "asked_tokens", "saved_chunks", "saved_bytes")
 _Prompts = Annotated[
     list[str] | None,
-    typer.Argument(help="JSON Lines files, patterns of them, or - for stdin.", metavar="FILES"),
+    typer.Argument(help="JSON Lines files, glob patterns, or - for stdin.", metavar="FILES"),
 ]
 _Endpoint = Annotated[
     list[str] | None,
-    typer.Option(help="An OpenAI-compatible server of the fleet; repeat it.", metavar="URL"),
+    typer.Option(help="An OpenAI-compatible server of the fleet; repeatable.", metavar="URL"),
 ]
 _Model = Annotated[
     str | None,
-    typer.Option(help="An engine of its own, of this folder or hub id.", metavar="MODEL"),
+    typer.Option(help="Start an engine with this model folder or hub id.", metavar="MODEL"),
 ]
 _Promote = Annotated[
-    bool, typer.Option("--promote", help="Copy what is stored to the hot store; no engine.")
+    bool, typer.Option("--promote", help="Copy stored payloads to the hot store; no engine.")
 ]
-_Check = Annotated[bool, typer.Option("--check", help="Only say what is stored; no engine.")]
+_Check = Annotated[
+    bool, typer.Option("--check", help="Only report which prompts are stored; no engine.")
+]
 _Tokenizer = Annotated[
     Path | None,
-    typer.Option(help="A model's folder; else whoever computes tokenizes.", metavar="PATH"),
+    typer.Option(
+        help="Tokenizer folder (default: the engine or server tokenizes).", metavar="PATH"
+    ),
 ]
 _Lora = Annotated[
     list[str] | None,
-    typer.Option(help="An adapter's folder, or its digest.", metavar="NAME=FOLDER"),
+    typer.Option(help="A LoRA adapter's folder or digest; repeatable.", metavar="NAME=FOLDER"),
 ]
 _EngineArg = Annotated[
     list[str] | None,
-    typer.Option(help="Of vllm.LLM, with --model; the value is JSON.", metavar="NAME=VALUE"),
+    typer.Option(
+        help="An argument of vllm.LLM for --model, as JSON; repeatable.", metavar="NAME=VALUE"
+    ),
 ]
 _ServedModel = Annotated[
     str | None, typer.Option(help="The base model's name in requests.", metavar="NAME")
 ]
 _ApiKey = Annotated[
     str | None,
-    typer.Option(help="Of the endpoints.", envvar="VLLM_API_KEY", show_envvar=True),
+    typer.Option(help="API key of the endpoints.", envvar="VLLM_API_KEY", show_envvar=True),
 ]
 _Namespace = Annotated[
     str | None,
-    typer.Option(help="Or its beginning; else a probe finds it out.", metavar="NS"),
+    typer.Option(help="Namespace, or its start (default: found by a probe).", metavar="NS"),
 ]
 _Concurrency = Annotated[
     int | None,
-    typer.Option(min=1, max=4096, help="Requests at once, for each endpoint.", metavar="N"),
+    typer.Option(min=1, max=4096, help="Concurrent requests per endpoint.", metavar="N"),
 ]
-_Attempts = Annotated[int, typer.Option(min=1, help="For each prompt.", metavar="N")]
+_Attempts = Annotated[int, typer.Option(min=1, help="Attempts per prompt.", metavar="N")]
 _RequestS = Annotated[
-    float, typer.Option(min=0.1, help="A slower request is repeated.", metavar="SECONDS")
+    float, typer.Option(min=0.1, help="Retry a request that takes longer.", metavar="SECONDS")
 ]
 _SaveS = Annotated[
-    float, typer.Option(min=0.1, help="From answer until stored.", metavar="SECONDS")
+    float, typer.Option(min=0.1, help="Time limit from answer to stored.", metavar="SECONDS")
 ]
 _GoneS = Annotated[
-    float, typer.Option(min=0.0, help="Without any answer, then end.", metavar="SECONDS")
+    float, typer.Option(min=0.0, help="Give up after this time without answers.", metavar="SECONDS")
 ]
 _BytesMax = Annotated[
-    int | None, typer.Option(min=0, help="To copy, with --promote.", metavar="BYTES")
+    int | None, typer.Option(min=0, help="Copy at most this much, with --promote.", metavar="BYTES")
 ]
 
 
@@ -272,9 +280,9 @@ def warm(
     gone_s: _GoneS = _USUAL.gone_s,
     bytes_max: _BytesMax = None,
 ) -> int:
-    """Compute and save prompts before anybody asks for them, and wait until they are stored.
+    """Compute and store prompts before users send them.
 
-    What is stored is skipped, so the same command goes on where it was interrupted.
+    Waits until they are stored. Skips stored prompts, so an interrupted command can be repeated.
     """
     from objkv.assembly.warming import WarmOptions, run_warm
 
@@ -283,12 +291,9 @@ def warm(
     if not places and not promote:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
     if check and promote:
-        raise ConfigError(
-            "--check and --promote exclude each other: --check only says what is stored, --promote "
-            "copies it to the hot store"
-        )
+        raise ConfigError("--check and --promote exclude each other: use one of them")
     if engine_arg and model is None:
-        raise ConfigError("--engine-arg is for --model")
+        raise ConfigError("--engine-arg needs --model")
     options = WarmOptions(
         endpoints=endpoint or (),
         model=model,
@@ -326,8 +331,8 @@ def _code(report: WarmReport) -> int:
 def _remembering(
     session: Session, places: Sequence[str], options: "WarmOptions"
 ) -> Iterator[tuple[Checkpoint, list[WarmReport]]]:
-    """What runs that were interrupted did, of the same prompts in the same place. Where to go on is
-    told by what is stored, and needs no memory."""
+    """Keep totals over interrupted runs of the same prompts in the same place. The position is not
+    kept: stored prompts are skipped."""
     config = session.config
     where = (config.bulk_url, config.index_url, config.s3_endpoint_url, config.redis_prefix)
     what = (sorted(places), options.promote, options.namespace)

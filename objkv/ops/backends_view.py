@@ -1,4 +1,4 @@
-"""Both ends as commands that change them see them, and what the bulk store says of namespaces."""
+"""The stores and the index as maintenance commands use them, and the bulk store's namespaces."""
 
 import json
 import os
@@ -37,38 +37,38 @@ from objkv.ops.retrying import retrying
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
 QUARANTINE = "quarantine"
-"""Folder of the bulk store in which what was found corrupt lies under its own path."""
+"""Folder of the bulk store for corrupt payloads, under their own paths."""
 CHUNKS_AT_ONCE = 500
-"""Asked of the index in one round trip."""
+"""Chunks per lookup, in one round trip to the index."""
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 HANDOFF_LAYOUT = "handoff-1"
-"""Of namespaces that hold prompts on their way from one engine to another, and no chunks."""
+"""Page layout of namespaces for prompts in transfer between engines, which have no chunks."""
 _HEADER_GUESS = 16 << 10
-"""Of most models' headers all: one request instead of two."""
+"""Covers the header of most models, which saves a second request."""
 _LENGTH_BYTES = 8
 _DOCUMENT_BYTES_MAX = 4 << 20
-"""Of an identity; what is longer is none."""
+"""Longest identity document."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendsView:
-    """Stores and index, and what their users agreed on."""
+    """The stores, the index, and the settings that a command needs with them."""
 
     bulk: PruneStore
     hot: PruneStore | None
     index: WriteIndex
     is_own_index: bool
-    """Whether the bulk store is its own index, so that there are no records beside payloads."""
+    """Whether the bulk store is its own index, so that no separate records exist."""
     ttl_s: int
     lease_ms: int
     owner: str
-    """Names this process in leases."""
+    """Name of this process in leases."""
     seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None
-    """What its payloads are sealed with. Raises ``ConfigError`` if the keys for that are not
-    here."""
+    """Returns the seal of a namespace's payloads. Raises ``ConfigError`` if its keys are not
+    configured."""
     admin: PruneIndex | None = None
-    """The index itself, on which operators pin and count; None for the read-only role."""
+    """The index for pins and totals; None for the read-only role."""
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class BackendsView:
         command: str,
         seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None,
     ) -> "BackendsView":
-        """The view of ``command``: calls to ``stores`` (bulk, hot) and ``index`` are retried."""
+        """Return the view of ``command``. Calls to ``stores`` (bulk, hot) and index are retried."""
         bulk, hot = stores
         return cls(
             bulk=retrying(bulk),
@@ -98,51 +98,51 @@ class BackendsView:
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """One folder of the bulk store, and what its document says whatever kind of identity it is."""
+    """One namespace in the bulk store, with the values that all kinds of identity have."""
 
     name: str
     is_known: bool
-    """Whether its identity document is there, and is the one whose digest names it."""
+    """Whether its identity document exists and has the digest that names the namespace."""
     tenant: str | None = None
     weights_epoch: int = 0
     rest: bytes = b""
-    """All the rest of the document: equal where only the epochs differ."""
+    """The rest of the document; equal for namespaces that differ only by their epoch."""
     has_shapes: bool = False
-    """Whether readers find chunks of other shapes by a record that says which there are."""
+    """Whether a record lists the shapes in use, by which readers find chunks of other shapes."""
     seals: tuple[str, ...] = ()
-    """``signed``, ``encrypted``: how its payloads are sealed."""
+    """How its payloads are sealed: ``signed``, ``encrypted``."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class NamespacePart:
-    """A folder of a namespace: about a 256th of it, chosen by hash."""
+    """A folder of a namespace, with about 1/256 of its payloads, by hash."""
 
     namespace: str
     fan: str
 
     @property
     def name(self) -> str:
-        """As it begins the keys in it, without the ``/``."""
+        """The prefix of its keys, without the trailing ``/``."""
         return f"{self.namespace}/{self.fan}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
-    """A payload, and what the index says of its chunk."""
+    """A payload and the record of its chunk."""
 
     key: ChunkKey
     entry: Entry
     record: Record | None
-    """None also where the bulk store is its own index."""
+    """None also if the bulk store is its own index."""
 
     @property
     def shard(self) -> ShardRecord | None:
-        """What is recorded of the payload."""
+        """The payload's part of the record."""
         return None if self.record is None else self.record.shards.get(self.key.field)
 
 
 def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
-    """What is told of ``name`` by its document."""
+    """Read the namespace ``name`` from its identity document."""
     document = bulk.get_range(identity_path(name), 0, _DOCUMENT_BYTES_MAX)
     if document is None or sha256(document).hexdigest()[:NAMESPACE_HEX] != name:
         return StoredNamespace(name, is_known=False)
@@ -160,12 +160,12 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
 
 
 def stored_namespaces(bulk: ReadStore) -> list[str]:
-    """The folders of the bulk store that are named as namespaces are."""
+    """Return the folders of the bulk store that have the name of a namespace."""
     return [name for name in bulk.folders("") if _NAMESPACE.fullmatch(name)]
 
 
 def stored_parts(bulk: ReadStore, namespaces: Sequence[str]) -> list[NamespacePart]:
-    """The parts of ``namespaces`` in which there may be something."""
+    """Return the parts of ``namespaces`` that exist in the bulk store."""
     return [
         NamespacePart(name, fan)
         for name in namespaces
@@ -175,7 +175,7 @@ def stored_parts(bulk: ReadStore, namespaces: Sequence[str]) -> list[NamespacePa
 
 
 def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[ChunkKey | None, Entry]]:
-    """The payloads in ``part``, and, without a key, what is none."""
+    """Yield the payloads in ``part``; entries that are not payloads have no key."""
     for entry in bulk.scan(f"{part.name}/"):
         try:
             yield ChunkKey.parse(entry.key), entry
@@ -186,8 +186,10 @@ def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[Chunk
 def stored_payloads(
     view: BackendsView, part: NamespacePart, *, other: Callable[[Entry], None] = lambda entry: None
 ) -> Iterator[list[StoredPayload]]:
-    """The payloads in ``part`` with their records, some hundreds at a time; ``other`` hears of
-    entries that are no payloads. About 1 KiB of memory each."""
+    """Yield the payloads in ``part`` with their records, a few hundred at a time.
+
+    ``other`` is called with entries that are not payloads. About 1 KiB of memory per payload.
+    """
     batch: list[tuple[ChunkKey, Entry]] = []
     for key, entry in stored_entries(view.bulk, part):
         if key is None:
@@ -210,13 +212,13 @@ def _with_records(view: BackendsView, batch: list[tuple[ChunkKey, Entry]]) -> li
 
 
 def recorded(index: ReadIndex, key: ChunkKey) -> tuple[Record | None, ShardRecord | None]:
-    """The record of a payload's chunk, and the part of it that is the payload's."""
+    """Return the record of a payload's chunk, and the payload's part of it."""
     [record] = index.lookup(key.namespace, [key.prefix_hash])
     return record, None if record is None else record.shards.get(key.field)
 
 
 def publish_payload(view: BackendsView, header: Header, *, is_hot: bool = False) -> None:
-    """Record a payload that is in the bulk store, as its header describes it."""
+    """Publish the record of a payload in the bulk store, from its header."""
     claim, key = header.claim, header.claim.key
     chunk = ChunkEntry(
         key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
@@ -226,14 +228,14 @@ def publish_payload(view: BackendsView, header: Header, *, is_hot: bool = False)
 
 
 def publish_shapes(view: BackendsView, namespace: str, fields: Iterable[str], now_s: float) -> None:
-    """Say that these shards are in use, so that replicas of every shape look for them."""
+    """Publish that these shards are in use, so that replicas of every shape look them up."""
     empty = ShardRecord(0, 0, "none", False, "", int(now_s))
     entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
     view.index.publish(entry, dict.fromkeys(fields, empty), ttl_s=view.ttl_s)
 
 
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
-    """The keys of the payloads that a record promises; fields that name none are left out."""
+    """Yield the keys of the payloads in a record, skipping invalid fields."""
     for field in record.shards:
         group, _, shard = field.partition(".")
         try:
@@ -247,8 +249,8 @@ def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
 def looks(
     bulk: ReadStore, pool: Executor, keys: Sequence[ChunkKey], *, at_once: int
 ) -> Iterator[Entry | None]:
-    """What the bulk store has of ``keys``, in order; so many are asked for at once."""
-    # Pieces rather than keys: a thread that is woken for each takes longer than a folder's answer.
+    """Yield the entry of each key in the bulk store, in order, with ``at_once`` parallel calls."""
+    # In pieces: waking a thread for each key takes longer than reading a directory entry.
     size = max(1, -(-len(keys) // at_once))
     pieces = [keys[start : start + size] for start in range(0, len(keys), size)]
     for found in pool.map(lambda piece: [bulk.head(key.path()) for key in piece], pieces):
@@ -256,13 +258,16 @@ def looks(
 
 
 def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | None:
-    """The header of a payload, None if it is gone. Raises ``PayloadError`` unless its checksum, or
-    seal, and its length are right; whose it is remains to be compared."""
+    """Return the header of a payload, None if the payload is gone.
+
+    Raises ``PayloadError`` unless its checksum or seal and its length are correct. The caller must
+    compare its claim.
+    """
     start = bulk.get_range(entry.key, 0, _HEADER_GUESS)
     if start is None:
         return None
     if len(start) < _LENGTH_BYTES:
-        raise PayloadError(f"{len(start)} bytes are no payload")
+        raise PayloadError(f"{len(start)} bytes, too short for a payload")
     needed = header_bytes_needed(start[:_LENGTH_BYTES])
     if needed > len(start) and len(start) == _HEADER_GUESS:
         more = bulk.get_range(entry.key, 0, needed)
@@ -271,13 +276,15 @@ def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | 
         start = more
     header = read_header(start, seal=seal)
     if header.nbytes != entry.nbytes:
-        raise PayloadError(f"{entry.nbytes} bytes where the header says {header.nbytes}")
+        raise PayloadError(f"{entry.nbytes} bytes, but the header states {header.nbytes}")
     return header
 
 
 class Lease:
-    """The lease of what lies at ``path``, whose holder knows when it ends: retried calls may
-    outlast it. For one thread. Raises ``StoreError``."""
+    """The lease of ``path``, with the time of its end, because retried calls may outlast it.
+
+    For one thread. Raises ``StoreError``.
+    """
 
     def __init__(
         self, view: BackendsView, path: str, *, clock: Callable[[], float] = time.monotonic
@@ -290,7 +297,7 @@ class Lease:
         self._end_s = 0.0
 
     def take(self) -> bool:
-        """Whether nobody else holds it."""
+        """Take the lease; False if another process holds it."""
         began_s = self._clock()
         if not self._index.lease(self._path, self._owner, ttl_ms=self._ms):
             return False
@@ -298,13 +305,15 @@ class Lease:
         return True
 
     def renew(self) -> bool:
-        """Hold it for its whole time from now; False if it may have ended before: then somebody
-        else may have had it, and what was read under it is no longer known to be so."""
+        """Extend the lease to its full time; False if it may have expired.
+
+        Then another process may have held it, and values read under it may be outdated.
+        """
         end_s = self._end_s
         return self._clock() < end_s and self.take() and self._clock() < end_s
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lease."""
         self._index.release(self._path, self._owner)
 
 
@@ -313,38 +322,38 @@ _BEGINNING = re.compile(rf"[0-9a-f]{{1,{NAMESPACE_HEX}}}")
 
 
 def read_identity(bulk: ReadStore, namespace: str) -> Identity | None:
-    """What ``namespace`` stands for, or None if the bulk store has no document of it.
+    """Return the identity of ``namespace``; None if the bulk store has no document of it.
 
-    Raises ``PayloadError`` if the document is not the one whose digest names the namespace.
+    Raises ``PayloadError`` if the document does not have the digest that names the namespace.
     """
     document = identity_document(bulk, namespace)
     return None if document is None else parse_identity(document, namespace)
 
 
 def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
-    """What lies where the namespace's document should be, None if nothing does.
+    """Return the bytes of the namespace's identity document; None if it is missing.
 
-    Raises ``PayloadError`` for more than any document is.
+    Raises ``PayloadError`` if it is too long.
     """
     path = identity_path(namespace)
     document = bulk.get_range(path, 0, DOCUMENT_BYTES_MAX + 1)
     if document is not None and len(document) > DOCUMENT_BYTES_MAX:
-        raise PayloadError(f"{path}: longer than any identity document")
+        raise PayloadError(f"{path}: too long for an identity document")
     return document
 
 
 def parse_identity(document: bytes, namespace: str) -> Identity:
-    """The identity that ``document`` spells, whose digest must be ``namespace``.
+    """Parse an identity document whose digest must be ``namespace``.
 
-    Raises ``PayloadError`` for anything else, also for formats newer than this version.
+    Raises ``PayloadError`` for anything else, including formats newer than this version.
     """
     try:
         values = json.loads(document)
         written = (values.pop("format"), values.pop("hash"))
         if written == (FORMAT, ENCODER_SCHEME):
-            raise PayloadError(f"{identity_path(namespace)}: of encoder outputs, not of KV")
+            raise PayloadError(f"{identity_path(namespace)}: for encoder outputs, not for KV")
         if written != (FORMAT, HASH_SCHEME):
-            raise PayloadError(f"{identity_path(namespace)}: written as {written}: not known here")
+            raise PayloadError(f"{identity_path(namespace)}: unknown format {written}")
         groups = tuple(
             GroupIdentity(**{**group, "layers": tuple(group["layers"])})
             for group in values.pop("groups")
@@ -354,11 +363,11 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
         if not _is_well_typed(identity):
             raise TypeError
         digest = identity.namespace()
-    # The document is somebody else's: whatever the values' own checks say of it is its fault.
+    # The document is untrusted, so a failed check of its values means that it is invalid.
     except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
         raise PayloadError(f"{identity_path(namespace)}: not an identity document") from exc
     if digest != namespace:
-        raise PayloadError(f"{identity_path(namespace)}: is the document of {digest}")
+        raise PayloadError(f"{identity_path(namespace)}: belongs to another namespace, {digest}")
     return identity
 
 
@@ -373,18 +382,18 @@ def _is_well_typed(identity: Identity) -> bool:
         texts += [group.kind] + ([] if group.state is None else [group.state])
     texts += [] if identity.quantization is None else [identity.quantization]
     are_known = all(group.kind in get_args(GroupKind) for group in groups)
-    # ``type`` and not ``isinstance``: True is an int to Python.
+    # ``type`` and not ``isinstance``: True is an int in Python.
     return {*map(type, texts)} <= {str} and {*map(type, numbers)} <= {int} and are_known
 
 
 def pick_namespace(known: Sequence[str], beginning: str | None) -> str:
-    """The one namespace that begins so; the only one there is for None.
+    """Return the one namespace that starts with ``beginning``; for None, the only namespace.
 
-    A complete name is taken as it is, because an index may have forgotten it. Raises
-    ``ConfigError`` that lists the choices.
+    A complete name is returned unchecked, because an index may have forgotten it. Raises
+    ``ConfigError`` with the choices.
     """
     if beginning is not None and _BEGINNING.fullmatch(beginning) is None:
-        raise ConfigError(f"{beginning!r} is no namespace: write 32 hex digits, or the first few")
+        raise ConfigError(f"{beginning!r} is not a namespace; give 32 hex digits or the first few")
     if beginning is not None and len(beginning) == NAMESPACE_HEX:
         return beginning
     found = [name for name in known if name.startswith(beginning or "")]
@@ -392,11 +401,11 @@ def pick_namespace(known: Sequence[str], beginning: str | None) -> str:
         return found[0]
     if not known:
         raise ConfigError(
-            "the index has no namespaces: no replica has saved yet, or index_url is not theirs"
+            "the index has no namespaces; either no replica has saved yet, or index_url is wrong"
         )
     if beginning is None:
-        told = ", ".join(sorted(known))
-        raise ConfigError(f"{len(known)} namespaces; choose one with --namespace: {told}")
-    what = f"{len(found)} namespaces begin" if found else "no namespace begins"
+        choices = ", ".join(sorted(known))
+        raise ConfigError(f"{len(known)} namespaces; choose one with --namespace: {choices}")
+    what = f"{len(found)} namespaces start" if found else "no namespace starts"
     what += f" with {beginning}"
     raise ConfigError(f"{what}; choose one of: {', '.join(sorted(found or known))}")

@@ -1,7 +1,8 @@
-"""The demo: three replicas, one after the other. The first has no objkv; of the other two, which
-share an empty store, one computes and saves, and one loads.
+"""The demo: three replicas, one after the other. R runs without objkv. A and B share an empty
+store: A computes and saves, B loads.
 
-``objkv.connector.programs.demo_replica`` is the process of one replica; its events stand here.
+``objkv.connector.programs.demo_replica`` is the process of one replica; its events are defined
+here.
 """
 
 import fcntl
@@ -24,18 +25,18 @@ from objkv.ops.programs import Program
 Size = Literal["normal", "small"]
 Replica = Literal["R", "A", "B"]
 Tell = Callable[[str, str], None]
-"""``(replica, stage)``; called when a stage begins."""
+"""``(replica, stage)``: called when a stage begins."""
 
 VOCABULARY: Final = 1024
-"""Token ids of the demo's model; the first three are special (begin, end, padding)."""
+"""Number of token ids of the demo's model; the first three are special (begin, end, padding)."""
 ANSWER_TOKENS: Final = 8
-"""Enough for a wrong block to show: one token may be right by chance."""
+"""Enough tokens for a wrong block to show; a single one may be right by chance."""
 CONNECTOR: Final = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 """``--kv-transfer-config``."""
 _SPECIAL = 3
 _CHUNK_TOKENS: int = Config.model_fields["chunk_tokens"].default
 _BOUND_S = 300.0
-"""From start to exit of one replica. It takes about 20 s on two free cores."""
+"""Limit from start to exit of one replica, which takes about 20 s on two free cores."""
 _NAMES: Final[dict[Replica, str]] = {
     "R": "replica R (without objkv)",
     "A": "replica A (computes, saves)",
@@ -45,19 +46,19 @@ _NAMES: Final[dict[Replica, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How long the demo's prompts are, in tokens."""
+    """The lengths of the demo's prompts, in tokens."""
 
     documents: tuple[int, int]
     question: int
 
     @property
     def longest(self) -> int:
-        """The longest prompt with its answer."""
+        """The length of the longest prompt with its answer."""
         return max(self.documents) + self.question + ANSWER_TOKENS
 
 
-# Documents end where a chunk of 256 tokens ends, and a question is longer than a chunk: a prompt
-# that was asked before is served further than one that only shares the document.
+# Documents end at a chunk boundary (256 tokens), and a question is longer than a chunk: more tokens
+# are served for a repeated prompt than for one that shares only the document.
 SCALES: Final[dict[Size, Scale]] = {
     "normal": Scale(documents=(1536, 3072), question=300),
     "small": Scale(documents=(512, 1024), question=300),
@@ -71,11 +72,11 @@ class DemoPrompt:
     name: str
     tokens: tuple[int, ...]
     asked_before: bool
-    """Whether replica A is asked it too; if not, it only shares a document with one."""
+    """Whether replica A computes it too. If not, it only shares a document with such a prompt."""
 
 
 def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
-    """Two questions about each of two documents; replica A is asked the first ones only."""
+    """Two questions about each of two documents; replica A gets only the first ones."""
     scale = SCALES[size]
     return tuple(
         DemoPrompt(
@@ -90,7 +91,7 @@ def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
 
 
 def warm_up_of(size: Size) -> tuple[int, ...]:
-    """A prompt as long as the longest, which shares no prefix with any other."""
+    """A prompt as long as the longest, with no prefix in common with any other."""
     scale = SCALES[size]
     return _tokens("warm-up", max(scale.documents) + scale.question)
 
@@ -115,7 +116,7 @@ class DemoAnswer(_Value):
 
 
 class ReplicaEnd(_Value):
-    """The replica stopped in good order."""
+    """The last event of a replica that stopped normally."""
 
     engine: str
     device: str
@@ -126,25 +127,25 @@ class ReplicaEvent(_Value):
     """One line of a replica's output; exactly one field is set."""
 
     stage: str | None = None
-    """What it does from now on."""
+    """The stage that begins now."""
     answer: DemoAnswer | None = None
     end: ReplicaEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DemoFolder:
-    """Where the demo keeps its model, logs and store: below the user's cache folder."""
+    """The demo's folder with model, logs and store, below the user's cache folder."""
 
     root: Path
 
     @property
     def models(self) -> Path:
-        """Kept from demo to demo."""
+        """The folder of models, which the next demo reuses."""
         return self.root / "models"
 
     @property
     def logs(self) -> Path:
-        """Of the last demo."""
+        """The logs of the last demo."""
         return self.root / "logs"
 
     @property
@@ -154,28 +155,30 @@ class DemoFolder:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Environment variables that lead to ``store``."""
+        """Environment variables that select ``store``."""
         return {
             "OBJKV_BULK_URL": f"file://{self.store / 'chunks'}",
             "OBJKV_INDEX_URL": f"sqlite://{self.store / 'index.sqlite'}",
         }
 
     def prompt_file(self, prompt: DemoPrompt) -> Path:
-        """Its token ids, for ``objkv match --tokens``."""
+        """The file with the prompt's token ids, for ``objkv match --tokens``."""
         return self.root / "prompts" / f"{prompt.name.replace(', ', '-').replace(' ', '-')}.json"
 
     @contextmanager
     def prepared(self, prompts: Sequence[DemoPrompt]) -> Iterator[None]:
-        """Empty it, except for the model, and keep other demos out.
+        """Empty the folder except for the models, and lock it against other demos.
 
-        Raises ``ConfigError`` while another demo runs there.
+        Raises ``ConfigError`` if another demo holds the lock.
         """
         make_private(self.root)
         with (self.root / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
-                raise ConfigError(f"another demo is running in {self.root}: wait for it") from exc
+                raise ConfigError(
+                    f"another demo is running in {self.root}: wait until it ends"
+                ) from exc
             for folder in (self.logs, self.root / "prompts", self.store):
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
@@ -186,7 +189,7 @@ class DemoFolder:
 
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """One prompt, and seconds until its first token."""
+    """One prompt with its times to the first token, in seconds."""
 
     prompt: str
     prompt_tokens: int
@@ -195,7 +198,7 @@ class DemoRow:
     recompute_s: float
     """Without objkv."""
     first_s: float | None
-    """On replica A, which computes and saves; None where it was not asked."""
+    """On replica A, which computes and saves; None if A did not get the prompt."""
     second_s: float
     """On replica B, which loads."""
     identical: bool
@@ -203,74 +206,74 @@ class DemoRow:
 
     @property
     def speed_up(self) -> float:
-        """How many times sooner the first token is there."""
+        """Time to first token without objkv, divided by that on replica B."""
         return self.recompute_s / self.second_s
 
     @property
     def complete(self) -> bool:
-        """Whether objkv served every whole chunk of a prompt that replica A was asked too."""
+        """Whether objkv served every whole chunk, if replica A computed the same prompt."""
         chunks = self.prompt_tokens // _CHUNK_TOKENS
         return self.first_s is None or self.served_tokens >= chunks * _CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class DemoStore:
-    """What the replicas stored, and where."""
+    """The totals stored by the replicas, and the location."""
 
     chunks: int
     tokens: int
     nbytes: int
     settings: Mapping[str, str]
-    """Environment variables that lead to it."""
+    """Environment variables that select the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """The whole demo."""
+    """The result of the demo."""
 
     engine: str
     device: str
     rows: tuple[DemoRow, ...]
     load_failures: int
-    """Loads that failed, whose tokens were computed after all."""
+    """Failed loads, whose tokens were recomputed."""
     stored: DemoStore
     notices: tuple[str, ...]
 
     @property
     def speed_up_median(self) -> float:
-        """Over all prompts."""
+        """The median over all prompts."""
         return statistics.median(row.speed_up for row in self.rows)
 
     @property
     def identical(self) -> bool:
-        """Whether every answer is what the model computes without objkv."""
+        """Whether every answer equals the one computed without objkv."""
         return all(row.identical for row in self.rows)
 
     @property
     def served(self) -> bool:
-        """Whether anything came from objkv."""
+        """Whether objkv served any tokens."""
         return any(row.served_tokens for row in self.rows)
 
     @property
     def fine(self) -> bool:
-        """Whether the demo showed what it is there to show."""
+        """Whether all answers are identical and objkv served tokens."""
         return self.identical and self.served
 
 
 Answers = Mapping[str, DemoAnswer]
-"""By the prompt's name."""
+"""Answers by the prompt's name."""
 
 
 def show_replicas(
     size: Size, place: DemoFolder, tell: Tell, count: Callable[[], DemoStore]
 ) -> DemoReport:
-    """Run all three, then ``count()`` what is stored. Takes about a minute; raises
-    ``ProgramFailed``."""
+    """Run all three replicas, then call ``count()`` for the stored totals. Takes about a minute.
+    Raises ``ProgramFailed``."""
     recomputed, _ = _live("R", size, place, tell)
     first, first_end = _live("A", size, place, tell)
     second, end = _live("B", size, place, tell)
     rows = compare(prompts_of(size), recomputed, first, second)
-    notices = (f"B was served less than A should have saved: the logs in {place.logs} say why.",)
+    notices = (f"B loaded less than A should have saved; see the logs in {place.logs}",)
     return DemoReport(
         engine=end.engine,
         device=end.device,
@@ -284,10 +287,11 @@ def show_replicas(
 def _live(
     replica: Replica, size: Size, place: DemoFolder, tell: Tell
 ) -> tuple[Answers, ReplicaEnd]:
-    """One replica, from start to exit."""
+    """Run one replica from start to exit."""
     name, answers, end = _NAMES[replica], dict[str, DemoAnswer](), None
     arguments = ("-m", "objkv.connector.programs.demo_replica", replica, size, str(place.models))
     settings = {} if replica == "R" else place.settings
+    tell(name, "starting Python")
     with Program(name, arguments, place.logs / f"replica-{replica}.log", settings) as program:
         for line in program.lines(bound_s=_BOUND_S):
             event = ReplicaEvent.model_validate_json(line)
@@ -297,14 +301,14 @@ def _live(
                 answers[event.answer.prompt] = event.answer
             end = event.end
         if end is None:
-            raise program.failed("ended without its last line")
+            raise program.failed("ended without its last event")
     return answers, end
 
 
 def compare(
     prompts: Sequence[DemoPrompt], recomputed: Answers, first: Answers, second: Answers
 ) -> tuple[DemoRow, ...]:
-    """One row per prompt, from what each replica answered."""
+    """Return one row per prompt from the replicas' answers."""
     rows = []
     for prompt in prompts:
         by_replica = [given.get(prompt.name) for given in (recomputed, first, second)]

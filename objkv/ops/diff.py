@@ -1,7 +1,7 @@
-"""Why two replicas do not share: what differs between their identity documents, and what to do.
+"""Explains why two replicas do not share: the differences of their identities, and their fixes.
 
-Works on any JSON documents, so that it also explains those of other versions: a field that it has
-never heard of is told with a plain sentence. Nothing here touches a store.
+Works on any JSON documents, including those of other versions: an unknown field gets a generic
+sentence. Nothing here touches a store.
 """
 
 import hashlib
@@ -14,177 +14,180 @@ from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, canonical_json
 
 Pairs = Mapping[str, tuple[Any, Any]]
-"""Every field that differs, with its two values."""
+"""The fields that differ, with their two values."""
 _DTYPE = "extra.dtype"
 _RESET = "extra.reset"
 _REASONS: dict[str, tuple[str, str]] = {
     "format": (
-        "payloads are written in another format",
+        "the replicas write payloads in different formats",
         "run versions of objkv that write the same format",
     ),
     "hash": (
-        "prefixes are named by another scheme: these are not the KV of prompts in both, or not by "
-        "the same version",
-        "compare replicas that use the same connector, of versions with the same scheme",
+        "prefixes are hashed by different schemes: one is not KV of prompts, or the versions of "
+        "objkv differ",
+        "compare replicas with the same connector and with versions that use the same scheme",
     ),
     "model": (
-        "the model has another name",
-        "serve the same model; where only names or mount paths differ, set model_id to one name",
+        "the names of the models differ",
+        "serve the same model; if only names or mount paths differ, set the same model_id",
     ),
     "weights": (
-        "the weights are others, or the configuration files beside them",
+        "the weights, or the configuration files next to them, differ",
         "serve the same checkpoint: compare config.json and the sizes of the weight files",
     ),
     "quantization": (
-        "weights that are quantised otherwise compute other KV",
+        "weights with different quantisation compute different KV",
         "start both with the same --quantization",
     ),
     "kv_dtype": (
-        "KV is kept in another type",
-        "start both with the same --kv-cache-dtype (with auto it is the model's --dtype)",
+        "the KV caches have different dtypes",
+        "start both with the same --kv-cache-dtype (auto means the model's --dtype)",
     ),
     "page_layout": (
-        "bytes inside a block are the CPU kernel's own: they are shared only with the same "
-        "instruction set, dtype and block size",
-        "run both on machines of one kind, with the same --dtype and --block-size; on GPUs it is "
-        "always canonical",
+        "the CPU kernel has its own layout inside a block, which depends on the instruction set, "
+        "dtype and block size",
+        "run both on machines of one kind with the same --dtype and --block-size; on GPUs the "
+        "layout is always canonical",
     ),
     "chunk_tokens": (
-        "prompts are cut into chunks of another length, so no chunk has the same name",
-        "set chunk_tokens alike; the effective length is a multiple of all block sizes",
+        "the chunks have different lengths, so no chunk has the same name",
+        "set the same chunk_tokens; the effective length is a multiple of all block sizes",
     ),
     "weights_epoch": (
-        "an operator, or a reset, said that the weights are others",
-        "set weights_epoch alike on all replicas that serve the same weights",
+        "an operator or a cache reset marked the weights as different",
+        "set the same weights_epoch on all replicas that serve the same weights",
     ),
-    "tenant": ("tenants never share", "set tenant alike, if these may read each other's KV"),
+    "tenant": (
+        "tenants never share",
+        "set the same tenant if these replicas may read each other's KV",
+    ),
     "groups": (
-        "the layers are in other KV cache groups",
-        "serve the same model with the same version of vLLM, and the hybrid KV cache manager on "
-        "in both or in none",
+        "the layers are in different KV cache groups",
+        "serve the same model with the same version of vLLM, and enable the hybrid KV cache "
+        "manager on both or on neither",
     ),
     "groups[].kind": (
-        "the layers of the group attend in another way",
-        "serve the same model, and the hybrid KV cache manager on in both or in none",
+        "the layers of the group have different kinds of attention",
+        "serve the same model, and enable the hybrid KV cache manager on both or on neither",
     ),
     "groups[].window": (
-        "the layers of the group see another number of tokens",
+        "the layers of the group have different attention windows",
         "give both the same sliding window: compare config.json and --hf-overrides",
     ),
     "groups[].layers": (
-        "the group has other layers",
+        "the group has different layers",
         "serve the same model: compare the number of layers in config.json",
     ),
     "groups[].heads": (
-        "the layers have another number of KV heads over all ranks (TP alone does not change it)",
+        "the layers have different numbers of KV heads over all ranks (TP does not change it)",
         "serve the same model: compare num_key_value_heads in config.json",
     ),
     "groups[].content": (
-        "a token takes another number of elements in each head",
+        "the heads keep different numbers of elements per token",
         "serve the same model: compare head_dim in config.json",
     ),
     "groups[].block_size": (
-        "blocks hold another number of tokens",
-        "start both with the same --block-size; hybrid models choose it by themselves",
+        "the blocks have different numbers of tokens",
+        "start both with the same --block-size; hybrid models choose it themselves",
     ),
     "groups[].state": (
-        "the state that a layer keeps is made of other tensors",
+        "the layers keep their state in different tensors",
         "serve the same model with the same version of vLLM, mamba cache dtype and TP size",
     ),
-    _DTYPE: ("the model computes in another type", "start both with the same --dtype"),
+    _DTYPE: ("the models compute in different dtypes", "start both with the same --dtype"),
     _RESET: (
-        "a replica whose cache was reset, because its weights may have changed in place or because "
-        "it slept, shares with nobody",
-        "restart it with the weights it serves on disk, or set weights_epoch alike on all",
+        "a replica stops sharing when its cache is reset or it sleeps, because its weights may "
+        "have changed in place",
+        "restart it with the weights it serves on disk, or set the same weights_epoch on all",
     ),
     "extra.longrope": (
-        "the model rotates keys otherwise above its original length",
+        "the model rotates keys differently above its original length",
         "give both a --max-model-len on the same side of original_max_position_embeddings",
     ),
     "extra.hf_config": (
-        "the model's configuration, which does not lie beside its weights, says something else",
+        "the model configurations, which are stored apart from the weights, differ",
         "start both with the same --hf-config-path and --hf-overrides",
     ),
     "extra.hf_overrides": (
-        "the model's configuration is overridden otherwise",
+        "the overrides of the model configuration differ",
         "start both with the same --hf-overrides",
     ),
     "extra.quantization_config": (
-        "weights are quantised at start in another way",
+        "the weights are quantised differently at start-up",
         "start both with the same quantization settings",
     ),
     "extra.kv_cache_dtype_skip_layers": (
-        "other layers keep their KV unquantised",
+        "different layers keep their KV unquantised",
         "start both with the same --kv-cache-dtype-skip-layers",
     ),
     "extra.mm_processor_kwargs": (
-        "images, sounds and videos are prepared otherwise",
+        "images, audio and videos are preprocessed differently",
         "start both with the same --mm-processor-kwargs",
     ),
     "extra.mm_encoder_attn_dtype": (
-        "the encoder of images looks at them in another type",
+        "the image encoders compute attention in different dtypes",
         "start both with the same --mm-encoder-attn-dtype",
     ),
     "extra.mm_encoder_fp8_scales": (
-        "the fp8 scales of the encoder of images are others",
+        "the fp8 scales of the image encoders differ",
         "start both with copies of one file as --mm-encoder-fp8-scale-path",
     ),
     "extra.video_pruning": (
-        "videos are pruned otherwise",
+        "videos are pruned differently",
         "start both with the same --video-pruning-rate and method",
     ),
     "extra.lora_dtype": (
-        "adapters compute in another type",
+        "the adapters compute in different dtypes",
         "start both with the same --lora-dtype",
     ),
     "extra.lora_target_modules": (
-        "adapters are applied to other modules",
+        "the adapters apply to different modules",
         "start both with the same --lora-target-modules",
     ),
     "extra.payloads": (
-        "their payloads are not sealed alike, and each refuses what is not sealed as its own are",
-        "set signing_keys_… and encryption_keys_… alike on all replicas, or on none",
+        "their payloads are sealed differently, and each refuses payloads sealed unlike its own",
+        "set the same signing_keys_… and encryption_keys_… on all replicas, or on none",
     ),
     "extra.lora_tower": (
-        "adapters change what is made of images in one of them",
-        "start both with or without --enable-tower-connector-lora",
+        "adapters change the outputs of the image encoder on only one of them",
+        "start both with or both without --enable-tower-connector-lora",
     ),
 }
 _WEIGHTS_KINDS = {
     frozenset({"sampled", "full"}): (
-        "the weights are told in two ways, so that nobody can say whether they are the same",
-        "set weights_digest alike on all replicas",
+        "the weights are hashed in two ways, so it is unknown whether they are the same",
+        "set the same weights_digest on all replicas",
     ),
 }
 _NAMED = (
-    "one knows its weights by their bytes and the other only by a name",
-    "let both read the weights from a local folder or the hub's cache",
+    "one identifies its weights by their bytes and the other only by a name",
+    "let both read the weights from a local directory or the hub's cache",
 )
 _SEEDS = (
-    "random weights (load_format dummy) are the same only for one seed",
+    "random weights (load_format dummy) are the same only with the same seed",
     "load real weights, or start both with the same --seed",
 )
 
 
 def explain(field: str, a: Any, b: Any, pairs: Pairs) -> tuple[str, str]:
-    """Why ``field`` keeps KV apart, and what to do; a plain sentence for what is not known here."""
+    """Return why ``field`` prevents sharing, and the fix; a generic sentence for other fields."""
     if field == "weights":
         return _weights(str(a), str(b))
     if field == "model" and "weights" not in pairs:
-        return "the weights are the same, only the model's name differs", _REASONS[field][1]
+        return "the weights are the same, but the names of the models differ", _REASONS[field][1]
     name = _general(field)
-    while name not in _REASONS and "." in name:  # a value within a value that is known
+    while name not in _REASONS and "." in name:  # a value inside a known field
         name = name.rpartition(".")[0]
     if name in _REASONS:
         return _REASONS[name]
     return (
-        f"{field} is part of the name of what is stored, because it changes KV or how it is kept",
-        "make it the same on both, by vLLM's or objkv's setting of that name",
+        f"{field} is part of the namespace, because it changes KV or its storage",
+        "use the same value on both, by the vLLM or objkv setting of that name",
     )
 
 
 def root_of(field: str, pairs: Pairs) -> str | None:
-    """The differing field that explains why ``field`` differs as well, if there is one."""
+    """Return the differing field that causes ``field`` to differ; None if there is none."""
     a, b = pairs[field]
     block_size = next((name for name in pairs if name.endswith("].block_size")), None)
     if field == "kv_dtype" and pairs.get(_DTYPE) == (a, b):
@@ -200,9 +203,9 @@ def root_of(field: str, pairs: Pairs) -> str | None:
 
 
 def _follow(sizes: tuple[Any, Any], chunks: tuple[Any, Any]) -> bool:
-    """Whether one wish for a chunk's length can have become both, by rounding up to blocks.
+    """Whether rounding one chunk_tokens setting up to blocks can give both chunk lengths.
 
-    The wish lies above the length less one block, and not above the length.
+    The setting is greater than the length minus one block, and at most the length.
     """
     if not all(isinstance(value, int) for value in (*sizes, *chunks)):
         return False
@@ -211,7 +214,10 @@ def _follow(sizes: tuple[Any, Any], chunks: tuple[Any, Any]) -> bool:
 
 
 def _machine(layout: Any) -> str:
-    """Of ``opaque:x86_64-avx512-amx`` all but the kernel, which dtype and block size choose."""
+    """Return ``opaque:x86_64-avx512`` of ``opaque:x86_64-avx512-amx``.
+
+    The last part is the kernel, which depends on dtype and block size.
+    """
     return str(layout).rpartition("-")[0]
 
 
@@ -225,7 +231,7 @@ def _weights(a: str, b: str) -> tuple[str, str]:
 
 
 def _general(field: str) -> str:
-    """``groups[].kind`` for any group's."""
+    """Return ``groups[].kind`` for the field of any group."""
     group, bracket, rest = field.partition("].")
     return f"groups[].{rest}" if bracket and group.startswith("groups[") else field
 
@@ -237,44 +243,47 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field that is not the same in both documents."""
+    """One field that differs between the documents."""
 
     field: str
     """``kv_dtype``, ``groups[0].block_size``, ``extra.dtype``."""
     a: Any
-    """As in the document; lists in few words; ``ABSENT`` where the document does not have it."""
+    """The value in the document, with lists shortened; ``(absent)`` if it is missing."""
     b: Any
     why: str
-    """What the field is about, and why KV is not shared across it."""
+    """Why the difference prevents sharing."""
     fix: str
-    """What makes it the same, if that is wanted."""
+    """How to make the values the same."""
     follows_from: str | None = None
-    """The differing field that this one differs because of, if any."""
+    """The differing field that causes this one to differ, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What came of comparing two documents."""
+    """The result of comparing two documents."""
 
     share: bool
     reason: str
-    """One sentence."""
+    """The result in one sentence."""
     differences: tuple[Difference, ...]
 
     @property
     def causes(self) -> tuple[Difference, ...]:
-        """Those that do not follow from others: what there is to change."""
+        """The differences that do not follow from others."""
         return tuple(d for d in self.differences if d.follows_from is None)
 
 
 def namespace_of(document: Document) -> str:
-    """The namespace that replicas with this document share."""
+    """Return the namespace of replicas with this document."""
     return hashlib.sha256(canonical_json(document)).hexdigest()[:NAMESPACE_HEX]
 
 
 def parse_document(text: str, name: str) -> Document:
-    """An identity document: JSON, or a replica's log with a line that ends ``document={…}``; of
-    several lines the last. Raises ``ConfigError``, which calls the text ``name``."""
+    """Parse an identity document from JSON or from a replica's log.
+
+    In a log, the last line that ends with ``document={…}`` is used. Raises ``ConfigError``, which
+    calls the text ``name``.
+    """
     found = _loaded(text)
     if found is None:
         for line in text.splitlines():
@@ -283,7 +292,7 @@ def parse_document(text: str, name: str) -> Document:
                 found = one
     if found is None:
         raise ConfigError(
-            f"{name}: no identity document: give identity.json, or a log with 'objkv identity'"
+            f"{name}: no identity document; give identity.json, or a log with 'objkv identity'"
         )
     return found
 
@@ -307,8 +316,8 @@ def diff(a: Document, b: Document) -> DiffReport:
 
 def _reason(report: DiffReport) -> str:
     if report.share:
-        return "they share: whatever one has saved, the other can load"
-    # Of fields that follow from each other in a circle none would be left.
+        return "they share: each can load what the other has saved"
+    # ``causes`` is empty if fields follow from each other in a circle.
     causes = report.causes or report.differences
     names = [_name(cause) for cause in causes[:_NAMES_SHOWN]]
     more = len(causes) - len(names)
@@ -354,7 +363,7 @@ def _within(name: str, a: Document, b: Document) -> Iterator[tuple[str, Any, Any
 
 
 def _within_value(name: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Where both are objects, also as text, what differs within them."""
+    """Yield the differences inside two objects, which may be JSON text; else the values."""
     x, y = _object(a), _object(b)
     if x is not None and y is not None and not _same(x, y):
         yield from _within(name, x, y)
@@ -377,12 +386,12 @@ def _loaded(text: str) -> Document | None:
 
 
 def _refuse(constant: str) -> Any:
-    """No document has ``NaN`` or an infinity, nor has JSON."""
+    """Reject ``NaN`` and infinities, which are not valid JSON."""
     raise ValueError(constant)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """As the namespace sees it: 1 is not true, and not 1.0."""
+    """Compare values as the namespace does: 1, true and 1.0 differ."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
@@ -398,7 +407,7 @@ def _is_pairs(value: Any) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """``value``, lists in few words."""
+    """Return ``value``, with a list shortened to a few words."""
     if not isinstance(value, list):
         return value
     if _are_groups(value) and value:

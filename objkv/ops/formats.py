@@ -1,4 +1,4 @@
-"""Numbers and texts for people: an unknown value is a dash, never a zero."""
+"""Formats numbers and texts for people. An unknown value is a dash, never a zero."""
 
 import re
 from datetime import UTC, datetime
@@ -15,8 +15,10 @@ _SHORT: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def printable(text: str) -> str:
-    """``text`` without control characters, and those that turn the direction of what follows: names
-    in a store are not ours to trust."""
+    """Replace control characters and characters that reverse text direction in ``text``.
+
+    Names in a store are not trusted.
+    """
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -40,7 +42,7 @@ def count(number: float | None) -> str:
 
 
 def brief(number: float | None) -> str:
-    """``12.3 k``: for headlines and axes."""
+    """``12.3 k``, for headlines and axes."""
     if number is None:
         return DASH
     for scale, unit in _SHORT:
@@ -68,7 +70,7 @@ def times(ratio: float | None) -> str:
 
 
 def dollars(amount: float | None) -> str:
-    """``$1,234.50``, ``<$0.01`` below a cent, and ``$0`` for nothing."""
+    """``$1,234.50``; ``<$0.01`` below a cent and ``$0`` for zero."""
     if amount is None:
         return DASH
     if 0 < amount < _CENT:
@@ -77,7 +79,7 @@ def dollars(amount: float | None) -> str:
 
 
 def noun(number: float | None, one: str, many: str = "") -> str:
-    """``prefix`` of 1, ``prefixes`` of others; ``many`` where it is not ``one`` with an s."""
+    """Return ``one`` if ``number`` is 1, else ``many``, by default ``one`` with an s."""
     return one if number == 1 else many or f"{one}s"
 
 
@@ -101,18 +103,18 @@ def moment(moment_s: int | None) -> str:
         return DASH
     try:
         return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, OSError, ValueError):  # a writer's clock may say anything
+    except (OverflowError, OSError, ValueError):  # a writer's clock may be wrong
         return DASH
 
 
 def sentence(text: str) -> str:
-    """``text`` with a full stop, and a capital at its beginning unless that is a command."""
+    """Return ``text`` with a full stop, and a capital letter unless it starts with a command."""
     whole = text if text.endswith((".", "!", "?")) else f"{text}."
     return whole if whole.startswith("objkv ") else whole[:1].upper() + whole[1:]
 
 
 def with_commands(text: str) -> Markup:
-    """``text`` escaped, in which commands of objkv stand out as such."""
+    """Return ``text`` escaped, with objkv commands marked as code."""
     pieces = _COMMAND.split(printable(text))
     marked = Markup("<code>{}</code>")
     return Markup("").join(

@@ -1,4 +1,4 @@
-"""What is stored: namespaces and prefixes as the index knows them, or counted in the bulk store."""
+"""Lists namespaces and prefixes from the index, or counts payloads in the bulk store."""
 
 import re
 from collections import defaultdict
@@ -21,25 +21,25 @@ class Branch:
     first: bytes
     """Prefix hash of its first chunk."""
     last: bytes
-    """Prefix hash of its last chunk; where it forks or ends."""
+    """Prefix hash of its last chunk, at which it forks or ends."""
     level: int
-    """Forks above it."""
+    """Number of forks above it."""
     is_last: bool
-    """Whether no other branch of the same fork follows it."""
+    """Whether it is the last branch of its fork."""
     token_start: int
-    """Of a branch of level 0 more than 0 only if the beginning is gone: nobody can use it then."""
+    """More than 0 at level 0 only if the first chunks are gone; then no reader can use it."""
     token_end: int
     chunks: int
     nbytes: int
     branches: int
-    """Into how many it forks; 0 if it ends."""
+    """Number of branches that continue it; 0 if it ends."""
     tree_chunks: int
-    """Its own, and those of all that continue it."""
+    """Its own chunks and those of all branches that continue it."""
     tree_bytes: int
     leaves: int
-    """Ends below it; 1 if it is one itself."""
+    """Ends of chains below it; 1 if it is an end itself."""
     hits: int
-    """Of the chunk that was hit most."""
+    """Hits of the most used chunk."""
     newest_s: int
     pinned: bool
     """Whether every chunk is pinned."""
@@ -55,25 +55,27 @@ class _Run:
 
 
 def list_tree(index: ReadIndex, namespace: str) -> list[Branch]:
-    """All branches, each followed by those that continue it; the largest first everywhere. Holds
-    every record of the namespace in memory, about 1 KiB each."""
+    """Return all branches, each followed by those that continue it, largest first at each level.
+
+    Keeps every record of the namespace in memory, about 1 KiB each.
+    """
     roots, children = _linked(index.scan(namespace))
     runs = [_run(root, children) for root in roots]
     for run in runs:
         _add_up(run)
-    return list(_told(runs))
+    return list(_flattened(runs))
 
 
 def _linked(
     scanned: Iterable[Record],
 ) -> tuple[list[Record], defaultdict[bytes, list[Record]]]:
-    """The records that continue none, and those that continue each."""
+    """Return the records without a parent, and the children of each record."""
     records = {r.prefix_hash: r for r in scanned if r.shards and not is_shapes(r)}
     roots: list[Record] = []
     children: defaultdict[bytes, list[Record]] = defaultdict(list)
     for record in records.values():
         parent = records.get(record.parent_hash)
-        # A child starts where its parent ends, and is longer: a record that lies makes no loop.
+        # A child starts where its parent ends and is not empty, so a wrong record makes no loop.
         is_child = parent is not None and parent.token_end == record.token_start
         if is_child and record.token_end > record.token_start:
             children[record.parent_hash].append(record)
@@ -83,8 +85,10 @@ def _linked(
 
 
 def _run(first: Record, children: defaultdict[bytes, list[Record]]) -> _Run:
-    """The branches that begin with ``first``; without recursion, as prompts may have thousands of
-    forks below each other."""
+    """Return the branches that start with ``first``.
+
+    Not recursive, because prompts may have thousands of nested forks.
+    """
     top = _Run([first], [])
     left = [top]
     while left:
@@ -113,7 +117,7 @@ def _largest_first(run: _Run) -> tuple[int, bytes]:
     return -run.tree_bytes, run.records[0].prefix_hash
 
 
-def _told(runs: list[_Run]) -> Iterator[Branch]:
+def _flattened(runs: list[_Run]) -> Iterator[Branch]:
     left = [(run, 0, not place) for place, run in enumerate(sorted(runs, key=_largest_first)[::-1])]
     while left:
         run, level, is_last = left.pop()
@@ -145,12 +149,12 @@ def _branch(run: _Run, level: int, is_last: bool) -> Branch:
 
 _PROGRESS_EVERY = 1_000
 _KEPT = re.compile(r"^[0-9a-f]{32}/(shapes|pins)/")
-"""Small documents of a namespace that are no payloads."""
+"""Small documents of a namespace that are not payloads."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSummary:
-    """One namespace. What its identity document would say is None where that cannot be read."""
+    """One namespace. Values from its identity document are None if it is unreadable."""
 
     namespace: str
     model: str | None
@@ -160,50 +164,50 @@ class NamespaceSummary:
     chunks: int
     payloads: int
     tokens: int | None
-    """Tokens stored, each chunk counted once however many shards it has."""
+    """Stored tokens; each chunk is counted once, however many shards it has."""
     nbytes: int
     oldest_s: int | None
-    """Seconds since the epoch; None where there are no payloads."""
+    """Seconds since the epoch; None without payloads."""
     newest_s: int | None
     hits: int | None
-    """None when counted in the bulk store, which knows of no hits."""
+    """None when counted in the bulk store, which has no hits."""
     problem: str | None
-    """What is wrong with the identity document, if anything."""
+    """The problem with the identity document, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSummary:
-    """One stored chain of chunks, from the first that is stored to a leaf."""
+    """One stored chain of chunks, from its first stored chunk to a leaf."""
 
     leaf: bytes
     """Prefix hash of the last chunk."""
     root: bytes
-    """Prefix hash of the first chunk: chains with the same root share a beginning."""
+    """Prefix hash of the first chunk; chains with the same root share their first chunks."""
     token_start: int
-    """0 unless the beginning is gone, in which case no reader can use the chain."""
+    """0 unless the first chunks are gone; then no reader can use the chain."""
     token_end: int
     chunks: int
     nbytes: int
-    """Of the whole chain; what chains share is counted in each."""
+    """Bytes of the whole chain; shared chunks are counted in each chain."""
     oldest_s: int
     newest_s: int
     hits: int
-    """Of the chunk that was hit most."""
+    """Hits of the most used chunk."""
     pinned: bool
     """Whether every chunk is pinned."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantTotals:
-    """What one tenant has, by the index's totals."""
+    """The index's totals for one tenant."""
 
     tenant: str | None
-    """None: of namespaces without an identity document."""
+    """None for namespaces without an identity document."""
     namespaces: int
     nbytes: int
     payloads: int
     counted_s: int
-    """Seconds since the epoch when the first of its totals was last counted; 0 if one never was."""
+    """When its least recently counted total was counted, in seconds since the epoch; 0 if never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +223,20 @@ class BulkCount:
 def list_namespaces(
     bulk: ReadStore, index: ReadIndex, names: Iterable[str] | None = None
 ) -> list[NamespaceSummary]:
-    """All namespaces that the index knows (or these), described by the bulk store's documents."""
+    """Return all namespaces of the index (or ``names``), described by their identity documents."""
     names = index.namespaces() if names is None else names
-    missing = "no identity document: do bulk_url and index_url belong together?"
+    missing = "no identity document; check that bulk_url and index_url belong together"
     return [_summary(bulk, name, _of_records(index.scan(name)), missing) for name in names]
 
 
 def count_bulk(
     bulk: ReadStore, *, namespace: str = "", progress: Callable[[int], None] = lambda entries: None
 ) -> BulkCount:
-    """Count the bulk store itself, or one namespace of it. Takes a request per 1,000 entries or
-    so, and about 100 bytes of memory per chunk. ``progress`` hears the entries seen so far."""
+    """Count the payloads of the bulk store, or of one namespace.
+
+    Takes about one request per 1,000 entries, and about 100 bytes of memory per chunk.
+    ``progress`` receives the number of entries so far.
+    """
     totals: defaultdict[str, _Totals] = defaultdict(_Totals)
     other_entries = other_bytes = seen = 0
     for entry in bulk.scan(f"{namespace}/" if namespace else ""):
@@ -251,7 +258,7 @@ def count_bulk(
 
 
 def list_tenants(bulk: ReadStore, index: ReadIndex) -> list[TenantTotals]:
-    """What each tenant has, by the running totals of the index."""
+    """Return the running totals of the index by tenant."""
     found: defaultdict[str | None, list[Usage]] = defaultdict(list)
     for usage in index.usage():
         found[read_tenant(bulk, usage.namespace)].append(usage)
@@ -268,14 +275,14 @@ def list_tenants(bulk: ReadStore, index: ReadIndex) -> list[TenantTotals]:
 
 
 def list_prefixes(index: ReadIndex, namespace: str) -> list[PrefixSummary]:
-    """All chains of chunks that the index knows, longest first within a root, biggest root first.
+    """Return all chains of chunks in the index, largest root first, longest first within a root.
 
-    Holds every record of the namespace in memory, about 1 KiB each.
+    Keeps every record of the namespace in memory, about 1 KiB each.
     """
     records = {record.prefix_hash: record for record in index.scan(namespace) if _is_chunk(record)}
     chains: dict[bytes, PrefixSummary] = {}
     inner: set[bytes] = set()
-    # Parents come first, and end where their children start: a record that lies cannot make a loop.
+    # Parents come first and end where their children start, so a wrong record makes no loop.
     for record in sorted(records.values(), key=lambda record: record.token_start):
         parent = chains.get(record.parent_hash)
         if parent is not None and parent.token_end == record.token_start:

@@ -1,4 +1,4 @@
-"""What of one prompt is stored, chunk by chunk, and how much of it a replica could be served."""
+"""Matches a prompt against a namespace: which chunks are stored, and how much would be served."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _WRITTEN = re.compile(r"[0-9]{1,20}")
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Token ids from a JSON list, or separated by spaces, commas or lines.
+    """Parse token ids from a JSON list, or separated by spaces, commas or lines.
 
     Raises ``ConfigError`` naming the first thing that is not a token id.
 
@@ -38,30 +38,34 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def tokenize(text: str, tokenizer: Path) -> list[int]:
-    """Token ids of ``text`` with the special tokens that the tokenizer adds by itself; see
-    ``load_tokenizer``."""
+    """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
+
+    See ``load_tokenizer``.
+    """
     return list(load_tokenizer(tokenizer).encode(text).ids)
 
 
 def load_tokenizer(tokenizer: Path) -> Tokenizer:
-    """``tokenizer`` is a ``tokenizer.json``, or a model's folder that holds one. Raises
-    ``ConfigError``; never uses the network."""
+    """Load ``tokenizer``, a ``tokenizer.json`` or a directory that contains one.
+
+    Never uses the network. Raises ``ConfigError``.
+    """
     path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not path.is_file():
-        raise ConfigError(f"{path} is no file: give the path of a tokenizer.json")
+        raise ConfigError(f"{path} is not a file; give the path of a tokenizer.json")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as exc:  # the library raises bare Exception for anything wrong in the file
-        raise ConfigError(f"{path} is no tokenizer.json") from exc
+        raise ConfigError(f"{path} is not a valid tokenizer.json") from exc
 
 
 def _token(value: object) -> int:
-    # ``bool`` is an int to Python, but JSON's true is no token id.
+    # ``bool`` is an int in Python, but JSON's true is not a token id.
     if isinstance(value, str) and _WRITTEN.fullmatch(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _TOKEN_END:
         shown = repr(value)[:80]
-        raise ConfigError(f"{shown} is not a token id: write integers from 0 to 2**32 - 1")
+        raise ConfigError(f"{shown} is not a token id; token ids are integers below 2**32")
     return value
 
 
@@ -75,7 +79,7 @@ class ChunkMatch:
     payloads: tuple[str, ...]
     """Stored shards, ``<group>.<shard>``; empty if the chunk is not stored."""
     groups_missing: tuple[int, ...]
-    """Groups of which some layer or head is not stored."""
+    """Groups with a layer or head that is not stored."""
     usable: bool
     """Whether the chunk is part of the prefix that would be served."""
     nbytes: int
@@ -93,16 +97,16 @@ class MatchReport:
     chunk_tokens: int
     prompt_tokens: int
     usable_tokens: int
-    """Tokens of the longest prefix that every group can be loaded for, whatever the TP shape."""
+    """Tokens of the longest prefix for which every group can be loaded, whatever the TP shape."""
     stored_chunks: int
     chunks: tuple[ChunkMatch, ...]
-    """The whole chunks of the prompt; a last partial one is never stored."""
+    """The whole chunks of the prompt. A last partial chunk is never stored."""
 
 
 def match_prompt(
     index: ReadIndex, identity: Identity, tokens: Sequence[int], extras: PromptExtras
 ) -> MatchReport:
-    """Look the prompt up in one round trip, and say what of it is there."""
+    """Look the prompt up in one round trip and return which chunks are stored."""
     namespace, size = identity.namespace(), identity.chunk_tokens
     hashes = prefix_hashes(namespace, tokens, size, extras)
     records = index.lookup(namespace, hashes) if hashes else []

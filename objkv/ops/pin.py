@@ -1,9 +1,9 @@
-"""Pins: prefixes that survive time to live and eviction until a day that somebody chose.
+"""Pins: prefixes that are protected from expiry and eviction until a date.
 
-Pinning writes the document in the bulk store first and tells the index then; unpinning tells the
-index first and removes the document last. So what breaks off halfway is still listed, and saying it
-again completes it. Whoever has told the index reads the documents again: if others have changed
-them meanwhile, it is told once more, so that who tells it last tells what all documents say.
+Pinning writes the document to the bulk store and then updates the index. Unpinning updates the
+index and then deletes the document. A command that stops halfway is therefore still listed, and
+running it again completes it. After each update of the index, the documents are read again; if they
+have changed, the update is repeated, so the last update reflects all documents.
 """
 
 import time
@@ -17,13 +17,13 @@ from objkv.index.base import PruneIndex, ReadIndex, Record
 from objkv.stores.base import PruneStore, ReadStore
 
 _CHUNKS_MAX = 90_000
-_TELLINGS_MAX = 16
-"""Of one pin, while others change theirs all the time."""
+_UPDATES_MAX = 16
+"""Index updates for one pin while other pins keep changing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """One pinned prefix, and what became of it."""
+    """One pinned prefix, and how much of it is stored."""
 
     namespace: str
     leaf: bytes
@@ -31,9 +31,9 @@ class Pinned:
     chunks: int
     until_s: int
     nbytes: int
-    """Of the payloads that the index knows."""
+    """Bytes of the payloads in the index."""
     missing: int
-    """Chunks that the index does not know: nobody finds what comes after the first of them."""
+    """Chunks without a record. Readers cannot find the chunks after the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +42,23 @@ class PinList:
 
     pins: tuple[Pinned, ...]
     problems: tuple[str, ...]
-    """Documents that cannot be read, and why."""
+    """Unreadable documents, and why."""
 
 
 def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
-    """The records from the first chunk of a prompt to ``leaf``. One lookup for each.
+    """Return the records from the first chunk of a prompt to ``leaf``, with one lookup for each.
 
-    Raises ``ConfigError`` where one of them is not stored.
+    Raises ``ConfigError`` if one of them is missing.
     """
     chain: list[Record] = []
     wanted, end = leaf, None
     while True:
         [record] = index.lookup(namespace, [wanted])
         if record is None or not record.shards or end not in (None, record.token_end):
-            what = "what comes before it" if chain else leaf.hex()
-            where = f" (tokens before {chain[-1].token_start:,})" if chain else ""
+            what = f"the chunk before token {chain[-1].token_start:,}" if chain else leaf.hex()
             raise ConfigError(
-                f"{namespace}: {what} is not stored{where}: objkv ls {namespace[:8]} lists the "
-                "prefixes that can be pinned, by their leaf"
+                f"{namespace}: {what} is not stored; objkv ls {namespace[:8]} lists the leaves "
+                "that can be pinned"
             )
         chain.append(record)
         if record.token_start == 0:
@@ -71,7 +70,7 @@ def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Pinner:
-    """Pins and unpins. ``ttl_s`` is the life of records that nothing pins."""
+    """Pins and unpins prefixes. ``ttl_s`` is the lifetime of unpinned records."""
 
     bulk: PruneStore
     index: PruneIndex
@@ -79,27 +78,27 @@ class Pinner:
     clock: Callable[[], float] = time.time
 
     def pin(self, namespace: str, chain: Sequence[Record], *, until_s: int) -> Pinned:
-        """Pin the prefix that these records are, the first chunk first, until ``until_s``, also if
-        it was pinned for longer.
+        """Pin the prefix of these records, first chunk first, until ``until_s``.
 
-        What it shares with other pinned prefixes stays pinned for as long as any of them says.
+        This replaces an earlier pin of the prefix, even a longer one. Chunks shared with other
+        pinned prefixes stay pinned until the last of these pins ends.
         """
         assert chain
         now_s = self.clock()
         if not now_s < until_s < UNTIL_S_MAX:
-            raise ConfigError("a pin must end in the future, and within 30,000 years")
+            raise ConfigError("a pin must end in the future and within 30,000 years")
         chunks = tuple(record.prefix_hash for record in chain)
         pin = Pin(namespace, chunks, chain[-1].token_end, until_s, int(now_s))
         self.bulk.put(pin.path(), pin.document())
-        missing = self._tell(pin, "")
+        missing = self._update(pin, "")
         nbytes = sum(record.nbytes for record in chain)
         return Pinned(namespace, pin.leaf, pin.tokens, len(chunks), until_s, nbytes, missing)
 
     def unpin(self, namespace: str, leaf: bytes) -> Pinned | None:
-        """End the pin of the prefix that ends with ``leaf``; None if there is none.
+        """Remove the pin of the prefix that ends with ``leaf``; return None if there is none.
 
-        Its chunks live for ``ttl_s`` from now, or as long as other pins say. A document that
-        cannot be read, which pins nothing, is removed.
+        Its chunks expire ``ttl_s`` from now, unless other pins keep them. An unreadable document
+        pins nothing and is deleted.
         """
         path = pin_path(namespace, leaf)
         try:
@@ -109,31 +108,33 @@ class Pinner:
             return Pinned(namespace, leaf, 0, 0, 0, 0, 0)
         if pin is None:
             return None
-        self._tell(pin, but=path)
+        self._update(pin, without=path)
         self.bulk.delete(path)
-        missing = self._tell(pin, "")  # others may have told what this document said
+        missing = self._update(pin, "")  # a concurrent update may have included this document
         return Pinned(namespace, leaf, pin.tokens, len(pin.chunks), pin.until_s, 0, missing)
 
-    def _tell(self, pin: Pin, but: str) -> int:
-        """Tell the index until when each of its chunks is pinned, by all documents ``but`` one; how
-        many of them it does not know."""
-        until = self._until(pin, but)
-        for _ in range(_TELLINGS_MAX):
+    def _update(self, pin: Pin, without: str) -> int:
+        """Set the end of each chunk's pin in the index, by all documents except ``without``.
+
+        Returns the number of chunks without a record.
+        """
+        until = self._until(pin, without)
+        for _ in range(_UPDATES_MAX):
             known = [
                 self.index.pin(pin.namespace, chunk, until_s=until_s, ttl_s=self.ttl_s)
                 for chunk, until_s in zip(pin.chunks, until, strict=True)
             ]
-            told, until = until, self._until(pin, but)
-            if until == told:
+            before, until = until, self._until(pin, without)
+            if until == before:
                 break
         return known.count(False)
 
-    def _until(self, pin: Pin, but: str) -> list[int]:
-        """Until when each of its chunks is pinned, by all documents ``but`` one; 0 if it is not."""
+    def _until(self, pin: Pin, without: str) -> list[int]:
+        """Return when each chunk's pin ends, by all documents except ``without``; 0 if unpinned."""
         until = dict.fromkeys(pin.chunks, 0)
         now_s = self.clock()
         for other in scan_pins(self.bulk, pin.namespace):
-            if isinstance(other, Pin) and other.path() != but and other.until_s > now_s:
+            if isinstance(other, Pin) and other.path() != without and other.until_s > now_s:
                 for chunk in until.keys() & other.chunks:
                     until[chunk] = max(other.until_s, until[chunk])
         return [until[chunk] for chunk in pin.chunks]
@@ -142,7 +143,7 @@ class Pinner:
 def list_pins(
     bulk: ReadStore, index: ReadIndex, namespaces: Sequence[str], *, now_s: float
 ) -> PinList:
-    """The pins of these namespaces that have not ended, the next to end first."""
+    """Return the active pins of these namespaces, the next to end first."""
     pins, problems = [], []
     for namespace in namespaces:
         for pin in scan_pins(bulk, namespace):
@@ -157,9 +158,9 @@ def list_pins(
 def remove_ended_pins(
     bulk: PruneStore, namespace: str, *, now_s: float, grace_s: float = 0.0
 ) -> int:
-    """Remove the documents of pins that ended ``grace_s`` ago; how many. For sweeps.
+    """Delete the documents of pins that ended ``grace_s`` ago, and return their number.
 
-    Each is read again right before: somebody may have made the pin longer.
+    For sweeps. Each document is read again right before, because the pin may have been extended.
     """
     ended = [
         pin.path()

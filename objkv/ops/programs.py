@@ -1,4 +1,4 @@
-"""Child programs: each in a process group of its own, which ends with its block."""
+"""Child programs: each runs in its own process group, which ends with the context manager."""
 
 import contextlib
 import ctypes
@@ -26,16 +26,16 @@ _ENVIRONMENT = {
 
 
 def die_with_parent() -> None:
-    """For ``preexec_fn``: the child is killed when the thread that started it ends, however.
+    """For ``preexec_fn``: kill the child when the thread that started it ends for any reason.
 
-    Without it, a killed parent would leave its children running.
+    Otherwise a killed parent would leave its children running.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ProgramFailed(ObjkvError):
-    """A child program did not do what it was started for; its log says why."""
+    """A child program failed; its log shows the reason."""
 
     def __init__(self, what: str, log_file: Path) -> None:
         self.what = what
@@ -49,7 +49,7 @@ class ProgramFailed(ObjkvError):
 
 
 class Program:
-    """A running Python program. As a context manager it does not outlive its block."""
+    """A running Python program. The context manager kills it at the end of the block."""
 
     def __init__(
         self,
@@ -61,22 +61,22 @@ class Program:
         speaks: bool = True,
         listens: bool = False,
     ) -> None:
-        """``settings`` are added to the environment, from which all of objkv's own are removed.
+        """``settings`` replace all ``OBJKV_`` variables of the environment.
 
-        What it prints goes to ``log_file``; standard output is for ``lines`` if it ``speaks``, and
-        if it ``listens`` its standard input is for ``ask``.
+        Its output goes to ``log_file``. With ``speaks``, standard output is read by ``lines``; with
+        ``listens``, ``ask`` writes to its standard input.
         """
         self.name = name
         self.log_file = log_file
         with log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *arguments],  # not from the folder that it is started in
+                [sys.executable, "-P", *arguments],  # -P: no imports from the working directory
                 env={**_environment(), **settings},
                 stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if speaks else log,
                 stderr=log,
                 start_new_session=True,
-                # An interrupt may come before the block is entered that would end it.
+                # An interrupt may arrive before the block that would kill the child is entered.
                 preexec_fn=die_with_parent,
                 text=True,
             )
@@ -98,7 +98,7 @@ class Program:
                 self._process.stdin.close()
 
     def lines(self, *, bound_s: float) -> Iterator[str]:
-        """What it prints, until it ends. Raises ``ProgramFailed``, also after ``bound_s``."""
+        """Yield output lines until the end. Raises ``ProgramFailed``, also after ``bound_s``."""
         late = threading.Event()
 
         def end() -> None:
@@ -113,12 +113,12 @@ class Program:
         finally:
             timer.cancel()
         if late.is_set():
-            raise self.failed(f"was not done after {bound_s:.0f} s")
+            raise self.failed(f"did not finish within {bound_s:.0f} s")
         if status := self._process.wait():
             raise self.failed(f"ended with exit status {status}")
 
     def ask(self, line: str, *, bound_s: float) -> str:
-        """Its answer to ``line``. Raises ``ProgramFailed``, also after ``bound_s``."""
+        """Send ``line`` and return the answer. Raises ``ProgramFailed``, also after ``bound_s``."""
         with contextlib.suppress(BrokenPipeError):
             stdin = cast("IO[str]", self._process.stdin)
             stdin.write(line + "\n")
@@ -126,7 +126,7 @@ class Program:
         return self.answer(bound_s=bound_s)
 
     def answer(self, *, bound_s: float) -> str:
-        """The next line that it prints. Raises ``ProgramFailed``, also after ``bound_s``."""
+        """Return the next output line. Raises ``ProgramFailed``, also after ``bound_s``."""
         timer = threading.Timer(bound_s, self.kill)
         timer.daemon = True
         timer.start()
@@ -136,26 +136,26 @@ class Program:
             timer.cancel()
         if not line:
             self.kill()
-            raise self.failed("ended, or did not answer in time")
+            raise self.failed("ended or did not answer in time")
         return line
 
     def check(self) -> None:
-        """Raise ``ProgramFailed`` if it ended."""
+        """Raise ``ProgramFailed`` if the program has ended."""
         if (status := self._process.poll()) is not None:
             raise self.failed(f"ended with exit status {status}")
 
     def failed(self, what: str) -> ProgramFailed:
-        """The error to raise when it did ``what``."""
+        """Return the error that describes the failure ``what``."""
         return ProgramFailed(f"{self.name} {what}", self.log_file)
 
     def kill(self) -> None:
-        """Kill it and all that it started. Idempotent."""
+        """Kill the program and its children. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without objkv's settings: a child uses its own store, not the user's."""
+    """The environment without objkv's settings: a child must not use the user's store."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OBJKV_")}
     return own | _ENVIRONMENT

@@ -1,8 +1,8 @@
-"""Restores the index from the bulk store alone: every payload says whose it is, and is believed as
-far as its header's checksum, or its seal, goes.
+"""Restores the index from the bulk store alone: every payload's header names its key, protected by
+the header's checksum or seal.
 
-It adds what the index lacks and corrects what is not so; it removes nothing. Replicas may go on
-meanwhile, and others may rebuild as well.
+It adds missing records and corrects wrong ones; it removes nothing. Replicas and other rebuilds may
+run at the same time.
 """
 
 import time
@@ -31,16 +31,16 @@ from objkv.ops.backends_view import (
 from objkv.ops.runs import Check, Counters, Unit
 
 HOT_ASK_BYTES_MAX = 1 << 20
-"""Larger payloads are not looked for in the hot store."""
+"""Larger payloads are not searched in the hot store."""
 
 
 class Rebuild:
-    """Units that restore records, and, after them, units that restore what stands on these."""
+    """Units that restore records, then units that restore pins, shapes and totals."""
 
     def __init__(
         self, view: BackendsView, *, apply: bool, clock: Callable[[], float] = time.time
     ) -> None:
-        """``apply``: False counts only."""
+        """``apply``: False only counts."""
         assert not view.is_own_index
         self._view = view
         self._apply = apply
@@ -49,9 +49,9 @@ class Rebuild:
     def parts(
         self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
-        """Restore the records of payloads. Counts ``restored``, ``corrected`` (a record said
-        otherwise), ``present``, ``written`` (meanwhile, by others), ``other`` (no payloads), and
-        finds ``unreadable`` and ``foreign`` (of another key)."""
+        """Restore the records of payloads. Counts ``restored``, ``corrected`` (wrong records),
+        ``present``, ``written`` (by others meanwhile) and ``other`` (not payloads). Findings are
+        ``unreadable`` and ``foreign`` (claiming another key)."""
         for part in parts:
             seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(f"records {part.name}", self._part_work(part, seal))
@@ -59,15 +59,15 @@ class Rebuild:
     def lost(
         self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
-        """Restore what has no record now, although its part is done: the index may have lost what
-        was written, since an earlier run or during this one. Counts ``restored`` only, once more;
-        reads no header of a payload that has its record."""
+        """Restore records missing again although their part is done: the index may have lost them
+        since an earlier run or during this one. Counts only ``restored``, a second time. Reads no
+        headers of payloads with a record."""
         for part in parts if self._apply else ():
             seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(f"lost {part.name}", self._lost_work(part, seal), again=True)
 
     def namespaces(self, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Unit]:
-        """Restore pins, which shards are in use, and totals. Counts ``pins`` and ``shapes``."""
+        """Restore pins, the shards in use, and totals. Counts ``pins`` and ``shapes``."""
         for namespace in namespaces.values():
             yield Unit(f"namespace {namespace.name}", self._namespace_work(namespace), again=True)
 
@@ -94,7 +94,7 @@ class Rebuild:
                 for stored in batch:
                     check()
                     if stored.shard is None:
-                        found = Counters()  # what else there is to say of it has been said
+                        found = Counters()  # other counts and findings were reported already
                         self._restore(stored, seal, found)
                         counters.counts["restored"] += found.counts["restored"]
                         counters.nbytes["restored"] += found.nbytes["restored"]
@@ -123,12 +123,12 @@ class Rebuild:
         counters.count("restored" if known is None else "corrected", entry.nbytes)
 
     def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
-        """False if somebody else writes or has written this payload or its record."""
+        """Publish the record. False if another process writes or has changed payload or record."""
         view, key = self._view, stored.key
         if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
-            return False  # whoever saves it publishes it
+            return False  # the writer that has the lease publishes the record
         try:
-            # What was read of both may be old by now; with the lease it stays as it is.
+            # Both may have changed since they were read; under the lease they stay unchanged.
             if recorded(view.index, key)[1] != stored.shard:
                 return False
             now = stored_header(view.bulk, stored.entry, seal)
@@ -167,7 +167,7 @@ class Rebuild:
         return work
 
     def _announce(self, namespace: str, fields: set[str]) -> int:
-        """Say which shards are in use, those that are not said to be; how many."""
+        """Publish the shards in use that are not yet announced; return their number."""
         [known] = self._view.index.lookup(namespace, [SHAPES_HASH])
         missing = sorted(fields.difference(known.shards if known else ()))[:FIELDS_MAX]
         if missing and self._apply:
@@ -184,14 +184,14 @@ class Rebuild:
 
 
 def is_same(record: ShardRecord, header: Header) -> bool:
-    """Whether the record says what it should of this payload; a copy in the hot store aside."""
+    """Whether the record describes this payload, ignoring the ``hot`` flag."""
     return replace(record, hot=False) == shard_record(header)
 
 
 def is_chunk_same(record: Record | None, header: Header) -> bool:
-    """Whether the record says what it should of this payload's chunk."""
+    """Whether the record describes this payload's chunk."""
     if record is None:
         return False
     claim = header.claim
-    said = record.parent_hash, record.token_start, record.token_end
-    return said == (claim.parent_hash, claim.token_start, claim.token_end)
+    recorded_chunk = record.parent_hash, record.token_start, record.token_end
+    return recorded_chunk == (claim.parent_hash, claim.token_start, claim.token_end)

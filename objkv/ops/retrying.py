@@ -1,6 +1,6 @@
-"""Retries for operators' long commands: calls that failed transiently are repeated for a while.
+"""Retries transient failures in long commands.
 
-Not scans: one that broke off cannot go on, and one that seemed to end early would be a lie.
+Scans are not retried: they cannot be resumed, and a scan that ends early would look complete.
 """
 
 import random
@@ -13,24 +13,24 @@ from objkv.errors import StoreError
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-"""Longer than any breaker's pause by default."""
+"""Longer than the default pause of any circuit breaker."""
 _FIRST_S = 0.2
 _LONGEST_S = 5.0
 _NOT_REPEATED = ("scan", "unfinished", "discard", "check", "close")
 
 
 def retrying(place: T, *, sleep: Callable[[float], None] = time.sleep) -> T:
-    """``place``, a store or an index, each of whose calls is repeated for ``PATIENCE_S``."""
+    """Wrap a store or an index so that its calls are retried for ``PATIENCE_S``."""
     return cast(T, _Retrying(place, sleep))
 
 
 def once(place: T) -> T:
-    """The store or index that repeats nothing, for calls that must not be repeated blindly."""
+    """Return the store or index without retries, for calls that must not be repeated blindly."""
     return cast(T, place.inner) if isinstance(place, _Retrying) else place
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait before each further attempt, until patience ends."""
+    """Yield the seconds to wait before each further attempt, for ``PATIENCE_S`` in all."""
     waited_s, next_s = 0.0, _FIRST_S
     while waited_s < PATIENCE_S:
         pause_s = next_s * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
@@ -39,7 +39,7 @@ def pauses() -> Iterator[float]:
 
 
 class _Retrying:
-    """Has the methods of ``inner``."""
+    """Forwards all methods of ``inner``."""
 
     def __init__(self, inner: object, sleep: Callable[[float], None]) -> None:
         self.inner = inner

@@ -1,8 +1,8 @@
-"""Many units of work by several threads: it can be stopped at any time, and go on later.
+"""Runs units of work on several threads; a run can be stopped at any time and resumed later.
 
-Whatever ends it, every unit is either done and told to the checkpoint, or done once more next time.
-A unit whose work others may undo, or whose outcome depends on more than what it is named after, is
-done in every run.
+However a run ends, every unit is either done and recorded in the checkpoint, or repeated next time.
+A unit is repeated in every run (``again``) if other processes can undo its work, or if its result
+depends on more than its name.
 """
 
 import fcntl
@@ -27,40 +27,40 @@ FINDINGS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found."""
+    """One finding."""
 
     kind: str
     key: str
-    """Where it is in the bulk store, or was to be."""
+    """Its path in the bulk store, or the expected path."""
     nbytes: int
     detail: str = ""
 
 
 @dataclass(slots=True)
 class Counters:
-    """One thread at a time."""
+    """Counts and findings of a run or a unit. For one thread at a time."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    """By kind: of findings, and of what else is counted."""
+    """Counts by kind, of findings and others."""
     nbytes: Counter[str] = field(default_factory=Counter)
-    """Bytes by kind, of kinds that have bytes."""
+    """Bytes by kind."""
     findings: list[Finding] = field(default_factory=list)
-    """The first ``FINDINGS_MAX``."""
+    """The first ``FINDINGS_MAX`` findings."""
     omitted: int = 0
-    """Findings that there was no room for."""
+    """The number of further findings."""
 
     def count(self, kind: str, nbytes: int = 0) -> None:
-        """One more of ``kind``."""
+        """Count one item of ``kind``."""
         self.counts[kind] += 1
         self.nbytes[kind] += nbytes
 
     def find(self, kind: str, key: str, nbytes: int, detail: str = "") -> None:
-        """One more of ``kind``, which is worth naming."""
+        """Count one item of ``kind`` and keep it as a finding."""
         self.count(kind, nbytes)
         self._keep(Finding(kind, key, nbytes, detail))
 
     def add(self, other: "Counters") -> None:
-        """Count what ``other`` has counted as well."""
+        """Add the counts and findings of ``other``."""
         self.counts += other.counts
         self.nbytes += other.nbytes
         self.omitted += other.omitted
@@ -68,7 +68,7 @@ class Counters:
             self._keep(finding)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values, for ``parse``."""
+        """Return JSON values for ``parse``."""
         findings = [[f.kind, f.key, f.nbytes, f.detail] for f in self.findings]
         return {
             "counts": dict(self.counts),
@@ -79,7 +79,7 @@ class Counters:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> "Counters":
-        """What ``plain`` wrote. Raises KeyError, TypeError or ValueError for anything else."""
+        """Read the output of ``plain``. Raises KeyError, TypeError or ValueError otherwise."""
         return cls(
             Counter({str(kind): int(n) for kind, n in values["counts"].items()}),
             Counter({str(kind): int(n) for kind, n in values["nbytes"].items()}),
@@ -95,45 +95,44 @@ class Counters:
 
 
 AGE_MAX_S = 24 * 3600.0
-"""What was found longer ago is looked at again."""
+"""Older checkpoints are ignored."""
 _WRITE_EVERY_S = 1.0
 _FORMAT = 1
 
 
 class Checkpoint:
-    """Names of the units that are done, and what they found, in a file beside the cache. One thread
-    uses it.
+    """The names and findings of finished units, in a file in the cache folder. For one thread.
 
-    The file is a convenience: without it everything is done once more, which is harmless in every
-    command that has one. A second run of the same command at the same time keeps none.
+    The file is optional: without it all work is repeated, which is harmless for every command that
+    uses one. A second concurrent run of the same command keeps no file.
     """
 
     def __init__(self, file: Path | None, *, clock: Callable[[], float] = time.time) -> None:
-        """``file``: made if there is none; None keeps nothing."""
+        """``file``: created if missing; None keeps nothing."""
         self._clock = clock
         self._begun_s = self._written_s = clock()
         self.done: set[str] = set()
         self.counters = Counters()
         self.resumed = False
-        """Whether an earlier run is continued."""
+        """Whether an earlier run is resumed."""
         self._fd = -1 if file is None else _locked(file)
         if self._fd >= 0:
             self._read()
 
     @property
     def is_kept(self) -> bool:
-        """Whether a later run can go on from here."""
+        """Whether a later run can resume this one."""
         return self._fd >= 0
 
     def finish(self, unit: str, found: Counters) -> None:
-        """``unit`` is done, and that is what it found."""
+        """Record that ``unit`` is done, with its counts and findings."""
         self.done.add(unit)
         self.counters.add(found)
         if self._clock() - self._written_s >= _WRITE_EVERY_S:
             self._write()
 
     def close(self, *, complete: bool) -> None:
-        """Keep it for the next run, or, if all is done, nothing. Idempotent."""
+        """Keep the file for the next run, or empty it if all is done. Idempotent."""
         if self._fd < 0:
             return
         if complete:
@@ -153,7 +152,7 @@ class Checkpoint:
             counters = Counters.parse(kept["tally"])
             known = kept["format"] == _FORMAT
         except (AttributeError, KeyError, TypeError, ValueError):
-            return  # empty, cut short, or another version's
+            return  # empty, truncated, or from another version
         if known and 0 <= self._clock() - begun_s < AGE_MAX_S:
             self._begun_s, self.done, self.counters = begun_s, done, counters
             self.resumed = bool(done)
@@ -168,7 +167,7 @@ class Checkpoint:
             "done": sorted(self.done),
             "tally": self.counters.plain(),
         }
-        # Cut short by a crash it is unreadable, and read as none.
+        # A file truncated by a crash is unreadable and is ignored.
         with suppress(OSError), open(self._fd, "r+b", closefd=False) as opened:
             opened.truncate(0)
             opened.seek(0)
@@ -176,13 +175,13 @@ class Checkpoint:
 
 
 def checkpoint_file(folder: Path, command: str, *settings: object) -> Path:
-    """Where ``command`` with these settings, which decide what it does, keeps how far it is."""
+    """Return the checkpoint file of ``command`` with the settings that select its work."""
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
     return folder / "progress" / f"{command}-{digest}.json"
 
 
 def _locked(file: Path) -> int:
-    """The open file, or -1 where another process has it or there is no room for it."""
+    """Open and lock the file. Return -1 if another process holds it or it cannot be created."""
     try:
         make_private(file.parent)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -200,28 +199,28 @@ def _locked(file: Path) -> int:
 Ending = Literal["complete", "interrupted", "deadline", "limit"]
 Check = Callable[[], None]
 OnProgress = Callable[[int, int], None]
-"""Told how many units are done, and of how many."""
+"""Called with the number of finished units and of all units."""
 _AHEAD = 2
-"""Units under way or waiting, per thread."""
+"""Running and queued units per thread."""
 
 
 class Halted(Exception):
-    """There is no time, or no allowance, for more."""
+    """Raised in a unit when the run must end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Some work, whose name is the same in every run."""
+    """A piece of work with the same name in every run."""
 
     name: str
     work: Callable[[Counters, Check], None]
-    """Counts what it finds; calls the check now and then, and lets what that raises pass."""
+    """Fills the counters, calls the check regularly, and does not catch its exceptions."""
     again: bool = False
-    """Never done for good: a run that continues another does it anew, and counts it anew."""
+    """Repeat the unit, and its counts, in a run that resumes another."""
 
 
 class WorkPool:
-    """Runs units, as often as it is asked. Its owner's thread waits, and may be interrupted."""
+    """Runs batches of units. The owner's thread waits and may be interrupted."""
 
     def __init__(
         self,
@@ -231,7 +230,7 @@ class WorkPool:
         deadline_s: float | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``deadline_s``: from now on; nothing is begun afterwards."""
+        """``deadline_s``: after this time from now no new work starts."""
         self._checkpoint = checkpoint
         self._workers = workers
         self._clock = clock
@@ -240,14 +239,14 @@ class WorkPool:
         self._lock = Lock()
         self.ending: Ending = "complete"
         self.partial = Counters()
-        """What units found that did not finish, or never do for good: it will be found again."""
+        """Counts of unfinished units and of ``again`` units; a later run counts them again."""
 
     def run(
         self, units: Iterable[Unit], on_progress: OnProgress = lambda done, total: None
     ) -> None:
-        """Run those that are not done yet; nothing, if an earlier run of this crew was stopped.
+        """Run the units that are not done yet; none if an earlier batch was halted.
 
-        Raises the first error of a unit, after those under way have ended.
+        Raises the first error of a unit, after all running units have ended.
         """
         every = list(units)
         left = [unit for unit in every if unit.again or unit.name not in self._checkpoint.done]
@@ -265,21 +264,21 @@ class WorkPool:
         finally:
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
-            for future, unit in running.items():  # what ended while this thread was interrupted
+            for future, unit in running.items():  # units that ended during an interrupt
                 if not future.cancelled() and future.exception() is None:
                     self._take(unit, future.result())
             if self.ending == "complete":
                 self._stop.clear()
 
     def halt(self, why: Ending) -> None:
-        """No unit begins any more; those under way end at their next check."""
+        """Start no further unit; running units end at their next check."""
         with self._lock:
             if self.ending == "complete":
                 self.ending = why
         self._stop.set()
 
     def check(self) -> None:
-        """Raises ``Halted`` if it is time to end."""
+        """Raise ``Halted`` if the run is halted or its deadline has passed."""
         if self._ends is not None and self._clock() >= self._ends:
             self.halt("deadline")
         if self._stop.is_set():
@@ -291,7 +290,7 @@ class WorkPool:
         left: list[Unit],
         running: dict[Future[Counters | None], Unit],
     ) -> Iterator[None]:
-        """Begins as many as there is room for, each time it is asked; ends when all have begun."""
+        """Submit as many units as fit at each step; end when all are submitted."""
         for unit in left:
             while len(running) >= _AHEAD * self._workers:
                 yield

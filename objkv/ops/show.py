@@ -1,4 +1,4 @@
-"""One chunk taken apart: what its payloads say of themselves, and whether every byte is true."""
+"""Inspects the payloads of one chunk: their headers, and whether every byte is correct."""
 
 import re
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ Verdict = Literal["ok", "corrupt", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class FrameReport:
-    """One layer's frame, checked."""
+    """The result of checking one layer's frame."""
 
     layer: str
     dtype: str
@@ -39,17 +39,17 @@ class FrameReport:
     nbytes: int
     raw_bytes: int
     problem: str | None
-    """None if its checksum holds."""
+    """None if its checksum is correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadReport:
-    """One payload, checked. What its header says is None where that cannot be read."""
+    """The result of checking one payload. Values from its header are None if it is unreadable."""
 
     key: str
     verdict: Verdict
     problem: str | None
-    """What is wrong first, if anything."""
+    """The first problem found, if any."""
     nbytes: int | None
     group: int
     shard: str
@@ -58,34 +58,34 @@ class PayloadReport:
     token_end: int | None = None
     codec: str | None = None
     ratio: float | None = None
-    """Stored bytes of the frames over raw bytes; the header does not count."""
+    """Stored bytes of the frames divided by raw bytes, without the header."""
     header_bytes: int | None = None
     header_checksum: str | None = None
     token_digest: str | None = None
     tokens_stored: bool | None = None
-    """Whether the payload carries the token ids themselves, which are the prompt."""
+    """Whether the payload contains the token ids, which reveal the prompt."""
     writer: str | None = None
     created_s: int | None = None
     frames: tuple[FrameReport, ...] = ()
     signed_by: str | None = None
-    """Id of the key that the payload says it was signed with; None if it is not."""
+    """Id of the key that signed the payload, according to its header; None if it is not signed."""
     encrypted_by: str | None = None
     seal_verified: bool | None = None
-    """Whether it was looked at with the keys; without them only damage is found. None if there is
-    no seal."""
+    """Whether the seal was verified with the keys. Without keys, only damage is found. None if the
+    payload is not sealed."""
 
 
 def is_beginning(text: str) -> bool:
-    """Whether ``text`` can be the beginning of a prefix hash, 4 to 40 hex digits."""
+    """Whether ``text`` can be the start of a prefix hash: 4 to 40 hex digits."""
     return _BEGINNING.fullmatch(text) is not None
 
 
 def find_payloads(
     bulk: ReadStore, namespaces: Iterable[str], beginning: str
 ) -> dict[tuple[str, bytes], list[ChunkKey]]:
-    """The payloads, by namespace and prefix hash, of chunks whose hash begins so.
+    """Return the payloads of chunks whose hash starts with ``beginning``.
 
-    Looks at no more than 1,000 entries of each namespace.
+    The result is by namespace and prefix hash. Lists at most 1,000 entries per namespace.
     """
     assert is_beginning(beginning)
     found: dict[tuple[str, bytes], list[ChunkKey]] = {}
@@ -101,7 +101,7 @@ def find_payloads(
 
 
 def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> list[ChunkKey]:
-    """The payloads that the index has a record of; some may be ghosts."""
+    """Return the payloads in the chunk's record; some may be ghosts."""
     [record] = index.lookup(namespace, [prefix_hash])
     keys = []
     for field in record.shards if record else ():
@@ -114,13 +114,15 @@ def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> l
 
 
 def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) -> PayloadReport:
-    """Get the payload, no more of it than its header says, and verify its header, its claim and
-    every frame; with ``seal`` also who made it."""
+    """Get the payload and verify its header, its claim and every frame, and its seal if given.
+
+    Reads no more bytes than the header states.
+    """
     path = key.path()
     found = bulk.head(path)
     payload = None if found is None else bulk.get_range(path, 0, HEADER_BYTES_MAX)
     if found is None or payload is None:
-        return _report(key, None, "missing", "the bulk store does not have it")
+        return _report(key, None, "missing", "it is not in the bulk store")
     try:
         header = read_header(payload, seal=seal)
     except PayloadError as exc:
@@ -130,7 +132,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) ->
     frames = tuple(_frame(header, number, payload) for number in range(len(header.frames)))
     problem = next((frame.problem for frame in frames if frame.problem), None)
     if not header.nbytes == len(payload) == found.nbytes:
-        problem = f"{found.nbytes} bytes where the header says {header.nbytes}"
+        problem = f"{found.nbytes} bytes, but the header states {header.nbytes}"
     if header.claim.key != key:
         problem = f"claims to be {header.claim.key.path()}"
     provenance, marks = header.provenance, header.marks

@@ -1,10 +1,10 @@
-"""Checks stored payloads, all or some of them, and takes what is corrupt out of use if asked to.
+"""Verifies all or some stored payloads, and moves bad ones to quarantine on request.
 
-Nothing is taken out of use before all has been judged: where most is wrong, something else is.
-Then what was found wrong is moved: first its record is forgotten, then it is copied to
-``quarantine/`` under its own path and deleted. Replicas compute it again. A lease keeps savers out
-meanwhile, but it may run out, and a folder that is its own index has none; so the very bytes that
-are copied are judged, and only what is still the same entry is deleted.
+Quarantining starts only after everything has been checked: if most payloads are bad, the cause is
+elsewhere. For each bad payload the record is forgotten, the payload is copied to ``quarantine/``
+under its own path, and then deleted. Replicas compute it again. A lease excludes writers meanwhile,
+but it may expire, and a folder that is its own index has no leases. Therefore the copied bytes are
+checked again, and an entry is deleted only if it is unchanged.
 """
 
 import random
@@ -41,11 +41,11 @@ LISTED_MAX = 2_000
 
 @dataclass(frozen=True, slots=True)
 class VerifySample:
-    """Payloads that stand for many."""
+    """A random sample of payloads."""
 
     keys: list[ChunkKey]
     chosen_of: int
-    """About so many: a walk over an index that changes may see some twice."""
+    """The approximate number it was chosen from: a scan of a changing index may repeat keys."""
 
 
 def choose_sample(
@@ -56,8 +56,8 @@ def choose_sample(
     size: int,
     seed: int | None,
 ) -> VerifySample:
-    """``size`` payloads, each as likely as any other; walks over all records (or, without an
-    index, all entries) and keeps no more than it returns."""
+    """Return ``size`` payloads, chosen uniformly at random. Scans all records (or all entries if
+    the folder is its own index) and keeps no more keys than it returns."""
     chance, chosen = random.Random(seed), list[ChunkKey]()  # noqa: S311  # not a secret
     number = -1
     for number, key in enumerate(_every_key(view, names, parts)):
@@ -69,8 +69,8 @@ def choose_sample(
 
 
 def unindexed(view: BackendsView, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
-    """Of about ``LISTED_MAX`` payloads, or all if there are fewer, counts as ``unindexed`` those
-    that have no record, which no sample of records has; all of them as ``listed``."""
+    """Count about ``LISTED_MAX`` payloads as ``listed``, and those without a record as
+    ``unindexed``: a sample of records never contains them."""
 
     def work(counters: Counters, check: Check) -> None:
         for part in parts:
@@ -101,9 +101,9 @@ def _every_key(
 
 
 COPY_BYTES_MAX = 1 << 30
-"""Larger ones are deleted without a copy: no payload is that large."""
+"""Larger entries are deleted without a copy: no payload is that large."""
 MOST_AT_LEAST = 20
-"""Payloads that must be wrong before that can be most of them."""
+"""The minimum number of bad payloads before they can count as most of them."""
 _RECORDS_AT_ONCE = 250
 _FINDINGS_AT_ONCE = 100
 _NO_NAMESPACE = StoredNamespace("", is_known=False)
@@ -111,15 +111,15 @@ _NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 @dataclass(slots=True)
 class _Share:
-    """How many were looked at, and how many of them are wrong."""
+    """The number of payloads checked, and of the bad ones among them."""
 
     seen: int = 0
     wrong: int = 0
 
 
 class Verify:
-    """Units of checks. Counts ``ok``, ``unindexed``, ``changed`` and finds what ``Verdict`` names
-    else; ``settle`` also counts ``quarantined``, ``forgotten`` and ``mended``."""
+    """Units of checks. Counts ``ok``, ``unindexed`` and ``changed``; other verdicts are findings.
+    ``settle`` also counts ``quarantined``, ``forgotten`` and ``mended`` (repaired)."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Verify:
         workers: int,
         force: bool = False,
     ) -> None:
-        """``workers``: looks at payloads at once, of a unit that looks for what is missing.
-        ``force``: take out of use also where most of all payloads are wrong."""
+        """``workers``: concurrent HEAD requests of a unit of ``missing``. ``force``: quarantine
+        even if most payloads are bad."""
         self._view = view
         self._namespaces = namespaces
         self._quarantine = quarantine
@@ -144,7 +144,7 @@ class Verify:
         self._payloads, self._records = _Share(), _Share()
 
     def parts(self, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
-        """Check every payload that the index knows; where there is no index, every payload."""
+        """Check every indexed payload; every payload if the folder is its own index."""
         for part in parts:
             yield Unit(f"payloads {part.name}", self._part_work(part))
 
@@ -154,15 +154,15 @@ class Verify:
             yield Unit(f"records {name}", self._missing_work(name))
 
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
-        """Check these."""
+        """Check the payloads of these keys."""
         for key in keys:
             yield Unit(f"payload {key.path()}", self._one_work(key))
 
     def settle(self, found: Counters) -> Iterator[Unit]:
-        """Take out of use, or mend, what the units above have found, in earlier runs too; as
-        many as a tally names: the others are found again.
+        """Quarantine or repair the findings of the units above, also of earlier runs. Only findings
+        kept by the counters are handled; a later run finds the others again.
 
-        Raises ``ConfigError``, before anything is touched, where keys seem to be the wrong ones.
+        Raises ``ConfigError`` before anything is changed if the sealing keys seem to be wrong.
         """
         if not self._force:
             self._refuse_wrong_keys(found)
@@ -186,9 +186,9 @@ class Verify:
             if 2 * other > seen:
                 seal = self._seal_of(name)
                 raise ConfigError(
-                    f"{name}: {other} of {seen} payloads are sealed with other keys than those "
-                    f"here ({seal.key_ids if seal else 'none'}): are these the right ones? Nothing "
-                    "was taken out of use; with --force they are"
+                    f"{name}: {other} of {seen} payloads are sealed with keys other than the "
+                    f"configured ones ({seal.key_ids if seal else 'none'}): nothing was "
+                    "quarantined; check the keys, or use --force"
                 )
 
     def _one_work(self, key: ChunkKey) -> Callable[[Counters, Check], None]:
@@ -219,7 +219,7 @@ class Verify:
                     keys = [key for record in batch for key in record_keys(name, record)]
                     found = looks(bulk, pool, keys, at_once=self._workers)
                     gone = [key for key, one in zip(keys, found, strict=True) if one is None]
-                    self._judge_all(self._records, len(keys), len(gone), "they are not there")
+                    self._judge_all(self._records, len(keys), len(gone), "they are missing")
                     for key in gone:
                         self._tell(key, self._checker.check(key, self._seal(key))[0], counters)
 
@@ -242,21 +242,21 @@ class Verify:
         counters.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
 
     def _judge_all(self, share: _Share, seen: int, wrong: int, why: str) -> None:
-        """Raises ``ConfigError`` where payloads seem to be wrong because something else is."""
+        """Raise ``ConfigError`` if most payloads are bad, because the cause is then elsewhere."""
         with self._lock:
             share.seen += seen
             share.wrong += wrong
             is_most = wrong > 0 and share.wrong >= MOST_AT_LEAST and 2 * share.wrong > share.seen
         if is_most and self._quarantine and not self._force:
             raise ConfigError(
-                f"{share.wrong} of {share.seen} payloads are wrong, the last one because {why!r}: "
-                "are keys or settings missing here? is the bulk store this index's? Nothing was "
-                "taken out of use: objkv verify without --quarantine lists them; with --force they "
-                "are"
+                f"{share.wrong} of {share.seen} payloads are bad, the last one with {why!r}: "
+                "nothing was quarantined; check the keys and settings, and that bulk_url and "
+                "index_url belong together; objkv verify without --quarantine lists the payloads, "
+                "--force quarantines them"
             )
 
     def _set_right(self, key: ChunkKey, verdict: str) -> str | None:
-        """What was done about it, None if that was not possible or somebody else did."""
+        """Repair or quarantine a payload; return the counter to increment, or None."""
         if not self._has_lease(key):
             return None
         view, path = self._view, key.path()
@@ -264,7 +264,7 @@ class Verify:
             now, now_record = self._checker.look(key, self._seal(key))
             if now.verdict != verdict:
                 return None
-            if not self._has_lease(key):  # to look may have taken longer than it lasts
+            if not self._has_lease(key):  # it may have expired during the check
                 return None
             if now.verdict == "hot" and view.hot is not None:
                 view.hot.delete(path)
@@ -295,7 +295,7 @@ class Verify:
         return "quarantined" if self._delete(key, entry) else None
 
     def _copy(self, key: ChunkKey, nbytes: int) -> bool:
-        """Copy to the quarantine what is wrong; False if it is not, or no longer."""
+        """Copy a bad payload to quarantine; False if it is missing or no longer bad."""
         bulk, path = self._view.bulk, key.path()
         if nbytes > COPY_BYTES_MAX:
             return True
@@ -312,8 +312,9 @@ class Verify:
             return True
 
     def _delete(self, key: ChunkKey, entry: Entry) -> bool:
-        """Delete ``entry``; False if it is, or may be, another's by now. A delete that failed may
-        have been done all the same, and something saved since: so it is looked at before each."""
+        """Delete ``entry``; False if the key may hold another payload by now. A failed delete may
+        have succeeded on the server, and a writer may have saved since, so the entry is checked
+        before each attempt."""
         bulk = self._view.bulk
         waits = pauses()
         while self._has_lease(key) and bulk.head(entry.key) == entry:
@@ -331,7 +332,7 @@ class Verify:
         return False
 
     def _has_lease(self, key: ChunkKey) -> bool:
-        """Take the lease that savers take, or renew it; False if somebody else has it."""
+        """Take or renew the lease that writers take; False if another process has it."""
         view = self._view
         return view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms)
 

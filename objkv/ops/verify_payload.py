@@ -1,4 +1,4 @@
-"""One payload held against everything that is known of it: every byte, decoded too."""
+"""Verifies one payload: every byte, its decoded pages, its claim, its record and its hot copy."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,34 +18,35 @@ from objkv.ops.rebuild import is_chunk_same, is_same
 from objkv.stores.base import Entry
 
 Verdict = Literal["ok", "missing", "corrupt", "foreign", "mismatch", "hot", "changed"]
-"""``foreign``: of another key. ``mismatch``: the record says otherwise, the payload is right.
-``hot``: the copy in the hot store is not the payload. ``changed``: not stored any longer."""
+"""``foreign``: belongs to another key. ``mismatch``: the payload is right but differs from its
+record. ``hot``: the copy in the hot store differs. ``changed``: no longer stored."""
 
 LARGE_BYTES = 64 << 20
-"""Of such a payload the header is read first: what it takes to check it is not known before."""
+"""From this size on, the header is checked before the whole payload is read into memory."""
 _PAUSE_S = 0.3
-"""Longer than a saver takes from its put to its record."""
+"""Longer than a writer takes from its put to its record."""
 _RECENT_S = 60.0
-"""What was written longer ago is not being written now."""
+"""Older payloads cannot be in the middle of being written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What became of one payload's check."""
+    """The result of checking one payload."""
 
     verdict: Verdict
     nbytes: int
     detail: str = ""
     header: Header | None = None
-    """If it was read, and is right."""
+    """Set if it was read and is valid."""
     written_s: float = 0.0
-    """When the payload was, or, where there is none, its record says that it was."""
+    """Time of the payload's write; for a missing payload, the time in its record."""
     is_of_other_keys: bool = False
-    """Whether it is corrupt only by the keys that it was judged with."""
+    """Whether it is corrupt only because it is sealed with keys other than the configured ones."""
 
 
 class Budget:
-    """Bytes that all threads together may have in memory. What needs more than all has it alone."""
+    """A limit on the bytes that all threads together hold in memory. A request above the limit
+    waits until it is the only one."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -54,7 +55,7 @@ class Budget:
 
     @contextmanager
     def taking(self, nbytes: int) -> Iterator[None]:
-        """Wait until ``nbytes`` are free, and have them."""
+        """Wait until ``nbytes`` are free, and reserve them within the block."""
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._nbytes)
             self._used += nbytes
@@ -67,7 +68,7 @@ class Budget:
 
 
 class Checker:
-    """Checks payloads by key. Safe from many threads; reads, and changes nothing."""
+    """Checks payloads by key. Read-only. Safe from many threads."""
 
     def __init__(
         self,
@@ -83,8 +84,8 @@ class Checker:
         self._sleep = sleep
 
     def check(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
-        """The payload of ``key`` and the record it was held against, None where there is none. What
-        is wrong is looked at again: somebody may be writing it."""
+        """Check the payload of ``key``. Return the result and its record, or None without one. A
+        bad result is checked once more, because a writer may be at work."""
         checked, record = self.look(key, seal)
         if checked.verdict in ("ok", "changed"):
             return checked, record
@@ -93,7 +94,7 @@ class Checker:
         return self.look(key, seal)
 
     def look(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
-        """The same, once."""
+        """Like ``check``, without the second check."""
         record = None
         if not self._view.is_own_index:
             record, shard = recorded(self._view.index, key)
@@ -103,7 +104,7 @@ class Checker:
         if entry is None:
             if record is None:
                 return Checked("changed", 0), None
-            shard, detail = record.shards[key.field], "the bulk store does not have it"
+            shard, detail = record.shards[key.field], "the payload is missing in the bulk store"
             return Checked("missing", shard.nbytes, detail, written_s=shard.created_s), record
         checked = self._check(key, entry, record, seal)
         return replace(checked, written_s=entry.modified_s), record
@@ -127,7 +128,7 @@ class Checker:
                 if not is_same(record.shards[key.field], header) or not is_chunk_same(
                     record, header
                 ):
-                    return Checked("mismatch", nbytes, "its record says otherwise", header)
+                    return Checked("mismatch", nbytes, "its record differs", header)
                 if record.shards[key.field].hot and self._is_copy_wrong(key, payload):
                     return Checked("hot", nbytes, "its copy in the hot store differs", header)
                 return Checked("ok", nbytes, header=header)
@@ -136,17 +137,17 @@ class Checker:
             return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
 
     def read(self, payload: bytes, seal: Seal | None) -> Header:
-        """The header of a payload of which every byte was checked; raises ``PayloadError``. Whose
-        it is remains to be compared."""
+        """Check every byte of a payload and return its header; the caller compares the key. Raises
+        ``PayloadError``."""
         header = read_header(payload, seal=seal)
         self._check_frames(header, payload)
         return header
 
     def _check_frames(self, header: Header, payload: bytes) -> None:
         if header.nbytes != len(payload):
-            raise PayloadError(f"{len(payload)} bytes where the header says {header.nbytes}")
+            raise PayloadError(f"{len(payload)} bytes, but the header states {header.nbytes}")
         if header.opened is None and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
-            check_frames(header, payload)  # without a key that is all that can be told
+            check_frames(header, payload)  # without a key only the checksums can be checked
             return
         import numpy as np  # late: a command line that only prints does without
 

@@ -1,7 +1,7 @@
-"""Saves in the background: deadline, lease, payload, store, counters, for whatever is saved.
+"""Background saves of any kind: deadline, lease, encoding, store and counters.
 
-A save that fails is counted and logged, a store that keeps failing once; saves are the first to
-give way to a store that has too much to do.
+Each failed save is counted. A store that keeps failing is logged once. When a store is overloaded,
+saves are the first calls to stop.
 """
 
 import logging
@@ -19,32 +19,32 @@ from objkv.telemetry import Recorder, Trouble
 logger = logging.getLogger(__name__)
 
 _SHED_S = 0.1
-"""How long nothing is tried after the store refused a save."""
+"""How long saves pause after the store refused one."""
 
 
 class Save(Protocol):
-    """Something to be saved; its key was given to ``ChunkCache.begin_save``."""
+    """An item to save. Its key was passed to ``ChunkCache.begin_save``."""
 
     @property
     def claim(self) -> Claim:
-        """What its payload is."""
+        """The claim of its payload."""
 
     @property
     def deadline(self) -> float:
-        """When it has waited for too long, on the pool's clock."""
+        """Time on the pool's clock after which it is dropped."""
 
     def encode(self) -> tuple[memoryview, Header]:
-        """Its payload, which stays valid until ``release``. May wait for the device."""
+        """Return the payload, which stays valid until ``release``. May wait for the device."""
 
     def release(self) -> None:
-        """Let go of what it holds. Called once, on a thread of the pool."""
+        """Release the item's resources. Called once, on a thread of the pool."""
 
 
 Item = TypeVar("Item", bound=Save)
 
 
 class SavePool(Generic[Item]):
-    """Safe from many threads; nothing waits, except ``drain`` and ``close``."""
+    """Threads that save items. Thread-safe. Only ``drain`` and ``close`` wait."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class SavePool(Generic[Item]):
     ) -> None:
         """
         Args:
-            name: what is saved, in the plural, for the log.
-            late: counts an item whose deadline has passed.
-            saved: takes the header, the seconds and the outcome of each save.
-            begin: called by each thread first.
+            name: the kind of items, in the plural, for the log.
+            late: called for an item whose deadline has passed.
+            saved: called with the header, seconds and outcome of each save.
+            begin: called once by each thread when it starts.
         """
         self._name = name
         self._cache = cache
@@ -83,26 +83,25 @@ class SavePool(Generic[Item]):
 
     @property
     def is_shedding(self) -> bool:
-        """Whether the store refused a save a moment ago: nothing is worth being taken until this
-        ends."""
+        """Whether saves pause because the store has just refused one."""
         return self._clock() < self._shed_until
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more is taken."""
+        """Whether ``close`` was called."""
         return self._pool.is_closed
 
     def put(self, items: Iterable[Item]) -> bool:
-        """Queue them all; False, and none is, once ``close`` was called."""
+        """Queue all items. After ``close``, queue none and return False."""
         return self._pool.put(items)
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all saves are through, at most ``seconds``; True if they are."""
+        """Wait for all saves, for at most ``seconds``. Returns whether all have ended."""
         return self._pool.drain(seconds)
 
     def close(self, drain_s: float, give_up: Callable[[Sequence[Item]], object]) -> None:
-        """Drain within the bound, then stop: ``give_up`` takes what no thread began. A thread whose
-        store does not answer keeps its item until the store does. Idempotent."""
+        """Drain within the bound, then stop. ``give_up`` receives the items that no thread has
+        begun. If a store hangs, its thread keeps its item until the call ends. Idempotent."""
         end = monotonic() + drain_s
         if not self._pool.drain(drain_s):
             count = self._pool.waiting + self._pool.busy
@@ -128,7 +127,7 @@ class SavePool(Generic[Item]):
             self._late(item)
             return
         if self.is_shedding:
-            raise LeftAlone("saves give way")
+            raise LeftAlone("saves pause after the store refused one")
         if not self._cache.take_lease(key):
             self._recorder.count("save_leased_elsewhere")
             return

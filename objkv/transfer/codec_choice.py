@@ -1,13 +1,13 @@
-"""Which codec makes later loads shortest, chosen chunk by chunk from what was measured here.
+"""Chooses, per chunk, the codec that makes later loads fastest, from measurements on this machine.
 
-A load is modelled as a pipeline of two stages: while one layer is decoded the next is on the wire.
-Per raw byte the wire needs ``1 / (ratio * link)`` seconds and the decoder ``decode``; the slower
-stage sets the pace, and the other one shows for a single layer::
+A load is modelled as a pipeline of two stages: while one layer is decoded, the next is on the wire.
+Per raw byte the wire needs ``1 / (ratio * link)`` seconds and the decoder ``decode`` seconds. The
+slower stage sets the pace. The other one adds its time for a single layer::
 
     seconds = max(wire, decode) + min(wire, decode) / layers        without codec: 1 / link
 
-``link`` is what one call gets of those under way at once, and ``decode`` is one core's: several
-loads at once have several of both. A codec must win by 10 %, or nothing is compressed.
+``link`` is the bandwidth that one of several concurrent calls gets, and ``decode`` is measured on
+one core: concurrent loads have several of both. A codec must win by 10 %, or nothing is compressed.
 """
 
 import logging
@@ -28,15 +28,17 @@ logger = logging.getLogger(__name__)
 
 CANDIDATES: Final = ("blosc", "blosclz4")
 SAMPLE_EVERY: Final = 32
-"""Chunks from one sample to the next."""
+"""One chunk in this many is sampled."""
 SAMPLE_BYTES_MAX: Final = 1 << 20
-"""How many bytes of a layer's pages a sample takes at most."""
+"""Most bytes of a layer's pages in one sample."""
 SHARE_MAX: Final = 0.02
-"""Share of the time that saving takes which sampling may cost; a candidate's first is free."""
+"""Largest share of the saving time that sampling may take. The first sample of a candidate is not
+limited."""
 _SAMPLES = 5
-"""Kept per candidate; their median counts, so that one pause of the machine does not."""
+"""Samples kept per candidate. Their median is used, so that one pause of the machine has no
+effect."""
 _LINK_MAX = 8e9
-"""Bytes/s beyond which no codec decodes: nothing is sampled at all."""
+"""Bytes/s. No codec decodes faster, so nothing is sampled at a faster link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class _Sample:
 
 
 def load_seconds(link: float, ratio: float, decode_s: float, layers: int) -> float:
-    """Seconds per raw byte that a load takes, as modelled above.
+    """Return the seconds per raw byte of a load in the model above.
 
     ``link`` in bytes/s, ``decode_s`` in seconds per raw byte, 0 without codec.
     """
@@ -56,12 +58,12 @@ def load_seconds(link: float, ratio: float, decode_s: float, layers: int) -> flo
 
 
 class CodecChooser:
-    """Safe from many threads, none of which waits for another."""
+    """Chooses the codec for each chunk. Thread-safe. No thread waits for another."""
 
     def __init__(
         self, link: Callable[[], float | None], *, clock: Callable[[], float] = perf_counter
     ) -> None:
-        """``link``: bytes/s of the way to the bulk store, None while unknown."""
+        """``link``: returns the bytes/s between here and the bulk store, None while unknown."""
         self._link = link
         self._clock = clock
         self._lock = Lock()
@@ -73,11 +75,11 @@ class CodecChooser:
         self._scratch = np.zeros(0, dtype=np.uint8)
 
     def choose(self, group: int, layers: Sequence[LayerSpec], pages: memoryview) -> str:
-        """The codec for one chunk.
+        """Choose the codec for one chunk.
 
         Args:
-            group: KV cache groups are measured apart, because their data differ.
-            pages: the raw bytes of all layers, one after the other; only read, and only now.
+            group: KV cache groups are measured separately, because their data differ.
+            pages: the raw bytes of all layers, one after the other. Only read, and not kept.
         """
         link = self._link()
         with self._lock:
@@ -90,12 +92,12 @@ class CodecChooser:
         return self._best(group, link, len(layers))
 
     def saved(self, seconds: float) -> None:
-        """A save took so long, encoding included: what the cost of sampling is held against."""
+        """Record the time of a save, including its encoding. It bounds the time for sampling."""
         with self._lock:
             self._saving_s += seconds
 
     def _due(self, group: int, number: int) -> list[str]:
-        """Candidates to measure with this chunk: those never measured, else one in turn."""
+        """Return the codecs to measure with this chunk: those never measured, else one in turn."""
         with self._lock:
             if unknown := [c for c in CANDIDATES if (group, c) not in self._samples]:
                 return unknown
@@ -110,7 +112,7 @@ class CodecChooser:
             started = self._clock()
             try:
                 sample = self._measure(codec, *piece)
-            except Exception:  # e.g. a library that does not load here: saved without it
+            except Exception:  # such as a library that does not load here: save without the codec
                 logger.exception("codec cannot be used here codec=%s", codec)
                 sample = _Sample(1.0, 0.0)
             with self._lock:
@@ -147,7 +149,7 @@ class CodecChooser:
 
 
 def _piece(layers: Sequence[LayerSpec], pages: memoryview, number: int) -> tuple[memoryview, int]:
-    """A part of one layer, another layer each time, and the size of its elements."""
+    """Return a part of one layer, a different layer each time, and its element size."""
     index = (len(layers) // 2 + number // SAMPLE_EVERY) % len(layers)
     start = sum(layer.nbytes for layer in layers[:index])
     nbytes = min(layers[index].nbytes, SAMPLE_BYTES_MAX)

@@ -1,8 +1,8 @@
-"""One load under way: which moves are done, which failed, and the fence around its blocks.
+"""One load in progress: which moves succeeded or failed, and the fence around its blocks.
 
-The fence is the whole point: bytes are written into blocks only between ``enter`` and ``leave``,
-and after ``close`` returns nothing is, or ever will be, written by this job. So blocks may change
-hands as soon as a job is closed. No thread is on the network between ``enter`` and ``leave``.
+The fence guarantees that this job writes into blocks only between ``enter`` and ``leave``, and
+never after ``close`` has returned. Blocks may therefore be reused as soon as the job is closed. No
+thread is on the network between ``enter`` and ``leave``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
 
 
 class LoadJob:
-    """State of one plan on one worker. Safe from many threads."""
+    """State of one plan on one worker. Thread-safe."""
 
     def __init__(
         self,
@@ -24,10 +24,10 @@ class LoadJob:
         deadline: float,
         clock: Callable[[], float],
     ) -> None:
-        """``filled``: which of the rank's layers each move fills."""
+        """``filled``: the rank's layers that each move fills."""
         self.plan = plan
         self.deadline = deadline
-        """On ``clock``; what is not loaded by then is a miss."""
+        """Time on ``clock``. Everything not loaded by then is a miss."""
         self.started = clock()
         self.span: Span = NO_SPAN
         self._clock = clock
@@ -38,7 +38,7 @@ class LoadJob:
         self._headers: dict[int, Header] = {}
         self._filled = [(1 << r.stop) - (1 << r.start) for r in filled]
         self._written = [0] * len(plan.moves)  # one bit a layer
-        # Of the marks of one lane a later one stands for all before it.
+        # A later mark of a lane covers all its earlier marks.
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
         self._failed_chunk: int | None = None
@@ -50,25 +50,26 @@ class LoadJob:
         self._last = self.started
 
     def wanted(self, index: int) -> bool:
-        """Whether move ``index`` is still worth fetching: no earlier chunk failed, not closed."""
+        """Whether move ``index`` is still needed: no earlier chunk failed, and the job is open."""
         with self._changed:
             return self._wanted(self.plan.moves[index])
 
     def began(self) -> None:
-        """Bytes of some payload have come."""
+        """Record that the first bytes of a payload have arrived."""
         if self._first is None:
             with self._changed:
                 if self._first is None:
                     self._first = self._clock()
 
     def came(self, nbytes: int) -> None:
-        """So many bytes of some payload have come, and no more are asked for in that call."""
+        """Record that one get has ended after ``nbytes``."""
         with self._changed:
             self._nbytes += nbytes
             self._last = self._clock()
 
     def enter(self, index: int) -> bool:
-        """Ask to write move ``index`` into its blocks; after True, ``leave`` must follow."""
+        """Request permission to write move ``index`` into its blocks. After True the caller must
+        call ``leave``."""
         with self._changed:
             if not self._wanted(self.plan.moves[index]):
                 return False
@@ -76,8 +77,8 @@ class LoadJob:
             return True
 
     def leave(self, index: int, layers: Iterable[int], lane: Lane, mark: Mark | None) -> None:
-        """The writes that ``enter`` allowed are over: ``layers`` of move ``index`` were verified
-        and given to ``lane``, up to ``mark``. Without a mark, nothing counts as written."""
+        """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
+        submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
         group = self.plan.moves[index].move.group
         with self._changed:
             self._writing -= 1
@@ -86,23 +87,22 @@ class LoadJob:
                 for layer in layers:
                     self._written[index] |= 1 << layer
                     self._marks.setdefault((group, layer), {})[lane] = mark
-            self._tell()
+            self._wake()
 
     def opened(self, index: int, header: Header, spans_left: int) -> None:
-        """The header of move ``index`` was verified; besides the span that brought it, so many
-        more are to come."""
+        """Record the verified header of move ``index``. ``spans_left``: further spans to fetch."""
         with self._changed:
             self._headers[index] = header
             self._spans_left[index] += spans_left
 
     def header(self, index: int) -> Header:
-        """The header that ``opened`` took."""
+        """Return the header that ``opened`` recorded."""
         with self._changed:
             return self._headers[index]
 
     def span_done(self, index: int) -> bool:
-        """One span of move ``index`` was verified to its end. The move has succeeded when all
-        spans were, and all layers are in its blocks; there is no other way. True if it just has."""
+        """Record that one span of move ``index`` is verified. Returns whether the move has now
+        succeeded, that is, all spans are verified and all layers are in their blocks."""
         with self._changed:
             self._spans_left[index] -= 1
             if self._spans_left[index] or index not in self._unfinished:
@@ -111,43 +111,43 @@ class LoadJob:
             if not complete:
                 self._fail_from(self.plan.moves[index].move.chunk)
             self._unfinished.discard(index)
-            self._tell()
+            self._wake()
             return complete
 
     def fail(self, index: int, *, rejected: bool) -> None:
-        """Move ``index`` was not, and will not be, loaded; later chunks are useless without it."""
+        """Record that move ``index`` failed. All later chunks fail with it."""
         with self._changed:
             move = self.plan.moves[index].move
             self._fail_from(move.chunk)
             if rejected:
                 self._rejected.add((self.plan.namespace, move.prefix_hash))
             self._unfinished.discard(index)
-            self._tell()
+            self._wake()
 
     def cancel(self) -> None:
-        """The load is no longer needed: what is not written by now counts as failed."""
+        """Cancel the load. Everything not written by now fails."""
         with self._changed:
             self.deadline = self._clock()
             self._changed.notify_all()
 
     def is_over(self) -> bool:
-        """Whether every move that is still wanted has succeeded or failed, or the deadline has
+        """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
             return not any(self._wanted(self.plan.moves[i]) for i in self._unfinished)
 
     def wait_over(self) -> None:
-        """Block until every move that is still wanted has succeeded or failed, or the deadline
+        """Block until every move that is still needed has succeeded or failed, or the deadline
         has passed."""
         with self._changed:
             self._wait_while(lambda i: True)
 
     def wait_layer(self, group: int, layer: int) -> list[Mark]:
-        """Block until layer ``layer`` of ``group`` was given to the lanes for every move that is
-        still wanted, or the deadline has passed; the marks to order computing after.
+        """Block until ``layer`` of ``group`` was submitted to the lanes for every move that is
+        still needed, or the deadline has passed. Returns the marks that computing must wait for.
 
-        A move that lacks the layer then has failed: the layer is computed without it, whatever a
-        write under way still brings.
+        A move that lacks the layer by then has failed, because the layer is computed without it,
+        even if a write in progress still completes.
         """
         moves = [i for i, load in enumerate(self.plan.moves) if load.move.group == group]
         with self._changed:
@@ -158,11 +158,12 @@ class LoadJob:
             return list(self._marks.get((group, layer), {}).values())
 
     def close(self) -> LoadOutcome:
-        """Forbid further writes, wait for those under way (copies, not the network), report.
+        """Forbid further writes, wait for writes in progress and return the outcome.
 
-        Between steps it also waits until the lanes' copies are finished. Within a step it makes the
-        compute stream wait for them instead, ahead of all that may touch these blocks next: the
-        forward thread does not wait for the device.
+        It waits for copies, never for the network. For a load between steps it also waits until the
+        lanes' copies have finished. For a load within a step it makes the compute stream wait
+        for them instead, before anything else can touch these blocks, so the forward thread does
+        not wait for the device.
         """
         with self._changed:
             self._closed = True
@@ -180,7 +181,7 @@ class LoadJob:
         return outcome
 
     def ended(self, outcome: LoadOutcome) -> None:
-        """Report what ``close`` returned in the job's span."""
+        """End the job's trace span with the outcome that ``close`` returned."""
         if not self.span.is_on:
             return
         failed = len(outcome.failed_blocks)
@@ -207,28 +208,31 @@ class LoadJob:
         )
 
     def _wait_while(self, lacking: Callable[[int], bool]) -> None:
-        """Wait until no move that is wanted and under way is ``lacking``, or for the deadline.
+        """Wait until no needed, unfinished move is ``lacking``, or until the deadline.
 
-        One after the other: what a move no longer lacks, or is no longer wanted, stays so. Asking
-        all of them again whenever something was written would take the time of their square.
+        Checks the moves one after another, because a move that is no longer lacking or no longer
+        needed stays so. Checking all of them after each write would take quadratic time.
         """
         for i in sorted(
             self._unfinished, reverse=True
         ):  # usually the last is written last: one wake-up
 
-            def is_there(i: int = i) -> bool:
+            def is_settled(i: int = i) -> bool:
                 if i not in self._unfinished or not self._wanted(self.plan.moves[i]):
                     return True
                 return not lacking(i)
 
-            if not is_there() and not self._wait_for(is_there, until=lambda: self.deadline):
+            if not is_settled() and not self._wait_for(is_settled, until=lambda: self.deadline):
                 return
 
     def _wait_for(
         self, holds: Callable[[], bool], until: Callable[[], float] | None = None
     ) -> bool:
-        """Wait until ``holds()``, or the time that ``until`` says; False if that came first. Only
-        what makes it hold wakes this thread, which on a busy machine costs as much as a frame."""
+        """Wait for ``holds()``. Returns False if the time ``until()`` comes first.
+
+        This thread is woken only when its condition holds, because on a busy machine a wake-up
+        costs as much as decoding a frame.
+        """
         self._awaited.append(holds)
         try:
             while not holds():
@@ -239,8 +243,8 @@ class LoadJob:
         finally:
             self._awaited.remove(holds)
 
-    def _tell(self) -> None:
-        """Something changed: wake the threads that wait for it."""
+    def _wake(self) -> None:
+        """Wake the waiting threads if the condition of one of them holds."""
         if any(holds() for holds in self._awaited):
             self._changed.notify_all()
 

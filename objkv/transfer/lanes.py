@@ -1,7 +1,7 @@
-"""Lanes: how pages travel between a slab and the paged cache, and how to know that they arrived.
+"""Lanes copy pages between a slab and the paged cache, and their marks show when copies are done.
 
-On CUDA a lane is a stream of its own: copies run beside the model's kernels, ordered by events.
-On the host a lane copies at once. A lane belongs to one thread at a time.
+A CUDA lane is a separate stream: its copies run concurrently with the model's kernels, ordered by
+events. A host lane copies at once. A lane belongs to one thread at a time.
 """
 
 from collections.abc import Sequence
@@ -14,46 +14,46 @@ import torch
 
 from objkv.errors import ConfigError
 
-# Recasting: pages of one shape become pages of another, as views wherever one will do. Pages are
-# ``[blocks, heads, block_size, content]``, each token's content of each head in one piece, so heads
-# can be taken apart and tokens dealt into blocks of another size. Only where pages are canonical:
-# what an attention kernel packed its own way goes as it is. Source of the semantics: vLLM 0.14,
-# ``kv_postprocess_*_on_receive`` in ``distributed/kv_transfer/kv_connector/utils.py``, which does
-# the same in place, for some ratios.
+# Recasting turns pages of one shape into pages of another, as views if possible. Pages are
+# ``[blocks, heads, block_size, content]``, with each token's content of each head contiguous, so
+# heads can be selected and tokens moved into blocks of another size. Only canonical pages can be
+# recast: pages that an attention kernel packed in its own layout are copied unchanged. Source of
+# the semantics: vLLM 0.14, ``kv_postprocess_*_on_receive`` in
+# ``distributed/kv_transfer/kv_connector/utils.py``, which does the same in place for some ratios.
 
 PagesT = TypeVar("PagesT", np.ndarray[Any, np.dtype[Any]], torch.Tensor)
-"""A numpy array or a torch tensor: only operations that both have are used."""
+"""A numpy array or a torch tensor. Only operations that both have are used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recast:
-    """How to read a frame of another rank's, or another replica's, shape."""
+    """How to read a frame that a rank of another shape wrote."""
 
     heads: tuple[int, int]
-    """Those to take, ``[start, end)`` of the frame's."""
+    """Heads of the frame to take, ``[start, end)``."""
     block_size: int
-    """Tokens per block that the reader wants."""
+    """The reader's block size in tokens."""
     first_block: int
-    """The first to take, counted in blocks of the reader's size."""
+    """First block to take, counted in blocks of the reader's size."""
     blocks: int
-    """How many of them."""
+    """Number of blocks to take."""
 
     def __call__(self, pages: PagesT) -> PagesT:
-        """``[blocks, heads, block_size, content]`` of ``pages``, in the reader's blocks.
+        """Return ``[blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
 
-        A view of ``pages`` if the block size stays, a copy otherwise.
+        A view of ``pages`` if the block size is the same, otherwise a copy.
         """
         start, end = self.heads
         assert 0 <= start < end <= pages.shape[1]
         dealt = deal_tokens(pages[:, start:end], self.block_size)
         until = self.first_block + self.blocks
-        assert until <= dealt.shape[0]  # else one page would fill them all
+        assert until <= dealt.shape[0]  # otherwise a single page would be broadcast
         return dealt[self.first_block : until]
 
 
 def deal_tokens(pages: PagesT, block_size: int) -> PagesT:
-    """The same tokens in blocks of ``block_size``: ``[tokens // block_size, heads, block_size,
-    content]``. The tokens have to fill whole blocks; larger and smaller ones, any ratio."""
+    """Return the same tokens in blocks of ``block_size``: ``[tokens // block_size, heads,
+    block_size, content]``. Any ratio works, if the tokens fill whole blocks."""
     blocks, heads, size, content = pages.shape
     if size == block_size:
         return pages
@@ -64,12 +64,13 @@ def deal_tokens(pages: PagesT, block_size: int) -> PagesT:
 
 
 Pages = np.ndarray[Any, np.dtype[Any]]
-"""Of one layer, ``[n, heads, block_size, content]``: host memory, pinned when the lane is CUDA."""
+"""Pages of one layer, ``[n, heads, block_size, content]``, in host memory, pinned for a CUDA
+lane."""
 _RUNS_MAX = 16
-"""Pieces of consecutive blocks that are worth a copy each: a call costs 0.4 us, and lets other
-threads run meanwhile, which one call for all does not."""
+"""Up to this many runs of consecutive blocks are copied one by one. A call costs 0.4 us and lets
+other threads run in between, unlike one call for all runs."""
 _URGENT, _LEISURELY = -1, 0
-"""Priorities of CUDA streams: a step may be waiting for a load, nothing waits for a save."""
+"""Priorities of CUDA streams. A step may wait for a load, but nothing waits for a save."""
 
 
 class Mark(Protocol):
@@ -79,24 +80,24 @@ class Mark(Protocol):
         """Whether all work before the mark has finished. Does not wait."""
 
     def wait(self) -> None:
-        """Block this thread until it has; releases the GIL."""
+        """Block this thread until all work before the mark has finished. Releases the GIL."""
 
     def hold_compute(self) -> None:
-        """Make the current compute stream wait for the mark; the calling thread does not."""
+        """Make the current compute stream wait for the mark. The calling thread does not wait."""
 
 
 class Lane(Protocol):
-    """Moves pages. What it is given must stay alive and unchanged until a later mark is done."""
+    """Copies pages. Arguments must stay alive and unchanged until a later mark is done."""
 
     def adopt_thread(self) -> None:
-        """Called once by each thread that will use the lane or wait for its marks."""
+        """Prepare the calling thread. Each thread that uses the lane or its marks calls it once."""
 
     def follow_compute(self) -> None:
-        """Order the lane's next work after what the current compute stream has been given."""
+        """Order the lane's next work after all work submitted to the current compute stream."""
 
     def place(self, block_ids: Sequence[int]) -> Any:
-        """``n`` block ids as ``scatter`` and ``gather`` of this lane want them: one upload for all
-        layers. Valid for as long as it is kept; its length is ``n``."""
+        """Convert ``n`` block ids for ``scatter`` and ``gather`` of this lane, so that they are
+        uploaded once for all layers. The result has length ``n`` and does not expire."""
 
     def scatter(
         self, pages: Pages, cache: torch.Tensor, placed: Any, recast: Recast | None = None
@@ -104,42 +105,44 @@ class Lane(Protocol):
         """Write ``pages`` into ``cache`` at the placed block ids.
 
         Args:
-            pages: an array, because making a tensor of bytes takes twice as long.
+            pages: an array, because making a tensor from bytes takes twice as long.
             cache: ``[num_blocks, heads, block_size, content]``, any strides, one layer or some of
-                its heads; of the dtype of ``pages``.
+                its heads, with the dtype of ``pages``.
             placed: ``n`` block ids, all different, from ``place``.
-            recast: what makes ``pages`` the ``n`` pages to write; where it copies, it does so where
-                ``cache`` is. None: they are.
+            recast: turns ``pages`` into the ``n`` pages to write. If that needs a copy, the copy is
+                on the device of ``cache``. None: ``pages`` are written unchanged.
         """
 
     def gather(self, cache: torch.Tensor, placed: Any, pages: Sequence[torch.Tensor]) -> None:
-        """Write ``cache`` at the placed block ids into ``pages``: as many pieces as there are
-        chunks, each ``[its blocks, heads, block_size, content]``, together as long as ``placed``.
+        """Write ``cache`` at the placed block ids into ``pages``.
+
+        ``pages`` has one piece per chunk, ``[blocks of the chunk, heads, block_size, content]``.
+        Together they are as long as ``placed``.
         """
 
     def mark(self) -> Mark:
-        """A mark after everything given to the lane so far."""
+        """Return a mark after all work submitted to the lane so far."""
 
 
 class HostMark:
-    """The host lane's work is done when the call returns."""
+    """The mark of a host lane, whose work is done when the call returns."""
 
     def done(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
         """Return at once."""
 
     def hold_compute(self) -> None:
-        """Nothing to hold."""
+        """Do nothing."""
 
 
 _DONE = HostMark()
 
 
 class HostBlocks:
-    """Block ids, and the pieces of consecutive ones among them."""
+    """Block ids, and the runs of consecutive ids among them."""
 
     def __init__(self, block_ids: Sequence[int]) -> None:
         assert min(block_ids) >= 0
@@ -150,7 +153,7 @@ class HostBlocks:
             (block_ids[start], start, end - start)
             for start, end in pairwise([*starts, len(block_ids)])
         ]
-        """First block, place in the pages, number of blocks."""
+        """First block, index in the pages, number of blocks."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -160,13 +163,13 @@ class HostLane:
     """Copies within host memory, in the calling thread."""
 
     def adopt_thread(self) -> None:
-        """Any thread will do."""
+        """Do nothing: any thread can use the lane."""
 
     def follow_compute(self) -> None:
-        """On the CPU the forward pass has ended, or waits in this call."""
+        """Do nothing: on the CPU the forward pass has ended, or its thread is in this call."""
 
     def place(self, block_ids: Sequence[int]) -> HostBlocks:
-        """They are where they are needed."""
+        """See ``Lane.place``."""
         return HostBlocks(block_ids)
 
     def scatter(
@@ -174,20 +177,20 @@ class HostLane:
     ) -> None:
         """See ``Lane.scatter``.
 
-        By numpy, which copies whole blocks: 25 us for 1 MiB, where a plain copy takes 23 and
-        torch's ``index_copy_`` 115 to 170, on threads that the model computes with (2 cores,
-        2026-11-21). Many blocks that are not consecutive are written by one call, which keeps all
-        other threads waiting.
+        Uses numpy, which copies whole blocks: 1 MiB takes 25 us. A plain copy takes 23 us, and
+        torch's ``index_copy_`` 115 to 170 us on threads that the model computes with (2 cores,
+        2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
+        threads.
         """
         array = cache.numpy()
         if recast is not None:
             pages = recast(pages)
-        assert len(pages) == len(placed.ids)  # else one page would fill them all
+        assert len(pages) == len(placed.ids)  # otherwise a single page would be broadcast
         if len(placed.runs) > _RUNS_MAX:
             array[list(placed.ids)] = pages
             return
         for block, at, count in placed.runs:
-            if block > len(array) - count:  # a slice would be shorter, and that no error
+            if block > len(array) - count:  # slicing would silently shorten the range
                 raise IndexError(f"block {block + count - 1} of {len(array)}")
             np.copyto(array[block : block + count], pages[at : at + count])
 
@@ -196,9 +199,9 @@ class HostLane:
     ) -> None:
         """See ``Lane.gather``.
 
-        Piece by piece, in this thread: torch's ``index_select`` shares the work out among threads
-        that the model computes with, and waits for them, up to a second for 128 MiB where they
-        are busy, against 50 ms (2 cores, 2026-11-21).
+        Copies piece by piece in this thread. torch's ``index_select`` would use the threads that
+        the model computes with and wait for them: up to a second for 128 MiB while they are busy,
+        against 50 ms here (2 cores, 2026-11-21).
         """
         source, runs = cache.numpy(), iter(placed.runs)
         block, left = 0, 0
@@ -214,7 +217,7 @@ class HostLane:
                 at, block, left = at + count, block + count, left - count
 
     def mark(self) -> Mark:
-        """A mark that is done."""
+        """Return a mark that is done."""
         return _DONE
 
 
@@ -222,8 +225,8 @@ class CudaMark:
     """An event on a lane's stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        # A blocking event: the default spins on a core that the engine may need, for as long as
-        # the model's kernels take that come before.
+        # Use a blocking event: the default spins a core that the engine may need, until the
+        # model's earlier kernels have finished.
         self._event = torch.cuda.Event(blocking=True)
         self._event.record(stream)
 
@@ -236,14 +239,14 @@ class CudaMark:
         self._event.synchronize()
 
     def hold_compute(self) -> None:
-        """The current stream waits for the event."""
+        """Make the current stream wait for the event."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
 class CudaLane:
-    """A stream of its own on ``device``; block tables and staging live on that stream.
+    """A separate stream on ``device``, which also owns its block tables and staging memory.
 
-    ``urgent``: its copies and kernels go before those of streams that are not, e.g. the model's.
+    ``urgent``: its copies and kernels run before those of other streams, such as the model's.
     """
 
     def __init__(self, device: torch.device, *, urgent: bool) -> None:
@@ -252,7 +255,8 @@ class CudaLane:
         self._staging: torch.Tensor | None = None
 
     def adopt_thread(self) -> None:
-        """A new thread is on device 0, and would open a context there for every other rank."""
+        """Select the device. A new thread is on device 0, and would open a context there for every
+        other rank."""
         torch.cuda.set_device(self._device)
 
     def follow_compute(self) -> None:
@@ -261,8 +265,8 @@ class CudaLane:
 
     def place(self, block_ids: Sequence[int]) -> torch.Tensor:
         """See ``Lane.place``."""
-        # From memory that is not pinned the copy would wait for the whole lane, and with it the
-        # forward thread for the model's kernels. PyTorch keeps the pinned piece until it is copied.
+        # A copy from unpinned memory would wait for the whole lane, and so the forward thread would
+        # wait for the model's kernels. PyTorch keeps the pinned memory until the copy is done.
         with torch.cuda.stream(self._stream):
             ids = torch.tensor(block_ids, dtype=torch.int64).pin_memory()
             return ids.to(self._device, non_blocking=True)
@@ -270,7 +274,7 @@ class CudaLane:
     def scatter(
         self, pages: Pages, cache: torch.Tensor, placed: torch.Tensor, recast: Recast | None = None
     ) -> None:
-        """See ``Lane.scatter``. One PCIe copy per layer into staging, then one kernel."""
+        """See ``Lane.scatter``. One PCIe copy per layer into staging memory, then one kernel."""
         given = torch.from_numpy(pages)
         with torch.cuda.stream(self._stream):
             staged = self._staged(given.shape, given.dtype)
@@ -280,7 +284,8 @@ class CudaLane:
     def gather(
         self, cache: torch.Tensor, placed: torch.Tensor, pages: Sequence[torch.Tensor]
     ) -> None:
-        """See ``Lane.gather``. One kernel into staging for all, then one PCIe copy per piece."""
+        """See ``Lane.gather``. One kernel copies all blocks into staging memory, then there is one
+        PCIe copy per piece."""
         with torch.cuda.stream(self._stream):
             staged = self._staged(torch.Size((len(placed), *cache.shape[1:])), cache.dtype)
             torch.index_select(cache, 0, placed, out=staged)
@@ -290,26 +295,29 @@ class CudaLane:
                 at += len(piece)
 
     def mark(self) -> Mark:
-        """An event after everything given so far."""
+        """Record an event after all work submitted so far."""
         return CudaMark(self._stream)
 
     def _staged(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Device memory of that form. The same as last time: the stream has one thing in it after
-        the other, so the next user writes when the one before has read."""
+        """Return device memory of that form. Calls share it: work on a stream runs in order, so the
+        next use writes after the previous one has read."""
         nbytes = shape.numel() * dtype.itemsize
         if self._staging is None or self._staging.numel() < nbytes:
-            self._staging = None  # given back first: the two need not fit side by side
+            self._staging = None  # free it first, so that both need not fit at once
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._staging[:nbytes].view(dtype).view(shape)
 
 
 def open_lane(device: torch.device, *, urgent: bool = False) -> Lane:
-    """The lane for caches on ``device``; ``urgent`` where computing may wait for what it moves.
-    Raises ``ConfigError`` where there is none."""
+    """Return a lane for caches on ``device``. Raises ``ConfigError`` for an unsupported device.
+
+    ``urgent``: the forward pass may wait for its copies.
+    """
     if device.type == "cuda":
         return CudaLane(device, urgent=urgent)
     if device.type == "cpu":
         return HostLane()
     raise ConfigError(
-        f"objkv cannot copy from and to {device.type}: run the model without the objkv connector"
+        f"objkv supports CUDA and CPU but not {device.type}: run the model without the objkv "
+        "connector"
     )

@@ -1,8 +1,8 @@
-"""Loads: fetch threads bring payloads into slabs, verify them there, and lanes scatter them.
+"""Loads: threads fetch payloads into slabs and verify them there, and lanes scatter them to blocks.
 
-A block counts as loaded only when its last byte was verified, and its payload was as long as its
-header says. Any fault fails the move, and with it all later chunks of the same plan; nothing here
-raises into the caller's thread.
+A block is loaded only if its last byte was verified and its payload is as long as its header
+states. Any fault fails the move and all later chunks of the same plan. Nothing here raises into the
+caller's thread.
 """
 
 import logging
@@ -24,12 +24,12 @@ from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.queue import Task, TaskQueue
 from objkv.transfer.slabs import SlabPool, WideSlabs
-from objkv.transfer.sources import Sources
+from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
 
-_OVERDUE_SHARE = 4
-"""A load between steps that has waited for this part of its time waits no longer behind others."""
+_OVERDUE_SHARE = 1 / 4
+"""A load between steps is overdue after this share of its deadline: it then goes before others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,22 @@ class LoadLimits:
 
     threads: int
     queue_max: int
-    """Moves waiting for a thread; a plan that would exceed it fails from there on."""
+    """Moves that may wait for a thread. A plan fails from the first move beyond this limit."""
     deadline_s: float
+    """For loads between steps."""
     step_deadline_s: float
-    """The same for loads within the step."""
+    """For loads within the step."""
     cuts: Cuts = field(default_factory=Cuts)
     join_s: float = 5.0
-    """How long closing waits for threads that are still on the network."""
+    """How long ``close`` waits for threads that are still on the network."""
 
 
 class Loader:
-    """Executes load plans. ``submit``, ``take_finished`` and ``wait_layer`` are called by the
-    forward thread, which never waits for the network but for a layer it needs now; ``wait_over`` is
-    for steps in which it has nothing to compute."""
+    """Executes load plans.
+
+    The forward thread calls ``submit``, ``take_finished`` and ``wait_layer``. It waits for the
+    network only if it needs a layer now. ``wait_over`` is for steps with nothing to compute.
+    """
 
     def __init__(
         self,
@@ -65,11 +68,11 @@ class Loader:
         clock: Callable[[], float] = monotonic,
         tracing: Tracing = NO_TRACING,
     ) -> None:
-        """``wide``: for payloads of other shapes that ``slabs`` are too small for; without it these
-        are misses."""
+        """``wide``: slabs for payloads of other shapes that do not fit into ``slabs``. Without it
+        such payloads are misses."""
         self._cache = cache
         self._last_layers = {g: len(group.layers) - 1 for g, group in groups.items()}
-        self._sources = Sources(groups)
+        self._layouts = PayloadLayouts(groups)
         self._slabs = slabs
         self._wide = wide
         self._limits = limits
@@ -79,22 +82,22 @@ class Loader:
         self._trouble = Trouble(logger, "loads")
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
-        self._queue = TaskQueue(limits.queue_max, overdue_s=limits.deadline_s / _OVERDUE_SHARE)
+        self._queue = TaskQueue(limits.queue_max, overdue_s=limits.deadline_s * _OVERDUE_SHARE)
         self._lanes = [lane_for_thread() for _ in range(limits.threads)]
         self._threads = [self._start_thread(i, lane) for i, lane in enumerate(self._lanes)]
 
     def submit(self, plan: LoadPlan) -> None:
-        """Start a plan; its outcome comes from ``take_finished``. Never waits, never raises."""
-        plan = self._sources.spread(plan)
+        """Start a plan. ``take_finished`` returns its outcome. Never waits, never raises."""
+        plan = self._layouts.spread(plan)
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
-        filled = [self._sources.of(load).filled for load in plan.moves]
+        filled = [self._layouts.of(load).filled for load in plan.moves]
         job = LoadJob(plan, filled, deadline, self._clock)
         job.span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
         assert plan.request_id not in self._jobs
         for lane in self._lanes:
-            lane.follow_compute()  # what earlier kernels still do to these blocks comes first
-        self._jobs[plan.request_id] = job  # nothing fails from here on: its end is reported once
+            lane.follow_compute()  # earlier kernels may still use these blocks
+        self._jobs[plan.request_id] = job  # nothing raises from here on: one outcome per plan
         taken = 0 if self._is_stuck() else self._queue.add(job)
         if taken < len(plan.moves):
             self._recorder.count("load_refused", len(plan.moves) - taken)
@@ -102,30 +105,30 @@ class Loader:
                 job.fail(i, rejected=False)
 
     def wait_layer(self, group: int, layer: int) -> None:
-        """Order computing after the arrival of one layer, for all sync plans: blocks until the
-        layer was given to the lanes, then the compute stream waits for them."""
+        """Make computing wait for one layer of all sync plans: block until the layer was submitted
+        to the lanes, then make the compute stream wait for their marks."""
         for job in self._jobs.values():
             if job.plan.sync:
                 for mark in job.wait_layer(group, layer):
                     mark.hold_compute()
 
     def cancel(self, request_id: str) -> None:
-        """The request was aborted: stop fetching for it; its outcome is still reported."""
+        """Stop fetching for an aborted request. Its outcome is still reported."""
         if job := self._jobs.get(request_id):
             job.cancel()
 
     def wait_over(self, seconds: float) -> None:
-        """Block until a load between steps is over, at most so long. For a thread that has nothing
-        better to do."""
+        """Block until a load between steps is over, for at most ``seconds``. For a thread with
+        nothing to compute."""
         self._over.clear()
         if not any(job.is_over() for job in self._jobs.values() if not job.plan.sync):
             self._over.wait(seconds)
 
     def take_finished(self, *, sync: bool) -> list[LoadOutcome]:
-        """Outcomes of the plans of one kind that are over since the last call, each once.
+        """Return the outcomes of plans that ended since the last call, each once.
 
-        Sync plans are waited for, up to their deadlines. Plans of the other kind are left for
-        another call, because the engine takes the two in different places.
+        ``sync`` selects loads within the step, for which this waits up to their deadlines, or loads
+        between steps. The engine takes the two in different places.
         """
         outcomes = []
         for request_id, job in list(self._jobs.items()):
@@ -144,10 +147,10 @@ class Loader:
         return outcomes
 
     def close(self) -> None:
-        """Stop all threads; plans that are not over never touch their blocks again.
+        """Stop all threads. Unfinished plans never touch their blocks again.
 
-        A thread that is on the network ends with its call, whose deadline may lie further off than
-        this waits; its payload goes nowhere. Idempotent.
+        A thread that is on the network ends with its call, possibly after this returns, and its
+        payload is discarded. Idempotent.
         """
         self._queue.close()
         for job in self._jobs.values():
@@ -159,8 +162,8 @@ class Loader:
         return f"<Loader {len(self._jobs)} plans, {len(self._queue)} spans waiting>"
 
     def _is_stuck(self) -> bool:
-        """Whether every thread has been at one task for longer than any load may take: a file
-        system hangs, and a call on it cannot be ended. Then nothing is worth waiting for."""
+        """Whether every thread has worked on one task for longer than any load's deadline. Then a
+        file system hangs, its calls cannot be cancelled, and queueing is pointless."""
         longest_s = max(self._limits.deadline_s, self._limits.step_deadline_s)
         return self._queue.hanging(longest_s) >= len(self._threads)
 
@@ -178,14 +181,14 @@ class Loader:
                 self._run(lane, task)
             finally:
                 self._queue.finish(thread_time() - since_s)
-            del task  # not kept while waiting for the next one
+            del task  # do not keep it alive while waiting for the next one
 
     def _run(self, lane: Lane, task: Task) -> None:
         """Load one span. Every fault is a miss."""
         job, index, _ = task
         wide = self._wide_slabs(task)
         if wide is not None and not wide.enter(task):
-            return  # until another task leaves
+            return  # queued again when another task leaves
         done = False
         try:
             if job.wanted(index):
@@ -216,9 +219,9 @@ class Loader:
             self._over.set()
 
     def _fetch(self, slabs: SlabPool, lane: Lane, task: Task) -> bool:
-        """Bring one span into its blocks; False if there is no payload."""
+        """Load one span into its blocks. Returns False if the payload is missing."""
         job, index, _ = task
-        source, cuts = self._sources.of(job.plan.moves[index]), self._limits.cuts
+        source, cuts = self._layouts.of(job.plan.moves[index]), self._limits.cuts
         decoder = Decoder(task, source, lane, slabs, cuts=cuts, seal=self._cache.seal)
         trace = decoder.trace
         try:
@@ -238,7 +241,7 @@ class Loader:
                     self._recorder.count(where, nbytes)
                     if rest:
                         self._queue.add_spans(job, index, rest)
-                    if job.plan.sync:  # the last layer waits for nothing but its copies
+                    if job.plan.sync:  # do not wait for the copies before reporting the span
                         self._span_done(job, index, decoder)
         except Exception as exc:
             trace.failed(str(exc) or type(exc).__name__)
@@ -255,13 +258,13 @@ class Loader:
         return True
 
     def _wide_slabs(self, task: Task) -> WideSlabs[Task] | None:
-        """Where its payload goes if it does not fit into this rank's own slabs."""
+        """Return the wide slabs if the payload does not fit into this rank's own slabs."""
         job, index, _ = task
         load, wide = job.plan.moves[index], self._wide
         if load.part is None or wide is None:
             return None
         tokens = load.move.token_end - load.move.token_start
-        nbytes = self._sources.of(load).payload_bytes_max(tokens)
+        nbytes = self._layouts.of(load).payload_bytes_max(tokens)
         return wide if nbytes > self._slabs.slab_bytes else None
 
     def _span_done(self, job: LoadJob, index: int, decoder: Decoder) -> None:
@@ -272,7 +275,7 @@ class Loader:
 
     def _reject(self, job: LoadJob, index: int, *, corrupt: bool) -> None:
         load = job.plan.moves[index]
-        key = claim_of(job.plan.namespace, load, self._sources.of(load)).key
+        key = claim_of(job.plan.namespace, load, self._layouts.of(load)).key
         self._cache.reject(key, dict(load.records), corrupt=corrupt)
         job.fail(index, rejected=True)
 

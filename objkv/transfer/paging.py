@@ -1,8 +1,8 @@
-"""The paged cache as transfers see it: per group, one ``[B, H, N, C]`` tensor per layer.
+"""The paged cache as transfers see it: one ``[B, H, N, C]`` tensor per layer of each group.
 
-Source of the shape: vLLM 0.31-0.33, ``register_kv_caches``: blocks, heads, block size, content
-(K and V fused), whatever the physical order. Whole blocks only: on the CPU the bytes inside a
-block are the attention kernel's own.
+Source of the shape: vLLM 0.31-0.33, ``register_kv_caches``. The dimensions are blocks, heads, block
+size and content (K and V fused), in any physical order. Only whole blocks are copied: on the CPU
+the layout inside a block is private to the attention kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,32 +33,35 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """What the elements of one layer's cache mean, which its tensor does not say: vLLM keeps fp8 as
-    plain bytes, and scales beside the layer."""
+    """The element type and scales of one layer's cache.
+
+    The tensor does not have them: vLLM stores fp8 as plain bytes, and keeps the scales in the
+    layer.
+    """
 
     dtype: str | None
-    """A safetensors dtype name of one byte; None: the tensor's own."""
+    """Name of a one-byte safetensors dtype. None: the tensor's own."""
     scales: str
-    """Scales of K and V, as payloads have them."""
+    """Scales of K and V, in the form that payloads use."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What a rank expects of one group before it has seen the tensors."""
+    """The shape of one group on one rank, known before vLLM registers the tensors."""
 
     layers: tuple[str, ...]
     """This rank's layers in forward order."""
     blocks: int
-    """Blocks that one payload holds."""
+    """Blocks per payload."""
     block_size: int
     rank_shard: RankShard
     model_layers: tuple[str, ...] = ()
-    """The layers of all ranks in forward order; none: this rank has them all."""
+    """The layers of all ranks in forward order. Empty: this rank has all layers."""
     heads: int = 0
-    """Over all ranks; 0: this rank has them all."""
+    """Heads over all ranks. 0: this rank has all heads."""
     divisible: bool = False
-    """Whether tokens may be dealt into blocks of another size, so that replicas with other ones
-    share: pages are canonical, and the group keeps all tokens."""
+    """Whether tokens can be moved into blocks of another size, so that replicas with different
+    block sizes share. True if pages are canonical and the group keeps all tokens."""
 
 
 NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
@@ -66,14 +69,15 @@ NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
 _GATHER_CHUNKS_MAX = 16
 _GATHER_BYTES_MAX = 32 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integers of an element's size, as which pages travel: numpy has neither bf16 nor fp8, and torch
-copies fp8 by index on some devices only."""
+"""Integer types by element size. Pages are copied as integers, because numpy has neither bf16 nor
+fp8, and torch copies fp8 by index only on some devices."""
 ARRAY_WORDS = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
-"""The same as arrays have them."""
+"""The same integer types in numpy."""
 
 
 class PagedGroup:
-    """One group's layers on this rank. The tensors are vLLM's, never freed or resized here."""
+    """One group's layers on this rank. vLLM owns the tensors. They are never freed or resized
+    here."""
 
     def __init__(
         self,
@@ -81,41 +85,41 @@ class PagedGroup:
         caches: Sequence[torch.Tensor],
         quantised: Mapping[str, Quantised] = NOT_QUANTISED,
     ) -> None:
-        """``quantised``: layers whose elements mean more than their tensor's dtype says."""
+        """``quantised``: layers whose element type or scales differ from their tensor's dtype."""
         assert len(caches) == len(shape.layers)
         self.shape = shape
         self.layers = tuple(
             _layer_spec(name, cache, shape, quantised.get(name))
             for name, cache in zip(shape.layers, caches, strict=True)
         )
-        """What a payload of this group must hold, in forward order."""
+        """The layers that a payload of this group must contain, in forward order."""
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
-        """Of each layer's pages in a payload, decoded."""
+        """Decoded bytes of each layer's pages in a payload."""
         self._caches = tuple(cache.view(_WORDS[cache.element_size()]) for cache in caches)
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self._caches[0].device
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of one chunk of this group, uncompressed."""
+        """Uncompressed bytes of one chunk of this group."""
         return sum(self.layer_bytes)
 
     @property
     def gather_chunks_max(self) -> int:
-        """For how many chunks to ask ``gather_many`` at once, at least one.
+        """How many chunks to pass to ``gather_many`` at once, at least one.
 
-        A layer of so many is one kernel; and the lane keeps it in the device's memory, beside what
-        vLLM took of that, so it has a bound in bytes as well.
+        One kernel gathers one layer of all of them. The lane stages that layer in device memory,
+        which vLLM has mostly taken, so there is also a bound in bytes.
         """
         fitting = _GATHER_BYTES_MAX // max(self.layer_bytes)
         return max(1, min(_GATHER_CHUNKS_MAX, fitting))
 
     @property
     def caches(self) -> tuple[torch.Tensor, ...]:
-        """``[num_blocks, heads, block_size, content]`` of each layer, as integers of an element's
+        """Each layer's ``[num_blocks, heads, block_size, content]``, as integers of the element
         size."""
         return self._caches
 
@@ -125,11 +129,11 @@ class PagedGroup:
         """Write all layers of each chunk's blocks into its pages, one layer after the other.
 
         Args:
-            block_ids: per chunk.
+            block_ids: the block ids of each chunk.
             pages: per chunk ``[>= raw_bytes]`` uint8, host memory, pinned when the lane is CUDA.
 
         Returns:
-            Per chunk and layer a view of its bytes, which are there when a later mark is done.
+            A view of the bytes of each chunk and layer. They are valid when a later mark is done.
         """
         assert len(block_ids) == len(pages)
         if not pages:
@@ -159,7 +163,10 @@ def _layer_spec(
             "supported, run the model without the objkv connector or choose another backend"
         )
     if cache.dtype not in DTYPE_NAMES:
-        raise ConfigError(f"the KV cache of {name} has dtype {cache.dtype}, unknown to objkv")
+        raise ConfigError(
+            f"the KV cache of {name} has dtype {cache.dtype}, which objkv does not support: run "
+            "the model without the objkv connector or choose another --kv-cache-dtype"
+        )
     pages = (shape.blocks, heads, shape.block_size, cache.shape[3])
     if quantised is None:
         return LayerSpec(name, DTYPE_NAMES[cache.dtype], pages)
@@ -167,19 +174,19 @@ def _layer_spec(
     return LayerSpec(name, quantised.dtype or DTYPE_NAMES[cache.dtype], pages, quantised.scales)
 
 
-# A self-test of a rank's pages, before the first request: what is written is read back, from its
-# own place and no other. A layout that objkv misunderstands is refused instead of corrupted.
+# A self-test of a rank's pages before the first request. It writes blocks, reads them back, and
+# checks that nothing else changed. A layout that objkv misreads is refused instead of corrupted.
 
 _BLOCKS = 2
-"""Pages written; their neighbours are looked at as well."""
+"""Number of blocks written. Their neighbours are checked too."""
 
 
 def check_pages(group: PagedGroup, lane: Lane) -> None:
-    """Write a pattern into blocks of every layer and compare: the same by the lane's own way back,
-    the same as plain indexing sees it, different in every layer, and nothing else changed.
+    """Write a pattern into blocks of every layer and check it.
 
-    The blocks must not be in use; what was in them is put back. Block 0 is not touched. Raises
-    ``ConfigError``.
+    The lane and plain indexing must both read it back, each layer must have its own pattern, and
+    neighbouring blocks must be unchanged. The blocks must not be in use. Their contents are
+    restored. Block 0 is not touched. Raises ``ConfigError``.
     """
     blocks = min(len(cache) for cache in group.caches)
     if blocks <= _BLOCKS:
@@ -215,15 +222,15 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
             and torch.equal(beside, untouched[layer])
         ):
             raise ConfigError(
-                f"the KV cache of {group.shape.layers[layer]} does not hold what is written into "
-                f"its blocks (shape {tuple(cache.shape)}, strides {cache.stride()}): this layout "
+                f"the KV cache of {group.shape.layers[layer]} does not return the blocks written "
+                f"to it (shape {tuple(cache.shape)}, strides {cache.stride()}): this layout "
                 "is not supported, run the model without the objkv connector or choose another "
                 "attention backend"
             )
 
 
 def _pattern(cache: torch.Tensor, layer: int, blocks: int) -> torch.Tensor:
-    """``[blocks, heads, block_size, content]`` on the host, other values for each layer."""
+    """Return ``[blocks, heads, block_size, content]`` on the host, different for each layer."""
     generator = torch.Generator().manual_seed(layer + 1)
     bounds = torch.iinfo(cache.dtype)
     shape = (blocks, *cache.shape[1:])

@@ -1,7 +1,7 @@
-"""Plans: what one request's load or save consists of. Names and numbers only.
+"""Plans: the chunks of one request's load or save. They contain names and numbers only.
 
-A plan is decided whole on the scheduler, crosses the process boundary once, and every worker
-executes it unchanged for the shard that it holds.
+The scheduler makes the whole plan and sends it to the workers once. Each worker executes it
+unchanged for its own shard.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from objkv.keys.topology import Part
 
 @dataclass(frozen=True, slots=True)
 class ChunkMove:
-    """One chunk of one group, between its payload and physical blocks."""
+    """One chunk of one group, and the physical blocks that it is copied to or from."""
 
     chunk: int
-    """Which chunk of the prompt."""
+    """Number of the chunk in the prompt."""
     group: int
     prefix_hash: bytes
     parent_hash: bytes
     token_start: int
     token_end: int
     first_block: int
-    """Where ``block_ids`` begin among the blocks that the payload holds."""
+    """Index of the first of ``block_ids`` among the payload's blocks."""
     block_ids: tuple[int, ...]
     """Physical block ids, all different, none of them the null block."""
 
@@ -35,42 +35,42 @@ class ChunkMove:
 
 @dataclass(frozen=True, slots=True)
 class LoadMove:
-    """Bring one chunk in."""
+    """The load of one chunk."""
 
     move: ChunkMove
     records: tuple[tuple[str, ShardRecord], ...]
-    """What the index promised, by shard field: sizes, and what to compare when it was wrong."""
+    """Index records by shard field. They give sizes, and identify the record if it is wrong."""
     part: Part | None = None
-    """Which payload, and what of it; None: the one of the rank's own shard, all of it. Decided by
-    each worker, see ``spread``."""
+    """The payload to read and the part of it that is needed. None: all of the payload of the rank's
+    own shard. Each worker sets it, see ``spread``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveMove:
-    """Take one chunk out."""
+    """The save of one chunk."""
 
     move: ChunkMove
     token_digest: str
     tokens: tuple[int, ...] | None
-    """Only where the operator wants payloads to carry their tokens."""
+    """None unless ``store_tokens`` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Chunks to bring in for one request, in the order they are needed."""
+    """The chunks to load for one request, in the order in which they are needed."""
 
     request_id: str
     namespace: str
     moves: tuple[LoadMove, ...]
     sync: bool
-    """Whether this step's forward pass needs them (layer by layer), or a later step."""
+    """Whether this step's forward pass needs them, layer by layer. Otherwise a later step does."""
     traceparent: str | None = None
-    """The trace that the request belongs to, for spans."""
+    """Trace context of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Chunks of one request that this step completes."""
+    """The chunks of one request that this step completes."""
 
     request_id: str
     namespace: str
@@ -79,21 +79,21 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """How a load ended. Every plan that was submitted has exactly one."""
+    """The result of a load. Every submitted plan has exactly one."""
 
     request_id: str
     failed_blocks: frozenset[int]
-    """Physical blocks that do not hold what the plan promised; empty when all went well."""
+    """Physical blocks that were not filled. Empty if the whole load succeeded."""
     rejected: frozenset[tuple[str, bytes]]
     """(namespace, prefix hash) of chunks whose record was wrong."""
     nbytes: int = 0
-    """Bytes of payloads that came, whatever became of them."""
+    """Payload bytes received, including those of payloads that were then refused."""
     seconds: float = 0.0
-    """From the plan's start to the last of them; 0 if none came."""
+    """Time from the plan's start to the last byte, 0 if none was received."""
     first_s: float | None = None
-    """From the plan's start to the first bytes of whichever chunk came first; None if none did."""
+    """Time from the plan's start to the first byte, None if none was received."""
 
     @property
     def failed(self) -> bool:
-        """Whether anything has to be recomputed."""
+        """Whether any block has to be recomputed."""
         return bool(self.failed_blocks)

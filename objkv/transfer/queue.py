@@ -1,14 +1,14 @@
-"""Which span the loader's threads fetch next: what a step waits for first, layer by layer.
+"""The queue of the loader's threads: it decides which span is fetched next.
 
-Of loads within the step the first spans of all chunks come before the second ones of any; loads
-between steps come after them, in the order in which they were asked for. One that is overdue comes
-first, though one at a time: however many steps wait for loads, those between steps go on.
+Loads within the step come first: the first spans of all chunks, then the second spans, and so on.
+Loads between steps follow in the order of their requests. An overdue load between steps goes first,
+one at a time, so that loads between steps make progress however many steps wait.
 
-Half as many threads as there are processors work at once. A task that takes twice the processor's
-time it usually does, or more, waits for the store: another thread may work meanwhile, and when a
-slow task was the last to end, all may. Of a store that keeps the processors busy they would only
-get in each other's way: 2 MiB from S3 on the same two cores took 0.9 ms of processor with one
-thread, 2.5 with eight, each waiting for the interpreter's lock (2026-11).
+Half as many threads as CPU cores work at once. A task that takes at least twice its usual CPU time
+is waiting for the store, so another thread may start. If the task that ended last was slow, all
+threads may. With a store that keeps the cores busy, more threads only contend: 2 MiB from S3 on the
+same two cores took 0.9 ms of CPU time with one thread and 2.5 ms with eight, each waiting for the
+interpreter's lock (2026-11).
 """
 
 import math
@@ -27,22 +27,22 @@ from objkv.transfer.job import LoadJob
 
 @dataclass(frozen=True, slots=True)
 class FetchSpan:
-    """Frames ``[first, end)`` of one payload, and the bytes in which they lie: payloads are fetched
-    in pieces, so that the first layers of all chunks can come before the last layers of any.
+    """Frames ``[first, end)`` of one payload, and their byte range.
 
-    The first span is requested before anything is known of the payload but its layers; where the
-    others lie is read from the header that it brings.
+    Payloads are fetched in spans, so that the first layers of all chunks arrive before the last
+    layers of any chunk. The first span is requested when only the payload's layers are known. It
+    contains the header, which gives the ranges of the other spans.
     """
 
     number: int
-    """0 is the one that begins with the payload's first byte."""
+    """Number of the span. Span 0 begins at the payload's first byte."""
     first: int
     end: int
     start: int
-    """Its first byte in the payload."""
+    """Offset of the span's first byte in the payload."""
     nbytes: int
     last: bool
-    """Whether nothing may come behind it."""
+    """Whether the payload ends with this span."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.first <= self.end
@@ -51,22 +51,22 @@ class FetchSpan:
 
 
 def span_count(nbytes: int, layers: int, *, spans_max: int, span_bytes_min: int) -> int:
-    """In how many spans to fetch a payload of about ``nbytes``: each costs a request."""
+    """Return the number of spans for a payload of about ``nbytes``. Each costs one request."""
     return max(1, min(spans_max, layers, nbytes // span_bytes_min))
 
 
 def opening_bytes(layers: Sequence[LayerSpec], count: int, *, tokens: int) -> int:
-    """What the first of ``count`` spans has to bring: as many bytes as the header and the first
-    equal share of the layers take at most, in any codec."""
+    """Return the size of the first of ``count`` spans: the largest size of the header plus an equal
+    share of the layers, in any codec."""
     share = -(-len(layers) // count)
     rest = sum(layer.nbytes for layer in layers[share:])
     return payload_bytes_max(layers, tokens=tokens) - rest
 
 
 def remaining(header: Header, first: int, count: int) -> list[FetchSpan]:
-    """At most ``count`` spans, at least one, of equal numbers of frames from ``first`` on.
+    """Divide the frames from ``first`` on into one to ``count`` spans of equal numbers of frames.
 
-    The last one proves the payload's end, even if no frames are left for it.
+    The last span verifies the payload's end, even if it has no frames.
     """
     left = len(header.frames) - first
     pieces = max(1, min(count, left))
@@ -80,33 +80,33 @@ def remaining(header: Header, first: int, count: int) -> list[FetchSpan]:
 
 _PATIENCE_MIN_S = 3e-4
 _USUAL_TASKS = 8
-"""A task that was so many tasks ago counts a third."""
+"""Decay of the average CPU time: a task this many tasks ago has a third of the newest's weight."""
 Task = tuple[LoadJob, int, FetchSpan | None]
-"""One span of one move of a job; None where the payload is fetched from its beginning."""
+"""One span of one move of a job. None: the payload is fetched from its beginning."""
 
 
 class TaskQueue:
-    """Safe from many threads."""
+    """A priority queue of spans. Thread-safe."""
 
     def __init__(
         self, moves_max: int, *, eager: int | None = None, overdue_s: float = math.inf
     ) -> None:
-        """``eager``: how many threads begin at once; by default half as many as processors.
-        ``overdue_s``: how long loads between steps wait behind those within."""
+        """``eager``: how many threads work at once, by default half the number of CPU cores.
+        ``overdue_s``: how long a load between steps waits behind loads within the step."""
         self._moves_max = moves_max
         self._overdue_s = overdue_s
         self._overdue: set[int] = set()
-        """Threads at work on tasks that were overdue when taken."""
+        """Ids of threads whose tasks were overdue when taken."""
         self._eager = eager or max(1, _processors() // 2)
         self._usual_s = 0.0
         self._begun: dict[int, float] = {}
-        """When each thread that has a task took it."""
+        """Time at which each busy thread took its task, by thread id."""
         self._progress_s = 0.0
         self._is_watched = False
         self._changed = Condition()
         self._within: list[tuple[int, int, Task]] = []
         self._between: deque[tuple[float, Task]] = deque()
-        """Each with the time at which it was queued."""
+        """Tasks, each with the time at which it was queued."""
         self._moves = 0
         self._number = 0
         self._closed = False
@@ -115,14 +115,14 @@ class TaskQueue:
         return len(self._within) + len(self._between)
 
     def hanging(self, seconds: float) -> int:
-        """How many threads have been at their task for longer than that."""
+        """Return how many threads have worked on their task for longer than ``seconds``."""
         before = monotonic() - seconds
         with self._changed:
             return sum(begun < before for begun in self._begun.values())
 
     def add(self, job: LoadJob) -> int:
-        """Queue the job's moves, as many as there is room for; how many those are, with all their
-        parts."""
+        """Queue as many of the job's moves as there is room for, with all their parts. Returns
+        their number."""
         with self._changed:
             room = 0 if self._closed else max(0, self._moves_max - self._moves)
             if not self._begun:
@@ -139,8 +139,8 @@ class TaskQueue:
             return taken
 
     def add_spans(self, job: LoadJob, index: int, spans: list[FetchSpan]) -> None:
-        """Queue the rest of a move whose first span has come. They need no room of their own:
-        there are at most as many as a payload has spans, for each move that was taken."""
+        """Queue the remaining spans of a move after its first span. The limit does not apply to
+        them: each taken move has at most one payload's spans."""
         with self._changed:
             if self._closed:
                 return
@@ -149,7 +149,7 @@ class TaskQueue:
             self._changed.notify(len(spans))
 
     def put_back(self, task: Task) -> None:
-        """Queue again what was taken and could not be done yet. It needs no room of its own."""
+        """Queue again a task that was taken but cannot run yet. The limit does not apply."""
         job, index, span = task
         with self._changed:
             if self._closed:
@@ -160,8 +160,10 @@ class TaskQueue:
             self._changed.notify()
 
     def take(self) -> Task | None:
-        """The next task, for ``finish``; blocks until there is one, and while others are quick to
-        finish theirs. None: the queue was closed."""
+        """Take the next task; call ``finish`` after it. None: the queue was closed.
+
+        Blocks until there is a task, and while enough other threads finish theirs quickly.
+        """
         with self._changed:
             while not self._closed and not (len(self) and self._may_begin()):
                 self._wait()
@@ -184,12 +186,12 @@ class TaskQueue:
         return heappop(self._within)[-1]
 
     def _is_overdue(self) -> bool:
-        """Whether the first of those between steps goes before those within."""
+        """Whether the first task between steps goes before those within the step."""
         return not self._overdue and monotonic() - self._between[0][0] >= self._overdue_s
 
     def finish(self, busy_s: float) -> None:
-        """The thread is done with what it took, whatever came of it, after so much time on a
-        processor."""
+        """Report that the thread has ended its task, with or without success. ``busy_s``: the CPU
+        time it took."""
         with self._changed:
             now = monotonic()
             self._overdue.discard(get_ident())
@@ -207,7 +209,7 @@ class TaskQueue:
         )
 
     def _wait(self) -> None:
-        """Until something changes. While there are tasks, one thread looks at the time for all."""
+        """Wait for a change. While tasks are queued, one thread also watches the time for all."""
         if self._is_watched or not len(self):
             self._changed.wait()
             return
@@ -215,7 +217,7 @@ class TaskQueue:
         try:
             first = min(self._begun.values(), default=self._progress_s)
             late_s = min(first, self._progress_s) + self._patience_s()
-            if late_s <= (now := monotonic()):  # of one that is late already there was none to take
+            if late_s <= (now := monotonic()):  # already late, but there was no task to take
                 late_s = now + self._patience_s()
             self._changed.wait(late_s - now)
         finally:
@@ -224,7 +226,7 @@ class TaskQueue:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hand out nothing any more; ``take`` returns None."""
+        """Close the queue. ``take`` returns None from now on."""
         with self._changed:
             self._closed = True
             self._within.clear()
@@ -241,13 +243,13 @@ class TaskQueue:
 
 
 def _counts(job: LoadJob, index: int) -> int:
-    """What a task counts against ``moves_max``: 1, or 0 for a further payload of one chunk."""
+    """Return what a task counts against ``moves_max``: 1, or 0 for a further payload of a chunk."""
     moves = job.plan.moves
     return int(not index or moves[index].move is not moves[index - 1].move)
 
 
 def _processors() -> int:
-    """That this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,8 +1,9 @@
-"""Saves: gather finished chunks into slabs on the forward thread, do the rest in the background.
+"""Saves: the forward thread gathers finished chunks into slabs, other threads encode and store
+them.
 
-What the forward thread does is bounded and local: lease a slab, give copies to the lane. No slab,
-or a full queue, is a drop: counted, reported to the scheduler, never waited for. The pages stay in
-their slab: there they become the payload, and from there the store sends it.
+The forward thread's work is bounded and local: it leases a slab and submits copies to the lane.
+Without a free slab or room in the queue the chunk is dropped: counted and reported to the
+scheduler, without waiting. The payload is encoded in place in the slab and sent from there.
 """
 
 import logging
@@ -23,8 +24,8 @@ from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
 
 class PayloadEncoder:
-    """Makes payloads where their pages lie, in a slab. Safe from many threads, each with slabs of
-    its own."""
+    """Encodes payloads in place, in the slab that has their pages. Thread-safe, if each thread uses
+    its own slabs."""
 
     def __init__(
         self, groups: Mapping[int, PagedGroup], cache: ChunkCache, limits: "SaveLimits"
@@ -37,12 +38,13 @@ class PayloadEncoder:
         self._chooser = CodecChooser(lambda: cache.link.bytes_per_s) if chooses else None
 
     def room(self, save: SaveMove) -> int:
-        """Where in its slab the pages of a chunk must begin."""
+        """Return the offset in the slab at which the pages of a chunk must begin."""
         layers = self._groups[save.move.group].layers
         return header_room(layers, tokens=len(save.tokens or ()))
 
     def encode(self, claim: Claim, save: SaveMove, slab: Slab) -> tuple[memoryview, Header]:
-        """The payload, a view of ``slab``, which holds the chunk's pages from ``room`` on."""
+        """Encode the chunk whose pages are in ``slab`` from ``room`` on. The payload is a view of
+        the slab."""
         group = self._groups[claim.key.group]
         codec = self._codec
         if self._chooser is not None:
@@ -65,39 +67,39 @@ class PayloadEncoder:
         )
 
     def saved(self, seconds: float) -> None:
-        """A payload was encoded and stored within ``seconds``."""
+        """Record that a payload was encoded and stored in ``seconds``."""
         if self._chooser is not None:
             self._chooser.saved(seconds)
 
 
 logger = logging.getLogger(__name__)
 _COPIES_S = 1.0
-"""So long after its bound closing waits for copies out of the device, which read blocks."""
+"""How long ``close`` waits, after its bound, for copies from the device, which read blocks."""
 _LOOK_S = 0.001
 _STRANDED: list[Slab] = []
-"""Slabs that a hung device may still write into: leased for as long as the process lives, so that
-their memory becomes nobody else's."""
+"""Slabs that a hung device may still write into. They stay leased until the process ends, so that
+their memory is never reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLimits:
-    """Bounds of the saver, and what it writes into payloads."""
+    """Bounds of the saver, and the codec and writer of its payloads."""
 
     threads: int
     queue_max: int
     deadline_s: float
     """A chunk that waited longer is dropped."""
     codec: str
-    """An id of the format, or ``auto``."""
+    """A codec of the payload format, or ``auto``."""
     writer: str
     far: bool = True
-    """Whether the bulk store is behind a network, so that its speed decides about ``auto``. What a
-    directory takes for a put is the disk's; its loads come from memory, faster than any codec."""
+    """Whether the bulk store is behind a network. If not, ``auto`` compresses nothing: loads from a
+    directory mostly come from memory, faster than any codec decodes."""
 
 
 @dataclass(slots=True)
 class SavedChunk:
-    """A chunk that has a slab; ``mark`` says when its pages are in it."""
+    """A chunk with a slab. Its pages are in the slab once ``mark`` is done."""
 
     request_id: str
     claim: Claim
@@ -105,28 +107,28 @@ class SavedChunk:
     slab: Slab
     encoder: PayloadEncoder
     mark: Mark | None = None
-    """None until its copies were given to the lane."""
+    """None until the copies were submitted to the lane."""
     deadline: float = 0.0
 
     def encode(self) -> tuple[memoryview, Header]:
-        """See ``Save``; waits for the copies."""
+        """See ``Save``. Waits for the copies."""
         self.wait()
         return self.encoder.encode(self.claim, self.move, self.slab)
 
     def release(self) -> None:
-        """See ``Save``: the slab is given back once no copy is under way to it."""
+        """See ``Save``. Waits for the copies, then returns the slab."""
         self.wait()
         self.slab.release()
 
     def wait(self) -> None:
-        """Until its pages are in its slab."""
+        """Block until the chunk's pages are in its slab."""
         assert self.mark is not None
         self.mark.wait()
 
 
 class Saver:
-    """Executes save plans. ``gather``, ``fence``, ``left_device`` and ``forget`` belong to the
-    forward thread."""
+    """Executes save plans. Only the forward thread calls ``gather``, ``fence``, ``left_device`` and
+    ``forget``."""
 
     def __init__(
         self,
@@ -158,8 +160,8 @@ class Saver:
     def gather(self, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
         """Copy the chunks of this step's plans out of their blocks, after the forward pass.
 
-        Returns (request id, chunk) of those dropped. The blocks must not change until
-        ``left_device`` says so for their request, or ``fence`` was called.
+        Returns (request id, chunk) of each dropped chunk. The blocks must not change until
+        ``left_device`` returns True for their request, or ``fence`` was called.
         """
         self._lane.follow_compute()
         dropped: set[tuple[str, int]] = set()
@@ -172,9 +174,9 @@ class Saver:
                 if group is None or not group.shape.rank_shard.writes(save.move.prefix_hash):
                     continue
                 key = _key(plan, save, group)
-                if is_full:  # no drop, which would be planned again for the next step
+                if is_full:  # not a drop, which the scheduler would plan again for the next step
                     self._recorder.count("save_over_quota")
-                elif self._pool.is_shedding:  # nor here: the store would be asked at each step
+                elif self._pool.is_shedding:  # not a drop either, for the same reason
                     self._recorder.count("saves_shed")
                 elif not self._cache.begin_save(key):
                     self._recorder.count("save_repeats")
@@ -190,7 +192,7 @@ class Saver:
         return dropped
 
     def fence(self) -> None:
-        """Make computing wait for all gathers so far: blocks may change hands after this call."""
+        """Make computing wait for all gathers so far. Blocks may be reused after this call."""
         if self._last_mark is not None:
             self._last_mark.hold_compute()
 
@@ -205,18 +207,21 @@ class Saver:
         return True
 
     def forget(self, request_id: str) -> None:
-        """``left_device`` is not called for the request again; what was gathered is still saved."""
+        """Forget the request's mark; ``left_device`` is not called for it again. Gathered chunks
+        are still saved."""
         self._marks.pop(request_id, None)
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait until all saves are through, at most so long; True if they are."""
+        """Wait for all saves, for at most ``deadline_s``. Returns whether all have ended."""
         return self._pool.drain(deadline_s)
 
     def close(self, drain_deadline_s: float) -> None:
-        """Drain within the bound, then stop; what is left is dropped. No block is read any more
-        afterwards, unless the device still has copies under way a second after the bound: their
-        slabs are never given back. One whose put does not end stays with its thread until then; no
-        other is leased."""
+        """Drain within the bound, then stop. Remaining chunks are dropped.
+
+        No block is read afterwards, unless the device still copies a second after the bound. The
+        slabs of those copies are never returned. If a put hangs, its thread keeps its slab until
+        the put ends.
+        """
         end, give_up = self._clock() + drain_deadline_s, self._give_up
         if not self._copies_end(end + _COPIES_S):
             logger.error("the device does not end the copies of saves, shutting down without them")
@@ -228,8 +233,11 @@ class Saver:
         return f"<Saver {self._pool}>"
 
     def _copies_end(self, until_s: float) -> bool:
-        """Blocks and slabs may be unmapped next: no copy may come late. Asked rather than waited
-        for, since CUDA knows no wait that has a bound."""
+        """Poll until all copies are done. Returns False if ``until_s`` comes first.
+
+        Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
+        timeout, so this polls.
+        """
         mark = self._last_mark
         while mark is not None and not mark.done():
             if self._clock() >= until_s:
@@ -251,16 +259,16 @@ class Saver:
         return SavedChunk(plan.request_id, claim, save, slab, self._encoder)
 
     def _gather(self, chunks: list[SavedChunk]) -> set[tuple[str, int]]:
-        """Give the copies of some chunks of one group to the lane; those dropped."""
+        """Submit the copies of chunks of one group to the lane. Returns the dropped ones."""
         group = self._groups[chunks[0].claim.key.group]
         block_ids = [c.move.move.block_ids for c in chunks]
         try:
             pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
             group.gather_many(self._lane, block_ids, pages)
             mark = self._lane.mark()
-        except Exception:  # e.g. no room for staging: a drop, as without a slab
-            logger.exception("chunks not taken out requests=%s", {c.request_id for c in chunks})
-            self._lane.mark().wait()  # copies already given must not land in a slab of others
+        except Exception:  # such as no memory for staging: a drop, as without a slab
+            logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
+            self._lane.mark().wait()  # copies already submitted must not write to a reused slab
             return self._give_up(chunks)
         if not mark.done():
             self._last_mark = mark
@@ -269,7 +277,7 @@ class Saver:
             chunk.mark, chunk.deadline = mark, self._clock() + self._limits.deadline_s
         if self._pool.put(chunks):
             return set()
-        mark.wait()  # without a bound: what computes next on this thread waits for the device too
+        mark.wait()  # needs no timeout: the next forward pass waits for the device too
         return self._give_up(chunks)
 
     def _give_up(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:

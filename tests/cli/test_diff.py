@@ -97,8 +97,8 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("xyz", "is no namespace"),
-        ("0" * 31 + "G", "is no namespace"),
+        ("xyz", "is not a namespace"),
+        ("0" * 31 + "G", "is not a namespace"),
         ("/nowhere/identity.json", "No such file"),
         ("nowhere.log", "No such file"),
     ],

@@ -158,7 +158,7 @@ def test_a_prefix_exports_all_before_it_and_on_demand_all_below_it(
     assert exported(run, out, "--prefix", second[:12])["exported"] == 2
     assert exported(run, Path(f"{out}2"), "--prefix", second, "--below")["exported"] == 4
     ran = run("export", "--out", f"{out}3", "--prefix", "0" * 40)
-    assert (ran.code, "no chunk begins with" in ran.err) == (1, True)
+    assert (ran.code, "no chunk starts with" in ran.err) == (1, True)
 
 
 def test_a_corrupt_payload_is_not_exported_and_is_told(
@@ -186,7 +186,7 @@ def test_an_export_that_was_interrupted_goes_on(run: Run, machine: Machine, out:
     document = exported(run, out, "--namespace", NAMESPACE)
     assert (document["kept"], document["exported"]) == (4, 2)
     ran = run("export", "--out", str(out), "--namespace", NAMESPACE)
-    assert (ran.code, "holds a complete export already" in ran.err) == (2, True)
+    assert (ran.code, "already contains a complete export" in ran.err) == (2, True)
 
 
 def test_what_was_changed_on_the_way_is_refused_and_the_rest_is_brought_in(
@@ -258,7 +258,7 @@ def test_layers_that_the_model_does_not_have_are_refused(
     exported(run, out, "--namespace", name)
     ran = run("import", str(out), "--json", *elsewhere)
     assert (ran.code, ran.document["refused"]) == (1, 1)
-    assert "its layers are not those of group 0" in ran.document["findings"][0]["detail"]
+    assert "its layers differ from those of group 0" in ran.document["findings"][0]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +358,8 @@ def test_a_dry_run_changes_nothing(
     ran = run("import", str(out), "--dry-run", *elsewhere)
     assert ran.code == 0
     assert "6 payloads" in ran.out
+    document = run("import", str(out), "--dry-run", "--json", *elsewhere).document
+    assert (document["manifest"]["payloads"], document["new"]) == (6, [NAMESPACE])
     assert list((tmp_path / "other").rglob("*")) == []
 
 

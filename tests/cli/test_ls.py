@@ -24,7 +24,7 @@ def test_nothing_stored_is_said_and_fine(run: Run, home: Path) -> None:
     where = f"sqlite://{home}/objkv/index.sqlite"
     assert (ran.code, ran.out) == (0, f"nothing is stored in {where} yet\n")
     assert run("ls", "--prefixes").out == f"nothing is stored in {where} yet\n"
-    assert run("ls", "--bulk").out == f"nothing is stored yet in file://{home}/objkv/chunks\n"
+    assert run("ls", "--bulk").out == f"nothing is stored in file://{home}/objkv/chunks yet\n"
     assert run("ls", "--json").document["namespaces"] == []
 
 
@@ -118,8 +118,8 @@ def test_names_from_the_store_cannot_drive_the_terminal(run: Run, machine: Machi
     ("arguments", "words"),
     [
         (("--bulk", "--prefixes"), "--bulk counts namespaces"),
-        (("xyz",), "is no namespace"),
-        (("ff",), "no namespace begins with ff"),
+        (("xyz",), "is not a namespace"),
+        (("ff",), "no namespace starts with ff"),
         (("--limit", "0"), "--limit"),
         (("--nonsense",), "No such option"),
     ],

@@ -105,9 +105,9 @@ def test_several_namespaces_must_be_chosen_from(run: Run, machine: Machine, prom
         (("--text", "b"), "need --tokenizer"),
         (("--tokenizer", "b"), "need --tokenizer"),
         (("--tokens", "/nowhere"), "/nowhere: No such file"),
-        (("--text", "a", "--tokenizer", "/nowhere"), "/nowhere is no file"),
+        (("--text", "a", "--tokenizer", "/nowhere"), "/nowhere is not a file"),
         (("--lora-digest", "xyz"), "not hex digits"),
-        (("--namespace", "xyz"), "is no namespace"),
+        (("--namespace", "xyz"), "is not a namespace"),
         ((), "the index has no namespaces"),
     ],
 )
@@ -135,7 +135,8 @@ def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine, prompt
     ran = run("match", "--explain", stdin=json.dumps(other))
     assert ran.code == 0
     assert (
-        f"why: the match ends at chunk 2, tokens {CHUNK}-{2 * CHUNK}: this prompt parts" in ran.out
+        f"why: the match ends at chunk 2, tokens {CHUNK}-{2 * CHUNK}: this prompt differs"
+        in ran.out
     )
     assert "unknown: " in ran.out
     document = run("match", "--explain", "--json", stdin=json.dumps(other)).document
@@ -165,7 +166,7 @@ def test_a_file_that_is_no_tokenizer_is_told_without_the_parsers_words(
     bad = tmp_path / "bad.json"
     bad.write_text("not json")
     ran = run("match", "--text", "a", "--tokenizer", str(bad))
-    assert (ran.code, ran.err) == (2, f"objkv: {bad} is no tokenizer.json\n")
+    assert (ran.code, ran.err) == (2, f"objkv: {bad} is not a valid tokenizer.json\n")
 
 
 def test_one_token_is_told_in_the_singular_and_a_short_prompt_has_no_chunks(

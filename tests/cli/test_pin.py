@@ -99,10 +99,10 @@ def test_a_prompt_of_which_nothing_is_stored_is_told(run: Run, hashes: list[str]
     ("arguments", "words"),
     [
         (("pin", "abc"), "give all 40 hex digits"),
-        (("pin", "9" * 40), "is not stored: objkv ls"),
+        (("pin", "9" * 40), "is not stored; objkv ls"),
         (("pin", "9" * 40, "--for", "soon"), "--for soon: give a number and a unit"),
         (("pin", "9" * 40, "--for", "0d"), "--for 0d: give a number and a unit"),
-        (("pin", "9" * 40, "--for", "999999999w"), "is not stored: objkv ls"),
+        (("pin", "9" * 40, "--for", "999999999w"), "is not stored; objkv ls"),
         (("pin", "9" * 40, "--tokens", "-"), "either HASH or a prompt"),
         (("pin", "--list", "9" * 40), "--list takes no HASH and no prompt"),
         (("pin", "--list", "--tokens", "-"), "--list takes no HASH and no prompt"),

@@ -84,7 +84,9 @@ def test_what_only_prints_imports_almost_nothing(home: Path, arguments: tuple[st
     assert not modules & SLOW
 
 
-@pytest.mark.parametrize("name", ["access", "audit", "diff", "doctor", "ls", "sweep", "verify"])
+@pytest.mark.parametrize(
+    "name", ["access", "audit", "diff", "doctor", "ls", "match", "sweep", "verify", "warm"]
+)
 def test_the_help_of_a_command_opens_no_client(home: Path, name: str) -> None:
     modules = imported(home, name, "--help")
     assert len(modules) <= HELP_MODULES_MAX
@@ -147,8 +149,7 @@ def test_an_interrupt_ends_with_130(home: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None
-    # Its reading from here is what tells that it started; more than a pipe holds cannot be sent
-    # before it does.
+    # Its reading shows that it started: more than a pipe holds cannot be sent before that.
     process.stdin.write("1 " * 200_000)
     process.stdin.flush()
     process.send_signal(signal.SIGINT)

@@ -131,7 +131,7 @@ def test_two_that_are_not_sealed_alike_do_not_share_and_are_told_why(
     run: Run, keys: dict[str, ChunkKey]
 ) -> None:
     ran = run("diff", keys["plain"].namespace, keys["sealed"].namespace)
-    assert "not sealed alike" in " ".join(ran.out.split())
+    assert "their payloads are sealed differently" in " ".join(ran.out.split())
 
 
 @pytest.mark.usefixtures("with_keys")

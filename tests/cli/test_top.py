@@ -86,7 +86,7 @@ def test_once_tells_what_happened_between_two_looks(run: Run, machine: Machine) 
     assert "computed 75%, local 0%, hot 0%, bulk 25%" in first
     assert "/s bulk" in second
     assert f"{url}" in ran.out
-    assert "open: bulk write" in ran.out
+    assert "circuit open: bulk write" in ran.out
     assert NAMESPACE[:8] in ran.out, "the hottest prefixes, from the index"
     assert "stored " in ran.out
 
@@ -114,8 +114,8 @@ def test_the_exporter_tells_what_is_stored(run: Run, home: Path) -> None:
     with replica() as url, replica(lambda _: told) as exporter:
         ran = run("top", "--once", *QUICK, "--endpoint", url, "--exporter", exporter, "--no-index")
     assert ran.code == 0
-    assert "stored 2.0 KiB in 0 payloads of 1 namespace, by the exporter" in ran.out
-    assert "ends: bulk up, index DOWN" in ran.out
+    assert "stored 2.0 KiB in 0 payloads of 1 namespace (from the exporter)" in ran.out
+    assert "backends: bulk up, index DOWN" in ran.out
 
 
 def test_a_replica_that_is_down_is_a_row_and_1(run: Run, home: Path) -> None:
@@ -154,7 +154,7 @@ def test_endpoints_may_be_in_a_file(run: Run, tmp_path: Path, home: Path) -> Non
         (("--endpoint", "ftp://x"), "http://host:port"),
         (("--every", "0"), "--every"),
         (("--endpoints", "/nowhere"), "/nowhere"),
-        (("--endpoints", "/dev/null"), "names no endpoint"),
+        (("--endpoints", "/dev/null"), "contains no endpoint URL"),
         (("--exporter", "http://"), "endpoint"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_terminal_shows_the_fleet_and_obeys_keys(quiet_home: Path) -> None:
         shown = terminal.shows("hit rate 25%")
         assert "2 replicas, 1 down" in shown
         assert "bulk 25%" in shown
-        terminal.shows("hottest prefixes, of 3 chunks")
+        terminal.shows("hottest prefixes among 3 chunks")
         terminal.press(b"p")
         terminal.shows("PAUSED")
         terminal.press(b"s")
@@ -304,7 +304,7 @@ def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_fewer() -> None:
     narrow = "\n".join(drawn(VIEW, Showing(2), 90, 40))
     assert "wait" in wide
     assert "wait" not in narrow
-    assert "open: bulk write" in wide
+    assert "circuit open: bulk write" in wide
     assert "Connection refused" in wide
     assert "index DOWN" in wide
 
@@ -319,12 +319,12 @@ def test_no_more_is_drawn_than_there_is_room_for(height: int) -> None:
 
 def test_an_index_that_was_read_in_part_says_so() -> None:
     text = "\n".join(drawn(VIEW, Showing(2), 160, 40))
-    assert "of 50,000 chunks, and there are more" in text
+    assert "among 50,000 chunks (the index has more)" in text
     assert "1,234" in text
 
 
 def test_before_the_first_look_it_says_that_it_asks() -> None:
-    assert "asking ..." in "\n".join(drawn(None, Showing(2), 80, 24))
+    assert "reading metrics ..." in "\n".join(drawn(None, Showing(2), 80, 24))
 
 
 def test_rows_are_sorted_by_what_the_user_chose() -> None:
@@ -350,7 +350,7 @@ def test_keys_do_what_the_head_says() -> None:
 def test_on_a_very_narrow_terminal_the_reason_why_a_replica_is_down_stays() -> None:
     text = "\n".join(drawn(VIEW, Showing(2), 60, 40))
     assert "Connection refused" in text
-    assert "open: bulk write" in text
+    assert "circuit open: bulk write" in text
 
 
 def test_a_fleet_that_is_down_has_no_figures() -> None:

@@ -55,9 +55,10 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
         left = [entry.key for entry in ends.bulk.scan("") if "/shapes/" not in entry.key]
         assert sorted(left) == sorted([*planted["good"], identity_path(NAMESPACE)])
         assert run("verify", "--all", *urls).code == 0
+        assert run("rebuild", "--json", *urls).document["own_index"] is True
         said = run("rebuild", *urls)
         assert (said.code, said.out) == (
-            0, "the folder is its own index: there is nothing to rebuild\n",
+            0, "the bulk folder is its own index; no rebuild is needed\n",
         )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_sealed_payloads_are_held_against_their_keys(
     assert run("rebuild", "--json").document["present"] == 32
     keys("wrong")
     assert run("verify", "--all", "--json").document["corrupt"] == 34
-    refused(run("verify", "--all", "--quarantine", "--json"), "are keys or settings missing here?")
+    refused(run("verify", "--all", "--quarantine", "--json"), "check the keys and settings")
     assert run("rebuild", "--json").document["unreadable"] >= 14
     for kind in ("SIGNING", "ENCRYPTION"):
         monkeypatch.delenv(f"OBJKV_{kind}_KEYS_FILE")
@@ -116,8 +117,11 @@ def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
     write(os.urandom(32).hex())
     refused = run("verify", *how, "--quarantine")
     assert refused.code == 2, refused.out
-    assert "payloads are sealed with other keys than those here (signing ['key-1'])" in refused.err
-    assert "Nothing was taken out of use" in refused.err
+    assert (
+        "payloads are sealed with keys other than the configured ones (signing ['key-1'])"
+        in refused.err
+    )
+    assert "nothing was quarantined" in refused.err
     assert records(ends, NAMESPACE) == before
     assert not list(ends.bulk.scan("quarantine/"))
     write(right)
@@ -138,7 +142,7 @@ def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backen
     DamagedStore(ends).plant(Defects(good=3, frame=25))
     before = records(ends, NAMESPACE)
     refused = run("verify", "--all", "--quarantine")
-    assert (refused.code, "Nothing was taken out of use" in refused.err) == (2, True)
+    assert (refused.code, "nothing was quarantined" in refused.err) == (2, True)
     assert records(ends, NAMESPACE) == before
     assert not list(ends.bulk.scan("quarantine/"))
     assert run("verify", "--all", "--quarantine", "--force", "--json").document["quarantined"] == 25
@@ -146,7 +150,7 @@ def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backen
 
 @pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
 def test_memory_is_refused(run: Run, command: str) -> None:
-    refused(run(command, "--bulk-url", "memory:"), "only the replica itself sees")
+    refused(run(command, "--bulk-url", "memory:"), "only the replica itself can read")
 
 
 @pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
@@ -271,7 +275,10 @@ def test_records_are_not_forgotten_because_the_bulk_store_is_another_one(
 ) -> None:
     planted = DamagedStore(ends).plant(Defects(good=60))
     before = len(records(ends, NAMESPACE))
-    for count, why in ((50, "is the bulk store this index's?"), (60, "none of the payloads")):
+    for count, why in (
+        (50, "bulk_url and index_url belong together"),
+        (60, "none of the payloads"),
+    ):
         for path in planted["good"][:count]:
             ends.bulk.delete(path)
         for how in (("--all",), ("--sample", "60")):
@@ -332,7 +339,7 @@ def test_what_did_not_look_at_everything_is_not_fine(run: Run, ends: Backends) -
     ran = run("verify", "--all", "--deadline-s", "0", "--json")
     assert (ran.code, ran.document["complete"], ran.document["checked"]) == (1, False, 0)
     said = run("verify", "--all", "--deadline-s", "0")
-    assert (said.code, "not complete, the time is over" in said.out) == (1, True)
+    assert (said.code, "incomplete, the deadline has passed" in said.out) == (1, True)
     ran = run("verify", "--all", "--json")
     assert (ran.code, ran.document["complete"]) == (0, True)
     for limit, code in (("1", 1), ("5", 0)):
@@ -362,12 +369,12 @@ def test_people_see_what_was_found(run: Run, ends: Backends) -> None:
     said = run("verify", "--all").out
     assert "checked 9 payloads" in said
     assert f"corrupt  {planted['frame'][0]}" in said
-    assert "--quarantine takes them out of use" in said
+    assert "add --quarantine to move bad payloads" in said
     said = run("sweep", "--grace-s", "0").out
     assert f"orphan  {planted['orphan'][0]}" in said
-    assert "nothing was removed: --apply does it" in said
-    assert "removed 1, " in run("sweep", "--grace-s", "0", "--apply").out
-    assert "had their record" in run("rebuild").out
+    assert "nothing was deleted: add --apply to delete" in said
+    assert "deleted 1, " in run("sweep", "--grace-s", "0", "--apply").out
+    assert "had a correct record" in run("rebuild").out
 
 
 def test_a_sweep_shows_some_of_each_category(run: Run, ends: Backends) -> None:
@@ -377,8 +384,8 @@ def test_a_sweep_shows_some_of_each_category(run: Run, ends: Backends) -> None:
     assert "2 more" in said
     assert planted["orphan"][0] in said
     said = run("sweep", "--grace-s", "0", "--apply", "--only", "ghost").out
-    assert "removed 5 records of payloads that are not there\n" in said
-    assert " 0 B" not in said.partition("removed")[2]
+    assert "deleted 5 records of missing payloads\n" in said
+    assert " 0 B" not in said.partition("deleted")[2]
 
 
 def test_the_help_of_a_sweep_lists_its_categories(run: Run) -> None:
@@ -392,25 +399,25 @@ def test_where_nothing_is_stored_it_is_said_where(
 ) -> None:
     (tmp_path / "mistyped").mkdir()
     ran = run(command)
-    assert (ran.code, ran.out) == (0, f"nothing is stored yet in file://{home}/objkv/chunks\n")
+    assert (ran.code, ran.out) == (0, f"nothing is stored in file://{home}/objkv/chunks yet\n")
     where = f"file://{tmp_path}/mistyped"
     index = f"sqlite://{tmp_path}/other.sqlite"
     ran = run(command, "--bulk-url", where, "--index-url", index)
-    assert (ran.code, ran.out) == (0, f"nothing is stored yet in {where}\n")
+    assert (ran.code, ran.out) == (0, f"nothing is stored in {where} yet\n")
 
 
 def test_a_sample_says_that_it_is_one(run: Run, ends: Backends) -> None:
     DamagedStore(ends).plant(Defects(good=12))
     told = run("verify", "--sample", "4").out.splitlines()
-    assert told[0].startswith("checked 4 of about 12 payloads, chosen by chance, ")
-    assert told[0].endswith(": 0 wrong")
-    assert told[1] == "--all checks all of them"
+    assert told[0].startswith("checked 4 of about 12 payloads, chosen at random, ")
+    assert told[0].endswith(": 0 bad")
+    assert told[1] == "--all checks all payloads"
     assert run("verify", "--sample", "4", "--json").document["chosen_of"] == 12
     every = run("verify", "--all")
     assert every.out.startswith("checked 12 payloads, ")
-    assert "chosen by chance" not in every.out
+    assert "chosen at random" not in every.out
     assert run("verify", "--all", "--json").document["chosen_of"] is None
-    assert "chosen by chance" not in run("verify").out, "all of them were in the sample"
+    assert "chosen at random" not in run("verify").out, "all of them were in the sample"
 
 
 LONG = ("verify", "sweep", "rebuild")
@@ -471,7 +478,7 @@ def test_an_interrupt_before_the_first_unit_shows_what_was_done(
     monkeypatch.setattr(f"objkv.cli.{command}.{first}", interrupted)
     ran = run(command)
     assert ran.code == 130
-    assert "not complete, interrupted" in ran.out
+    assert "incomplete, interrupted" in ran.out
 
 
 def test_the_script_that_plants_defects_says_what_each_is(

@@ -90,7 +90,7 @@ def test_text_is_not_checked_without_a_tokenizer(run: Run, machine: Machine) -> 
     save_identity(machine.bulk)
     save(machine.bulk, machine.index)
     refused(
-        run("warm", "-", "--check", stdin='"some words"'), "stdin:1: is text", "give --tokenizer"
+        run("warm", "-", "--check", stdin='"some words"'), "stdin:1: is text", "set --tokenizer"
     )
 
 
@@ -144,7 +144,7 @@ def test_what_is_stored_is_checked_without_anybody_who_computes(
         (("-", "--check", "--promote"), "--check and --promote exclude each other"),
         (("-",), "choose how to compute"),
         (("-", "--endpoint", "x", "--promote"), "choose how to compute"),
-        (("-", "--endpoint", "x", "--engine-arg", "a=1"), "--engine-arg is for --model"),
+        (("-", "--endpoint", "x", "--engine-arg", "a=1"), "--engine-arg needs --model"),
         (("-", "--model", "x", "--engine-arg", "a"), "write NAME=VALUE"),
         (("-", "--endpoint", "x", "--lora", "a=b"), "b is neither a folder nor a digest"),
         (("-", "--endpoint", "x", "--index-url", "memory:"), "index_url is memory:"),

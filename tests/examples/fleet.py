@@ -138,8 +138,8 @@ def _make_bucket(fleet: Fleet, service: dict[str, Any]) -> None:
     python, script = service["entrypoint"]
     assert (python, script) == ("python3", "/make_bucket.py")
     file = str(COMPOSE / "make_bucket.py")
-    assert "made kv-cache" in fleet.run(sys.executable, file)
-    assert "kv-cache is there" in fleet.run(sys.executable, file)
+    assert "created kv-cache" in fleet.run(sys.executable, file)
+    assert "kv-cache exists" in fleet.run(sys.executable, file)
 
 
 def _service(

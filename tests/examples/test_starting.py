@@ -18,6 +18,8 @@ LISTENS = """\
 import http.server, json, os, sys
 if "import nixl" in sys.argv:
     sys.exit(0)
+if "-c" in sys.argv:  # whether there is a package named vllm
+    sys.exit(not os.path.exists(os.path.join(os.path.dirname(sys.argv[0]), "vllm")))
 names = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 told = {{"argv": sys.argv[1:], "pid": os.getpid(), **{{n: os.environ.get(n) for n in names}}}}
 print(json.dumps(told), flush=True)
@@ -33,11 +35,17 @@ http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 SCRIPTS = {"two-replicas": 2, "nixl": 4}
 
 
-def start(name: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the example's script, where ``python`` is the program above and there are two GPUs."""
+def start(
+    name: str, folder: Path, *words: str, vllm: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run the example's script, where ``python`` is the program above and there are two GPUs.
+
+    ``vllm``: the command of that name is the same program, and its package is installed.
+    """
     programs = folder / "bin"
     programs.mkdir()
-    (programs / "python").write_text(LISTENS.format(python=sys.executable))
+    for program in ("python", "vllm") if vllm else ("python",):
+        (programs / program).write_text(LISTENS.format(python=sys.executable))
     (programs / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
     for program in programs.iterdir():
         program.chmod(0o755)
@@ -66,6 +74,19 @@ def test_both_are_told_the_same_and_each_has_a_gpu(name: str, tmp_path: Path) ->
     assert all('"--model", "a model"' in one and '"--foo", "two words"' in one for one in told)
     devices = {one.partition('"CUDA_VISIBLE_DEVICES": ')[2][:3] for one in told}
     assert devices == {'"0"', '"1"'}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_vllm_command_is_used_if_its_package_is_installed(name: str, tmp_path: Path) -> None:
+    done = start(name, tmp_path, "--", "echo", "both are up", vllm=True)
+    assert done.returncode == 0
+    assert all('"argv": ["serve", "a model", ' in one for one in servers(tmp_path))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_module_that_vllm_calls_deprecated_is_started(name: str, tmp_path: Path) -> None:
+    start(name, tmp_path, "--", "echo", "both are up")
+    assert all('"vllm.entrypoints.launchers.api_server.entry"' in one for one in servers(tmp_path))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -84,7 +84,7 @@ _FROM_BULK = Cell("hit", "hot_errors", HOT_READS, beside=INDEX_WRITES)
 ROWS: tuple[Row, ...] = (
     _s3("killed", "S3's process is killed", _LOAD_FAILS, _SAVE_FAILS),
     _s3("reset", "connections to S3 are reset", _LOAD_FAILS, _SAVE_FAILS),
-    _s3("unanswered", "S3 does what it is asked, its answers are lost", _LOAD_FAILS, _SAVE_FAILS),
+    _s3("unanswered", "S3 executes requests, its responses are lost", _LOAD_FAILS, _SAVE_FAILS),
     _s3(
         "stalled",
         "S3 accepts and never answers",

@@ -225,5 +225,5 @@ def test_a_directory_bucket_grants_sessions_and_readers_get_only_those_that_read
 
 
 def test_tenants_cannot_be_kept_apart_in_a_directory_bucket() -> None:
-    with pytest.raises(ConfigError, match="give each tenant a bucket"):
+    with pytest.raises(ConfigError, match="use one bucket per tenant"):
         access("writer", "a", **DIRECTORY)

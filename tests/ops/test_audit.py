@@ -15,7 +15,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.audit.figures import LIST_PRICES
 from objkv.ops.audit.report import AuditReport, Prices
-from objkv.ops.audit.spool import AuditSpool, Told
+from objkv.ops.audit.spool import AuditSpool, SeenRecord
 from objkv.ops.audit.walk import AuditView
 from objkv.stores.base import Entry, Unfinished
 from objkv.stores.memory import MemoryStore
@@ -57,7 +57,7 @@ def test_all_planted_defects_are_found_and_named() -> None:
     assert report.parts_done == report.parts
 
 
-def test_a_folder_that_is_its_own_index_is_told_by_its_headers() -> None:
+def test_a_folder_that_is_its_own_index_is_reported_by_its_headers() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     defects = Defects(good=16, header=1, short=1, empty=1, foreign=2)
     planted = DamagedStore(Backends(bulk, None, index)).plant(defects)
@@ -127,7 +127,7 @@ def test_orphans_are_young_before_the_grace_and_expired_when_no_record_lives_so_
         assert (one.kind, one.young) == (kind, young)
 
 
-def test_an_index_that_knows_nothing_is_told_as_lost() -> None:
+def test_an_index_that_knows_nothing_is_reported_as_lost() -> None:
     bulk = MemoryStore()
     save_prompts(bulk, None, [(0, 1)])
     report = Auditor(bulk, MemoryIndex()).all()
@@ -135,11 +135,11 @@ def test_an_index_that_knows_nothing_is_told_as_lost() -> None:
     assert "objkv rebuild" in report.problems[0]
 
 
-def test_a_bulk_store_that_has_nothing_of_what_the_index_knows_is_told_as_wrong() -> None:
+def test_a_bulk_store_that_has_nothing_of_what_the_index_knows_is_reported_as_wrong() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, [(0, 1)])
     report = Auditor(MemoryStore(), index).all()
-    assert "bulk_url is not the one of this index" in report.problems[0]
+    assert "either bulk_url belongs to another index" in report.problems[0]
     assert counts(report) == {"ghost": 2}
     [namespace] = report.namespaces
     assert namespace.problem == "the bulk store has no folder of it"
@@ -157,10 +157,10 @@ def test_what_was_not_walked_is_not_judged() -> None:
     assert report.totals.chunks == 0
     assert report.ending == "interrupted"
     assert report.parts_done < report.parts
-    assert "the same command goes on from there" in report.problems[0]
+    assert "running the same command again resumes the audit" in report.problems[0]
 
 
-def test_writers_leftovers_are_found_and_who_may_not_list_them_is_told() -> None:
+def test_writers_leftovers_are_found_and_who_may_not_list_them_is_reported() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, [(0,)])
 
@@ -214,7 +214,7 @@ def test_costs_and_growth_are_plain_arithmetic() -> None:
         entry = Entry(key.path(), gb, NOW_S - age_days * DAY_S)
         auditor.spool.add_payloads([(key, entry)])
         record = Record(key.prefix_hash, bytes(20), 0, 16, {}, hits=6 if number == 3 else 0)
-        auditor.spool.add_records([Told(NAMESPACE, record, True)])
+        auditor.spool.add_records([SeenRecord(NAMESPACE, record, True)])
     report = auditor.report()
     assert [(day.day, day.chunks, day.nbytes) for day in report.growth.days] == [
         ("2024-10-01", 1, gb), ("2024-10-02", 0, 0), ("2024-10-03", 2, 2 * gb),
@@ -231,7 +231,7 @@ def test_costs_and_growth_are_plain_arithmetic() -> None:
     assert cost.unused == 6.0
     assert cost.tenants[0].month == pytest.approx(8.66)
     assert (report.totals.hits, report.totals.used_chunks) == (6, 1)
-    assert any("above its quota" in problem for problem in report.problems)
+    assert any("exceeds its quota" in problem for problem in report.problems)
 
 
 def test_ages_are_counted_in_buckets_without_gaps() -> None:
@@ -265,7 +265,7 @@ def test_days_that_are_too_long_ago_are_told_as_one() -> None:
 def test_numbers_that_no_record_can_have_do_no_harm() -> None:
     spool = AuditSpool(None)
     shard_free = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
-    spool.add_records([Told(NAMESPACE, shard_free, True)])
+    spool.add_records([SeenRecord(NAMESPACE, shard_free, True)])
     [(start, hits)] = spool.some("SELECT token_start, hits FROM records")
     assert start is None
     assert hits == 1 << 32

@@ -11,7 +11,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.audit.audit import find_places
 from objkv.ops.audit.html.page import html_report
-from objkv.ops.audit.html.remarks import TO_MEND
+from objkv.ops.audit.html.remarks import FAULTS
 from objkv.ops.audit.report import AuditReport
 from objkv.stores.base import Unfinished
 from objkv.stores.memory import MemoryStore
@@ -99,7 +99,7 @@ def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left() -> None:
     assert counts(everything.all()) == {"leftover": 5}
 
 
-def test_the_namespaces_figures_add_up_to_what_is_to_mend() -> None:
+def test_the_namespaces_figures_add_up_to_what_is_the_faults() -> None:
     """And what the next sweep takes is in neither."""
     clock = ManualClock(1_000.0)
     bulk, index = MemoryStore(clock=clock), MemoryIndex()
@@ -110,8 +110,8 @@ def test_the_namespaces_figures_add_up_to_what_is_to_mend() -> None:
     report = Auditor(bulk, index, clock=clock).all()
     found = counts(report)
     assert found["expired"] > 0
-    to_mend = sum(count for kind, count in found.items() if kind in TO_MEND)
-    assert sum(one.to_mend for one in report.namespaces) == to_mend
+    faults = sum(count for kind, count in found.items() if kind in FAULTS)
+    assert sum(one.faults for one in report.namespaces) == faults
     assert sum(one.expired for one in report.namespaces) == found["expired"]
     [table] = re.findall(r'<table id="namespaces-table".*?</table>', html_report(report), re.S)
-    assert sum(int(n) for n in re.findall(r">(\d+)</td>\s*</tr>", table)) == to_mend > 0
+    assert sum(int(n) for n in re.findall(r">(\d+)</td>\s*</tr>", table)) == faults > 0

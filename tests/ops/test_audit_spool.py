@@ -13,7 +13,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit.audit import find_places
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.report import AuditReport, FindingCount
-from objkv.ops.audit.spool import AGE_MAX_S, AuditSpool, Told, make_chunks
+from objkv.ops.audit.spool import AGE_MAX_S, AuditSpool, SeenRecord, make_chunks
 from objkv.ops.audit.tree import read_roots, read_tree
 from objkv.stores.base import Entry
 from objkv.stores.memory import MemoryStore
@@ -50,7 +50,7 @@ def test_a_walk_that_was_stopped_goes_on_and_finds_the_same(tmp_path: Path) -> N
     report = second.report()
     assert report.resumed
     assert (report.totals, report.tree) == (whole.totals, whole.tree)
-    second.spool.is_told = True
+    second.spool.is_reported = True
     second.spool.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -98,7 +98,7 @@ def test_two_audits_at_once_do_not_mix(tmp_path: Path) -> None:
     second = AuditSpool(tmp_path / "audit.sqlite")
     assert (second.is_kept, count(second)) == (False, 0)
     second.add_payloads([payload(2), payload(3)])
-    second.is_told = True
+    second.is_reported = True
     second.close()
     assert count(first) == 1
     first.close()
@@ -116,7 +116,7 @@ def test_a_full_disk_is_said_and_what_to_do(tmp_path: Path) -> None:
     spool = AuditSpool(tmp_path / "audit.sqlite")
     pages = spool.some("PRAGMA page_count")[0][0]
     spool.run(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(ConfigError, match=r"full; .* make room"):
+    with pytest.raises(ConfigError, match=r"full; .* free some space"):
         spool.add_payloads(payload(number) for number in range(10_000))
     assert count(spool) == 0
 
@@ -139,7 +139,7 @@ def test_pythons_memory_does_not_grow_with_the_store() -> None:
         for start in range(0, chunks, 500):
             numbers = range(start, min(start + 500, chunks))
             spool.add_payloads(payload(number) for number in numbers)
-            spool.add_records(Told(NAMESPACE, chain(number), True) for number in numbers)
+            spool.add_records(SeenRecord(NAMESPACE, chain(number), True) for number in numbers)
         make_chunks(spool)
         read_roots(spool, {}, most=10, has_index=True)
         read_tree(spool)
@@ -247,7 +247,7 @@ def test_a_continued_walk_of_a_store_that_lost_its_payloads_does_not_say_that_al
     report = Auditor(bulk, index, spool=AuditSpool(file, clock=clock), clock=clock).all()
     assert not any(one.count for one in report.findings.counts)
     page = assert_no_agreement(report)
-    assert "Whether index and bulk store agree is not known" in page
+    assert "The agreement of index and bulk store is unknown" in page
 
 
 def assert_no_agreement(report: AuditReport) -> str:

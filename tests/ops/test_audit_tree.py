@@ -120,7 +120,7 @@ def test_a_prefix_without_its_beginning_is_a_root_that_says_so() -> None:
     report = Auditor(bulk, index).all()
     [root] = report.roots
     assert (root.hash, root.token_start) == (hash_of((0, 1)), CHUNK)
-    assert any("lost its beginning" in problem for problem in report.problems)
+    assert any("has lost its first chunks" in problem for problem in report.problems)
 
 
 def test_records_that_lie_about_their_parents_make_no_loop() -> None:

@@ -152,7 +152,7 @@ def test_a_reset_replica_is_told_from_one_whose_operator_raised_the_epoch() -> N
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ("full:" + "1" * 40, "weights_digest alike"),
+        ("full:" + "1" * 40, "the same weights_digest"),
         ("revision:main", "read the weights"),
         ("sampled:" + "2" * 40, "same checkpoint"),
     ],
@@ -173,7 +173,7 @@ def test_seeds_of_random_weights_are_told() -> None:
 
 def test_only_another_name_is_told_from_another_model() -> None:
     [found] = against(model="other").differences
-    assert found.why == "the weights are the same, only the model's name differs"
+    assert found.why == "the weights are the same, but the names of the models differ"
     assert "model_id" in found.fix
 
 

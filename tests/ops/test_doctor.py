@@ -211,7 +211,7 @@ def test_the_fix_names_the_scheme() -> None:
             bulk_url="memory:", index_url="redis+sentinel://u:p@h?service=s", allow_plaintext=True
         )
     )
-    assert "write rediss+sentinel://" in check.fix
+    assert "use rediss+sentinel://" in check.fix
     assert ":p@" not in str(check)
 
 
@@ -287,9 +287,20 @@ def test_where_others_may_read_is_told(place: Path) -> None:
     (place / "index.sqlite").touch()
     (place / "index.sqlite").chmod(0o600)
     bulk, index = check_privacy(config(place))
-    assert bulk.status == index.status == "ok"
+    assert (bulk.status, index.status) == ("warning", "ok")
     assert "can read" in bulk.detail
+    assert bulk.fix.startswith(f"chmod 700 {place}/chunks ")
     assert "cannot reach" in index.detail
+    (place / "chunks").chmod(0o700)
+    assert found(place) == [("bulk", "ok"), ("index", "ok")]
+
+
+def test_an_index_that_others_may_read_is_a_warning(place: Path) -> None:
+    (place / "index.sqlite").touch()
+    (place / "index.sqlite").chmod(0o644)
+    [index] = check_privacy(config(place))
+    assert index.status == "warning"
+    assert index.fix.startswith(f"chmod 700 {place} ")
 
 
 def test_the_default_place_is_private(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

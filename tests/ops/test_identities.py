@@ -82,11 +82,11 @@ def test_a_namespace_is_picked_by_its_beginning() -> None:
         ([], None, "the index has no namespaces"),
         ([], "ab", "the index has no namespaces"),
         ([ONE, OTHER], None, f"2 namespaces; choose one with --namespace: {ONE}, {OTHER}"),
-        ([ONE, OTHER], "a", "2 namespaces begin with a;"),
-        ([ONE, OTHER], "ff", f"no namespace begins with ff; choose one of: {ONE}, {OTHER}"),
-        ([ONE], "xyz", "is no namespace"),
-        ([ONE], "AB", "is no namespace"),
-        ([ONE], "", "is no namespace"),
+        ([ONE, OTHER], "a", "2 namespaces start with a;"),
+        ([ONE, OTHER], "ff", f"no namespace starts with ff; choose one of: {ONE}, {OTHER}"),
+        ([ONE], "xyz", "is not a namespace"),
+        ([ONE], "AB", "is not a namespace"),
+        ([ONE], "", "is not a namespace"),
     ],
 )
 def test_a_choice_that_is_none_lists_the_choices(
@@ -142,7 +142,7 @@ def test_what_is_no_document_at_all_is_a_payload_error(document: bytes) -> None:
 def test_a_document_of_any_length_is_not_read_whole() -> None:
     bulk = MemoryStore()
     bulk.put(identity_path(NAMESPACE), bytes(DOCUMENT_BYTES_MAX + 1))
-    with pytest.raises(PayloadError, match="longer"):
+    with pytest.raises(PayloadError, match="too long"):
         read_identity(bulk, NAMESPACE)
 
 

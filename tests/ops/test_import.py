@@ -174,7 +174,7 @@ def document_of(identity: Identity | EncoderIdentity) -> MemoryStore:
     ("identity", "why"),
     [
         (replace(IDENTITY, page_layout=HANDOFF_LAYOUT), "hand-offs"),
-        (EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default"), "of encoder outputs"),
+        (EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default"), "for encoder outputs"),
     ],
     ids=["hand-offs", "encoder outputs"],
 )
@@ -457,5 +457,5 @@ def test_a_document_that_is_deleted_meanwhile_comes_from_the_export() -> None:
     assert (found.document, found.identity) == (IDENTITY.canonical(), IDENTITY)
     bulk = Losing()
     save_identity(bulk)
-    with pytest.raises(ConfigError, match="cannot be told"):
+    with pytest.raises(ConfigError, match="its payloads cannot be checked"):
         arrivals(view_of(bulk, MemoryIndex()), MemoryStore(), [NAMESPACE])

@@ -49,7 +49,7 @@ def test_a_namespace_without_a_readable_document_is_still_listed(
     [summary] = list_namespaces(bulk, index)
     assert (summary.model, summary.problem) == (
         None,
-        "no identity document: do bulk_url and index_url belong together?",
+        "no identity document; check that bulk_url and index_url belong together",
     )
     bulk.put(identity_path(NAMESPACE), b"{}")
     [summary] = list_namespaces(bulk, index)

@@ -94,9 +94,9 @@ def test_text_is_tokenized_without_a_network(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no file: give the path of a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"is not a file; give the path of a tokenizer\.json"):
         tokenize("a", tmp_path)
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
-    with pytest.raises(ConfigError, match=r"is no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"is not a valid tokenizer\.json"):
         tokenize("a", broken)

@@ -94,7 +94,7 @@ def test_what_is_not_stored_cannot_be_pinned(bulk: MemoryStore, index: MemoryInd
     with pytest.raises(ConfigError, match=r"objkv ls [0-9a-f]{8} lists"):
         chain_of(index, NAMESPACE, b"x" * 20)
     index.drop(NAMESPACE, chunks[0])
-    with pytest.raises(ConfigError, match=r"what comes before it is not stored \(tokens before 16"):
+    with pytest.raises(ConfigError, match=r"the chunk before token 16 is not stored"):
         chain_of(index, NAMESPACE, chunks[2])
 
 

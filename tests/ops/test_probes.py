@@ -93,7 +93,7 @@ def test_a_store_that_breaks_a_promise_is_told_with_what_to_do(
 @pytest.mark.parametrize(
     ("error", "status", "fix"),
     [
-        (StoreUnavailable("nobody there"), "unreachable", "check that bulk_url is right"),
+        (StoreUnavailable("nobody there"), "unreachable", "check that bulk_url is correct"),
         (StoreDenied("403: set x"), "denied", ""),
         (StoreError("odd"), "failed", ""),
     ],
@@ -183,19 +183,19 @@ def test_a_server_as_it_should_be_has_no_warnings() -> None:
     ("change", "name", "status", "words"),
     [
         ({"version": "5.0.14"}, "server", "warning", "upgrade"),
-        ({"version": None}, "server", "ok", "does not tell"),
+        ({"version": None}, "server", "ok", "does not report"),
         ({"maxmemory_bytes": 0}, "memory policy", "warning", "set maxmemory"),
         (
             {"maxmemory_bytes": 0, "maxmemory_policy": "noeviction"},
-            "memory policy", "warning", "without a limit",
+            "memory policy", "warning", "with no limit",
         ),
         ({"maxmemory_policy": "noeviction"}, "memory policy", "ok", "once full"),
         (
             {"maxmemory_policy": "noeviction", "used_bytes": 1 << 30},
             "memory policy", "warning", "set maxmemory-policy volatile-lru",
         ),
-        ({"maxmemory_policy": "allkeys-lru"}, "memory policy", "ok", "pinned records may"),
-        ({"maxmemory_policy": None}, "memory policy", "ok", "does not tell"),
+        ({"maxmemory_policy": "allkeys-lru"}, "memory policy", "ok", "may also evict pinned"),
+        ({"maxmemory_policy": None}, "memory policy", "ok", "does not report"),
         ({"clock_skew_s": -40.0}, "clock", "warning", "-40.0 s"),
         ({"denied": ("INFO",)}, "ACL", "ok", "INFO"),
     ],
@@ -249,7 +249,7 @@ def test_a_sweeper_is_well_without_putting(area: str) -> None:
 def test_a_writer_is_well_without_deleting() -> None:
     checks = probe_store("bulk", _NoDeletes())
     assert [check.status for check in checks] == ["ok"] * 7 + ["skipped"]
-    assert "nor needed" in checks[-1].detail
+    assert "not needed" in checks[-1].detail
 
 
 def test_what_comes_back_for_a_key_that_cannot_exist_is_told() -> None:

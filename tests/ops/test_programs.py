@@ -67,7 +67,7 @@ def test_a_program_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     arguments = ("-c", "import time; time.sleep(1e6)")
     with (
         Program("it", arguments, tmp_path / "log", {}) as program,
-        pytest.raises(ProgramFailed, match="it was not done after 0 s"),
+        pytest.raises(ProgramFailed, match="it did not finish within 0 s"),
     ):
         list(program.lines(bound_s=0.01))
 

@@ -104,16 +104,16 @@ def test_whatever_others_wrote_is_text() -> None:
 
 def test_an_empty_store_has_a_page() -> None:
     page = html_report(empty_report())
-    assert "Nothing to draw yet." in page
+    assert "No data yet." in page
     assert data_of(page)["nodes"] == []
     assert "None" not in re.sub(r"<script.*?</script>|None\.", "", page, flags=re.S)
 
 
 def test_an_audit_that_did_not_end_says_so_first() -> None:
     page = html_report(replace(sample_report(), ending="deadline", parts_done=3, parts=515))
-    assert "Not everything was looked at:" in page
+    assert "Incomplete audit:" in page
     assert "3 of 515 parts" in page
-    assert "Not everything was looked at:" not in html_report(sample_report())
+    assert "Incomplete audit:" not in html_report(sample_report())
 
 
 def test_what_cannot_be_told_is_no_zero() -> None:
@@ -135,7 +135,7 @@ def test_the_worst_is_said_first_and_praise_last() -> None:
     titles = [remark.title for remark in remarks(sample_report())]
     assert titles[0].startswith("1 corrupt payload, 4.0 MiB")
     assert "1 pair of namespaces of the same model do not share" in titles
-    assert any("lost the beginning" in title for title in titles)
+    assert any("lost the first chunks" in title for title in titles)
 
 
 def test_only_a_whole_audit_without_findings_says_that_both_ends_agree() -> None:
@@ -158,7 +158,7 @@ def test_a_report_that_is_not_wholly_of_now_says_that_it_does_not_know(
     clean = replace(report, findings=FindingsAudit(none, (), 0), resumed=False)
     assert "store agree<" in html_report(clean)
     page = html_report(replace(clean, **changed))  # type: ignore[arg-type]
-    assert "Whether index and bulk store agree is not known" in page
+    assert "The agreement of index and bulk store is unknown" in page
     assert "store agree<" not in page
 
 
@@ -166,8 +166,8 @@ def test_what_is_told_of_corrupt_and_expired_payloads_is_not_told_of_ghosts() ->
     page = html_report(sample_report())
     assert "no payload at all" not in page
     assert "than one lives" not in page
-    assert "stored, but damaged: of the wrong length" in page
-    assert "not used for so long (ttl_s) that their record ran out" in page
+    assert "stored but damaged: the length or the header is wrong" in page
+    assert "without a record because they were not used for ttl_s" in page
 
 
 def test_one_of_a_thing_is_not_told_as_many() -> None:
@@ -175,7 +175,7 @@ def test_one_of_a_thing_is_not_told_as_many() -> None:
     one = replace(report.totals, namespaces=1, tenants=1, roots=1, chunks=1, payloads=1)
     page = html_report(replace(report, totals=one))
     assert "1 chunk<br>1 payload<" in page
-    assert "in 1 prefix<br>of 1 namespace<" in page
+    assert "in 1 prefix<br>in 1 namespace<" in page
 
 
 @pytest.mark.parametrize(

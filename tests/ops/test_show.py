@@ -56,7 +56,7 @@ def test_a_payload_cut_short_is_corrupt(bulk: MemoryStore, cut: int) -> None:
 def test_bytes_after_the_end_are_found(bulk: MemoryStore) -> None:
     key = save(bulk, None)[0]
     bulk.put(key.path(), (bulk.get(key.path()) or b"") + b"x")
-    assert "where the header says" in (inspect_payload(bulk, key).problem or "")
+    assert "but the header states" in (inspect_payload(bulk, key).problem or "")
 
 
 def test_another_chunks_payload_is_found_out(bulk: MemoryStore) -> None:

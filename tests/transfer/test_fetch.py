@@ -35,7 +35,7 @@ from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.queue import opening_bytes
 from objkv.transfer.slabs import SlabPool
-from objkv.transfer.sources import Sources
+from objkv.transfer.sources import PayloadLayouts
 from tests.codec.seals import SEALS, other_seal, rechecked
 from tests.support import paged_cache
 from tests.support.paged_cache import (
@@ -160,14 +160,14 @@ def test_a_header_that_promises_more_than_there_is_room_for_is_refused_at_once()
     place = world("none")
     header, layers = read_header(place.payload), place.reader.paged.layers
     job = LoadJob(place.plan, [range(len(layers))], 1.0, lambda: 0.0)
-    source = Sources({0: place.reader.paged}).of(place.plan.moves[0])
+    source = PayloadLayouts({0: place.reader.paged}).of(place.plan.moves[0])
     slabs = SlabPool("t", count=1, slab_bytes=len(place.payload) - 1, pinned=False)
     decoder = Decoder((job, 0, None), source, HostLane(), slabs, cuts=Cuts(), seal=None)
     with decoder:
         decoder.buffer[:] = place.payload[:-1]
         decoder.arrived(header.data_start - 1)
         assert decoder.header is None
-        with pytest.raises(PayloadError, match="can be"):
+        with pytest.raises(PayloadError, match="expected at most"):
             decoder.arrived(header.data_start)
     assert decoder._layer == 0
     assert slabs.leased == 0

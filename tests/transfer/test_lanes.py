@@ -15,7 +15,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Part
 from objkv.transfer.lanes import CudaLane, HostLane, Lane, Recast, deal_tokens, open_lane
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.sources import Source
+from objkv.transfer.sources import PayloadLayout
 from tests.support.paged_cache import paged_group, same_blocks
 
 # What lanes do, on the host and, with CUDA played by fakes, on a GPU.
@@ -93,9 +93,9 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return cuda_lane()
 
 
-def own_source(paged: PagedGroup) -> Source:
+def own_source(paged: PagedGroup) -> PayloadLayout:
     shard = paged.shape.rank_shard.shard
-    return Source(paged, Part(shard, shard), paged.shape.block_size)
+    return PayloadLayout(paged, Part(shard, shard), paged.shape.block_size)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_padded_states_pass() -> None:
 
 def test_layers_that_share_their_memory_are_refused() -> None:
     cache = torch.zeros(9, 2, 4, 8)
-    with pytest.raises(ConfigError, match="KV cache of l0 does not hold"):
+    with pytest.raises(ConfigError, match="KV cache of l0 does not return the blocks"):
         check_pages(group(cache, cache), HostLane())
     assert not cache.any()
 

@@ -1,8 +1,8 @@
-"""The façade that vLLM sees: forwards to the scheduler's or the worker's side.
+"""The connector class that vLLM loads. It forwards to the scheduler's or the worker's side.
 
-Faults do not reach the engine once it runs: see ``objkv.connector.guard``. The only long waits are
-for a layer or a load that the forward pass needs now, and for saves in flight when the cache is let
-go or the engine ends; all have a deadline.
+Faults of a running connector never reach the engine, see ``objkv.connector.guard``. It waits long
+only for a layer or a load that the forward pass needs now, and for in-flight saves when the cache
+is unregistered or the engine shuts down. All these waits have deadlines.
 """
 
 import logging
@@ -58,8 +58,8 @@ _NO_MATCH: tuple[int | None, bool] = (0, False)
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares the KV of prompts with every replica that uses the same stores and the same model.
 
-    Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
-    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, with what to do.
+    The settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix.
     """
 
     def __init__(
@@ -108,30 +108,34 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             recorder=self._recorder,
             kv_caches=self._kv_caches,
         )
-        # An engine that is dropped, or a process that just ends, still drains its saves.
+        # This drains saves even if the engine is garbage-collected or the process just exits.
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     @guarded(None)
     def unregister_kv_caches(self) -> None:
-        """Drain saves within ``drain_deadline_ms`` and let go of the paged cache, whose memory is
-        about to go: nothing touches it afterwards. vLLM 0.33 calls it before it sleeps; see
-        ``follow_sleep``. No request waits for a load then: vLLM sleeps only when none has a block.
+        """Drain saves within ``drain_deadline_ms``, then never touch the paged cache again.
+
+        vLLM is about to unmap its memory. vLLM 0.33 calls this before it sleeps; for other versions
+        see ``follow_sleep``. No request waits for a load then, because vLLM sleeps only when no
+        request has a block.
         """
         if self._worker is not None:
-            self._asleep = True  # and closed: it takes no chunk out, and fails all its loads
+            self._asleep = True  # the closed worker saves nothing and fails all its loads
             self._finalizer.detach()
             self._worker.close()
 
     @guarded(None)
     def restore_kv_caches(self) -> None:
-        """The paged cache is back, at the same addresses. See ``unregister_kv_caches``."""
+        """Reopen the worker: the paged cache is mapped again at the same addresses. See
+        ``unregister_kv_caches``."""
         if self._worker is not None and self._asleep:
             self._open_worker()
             self._asleep = False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        """True: the paged cache is let go before its memory is. Used by vLLM 0.33."""
+        """Return True: the cache is unregistered before its memory is unmapped. Used by vLLM
+        0.33."""
         return True
 
     @guarded(None)
@@ -141,7 +145,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Block until the layer's loaded blocks are there, or have failed. See the base class."""
+        """Block until the layer's blocks are loaded or have failed. See the base class."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
 
@@ -152,23 +156,23 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Nothing: whole chunks are taken out after the step."""
+        """Do nothing: whole chunks are gathered after the step."""
 
     @guarded(None)
     def wait_for_save(self) -> None:
-        """Settle loads within the step and take finished chunks out. See the base class."""
+        """Settle loads within the step and gather finished chunks. See the base class."""
         if self._worker is not None:
             self._worker.end_forward(self._plan())
 
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Let saves in flight read their blocks before anything overwrites them."""
+        """Let in-flight saves read their blocks before anything overwrites them."""
         if self._worker is not None:
             self._worker.before_reuse()
 
     @guarded(KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Saves and loads that ended. See the base class."""
+        """Return the saves and loads that ended. See the base class."""
         if self._worker is None:
             return KVConnectorTransferResults()
         done = self._worker.results(self._plan(), finished_req_ids)
@@ -182,16 +186,16 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return done.finished_sending or None, done.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks to recompute. See the base class."""
+        """Return the blocks to recompute. See the base class."""
         return self._worker.take_failed_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What did not go as planned on this worker."""
+        """Return this worker's report: failures, durations and new records."""
         report = self._worker.take_report() if self._worker is not None else None
         return with_stored(report, self._published)
 
     def get_kv_connector_stats(self) -> ObjKVStats | None:
-        """Numbers since the last call, of whichever side this is."""
+        """Return this side's numbers since the last call."""
         data = self._recorder.drain() | self._recorder.samples()
         return ObjKVStats(data=cast("dict[str, Any]", data)) if data else None
 
@@ -209,12 +213,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a save that is dropped is a miss later on."""
+        """False: a dropped save only causes a later miss."""
         return False
 
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
-        """Start looking the request's prompt up."""
+        """Start the lookup of the request's prompt."""
         self._hooks.reopen()
         self._side().track(request)
 
@@ -222,7 +226,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens stored beyond those computed; None while not known. See the base class."""
+        """Return the number of stored tokens beyond the computed ones, or None while it is unknown.
+        See the base class."""
         return self._side().match(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -233,12 +238,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._side().plan_load(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """The step's plan. See the base class."""
+        """Return the step's plan. See the base class."""
         return self._side().plan_step(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take in the workers' reports."""
+        """Process the workers' reports."""
         side, manager = self._side(), self._kv_cache_manager
         failed_requests = side.update(connector_output)
         if manager is not None:
@@ -249,34 +254,35 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(tuple["KVCacheEvent", ...]())
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
-        """KV events, where vLLM has them enabled; called once a step, with its result."""
+        """Return the KV events if vLLM has them enabled. vLLM calls this once per step, with the
+        step's result."""
         return self._side().end_step()
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must be kept for saves in flight."""
+        """Return whether the request's blocks must be kept for in-flight saves."""
         return self._side().finish(request, (block_ids,)), None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished``, for models with several groups."""
+        """The form of ``request_finished`` for models with several groups."""
         return self._side().finish(request, block_ids), None
 
     @guarded(False)
     def reset_cache(self) -> bool:
-        """Use nothing that was stored so far. False while blocks of it are still in use."""
+        """Stop using everything stored so far. Returns False while such blocks are still in use."""
         return self._side().reset(clean=holds_nothing(self._kv_cache_manager))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether layers may wait for loads: Python must run between graph pieces then."""
+        """Whether layers may wait for loads, so that Python must run between graph pieces."""
         return load_config(extra_config).load_mode != "async"
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjKVStats:
-        """Statistics back from what crossed a process boundary."""
+        """Rebuild statistics from the data that another process sent."""
         return ObjKVStats(data=data or {})
 
     @classmethod
@@ -287,7 +293,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ObjKVPromMetrics:
-        """The Prometheus metrics of this connector."""
+        """Return the Prometheus metrics of this connector."""
         return ObjKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _plan(self) -> StepPlan:

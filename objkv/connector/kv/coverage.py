@@ -1,8 +1,8 @@
-"""What of a chunk this replica can be served from, whatever the shapes of who saved it.
+"""Decides which stored shards of a chunk this replica can load, whatever shape wrote them.
 
-Decided on the scheduler alone, for all ranks together: each rank then picks the same shards. Called
-for every chunk of every prompt, on the scheduler's thread: what shards there are is added up as
-bits, one for each head of each layer, and nothing is searched.
+The scheduler alone decides, for all ranks together, so every rank picks the same shards. It does so
+for every chunk of every prompt on its own thread. Shards are therefore combined as bits, one per
+head and layer, without a search.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,24 +16,25 @@ from objkv.index.shapes import ShapesIndex
 from objkv.keys.topology import Shard
 
 _FIELDS_KEPT = 4096
-"""Fields whose bits are known: a fleet's shapes are few, but an index may say anything."""
+"""Bound of cached fields. A fleet has few shapes, but an index may contain anything."""
 _CHOICES_KEPT = 4096
 _CHOOSABLE_MAX = 64
-"""Of more shards of one group all are counted as fetched."""
+"""If a group has more shards than this, all of them are counted as fetched."""
 
 
 class Coverage:
-    """The scheduler's thread, and threads that look up: what it keeps may be made twice."""
+    """Coverage of chunks by stored shards. Thread-safe for the scheduler's and lookup threads,
+    which may compute the same cached value twice."""
 
     def __init__(self, geometry: Geometry, is_mixed: Callable[[], bool] = lambda: False) -> None:
-        """``is_mixed``: whether shards of other shapes can be among those given. Until then
-        counting them says enough, and decodes none."""
+        """``is_mixed``: whether shards of other shapes are possible. If not, shards are only
+        counted, and none is decoded."""
         self._is_mixed = is_mixed
         groups = range(len(geometry.groups))
         self._fields = [geometry.fields(group) for group in groups]
         self._count = len(geometry.all_fields())
-        # Ranks load side by side, so one rank's bytes are the total divided by the number of
-        # distinct shards. If groups differ in that, the smallest number counts.
+        # Ranks load in parallel, so one rank's bytes are the total divided by the number of
+        # distinct shards. If groups differ in that number, the smallest is used.
         self._shares = min((len(own) for own in self._fields if own), default=1)
         self._wholes = [
             Shard(0, len(identity.layers), 0, identity.heads) for identity in geometry.groups
@@ -53,21 +54,22 @@ class Coverage:
         return not self._needs[group] & ~self._bits_of(shards)[group]
 
     def is_complete(self, shards: Shards) -> bool:
-        """The same of all groups: there is nothing left to save."""
+        """Whether every rank finds what it needs of every group, so nothing remains to save."""
         if not self._is_mixed():
             return len(shards) == self._count
         held = self._bits_of(shards)
         return not any(need & ~bits for need, bits in zip(self._needs, held, strict=True))
 
     def size(self, shards: Shards) -> tuple[int, bool]:
-        """How many bytes a rank fetches, the first standing for all, and whether all are hot."""
+        """Return how many bytes the first rank fetches, as an estimate for every rank, and whether
+        all of them are hot."""
         if not self._is_mixed():
             return _sum(shards.values(), self._shares)
         return _sum(self.fetched(shards), 1)
 
     def fetched(self, shards: Shards) -> Collection[ShardRecord]:
-        """Roughly the records that the ranks will fetch. Where other shapes are stored, those that
-        the first rank needs stand for all."""
+        """Return roughly the records that the ranks will fetch. If other shapes are stored, these
+        are the records that the first rank needs."""
         if not self._is_mixed():
             return shards.values()
         groups: dict[int, list[str]] = {}
@@ -82,11 +84,11 @@ class Coverage:
         return [shards[field] for field in chosen]
 
     def is_possible(self, field: str) -> bool:
-        """Whether a shard field can be one of this model, written by whatever shape."""
+        """Whether a shard field is valid for this model, in any shape."""
         return self._held(field) is not None
 
     def _bits_of(self, shards: Shards) -> list[int]:
-        """Per group what the shards hold, together."""
+        """Return the union of the shards' bits per group."""
         bits = [0] * len(self._needs)
         for field in shards:
             if (held := self._held(field)) is not None:
@@ -94,7 +96,7 @@ class Coverage:
         return bits
 
     def _held_of(self, field: str) -> tuple[int, int] | None:
-        """The group of a field and what it holds of it; None for what cannot be of this model."""
+        """Return a field's group and bits, or None if the field is not valid for this model."""
         number, _, text = field.partition(".")
         try:
             group, shard = int(number), Shard.parse(text)
@@ -108,7 +110,8 @@ class Coverage:
         return group, _bits(whole, shard)
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[str, ...]:
-        """About what the first rank fetches: ``cover`` may find better, and takes longer."""
+        """Return about the fields that the first rank fetches. ``cover`` may find fewer, but takes
+        longer."""
         need, whole = self._firsts[group], self._wholes[group]
         if need is None:
             return ()
@@ -126,7 +129,7 @@ class Coverage:
 def open_coverage(
     config: Config, geometry: Geometry, index: NearIndex, *, writes: bool
 ) -> tuple[ShapesIndex, Coverage]:
-    """The index that lookups read, and the coverage that judges its answers."""
+    """Return the index that lookups read, and the coverage that evaluates its answers."""
     reach = Coverage(geometry, is_mixed=lambda: shapes.mixed)
     shapes = ShapesIndex(
         index,
@@ -142,15 +145,15 @@ def open_coverage(
 def _ranked(
     whole: Shard, fields: Iterable[str], wanted: int
 ) -> Iterator[tuple[int, int, str, int]]:
-    """The best first: those that hold nothing but what is wanted, the larger before the smaller;
-    then those with the least else."""
+    """Yield sort keys that put the best fields first: the fewest unwanted bits, then the
+    largest."""
     for field in fields:
         bits = _bits(whole, _shard(field))
         yield (bits & ~wanted).bit_count(), -bits.bit_count(), field, bits
 
 
 def _bits(whole: Shard, shard: Shard) -> int:
-    """One bit for each head of each layer of the shard, those of its first layer lowest."""
+    """Return one bit per head and layer of the shard. The first layer has the lowest bits."""
     row = (1 << (shard.head_end - shard.head_start)) - 1 << shard.head_start
     return _union(row << whole.head_end * at for at in range(shard.layer_start, shard.layer_end))
 

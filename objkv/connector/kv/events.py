@@ -1,11 +1,11 @@
-"""KV events: what this replica knows to be stored, reported to routers in vLLM's words.
+"""KV events: reports the chunks that this replica has found in the store, in vLLM's format.
 
-A chunk is reported once all shards of one of its groups are in the index, or when a load of it
-succeeded, as ``BlockStored`` with the hashes that vLLM gives the same blocks on the device; and
-taken back, as ``BlockRemoved``, when it turned out to be gone, or when this replica no longer keeps
-track of it. Both with a medium of their own, so that they say nothing of the device's blocks. None
-of this exists unless vLLM has KV events enabled. Source: vLLM 0.31-0.33,
-``distributed/kv_events.py`` and ``v1/core/block_pool.py``. Described in ``docs/kv-events.md``.
+A chunk is reported as ``BlockStored`` when all shards of one of its groups are in the index, or
+when a load of it succeeded. The event has the hashes that vLLM gives the same blocks on the device.
+A chunk is reported as ``BlockRemoved`` when it is found missing, or when this replica no longer
+tracks it. Both have their own medium, so they do not affect the device's blocks. vLLM must have KV
+events enabled. Source: vLLM 0.31-0.33, ``distributed/kv_events.py`` and ``v1/core/block_pool.py``.
+Described in ``docs/kv-events.md``.
 """
 
 from collections import OrderedDict
@@ -38,30 +38,30 @@ if TYPE_CHECKING:
 
 
 MEDIUM = "OBJKV"
-"""Of all events: reachable by this replica, in stores that it shares with others."""
+"""Medium of all events: this replica can load the blocks from shared stores."""
 
 
 class BlockEvents:
-    """Makes the events of a chunk of one group: its blocks, by vLLM's own hashes. Pure.
+    """Makes the events of one chunk's blocks in one group, with vLLM's own hashes. Pure.
 
-    Field by field they are those of the same blocks on the device, but for the medium. Source: vLLM
-    0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
-    ``v1/core/kv_cache_utils.py``.
+    Except for the medium, every field equals that of the event for the same blocks on the device.
+    Source: vLLM 0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``,
+    ``resolve_block_hashes`` in ``v1/core/kv_cache_utils.py``.
     """
 
     def __init__(self, geometry: Geometry, hash_tokens: int) -> None:
-        """``hash_tokens``: of one of vLLM's block hashes; blocks of all groups are multiples."""
+        """``hash_tokens``: tokens per block hash of vLLM. Every group's block size is a multiple
+        of it."""
         self._geometry = geometry
         self._hash_tokens = hash_tokens
 
     def stored(self, request: "Request", move: ChunkMove) -> BlockStored | None:
-        """Reports that the chunk's payloads are stored; None where vLLM's hashes of the blocks
-        in them are not known."""
+        """Return the event that the chunk is stored, or None if vLLM has not hashed its blocks."""
         identity, unit = self._geometry.groups[move.group], self._hash_tokens
         size, end = identity.block_size, move.token_end
         start = end - stored_blocks(identity, self._geometry.chunk_tokens) * size
         known = request.block_hashes
-        # One hash per unit of tokens, less what a drafter still has to look at.
+        # There is one hash per unit of tokens, except for tokens that a drafter still needs.
         if start >= end or end // unit > len(known) or len(known) > request.num_tokens // unit:
             return None
         convert = kv_cache_utils.maybe_convert_block_hash
@@ -81,14 +81,14 @@ class BlockEvents:
         )
 
     def removed(self, group: int, hashes: list[Any]) -> BlockRemoved:
-        """Takes blocks of a group back, by the hashes that were reported."""
+        """Return the event that a group's blocks, named by their reported hashes, are removed."""
         return _made(BlockRemoved, block_hashes=hashes, medium=MEDIUM, group_idx=group)
 
 
 def read_hash_tokens(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", geometry: Geometry
 ) -> int:
-    """How many tokens one of vLLM's block hashes is of."""
+    """Return the number of tokens per block hash of vLLM."""
     resolve = getattr(kv_cache_utils, "resolve_kv_cache_block_sizes", None)
     if resolve is None:  # not every version has it
         unit = getattr(vllm_config.cache_config, "prefix_match_unit", None)
@@ -109,20 +109,20 @@ def _extra_keys(request: "Request", start: int, end: int, size: int) -> Any:
 
 
 def _made(kind: type[Any], **values: Any) -> Any:
-    """An event with those of the fields that this vLLM knows."""
+    """Return an event with those fields that this version of vLLM has."""
     known = kind.__struct_fields__
     return kind(**{name: value for name, value in values.items() if name in known})
 
 
 _SHARDS_MAX = 65_536
-"""Kept until the next report; more are not reported."""
+"""Shards kept until the next report. Further ones are not reported."""
 
 
 class PublishedIndex(GuardedIndex):
-    """Keeps which shards this process announced, until ``take``. Safe from many threads.
+    """An index that records which shards this process publishes, until ``take``. Thread-safe.
 
-    At the index, where a save ends: a payload that could not be announced is found by no replica,
-    and one that another replica had put before is announced all the same.
+    The index is the last step of a save. No replica finds a payload that was not published, and a
+    payload that another replica had stored is published all the same.
     """
 
     def __init__(self, inner: WriteIndex) -> None:
@@ -131,7 +131,7 @@ class PublishedIndex(GuardedIndex):
         self._published: set[StoredShard] = set()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """As the inner index; kept only if it worked."""
+        """Publish in the inner index, and record the shards if that succeeded."""
         self._inner.publish(chunk, shards, ttl_s=ttl_s)
         names = {(chunk.namespace, chunk.prefix_hash, name) for name in shards}
         with self._lock:
@@ -139,7 +139,7 @@ class PublishedIndex(GuardedIndex):
                 self._published |= names
 
     def take(self) -> set[StoredShard]:
-        """What was announced since the last call."""
+        """Return the shards published since the last call."""
         with self._lock:
             published, self._published = self._published, set()
         return published
@@ -148,7 +148,7 @@ class PublishedIndex(GuardedIndex):
 def watch_saves(
     backends: Backends, vllm_config: "VllmConfig"
 ) -> tuple[Backends, PublishedIndex | None]:
-    """The backends, and the index that records announcements, if vLLM has KV events enabled."""
+    """Return the backends, and their recording index if vLLM has KV events enabled."""
     if not events_enabled(vllm_config):
         return backends, None
     index = PublishedIndex(backends.index)
@@ -156,7 +156,7 @@ def watch_saves(
 
 
 def with_stored(report: StepReport | None, published: PublishedIndex | None) -> StepReport | None:
-    """A worker's report, with what it announced since the last."""
+    """Add the shards published since the last report to a worker's report."""
     if published is not None and (stored := published.take()):
         report = report or StepReport()
         report.stored |= stored
@@ -170,10 +170,10 @@ def events_enabled(vllm_config: "VllmConfig") -> bool:
 
 
 _CHUNKS_MAX = 32_768
-"""Reported chunks that are kept track of, about 1 KiB each; of more the oldest are taken back."""
+"""Reported chunks to track, about 1 KiB each. Beyond this the oldest are reported as removed."""
 _PENDING_MAX = 1_024
-"""Chunks being saved, and loads under way, of which each keeps its tokens; of more the oldest are
-not reported."""
+"""Saves and loads in progress to track, each with its tokens. Beyond this the oldest are not
+reported."""
 Name = tuple[str, bytes]
 """Namespace and prefix hash of a chunk."""
 Find = Callable[[str], TrackedRequest | None]
@@ -184,9 +184,9 @@ class _Pending:
     """A chunk that is being saved."""
 
     events: dict[int, BlockStored] = field(default_factory=dict)
-    """By group, of those being saved."""
+    """Events of the groups being saved, by group."""
     shards: set[str] = field(default_factory=set)
-    """Fields that are stored."""
+    """Fields of the stored shards."""
 
 
 @dataclass(slots=True)
@@ -194,38 +194,39 @@ class _Reported:
     """A chunk that was reported."""
 
     until: float
+    """Time on the log's clock at which it is reported as removed."""
     hashes: dict[int, list[Any]] = field(default_factory=dict)
-    """By group."""
+    """Reported hashes by group."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way."""
+    """A load in progress."""
 
     sync: bool
     events: list[tuple[Name, int, BlockStored | None]]
-    """None where nothing new is to be reported."""
+    """Chunk, group and event. The event is None if the chunk is already reported."""
 
 
 class NoEvents:
-    """Where vLLM does not want any. The scheduler's thread only; never waits, never raises."""
+    """The log without KV events. For the scheduler's thread only. Never waits, never raises."""
 
     def planned(self, plan: StepPlan, find: Find) -> None:
-        """A step's loads and saves, while their requests, which ``find`` finds, are there."""
+        """Record a step's loads and saves. ``find`` returns their requests, which still exist."""
 
     def update(self, output: "KVConnectorOutput") -> None:
-        """All workers' reports of one step."""
+        """Record all workers' reports of one step."""
 
     def reset(self) -> None:
-        """Nothing that was reported is used by this replica any more."""
+        """Record that this replica no longer uses anything reported so far."""
 
     def take(self) -> tuple[KVCacheEvent, ...]:
-        """Events since the last call, in the order in which they happened."""
+        """Return the events since the last call in the order in which they happened."""
         return ()
 
 
 class EventLog(NoEvents):
-    """Where vLLM wants them."""
+    """The log with KV events enabled."""
 
     def __init__(
         self,
@@ -239,8 +240,8 @@ class EventLog(NoEvents):
     ) -> None:
         """
         Args:
-            ttl_s: life of a record; a chunk that this replica neither saved nor loaded meanwhile is
-                taken back.
+            ttl_s: life of a record. A chunk that this replica has not saved or loaded for this long
+                is reported as removed.
         """
         self._fields = [geometry.fields(group) for group in range(len(geometry.groups))]
         self._blocks = blocks
@@ -361,7 +362,7 @@ class EventLog(NoEvents):
         names = list(names)
         for name in names:
             if (pending := self._pending.get(name)) is not None:
-                pending.shards.clear()  # what was stored of it is stored anew, or not at all
+                pending.shards.clear()  # its shards are stored again, or not at all
         self._take_back(names)
 
     def _take_back(self, names: Iterable[Name]) -> None:
@@ -380,7 +381,7 @@ def open_event_log(
     geometry: Geometry,
     config: Config,
 ) -> NoEvents:
-    """A log that keeps nothing unless vLLM has KV events enabled."""
+    """Return a log, which records nothing unless vLLM has KV events enabled."""
     if not events_enabled(vllm_config):
         return NoEvents()
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)

@@ -1,4 +1,4 @@
-"""What crosses between the scheduler's process and the workers', once per step. Plain values."""
+"""Messages between the scheduler's process and the workers', once per step. Plain values."""
 
 from dataclasses import dataclass, field
 
@@ -11,38 +11,38 @@ from objkv.cache.admission import LoadTime
 from objkv.transfer.plan import LoadPlan, SavePlan
 
 StoredShard = tuple[str, bytes, str]
-"""Namespace and prefix hash of a chunk, and the field of a shard that is in the index now."""
+"""Namespace and prefix hash of a chunk, and the field of one of its shards in the index."""
 
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """Scheduler → workers: what to load and save in this step."""
+    """From the scheduler to the workers: the loads and saves of this step."""
 
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     held: frozenset[str] = frozenset()
     """Finished requests whose blocks are kept until their saves have left the device."""
     idle: bool = False
-    """Whether there is nothing to compute, and loads to wait for."""
+    """Whether the step computes nothing while loads are in progress."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):
-    """Workers → scheduler: what did not go as planned, and how long the rest took."""
+    """From the workers to the scheduler: failures, and the durations of successful loads."""
 
     dropped: set[tuple[str, int]] = field(default_factory=set)
-    """(request id, chunk) whose save was dropped."""
+    """(request id, chunk) of each dropped save."""
     rejected: set[tuple[str, bytes]] = field(default_factory=set)
-    """(namespace, prefix hash) of records that promised what was not there, or not right."""
+    """(namespace, prefix hash) of records whose payload was missing or corrupt."""
     failed: set[str] = field(default_factory=set)
-    """Requests whose load failed, wholly or in part."""
+    """Ids of requests whose load failed in whole or in part."""
     loaded: dict[str, LoadTime] = field(default_factory=dict)
-    """By request id, loads that succeeded."""
+    """Durations of successful loads, by request id."""
     stored: set[StoredShard] = field(default_factory=set)
-    """Shards that were announced; reported only where vLLM has KV events enabled."""
+    """Published shards. Reported only if vLLM has KV events enabled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """What went wrong on one worker went wrong; a load took as long as on the slowest."""
+        """Merge two reports. Failures add up, and a load took as long as on the slowest worker."""
         assert isinstance(other, StepReport)
         return StepReport(
             self.dropped | other.dropped,
@@ -57,5 +57,5 @@ class StepReport(KVConnectorWorkerMetadata):
         )
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Whether the report is empty."""
         return not any((self.dropped, self.rejected, self.failed, self.loaded, self.stored))

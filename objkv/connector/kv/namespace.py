@@ -1,4 +1,4 @@
-"""The namespace that a replica lives in: its identity document, stored once, and its renewal."""
+"""A replica's namespace: stores its identity document once, and renews it after a reset."""
 
 import logging
 import secrets
@@ -16,7 +16,7 @@ IdentityT = TypeVar("IdentityT", bound=Any)
 
 
 class ReplicaNamespace(Generic[IdentityT]):
-    """Where chunks of new requests belong. The scheduler's thread only; never waits."""
+    """The namespace of new requests' chunks. For the scheduler's thread only. Never waits."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ReplicaNamespace(Generic[IdentityT]):
         *,
         writes: bool,
     ) -> None:
-        """``submit`` runs a job in the background, unless there are too many."""
+        """``submit`` runs a job in the background, or returns False if too many are queued."""
         self.identity = identity
         self._bulk = bulk
         self._submit = submit
@@ -34,14 +34,14 @@ class ReplicaNamespace(Generic[IdentityT]):
         self._stored: set[str] = set()
         self._storing = False
         self.open = True
-        """False while it is not known which weights the replica's own blocks are from."""
+        """False while the replica's own blocks may come from old weights."""
         self.name: str = identity.namespace()
 
     def announce(self) -> None:
-        """Store the identity document in the background, unless it is stored or on its way.
+        """Store the identity document in the background, unless that was done or has begun.
 
-        A replica that only loads stores none, and may not be allowed to: it logs its document, once
-        for each name, and ``objkv diff`` finds it there.
+        A replica that only loads may lack the rights to store it. It logs the document instead,
+        once per namespace, and ``objkv diff`` reads it from the log.
         """
         name = self.name
         if self._storing or name in self._stored:
@@ -64,15 +64,15 @@ class ReplicaNamespace(Generic[IdentityT]):
             self._storing = False
 
     def renew(self, *, clean: bool) -> bool:
-        """Weights may have changed: leave the namespace; True if there is a new one.
+        """Leave the namespace because weights may have changed. True if there is a new namespace.
 
-        The new one is this replica's own, by a random number: an epoch that was only counted up
-        would not say which weights it stands for, and replicas that were updated a different
-        number of times would read each other's KV. Sharing begins again when the operator sets
-        ``weights_epoch``, or after a restart with the new weights on disk.
+        The new namespace contains a random number, so it is private to this replica. A counter
+        alone would not identify the weights: replicas that were updated a different number of times
+        would read each other's KV. Sharing resumes when the operator sets ``weights_epoch``, or
+        after a restart with the new weights on disk.
 
-        ``clean``: whether vLLM dropped every block of its own prefix cache. If not, blocks of the
-        old weights may still be hit, so nothing is loaded or saved until a renewal that is.
+        ``clean``: whether vLLM dropped every block of its own prefix cache. If not, requests may
+        still hit blocks of the old weights, so nothing is loaded or saved until a clean renewal.
         """
         self.open = clean
         if not clean:
@@ -86,10 +86,10 @@ class ReplicaNamespace(Generic[IdentityT]):
         )
         self.name = self.identity.namespace()
         logger.warning(
-            "cache reset, sharing with nobody until weights_epoch is set namespace=%s", self.name
+            "cache reset, sharing nothing until weights_epoch is set namespace=%s", self.name
         )
         self.announce()
         return True
 
     def _log_closed(self) -> None:
-        logger.warning("cache not reset, blocks in use: neither loading nor saving until it is")
+        logger.warning("cache not reset, blocks in use: loading and saving nothing until it is")

@@ -1,5 +1,5 @@
-"""Moves from block tables: which physical blocks a load fills and a save reads, and which saves a
-step is to make."""
+"""Plans moves from block tables: the physical blocks that a load fills and a save reads, and the
+saves of each step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 BlockTable = Sequence[Sequence[int]]
-"""Per group the request's physical blocks, in token order; 0, the null block, where a window has
-passed or no state was kept."""
+"""The request's physical blocks per group, in token order. 0, the null block, stands for a block
+that a window has passed, or for a state that was not kept."""
 _NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a request has in its blocks when the step is over."""
+    """The contents of a request's blocks after the step."""
 
     tokens: Sequence[int]
     blocks: BlockTable
     states: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """By group and number of tokens, the block that holds the state after them."""
+    """Block that contains the state after a number of tokens, by group and number."""
 
 
 def load_moves(
@@ -41,19 +41,19 @@ def load_moves(
     blocks: BlockTable,
     span: tuple[int, int],
 ) -> Iterator[LoadMove]:
-    """Moves that fill the blocks of tokens ``[start, end)`` and touch no others, in chunk order.
+    """Yield the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.
 
-    Blocks before ``start`` were computed or found locally and may be shared with other requests.
-    vLLM gave blocks to what the tokens after ``end`` need, and null blocks to the rest.
+    Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
+    allocated the blocks that tokens after ``end`` need, and null blocks for the others.
     """
     start, end = span
     size = geometry.chunk_tokens
     held_of = [stored_blocks(identity, size) for identity in geometry.groups]
     for chunk in range(start // size, -(-end // size)):
-        # If nothing of a chunk is stored, a sliding window has passed it, and it has no blocks.
+        # A chunk without any stored shard was passed by a sliding window and has no blocks.
         shards = records[chunk] or {}
         for group, identity in enumerate(geometry.groups):
-            # Block positions within the prompt: what the payload holds, cut to what is wanted.
+            # Block positions within the prompt: the payload's blocks, cut to the needed ones.
             held_from = (chunk + 1) * size // identity.block_size - held_of[group]
             first = max(held_from, start // identity.block_size)
             last = min((chunk + 1) * size, end) // identity.block_size
@@ -71,10 +71,10 @@ def save_moves(
     keep_tokens: bool,
     is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
 ) -> list[SaveMove]:
-    """Moves that take whole chunks out. A group is left out of a chunk that is not, or no longer,
-    in its blocks, and where ``is_stored`` says so of (chunk, group).
+    """Return moves that save whole chunks.
 
-    ``chain``: with ``digests``, extended up to the last of ``chunks``.
+    A group of a chunk is skipped if its blocks do not contain it, or if ``is_stored`` returns True
+    for (chunk, group). ``chain`` must have ``digests`` and reach the last of ``chunks``.
     """
     size = geometry.chunk_tokens
     moves = []
@@ -96,15 +96,14 @@ def states_after(
     end: int | None,
     offered: Iterable[tuple[int, int, int]],
 ) -> dict[tuple[int, int], int]:
-    """The blocks that hold a state at a block's end when the step is over, as ``Computed`` has
-    them.
+    """Return the blocks that contain a state at a block's end after the step, as in ``Computed``.
 
     Args:
-        end: tokens computed when the step is over; None where some of them may be rejected.
-        offered: (group, block, tokens) of states that vLLM says are there.
+        end: tokens computed after the step. None if some of them may be rejected.
+        offered: (group, block, tokens) of states that vLLM reports.
 
-    A table alone is not enough: its blocks are reused, moved and emptied while a request goes on.
-    Only one is certain: the state after a step's last token is in that token's block.
+    The block table alone is not enough: its blocks are reused, moved and emptied while a request
+    runs. Only one is certain: the state after a step's last token is in that token's block.
     Source: vLLM 0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``,
     ``preprocess_mamba`` in ``v1/worker/mamba_utils.py``.
     """
@@ -122,7 +121,7 @@ def states_after(
 def _held(
     identity: GroupIdentity, group: int, computed: Computed, size: int, chunk: int
 ) -> tuple[int, ...]:
-    """The blocks of what a payload of the chunk holds; none if it is known not to be there."""
+    """Return the blocks of the chunk's payload, or none if the state was not kept."""
     if identity.kind == "mamba":
         state = computed.states.get((group, (chunk + 1) * size))
         return () if state is None else (state,)
@@ -131,7 +130,7 @@ def _held(
 
 
 def _runs(table: Sequence[int], first: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The pieces of a table without null blocks, each with its place; ``first`` is the table's."""
+    """Yield each run of non-null blocks with its position. ``first``: the table's position."""
     begin = None
     for place, block in enumerate((*table, _NULL_BLOCK)):
         if block != _NULL_BLOCK:
@@ -167,14 +166,14 @@ def _of_group(shards: Shards, group: int) -> tuple[tuple[str, ShardRecord], ...]
 
 
 class BlockTrust:
-    """Whose blocks may be saved: not those that a load within the step, which may still fail, is to
-    fill. The scheduler's thread only.
+    """Decides whose blocks may be saved. For the scheduler's thread only.
 
-    Whether such a load succeeded is known only when its step is over, and those scheduled
-    meanwhile; until then the blocks given out in these steps may hold anything. A worker knows the
-    fate of its own loads, but not of those of other ranks, and under vLLM's ``MultiConnector``
-    another connector may load. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``, where
-    blocks loaded within a step are in the prefix cache before they are filled.
+    A load within the step may still fail. Its outcome is known only after its step and the steps
+    scheduled in the meantime. Until then, blocks allocated in these steps may contain anything. A
+    worker knows the outcome of its own loads but not of other ranks' loads, and under vLLM's
+    ``MultiConnector`` another connector may load. Source: vLLM 0.31-0.33,
+    ``v1/core/sched/scheduler.py``, where blocks loaded within a step are in the prefix cache before
+    they are filled.
     """
 
     def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
@@ -185,14 +184,14 @@ class BlockTrust:
         self._admitted: list[TrackedRequest] = []
 
     def add(self, tracked: TrackedRequest) -> None:
-        """The request was given blocks, for a step that is being scheduled."""
-        # Out of these nothing was saved yet. If it ends while they are being filled, the load alone
-        # keeps them: vLLM does not expect the end of a save as well.
+        """Record that vLLM allocated blocks to the request, in a step that is being scheduled."""
+        # No save has read these blocks yet. If the request ends while they are being filled, only
+        # the load keeps them, because vLLM does not expect the end of a save too.
         tracked.saved = False
         self._admitted.append(tracked)
 
     def next_step(self, output: "SchedulerOutput") -> None:
-        """A step was scheduled, with what was added since the last."""
+        """Record that a step was scheduled with the requests added since the previous one."""
         admitted, self._admitted = self._admitted, []
         self._step += 1
         doubtful = self._ranks > 1 or any(_filled_by_another(one) for one in admitted)
@@ -203,7 +202,7 @@ class BlockTrust:
                 tracked.doubtful_until = self._doubtful_until
 
     def trusts(self, tracked: TrackedRequest) -> bool:
-        """Whether what this step leaves in the request's blocks may be saved."""
+        """Whether the contents of the request's blocks after this step may be saved."""
         return self._step >= tracked.doubtful_until
 
 
@@ -212,11 +211,11 @@ def _filled_by_another(tracked: TrackedRequest) -> bool:
 
 
 class SavePlanner:
-    """Which chunks a step completes, and what of them is still to be saved. The scheduler's thread
-    only; never waits.
+    """Plans the saves of the chunks that each step completes. For the scheduler's thread only.
+    Never waits.
 
-    A chunk is looked at once, in the step that completes it: a window's blocks and a state may be
-    gone by the next. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
+    Each chunk is considered once, in the step that completes it, because a window's blocks and a
+    state may be gone in the next step. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
     ``v1/core/sched/output.py``.
     """
 
@@ -229,7 +228,7 @@ class SavePlanner:
         *,
         loads: bool,
     ) -> None:
-        """``loads``: whether this replica loads as well, and so looks prompts up in any case."""
+        """``loads``: whether this replica also loads, so that every prompt is looked up anyway."""
         self._config = config
         self._geometry = geometry
         self._requests = requests
@@ -237,18 +236,18 @@ class SavePlanner:
         self._loads = loads
 
     def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
-        """What is to be saved of the chunks that this step completes, by request."""
+        """Yield the save plans of the chunks that this step completes, one per request."""
         size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
             if tracked is None or not tracked.may_save:
                 continue
             request = tracked.request
-            # Only tokens whose ids are known and that the model accepted: with asynchronous
-            # scheduling and speculation more may be computed than that.
+            # Only tokens that have ids and that the model accepted. With asynchronous scheduling
+            # and speculation, more tokens may be computed.
             known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
             computed = min(request.num_computed_tokens + scheduled, known) // size
-            # First what holds in nearly every step, of hundreds of requests that generate.
+            # First the case of nearly every step, for hundreds of generating requests.
             if computed <= tracked.planned and not tracked.again:
                 continue
             if not self._trust.trusts(tracked):
@@ -295,8 +294,9 @@ class SavePlanner:
         return Computed(request.all_token_ids, blocks, states)
 
     def _stored(self, tracked: TrackedRequest, again: frozenset[int]) -> Callable[[int, int], bool]:
-        """Of chunks that lack a group, the others may be stored. What was found of ``again`` is not
-        believed any more: it was not there, or not right."""
+        """Return a function that reports whether a group of a chunk is stored. For chunks in
+        ``again`` the records found earlier are ignored, because their payload was missing or
+        corrupt."""
 
         def is_stored(chunk: int, group: int) -> bool:
             if chunk in again or chunk >= len(tracked.records):

@@ -1,6 +1,6 @@
-"""What the scheduler's side remembers of each request: its hashes, and what is stored of it.
+"""Per-request state of the scheduler's side: hashes, and the records of stored chunks.
 
-Nothing here costs more for a longer prompt while its lookup is under way.
+While a lookup is in progress, calls take the same time for prompts of any length.
 """
 
 import hashlib
@@ -28,27 +28,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """What a request's prompt consists of besides tokens, as it was when the request arrived.
+    """The parts of a request's prompt other than tokens, as they were when the request arrived.
 
-    Taken at once and read on another thread: whatever becomes of the request meanwhile, its hashes
-    name the prompt that it came with.
+    They are captured at once and read on another thread, so that later changes to the request do
+    not affect its hashes.
     """
 
     salt: str | None
     features: tuple[Any, ...]
     embeds: torch.Tensor | None
-    """``[tokens, hidden]`` on the CPU; vLLM's own, read and never changed."""
+    """``[tokens, hidden]`` on the CPU, owned by vLLM and never changed here."""
     is_token_ids: Sequence[bool] | None
 
     @classmethod
     def of(cls, request: "Request") -> "PromptParts":
-        """Those of a request; takes references only."""
+        """Capture the parts of a request. Only references are taken."""
         embeds = request.prompt_embeds
         mask = None if embeds is None else request.prompt_is_token_ids
         return cls(request.cache_salt, tuple(request.mm_features), embeds, mask)
 
     def extras(self, lora_digest: bytes | None, chunk_tokens: int) -> PromptExtras:
-        """What identifies the prompt's KV besides token ids. May take long: hashes embeddings."""
+        """Return the inputs of the prompt's hashes other than token ids. Hashes embeddings, which
+        may take long."""
         return PromptExtras(
             lora_digest=lora_digest,
             salt=self.salt,
@@ -64,7 +65,8 @@ class PromptParts:
         )
 
     def _digests(self, chunk_tokens: int) -> dict[int, bytes]:
-        """Per chunk of a prompt given by embeddings: SHA-256 of its rows, and of which count."""
+        """Return a SHA-256 per chunk of a prompt given as embeddings: of its rows, and of the mask
+        of rows that are token ids."""
         if self.embeds is None:
             return {}
         digests = {}
@@ -79,19 +81,20 @@ class PromptParts:
 
 
 _PIECE_CHUNKS = 8
-"""After which a thread lets others run: 2048 tokens take 65 µs, where the interpreter alone would
-let them wait 5 ms for their turn (2-core x86, 2026-11)."""
+"""A thread lets others run after this many chunks: 2048 tokens take 65 µs, but the interpreter
+alone would switch threads only after 5 ms (2-core x86, 2026-11)."""
 _AT_ONCE_CHUNKS = 4
-"""Chunks that the scheduler's own thread computes: a request's next one as it generates tokens."""
+"""Most chunks that the scheduler's thread hashes itself, such as the next one while a request
+generates tokens."""
 
 
 class RequestHashes:
-    """Hashes of the whole chunks of a request's tokens, computed on lookup threads: a long prompt
+    """Hashes of the whole chunks of a request, computed on lookup threads because a long prompt
     takes milliseconds.
 
-    Tokens of a request are only appended to, except in resumable sessions, which objkv does not
-    follow. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
-    takes microseconds; slices are for other threads.
+    vLLM only appends to a request's tokens, except in resumable sessions, which objkv does not
+    support. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
+    takes microseconds. Slices are for other threads.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class RequestHashes:
         self._chain: PrefixChain | None = None
         self._asked = False
         self.failed = False
-        """Whether they cannot be computed, for a reason that will not go away."""
+        """Whether computing the hashes failed permanently."""
 
     def __len__(self) -> int:
         return len(self._tokens) // self._chunk_tokens
@@ -117,19 +120,19 @@ class RequestHashes:
 
     @property
     def chain(self) -> PrefixChain:
-        """Holds the hashes that ``ready`` counted."""
+        """The chain of the hashes that ``ready`` has counted."""
         assert self._chain is not None
         return self._chain
 
     @property
     def done(self) -> int:
-        """How many leading chunks are computed."""
+        """Number of leading chunks whose hashes are computed."""
         return 0 if self._chain is None else len(self._chain)
 
     def ready(self, count: int, submit: Callable[[Callable[[], None]], bool]) -> int:
-        """How many of the first ``count`` hashes are computed; the rest soon will be.
+        """Return how many of the first ``count`` hashes are computed, and start computing the rest.
 
-        ``submit`` runs a job on another thread, unless there are too many.
+        ``submit`` runs a job on another thread, or returns False if too many are queued.
         """
         done = self.done
         if done >= count or self.failed:
@@ -138,7 +141,7 @@ class RequestHashes:
             try:
                 self.chain.extend(self._tokens, count * self._chunk_tokens)
             except Exception:
-                # Of this request alone: raised, it would cost all others their saves, every step.
+                # Fail this request only. Raising would stop the saves of all others at every step.
                 self.failed = True
                 return done
             finally:
@@ -177,36 +180,35 @@ class RequestHashes:
 
 
 _RETRIES_MAX = 16
-"""Dropped chunks of a request that are tried again in one step. Planning costs the scheduler
-4 µs a chunk, each worker more (2 cores, 2026-11), and a queue that was full takes few at once."""
+"""Dropped chunks of a request that are retried per step. Planning costs the scheduler 4 µs per
+chunk and each worker more (2 cores, 2026-11), and a queue that was full accepts few at once."""
 _WAITING_MAX = 1024
-"""Requests looked at to see whether they wait: 50 µs of the scheduler's time, once a
-step."""
+"""Most requests to count as waiting, which takes 50 µs of the scheduler's time once per step."""
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """One request. ``request`` is vLLM's own, read and never changed."""
+    """One request. ``request`` is owned by vLLM and never changed here."""
 
     request: "Request"
     namespace: str
     deadline: float = inf
-    """Until when to wait for the digest of its adapter, without which its chunks have no names."""
+    """Time until which to wait for the digest of its adapter, which its chunks' hashes need."""
     hashes: RequestHashes | None = None
-    """None while its adapter is not known."""
+    """None while its adapter is not identified."""
     records: Records = ()
-    """What was found of its chunks when they were last looked up."""
+    """Records of its chunks from the last lookup."""
     stored: set[int] = field(default_factory=set)
     """Chunks that were stored when they were looked up."""
     planned: int = 0
-    """Leading chunks whose save was decided: each is looked at once, a step costs nothing after."""
+    """Number of leading chunks whose save was decided. Each is decided once."""
     again: set[int] = field(default_factory=set)
-    """Chunks among those that have to be saved after all."""
+    """Planned chunks that must be saved again."""
     usable: "Usable | None" = None
     accounted: int = 0
-    """Leading tokens known to be in place: computed here before, or loaded by objkv."""
+    """Number of leading tokens that were computed here or loaded by objkv."""
     doubtful_until: int = 0
-    """The step, see ``BlockTrust``, before which nothing may be saved of it."""
+    """Step before which nothing of it may be saved, see ``BlockTrust``."""
     saved: bool = False
     """Whether any save was planned."""
     may_load: bool = True
@@ -214,13 +216,13 @@ class TrackedRequest:
 
     @property
     def traceparent(self) -> str | None:
-        """Of the trace that the request came with, if vLLM passes it on: only where it sends
-        traces itself. Source: vLLM 0.31-0.33, ``v1/engine/async_llm.py``."""
+        """The request's trace context. vLLM passes it on only if it sends traces itself. Source:
+        vLLM 0.31-0.33, ``v1/engine/async_llm.py``."""
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
     def due(self, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each returned once."""
+        """Return the chunks to save after ``computed`` leading chunks are complete, each once."""
         if computed <= self.planned and not self.again:
             return []
         again = set(sorted(chunk for chunk in self.again if chunk < computed)[:_RETRIES_MAX])
@@ -232,18 +234,18 @@ class TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What a match came to, kept because the scheduler matches in a hot loop."""
+    """The result of a match, cached because the scheduler matches in a hot loop."""
 
     records: Records
     num_tokens: int
     computed: int
     end: int
-    """Of the match, in tokens."""
+    """End of the match in tokens."""
     sync: bool
 
 
 class RequestTracker:
-    """Requests by id. Used by the scheduler's thread only; never waits."""
+    """The requests in progress, by id. For the scheduler's thread only. Never waits."""
 
     def __init__(
         self,
@@ -253,63 +255,64 @@ class RequestTracker:
         digests: DigestCache | None = None,
         coverage: Coverage | None = None,
     ) -> None:
-        """``digests``: of adapters; without it each engine reads them once. ``coverage``: finds
-        other shards than this replica's own as well."""
+        """``digests``: cache of adapters' digests. Without it each engine reads every adapter once.
+        ``coverage``: also finds shards of other shapes."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
         self.adapters = Adapters(lookups.submit, digests)
         self._tracked: dict[str, TrackedRequest] = {}
         self.coverage = coverage or Coverage(geometry)
-        """What of a chunk this replica can be served from."""
+        """Decides which stored shards this replica can load."""
 
     def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> TrackedRequest:
-        """Start to follow a request, and to look its prompt up.
+        """Track a request and start the lookup of its prompt.
 
-        ``trusted``: whether it is known which weights, and which images, its KV will be of.
+        ``trusted``: whether the weights and images that determine its KV are identified.
         """
         tracked = TrackedRequest(request, namespace, self._lookups.deadline())
         self._tracked[request.request_id] = tracked
         if request.resumable or not trusted:
-            # Resumable, a session: vLLM takes back a token of its prompt, and adds others and
-            # images, so that hashes made before would name other KV.
+            # In a resumable session vLLM removes a token of the prompt and adds tokens and images,
+            # so earlier hashes would name different KV.
             tracked.may_load = tracked.may_save = False
         self.records(tracked)
         return tracked
 
     def ids(self) -> tuple[str, ...]:
-        """All requests that have not ended."""
+        """Return the ids of all requests that have not ended."""
         return tuple(self._tracked)
 
     def waiting(self) -> int:
-        """How many of the first ``_WAITING_MAX`` requests have nothing computed yet."""
+        """Return how many of the first ``_WAITING_MAX`` requests have no computed token yet."""
         first = islice(self._tracked.values(), _WAITING_MAX)
         return sum(not one.request.num_computed_tokens for one in first)
 
     def get(self, request_id: str) -> TrackedRequest | None:
-        """What is known of a request that has not ended."""
+        """Return the state of a request, or None if it has ended."""
         return self._tracked.get(request_id)
 
     def end(self, request_id: str) -> TrackedRequest | None:
-        """Stop following a request."""
+        """Stop tracking a request."""
         self._lookups.forget(request_id)
         self.adapters.ended(request_id)
         return self._tracked.pop(request_id, None)
 
     def distrust(self) -> None:
-        """Weights may have changed: requests under way neither load nor save any more."""
+        """Stop loads and saves of all requests in progress, because weights may have changed."""
         self.adapters.forget()
         for request_id, tracked in self._tracked.items():
             tracked.may_load = tracked.may_save = False
             self._lookups.forget(request_id)
 
     def unstore(self, request_id: str, chunk: int) -> None:
-        """A save was dropped: the chunk is to be saved after all."""
+        """Plan a chunk's save again, because it was dropped."""
         if tracked := self._tracked.get(request_id):
             tracked.again.add(chunk)
 
     def reject(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Chunks turned out not to be stored: requests that compute them are to save them."""
+        """Plan saves of chunks that were indexed but missing or corrupt, for the requests that
+        compute them."""
         rejected = frozenset(prefix_hashes)
         if not rejected:
             return
@@ -321,7 +324,7 @@ class RequestTracker:
                     tracked.again.add(chunk)
 
     def records(self, tracked: TrackedRequest) -> Records | None:
-        """What was found of the request's chunks, or None while it is not known."""
+        """Return the records of the request's chunks, or None while its lookup is in progress."""
         if not (tracked.may_load or tracked.may_save):
             return ()
         hashes = self.hashes(tracked)
@@ -337,22 +340,22 @@ class RequestTracker:
         return records
 
     def hashing(self, tracked: TrackedRequest) -> bool:
-        """True while the hashes that its saves need are still being computed: the request is held
-        back, because a short one could finish in the next step and never be saved."""
+        """Whether the hashes for its saves are still being computed. The request is held back
+        meanwhile, because a short one could finish in the next step and never be saved."""
         if tracked.hashes is not None and tracked.hashes.done >= len(tracked.hashes):
             return False
         return self.records(tracked) is None
 
     def due(self, tracked: TrackedRequest, computed: int) -> list[int]:
-        """Chunks to save now that ``computed`` leading chunks are, each returned once; those whose
-        hashes are still being computed in a later step."""
+        """Return the chunks to save after ``computed`` leading chunks are complete, each once.
+        Chunks whose hashes are still being computed follow in a later step."""
         hashes = self.hashes(tracked)
         if hashes is None:
             return []
         return tracked.due(hashes.ready(computed, self._lookups.submit))
 
     def hashes(self, tracked: TrackedRequest) -> RequestHashes | None:
-        """The request's hashes, or None while its adapter is not known, or cannot be."""
+        """Return the request's hashes. None if its adapter is not identified yet, or cannot be."""
         if tracked.hashes is not None:
             return tracked.hashes
         lora = None

@@ -1,7 +1,7 @@
-"""The scheduler's side: what is stored, what to load, what to save. Never touches the network.
+"""The scheduler's side: matches prompts with stored chunks and plans loads and saves.
 
-Lookups run in the background and are polled; plans are made from their answers and from vLLM's
-block tables, whole, once per step. Source of the call order: vLLM 0.31-0.33,
+It never uses the network. It polls lookups that run in the background, and makes one plan per step
+from their answers and vLLM's block tables. Source of the call order: vLLM 0.31-0.33,
 ``v1/core/sched/scheduler.py``.
 """
 
@@ -38,30 +38,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
-"""How long a step with nothing to compute waits for the index: alone, and while another step's
-result is due."""
+"""How long an empty step waits for the index: if it is the only step, and while another step is in
+progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What this replica does, and how."""
+    """The roles of this replica, and properties of its engine."""
 
     loads: bool
     saves: bool
     copies_are_synchronous: bool
     steps_in_flight: int
-    """How many steps may be scheduled before the first of them is over."""
+    """How many steps may be scheduled before the first one ends."""
     media_named: bool = True
-    """Whether an image's identifier says what it shows, here and everywhere."""
+    """Whether an image's identifier depends on its content, so that it is the same everywhere."""
 
 
 class SyncGate:
-    """Closes loads within the step after one that no store answered. The scheduler's thread only.
+    """Stops loads within the step after one to which no store answered. For the scheduler's thread
+    only.
 
-    Such a load holds up every request of the replica until its deadline. A circuit breaker alone
-    does not help: it lets a call through again every few seconds, and the model would wait for
-    each. A load between steps holds up its own request only: the next loads are of that kind until
-    one succeeds within the time that a step would have waited.
+    Such a load blocks every request of the replica until its deadline. A circuit breaker alone does
+    not help: it lets a probe through every few seconds, and the model would wait for each one. A
+    load between steps blocks only its own request. All loads are therefore of that kind, until one
+    succeeds within the time that a step would wait.
     """
 
     def __init__(self, bound_s: float, *, clock: Callable[[], float] = monotonic) -> None:
@@ -74,40 +75,44 @@ class SyncGate:
         """Whether loads within the step may be planned."""
 
     def planned(self, loads: Iterable[LoadPlan]) -> None:
-        """A step was planned, with these loads."""
+        """Record the loads of a planned step."""
         now = self._clock()
         self._within = frozenset(load.request_id for load in loads if load.sync)
         self._between |= {load.request_id: now for load in loads if not load.sync}
 
     def reported(self, report: StepReport) -> None:
-        """Workers reported on it. A payload that was refused, or gone, counts as an answer."""
+        """Record the workers' report. A refused or missing payload means that the store
+        answered."""
         for request_id in report.failed:
             self._between.pop(request_id, None)
         if not report.rejected and self._within & report.failed:
             self.open = False
 
     def received(self, request_id: str) -> None:
-        """A load between steps is over; it succeeded, unless ``reported`` said otherwise before."""
+        """Record the end of a load between steps. It succeeded, unless ``reported`` has recorded
+        its failure."""
         started = self._between.pop(request_id, None)
         if started is not None and self._clock() - started < self._bound_s:
             self.open = True
 
 
 class HitCounters:
-    """Counts where tokens come from, when vLLM gives a request blocks: the replica itself, the hot
-    store, the bulk store, or nowhere, so that they are computed. The scheduler's thread only."""
+    """Counts the source of each token when vLLM allocates blocks to a request: the replica, the hot
+    store, the bulk store, or computation. For the scheduler's thread only."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._queried: dict[str, int] = {}
 
     def queried(self, request_id: str, computed: int) -> None:
-        """vLLM has ``computed`` tokens of a request and queries the rest. It may do so often."""
+        """Record that vLLM has ``computed`` tokens of a request and queries for the rest. vLLM may
+        repeat a query."""
         self._queried[request_id] = computed
 
     def allocated(self, request: "Request") -> None:
-        """vLLM gave a request blocks. After a load between steps it does so again without a query:
-        that counts as the same one. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``."""
+        """Count a query when vLLM allocates blocks to the request. The second allocation after a
+        load between steps has no query and is not counted. Source: vLLM 0.31-0.33,
+        ``v1/core/sched/scheduler.py``."""
         computed = self._queried.pop(request.request_id, None)
         if computed is None:
             return
@@ -116,14 +121,14 @@ class HitCounters:
         self._recorder.count("local_hit_tokens", computed)
 
     def planned(self, plan: LoadPlan, start: int, end: int) -> None:
-        """Tokens ``[start, end)`` of a request are to be loaded."""
+        """Count a planned load of tokens ``[start, end)``."""
         cold: set[tuple[int, int]] = set()
         chunks: set[tuple[int, int]] = set()
         for load in plan.moves:
             span = (max(start, load.move.token_start), min(end, load.move.token_end))
             chunks.add(span)
             if not all(record.hot for _, record in load.records):
-                cold.add(span)  # what one of its groups has in bulk comes no sooner
+                cold.add(span)  # a chunk is only as fast as its slowest group
         hot = sum(last - first for first, last in chunks - cold)
         self._recorder.count("hits")
         self._recorder.count("hit_tokens", end - start)
@@ -131,12 +136,13 @@ class HitCounters:
         self._recorder.count("hit_bulk_tokens", end - start - hot)
 
     def ended(self, request_id: str) -> None:
-        """A request ended, maybe before it was given blocks."""
+        """Forget a request that ended, possibly before vLLM allocated blocks to it."""
         self._queried.pop(request_id, None)
 
 
 class SchedulerSide:
-    """All methods are called by the scheduler's thread. ``wiring.make_scheduler_side`` makes it."""
+    """The scheduler's half of the connector. All methods are called by the scheduler's thread.
+    ``wiring.make_scheduler_side`` makes it."""
 
     def __init__(
         self,
@@ -167,23 +173,24 @@ class SchedulerSide:
         self.adapters = requests.adapters
         self.events = NoEvents()
         self.tables_ended: list[Sequence[int]] = []
-        """Blocks of requests that ended during a step with loads within it; single-group models."""
+        """Blocks of requests that ended in a step with loads within it. Single-group models only."""
 
     @property
     def namespace(self) -> str:
-        """The current namespace; it changes with ``reset``."""
+        """The current namespace. ``reset`` changes it."""
         return self._namespace.name
 
     def track(self, request: "Request") -> None:
-        """A request arrived: start looking its prompt up."""
+        """Track a new request and start the lookup of its prompt."""
         trusted = self._namespace.open and (self._roles.media_named or not request.mm_features)
         self._requests.add(request, self._namespace.name, trusted=trusted)
         self._namespace.announce()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """How many tokens beyond ``computed`` can be loaded, and whether between steps.
+        """Return how many tokens beyond ``computed`` can be loaded, and whether between steps.
 
-        None: not known yet. Cheap, and harmless if repeated: vLLM calls it in a hot loop.
+        The number is None while the lookup is in progress. vLLM calls this in a hot loop, so it is
+        cheap and repeatable.
         """
         tracked = self._requests.get(request.request_id)
         self._hits.queried(request.request_id, computed)
@@ -206,7 +213,8 @@ class SchedulerSide:
         return usable.end - computed, not usable.sync
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
-        """vLLM allocated ``blocks`` and wants ``tokens`` external tokens in them, maybe none."""
+        """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated
+        ``blocks``."""
         self._hits.allocated(request)
         if tracked := self._requests.get(request.request_id):
             self._trust.add(tracked)
@@ -226,7 +234,7 @@ class SchedulerSide:
         self._hits.planned(plan, *span)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
-        """Everything that the workers do in this step."""
+        """Return the plan of everything that the workers do in this step."""
         self._trust.next_step(output)
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         loads = tuple(self._loads.values())
@@ -242,19 +250,19 @@ class SchedulerSide:
         saves = self._planned_saves(output) if self._roles.saves else ()
         empty = not output.total_num_scheduled_tokens
         if empty and not self._loading:
-            # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
+            # vLLM spins on empty steps while it waits. Release the GIL for the lookup threads.
             self._lookups.wait(_BESIDE_STEPS_S if self._timing.steps > 1 else _EMPTY_STEP_S)
         plan = StepPlan(loads, saves, frozenset(self._held), idle=empty and bool(self._loading))
         self.events.planned(plan, self._requests.get)
         return plan
 
     def end_step(self) -> "tuple[KVCacheEvent, ...]":
-        """The oldest step under way has its result; its KV events."""
+        """Record that the oldest step in progress has its result. Returns its KV events."""
         self._timing.step_ended()
         return self.events.take()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Takes the workers' reports. Returns the requests whose whole load failed."""
+        """Process the workers' reports. Returns the requests whose whole load failed."""
         self._held -= output.finished_sending or set()
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             self._read_report(report)
@@ -268,7 +276,8 @@ class SchedulerSide:
         return [tracked.request for tracked in failed if tracked is not None]
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:
-        """A request ended; True if its blocks must live until its saves have left them."""
+        """Forget a request that ended. Returns whether its blocks must be kept until its saves have
+        read them."""
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
         self._timing.request_ended(request.request_id)
@@ -280,9 +289,9 @@ class SchedulerSide:
         return True
 
     def reset(self, *, clean: bool) -> bool:
-        """Use nothing that was stored so far; see ``ReplicaNamespace``.
+        """Stop using everything stored so far, because weights may have changed.
 
-        Weights may have changed: requests under way neither load nor save any more.
+        Requests in progress no longer load or save. See ``ReplicaNamespace.renew``.
         """
         self._index.clear()
         self._requests.distrust()
@@ -291,12 +300,12 @@ class SchedulerSide:
 
     @property
     def open(self) -> bool:
-        """Whether requests may load and save: not while vLLM holds blocks of other weights."""
+        """Whether requests may load and save. False while vLLM has blocks of old weights."""
         return self._namespace.open
 
     @property
     def requests_under_way(self) -> tuple[str, ...]:
-        """The requests that have not ended."""
+        """Ids of the requests that have not ended."""
         return self._requests.ids()
 
     def close(self) -> None:
@@ -305,8 +314,8 @@ class SchedulerSide:
         self._tracing.close()
 
     def _usable(self, tracked: TrackedRequest, records: Records, computed: int) -> Usable:
-        """What can, and should, be loaded of a request that has ``computed`` tokens. Decided once
-        per answer of the index."""
+        """Return the part of a request with ``computed`` tokens that should be loaded. Decided once
+        per lookup."""
         known, num_tokens = tracked.usable, tracked.request.num_tokens
         if (
             known is None
@@ -320,10 +329,10 @@ class SchedulerSide:
     def _usable_tokens(
         self, records: Sequence[Shards | None], num_tokens: int, computed: int
     ) -> tuple[int, bool]:
-        """The end of the match in tokens, and whether to load it within the step.
+        """Return the end of the match in tokens, and whether to load it within the step.
 
-        A load between steps may cover the whole prompt: vLLM then computes the last token again.
-        Within a step, and with sliding windows, at least one token must be left to compute.
+        A load between steps may cover the whole prompt, because vLLM then recomputes the last
+        token. Within a step, and with sliding windows, at least one token must remain to compute.
         """
         size = self._geometry.chunk_tokens
         if self._geometry.windowed:
@@ -343,7 +352,7 @@ class SchedulerSide:
         return min(tokens, (num_tokens - 1) // step * step), True
 
     def _matched(self, records: Sequence[Shards | None]) -> int:
-        """How many leading tokens this replica can be served."""
+        """Return how many leading tokens this replica can load."""
         size, coverage = self._geometry.chunk_tokens, self._requests.coverage
 
         def is_readable(shards: Shards, group: int, _identity: GroupIdentity) -> bool:
@@ -352,7 +361,8 @@ class SchedulerSide:
         return usable_chunks(records, self._geometry.groups, size, is_readable) * size
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
-        """Layer by layer pays when there is as much to compute as to load."""
+        """Whether to load within the step. In mode ``auto`` that needs at least as many tokens to
+        compute as to load."""
         mode = self._config.load_mode
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False
@@ -362,7 +372,7 @@ class SchedulerSide:
     def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
         plans = tuple(self._saves.plan(output))
         for plan in plans:
-            # The next lookup must find what is being saved as soon as it is stored.
+            # The next lookup must find these chunks as soon as they are stored.
             names = [save.move.prefix_hash for save in plan.moves]
             self._index.invalidate(plan.namespace, *names)
         return plans

@@ -1,11 +1,11 @@
-"""What loading and computing take on this replica, as ``AdmissionPolicy`` wants it.
+"""Measures loading and computing on this replica for ``AdmissionPolicy``.
 
-Steps are timed on the scheduler, from plan to result: several may be under way at once, and each
-counts from the end of the one before. Only steps that show how long prompts take to compute count:
-neither steps in which requests mostly generate, one token each, nor those whose forward pass waited
-for loads. Loads are timed by the workers. Source of the call order:
-vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every step's
-events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes results in order.
+The scheduler times steps from plan to result. Several steps may be in progress, so each is measured
+from the end of the previous one. Only steps that mostly compute prompts are used. Steps in which
+requests mostly generate, one token each, are ignored, and so are steps whose forward pass waited
+for loads. The workers time loads. Source of the call order: vLLM 0.31-0.33, ``update_from_output``
+in ``v1/core/sched/scheduler.py``, which takes every step's events, and ``step_with_batch_queue`` in
+``v1/engine/core.py``, which takes results in order.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ _BULK: Tier = "bulk"
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way, and what is known of how long it took."""
+    """A load in progress, and its slowest report so far."""
 
     tier: Tier
     share: float
@@ -36,7 +36,7 @@ class _Load:
 
 
 class Timing:
-    """Used by the scheduler's thread only; never waits."""
+    """Times steps and loads. For the scheduler's thread only. Never waits."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Timing:
         self._admission = admission
         self._geometry = geometry
         self._clock = clock
-        # One more than can be: a step that vLLM never ended must not shift all later ones.
+        # One more than possible: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
         self._loads: dict[str, _Load] = {}
@@ -58,11 +58,11 @@ class Timing:
 
     @property
     def steps(self) -> int:
-        """How many are under way."""
+        """Number of steps in progress."""
         return len(self._steps)
 
     def step_planned(self, scheduled: Collection[int], loads: Iterable[LoadPlan]) -> None:
-        """A step was handed out, of so many tokens for each request, with these loads."""
+        """Record a planned step: ``scheduled`` tokens per request, and its loads."""
         tokens = _prompt_tokens(scheduled)
         for plan in loads:
             if plan.sync:
@@ -72,7 +72,7 @@ class Timing:
         self._steps.append((tokens, self._clock()))
 
     def step_ended(self) -> None:
-        """The oldest step under way has its result."""
+        """Record that the oldest step in progress has its result."""
         if not self._steps:
             return
         now = self._clock()
@@ -81,7 +81,7 @@ class Timing:
         self._ended = now
 
     def reported(self, report: StepReport) -> None:
-        """Workers reported how their loads went."""
+        """Record the workers' report of their loads."""
         for request_id in report.failed:
             self._loads.pop(request_id, None)
         for request_id, time in report.loaded.items():
@@ -91,23 +91,25 @@ class Timing:
                     self.received(request_id)
 
     def received(self, request_id: str) -> None:
-        """A load is over on all workers; those between steps end in different ones."""
+        """Record that a load has ended on all workers. For a load between steps, workers may end in
+        different steps."""
         load = self._loads.pop(request_id, None)
         if load is not None and (time := load.slowest) is not None:
             nbytes = int(time.nbytes * load.share)
             self._admission.loaded(load.tier, LoadTime(nbytes, time.seconds, time.first_s))
 
     def request_ended(self, request_id: str) -> None:
-        """Its load is reported no more."""
+        """Forget the load of a request that ended."""
         self._loads.pop(request_id, None)
 
     def admit(
         self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0
     ) -> int:
-        """Where in tokens the load of ``[computed, end)`` should end, ``computed`` for no load.
+        """Return the token at which the load of ``[computed, end)`` should end. ``computed``: load
+        nothing.
 
-        ``found``: per chunk of the prompt, complete for this replica up to ``end``; ``waiting``:
-        requests behind this one.
+        ``found``: records per chunk of the prompt, complete for this replica up to ``end``.
+        ``waiting``: number of requests behind this one.
         """
         if self._admission.decided is not None:
             return end if self._admission.decided else computed
@@ -126,9 +128,11 @@ class Timing:
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
-        """The tier that a plan's load measures, and the share of its bytes that came from there. A
-        load from both counts as bulk, which determines when it ends. Without mixed loads bulk might
-        never be measured, if every prompt begins with hot chunks."""
+        """Return the tier that a plan's load measures, and the share of its bytes from that tier.
+
+        A load from both tiers measures bulk, which determines when it ends. If mixed loads were
+        ignored and every prompt began with hot chunks, bulk would never be measured.
+        """
         nbytes = {_HOT: 0, _BULK: 0}
         for load in plan.moves:
             for record in self._coverage.fetched(dict(load.records)):
@@ -139,6 +143,6 @@ class Timing:
 
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:
-    """Of requests that compute many tokens at once; 0 where others take most of the step."""
+    """Return the tokens of requests that compute many at once, or 0 if others have most tokens."""
     tokens = sum(count for count in scheduled if count >= STEP_TOKENS_MIN)
     return tokens if 2 * tokens >= sum(scheduled) else 0

@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _LOOKUP_AGE_MIN_S = 10.0
-"""Steps may take seconds, and a lookup's answer must be good for some of them."""
+"""Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 _PAGE = 4096
 _WIDE_SHARE = 4
-"""Payloads of other shapes may take as much again as this part of the pinned memory, or one pair of
-slabs if that is more."""
+"""Divisor: payloads of other shapes may take this fraction of the pinned memory in addition, or one
+pair of slabs if that is more."""
 
 
 def open_scheduler_side(
@@ -65,12 +65,13 @@ def open_scheduler_side(
     backends: Backends,
     recorder: Recorder,
 ) -> SchedulerSide:
-    """Reads the model's files. Raises ``ConfigError`` for what is not supported."""
+    """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
+    models."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if config.load_failure == "recompute":
-        # vLLM reads it after it made the connector. Its default would fail the request, and
-        # to objkv a payload that cannot be loaded is a miss like any other.
+        # vLLM reads this after it has made the connector. Its default fails the request. In
+        # objkv a payload that cannot be loaded is an ordinary miss.
         transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
@@ -113,7 +114,7 @@ def make_scheduler_side(
     recorder: Recorder,
     tracing: Tracing = NO_TRACING,
 ) -> SchedulerSide:
-    """The scheduler's side from values and stores alone; stores the identity document."""
+    """Make the scheduler's side without vLLM's configuration, and store the identity document."""
     shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
     limits = LookupLimits(
         config.lookup_deadline_ms / 1000,
@@ -164,8 +165,10 @@ def open_worker_side(
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
 ) -> WorkerSide:
-    """``kv_caches``: vLLM's paged cache, by layer; never freed or resized here. Raises
-    ``ConfigError`` for a layout of it that objkv cannot read."""
+    """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
+
+    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here.
+    """
     rank = Rank(
         tensor_rank(vllm_config),
         writer,
@@ -195,7 +198,7 @@ def make_worker_side(
     kv_caches: Mapping[str, torch.Tensor],
     tracing: Tracing = NO_TRACING,
 ) -> WorkerSide:
-    """The worker's side from values and a cache alone."""
+    """Make the worker's side without vLLM's configuration."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
     device = next(iter(groups.values())).device
     pools = plan_pools(config, groups, geometry.chunk_tokens)
@@ -242,7 +245,7 @@ def make_worker_side(
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """How the pinned memory is divided."""
+    """The division of the pinned memory."""
 
     slab_bytes: int
     load_slabs: int
@@ -251,18 +254,19 @@ class Pools:
 
 
 def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int) -> Pools:
-    """Half for loads, two slabs a thread (payload and decoded pages); the rest for saves, so that
-    neither can starve the other. Raises ``ConfigError`` if there is no room for one of each."""
-    # With room for token ids, which payloads of other replicas may carry.
+    """Divide the pinned memory: half for loads, the rest for saves, so that neither starves the
+    other. Each load thread has two slabs, for the payload and for decoded pages. Raises
+    ``ConfigError`` if there is not enough for one thread of each."""
+    # Includes room for token ids, which payloads of other replicas may contain.
     slab_bytes = max(payload_bytes_max(g.layers, tokens=chunk_tokens) for g in groups.values())
-    # A page more: of another block size the header is a few bytes longer.
+    # One page more, because the header is a few bytes longer for another block size.
     slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
     budget = config.pinned_bytes_max // slab_bytes
     load = min(2 * config.load_threads, budget // 2 // 2 * 2)
     save = min(config.save_queue_max + config.save_threads, budget - load)
     if load < 2 or save < 1:
         raise ConfigError(
-            f"pinned_bytes_max={config.pinned_bytes_max} has no room for 4 slabs of {slab_bytes} "
+            f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
             "bytes, one chunk each: raise it, or lower chunk_tokens"
         )
     return Pools(slab_bytes, load, save, load // 2)
@@ -271,7 +275,7 @@ def plan_pools(config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: i
 def plan_wide(
     config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, *, pinned: bool
 ) -> WideSlabs[Task]:
-    """Slabs that hold any payload of the model, in pairs; memory is taken when they are needed."""
+    """Return pairs of slabs that fit any payload of the model. They are allocated when needed."""
     largest = max(whole_payload_bytes_max(g, tokens=chunk_tokens) for g in groups.values())
     slab_bytes = -(-largest // _PAGE) * _PAGE + _PAGE
     pairs = config.pinned_bytes_max // _WIDE_SHARE // (2 * slab_bytes)
@@ -286,13 +290,16 @@ def read_pages(
     kv_caches: Mapping[str, torch.Tensor],
     quantised: Mapping[str, Quantised] = NOT_QUANTISED,
 ) -> dict[int, PagedGroup]:
-    """The groups that this rank has layers of. ``ranks``: TP and PP. Writes to free blocks, and
-    puts back what was there. Raises ``ConfigError`` for a layout that objkv cannot use."""
+    """Return the groups that have layers on this rank, and check their layout.
+
+    The check writes to free blocks and restores their contents. Raises ``ConfigError`` for a layout
+    that objkv cannot use. ``ranks``: TP rank and PP rank.
+    """
     groups = {}
     for g in range(len(geometry.groups)):
         shape = geometry.shape(g, *ranks)
         if shape is None:
-            continue  # no layer of it in this stage of the pipeline
+            continue  # this pipeline stage has no layer of the group
         if missing := [name for name in shape.layers if name not in kv_caches]:
             raise ConfigError(f"vLLM registered no KV cache for {missing[0]}: objkv cannot save it")
         caches = [kv_caches[name] for name in shape.layers]

@@ -1,7 +1,7 @@
-"""The worker's side: executes plans on this rank's paged cache, and reports what did not work.
+"""The worker's side: executes plans on this rank's paged cache, and reports failures.
 
-Everything that can go wrong here becomes a miss or a drop; the façade sees no exception. Source of
-the call order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
+Every failure becomes a miss or a drop and raises nothing to the connector. Source of the call
+order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
 """
 
 import logging
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 2e-3
 """How long a step with nothing to compute waits for a load."""
 _BACKGROUND_S = 1.0
-"""How long a shutdown waits for optional work: a copy to the hot store."""
+"""How long a shutdown waits for optional work, such as a copy to the hot store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which worker this is, and how far the scheduler may run ahead of it."""
+    """The identity of this worker, and how far the scheduler may run ahead of it."""
 
     tp_rank: int
     writer: str
@@ -39,14 +39,14 @@ class Rank:
     ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
-    # A mapping proxy is no default for a dataclass before Python 3.12.
+    # Before Python 3.12 a mapping proxy cannot be a dataclass default.
     quantised: Mapping[str, Quantised] = field(default_factory=lambda: NOT_QUANTISED)
-    """By layer, what elements mean where their tensor does not say it."""
+    """Element types and scales of quantised layers, by layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """The engine's results of a step."""
+    """Ids of the requests whose transfers ended in a step, as the engine expects them."""
 
     sent: set[str]
     received: set[str]
@@ -54,7 +54,7 @@ class StepResults:
 
 
 class WorkerSide:
-    """All methods are called by the worker's forward thread."""
+    """The worker's half of the connector. All methods are called by the forward thread."""
 
     def __init__(
         self,
@@ -83,25 +83,27 @@ class WorkerSide:
         self._pid = getpid()
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Start this step's loads; does not wait."""
+        """Start this step's loads. Does not wait."""
         for load in plan.loads:
             self._in_layers |= load.sync
             try:
                 self._loader.submit(load)
-            except Exception:  # vLLM counts on these blocks: report that they failed
+            except Exception:  # vLLM relies on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
                 self._lose(load)
 
     def wait_layer(self, layer_name: str) -> None:
-        """Before a layer's attention: its loaded blocks are there, or known to have failed."""
+        """Block until a layer's blocks are loaded or have failed. Called before its attention."""
         if self._in_layers and (place := self._layers.get(layer_name)):
             self._loader.wait_layer(*place)
 
     def end_forward(self, plan: StepPlan) -> None:
-        """After the forward pass: settle loads within the step, then take finished chunks out."""
+        """Settle loads within the step, then gather finished chunks. Called after the forward
+        pass."""
         self._settle_step(plan)
         if self._tainted_steps:
-            # Computed on blocks that were not loaded, or by a step scheduled before that was known.
+            # These chunks depend on blocks that were not loaded, or were computed in a step that
+            # was scheduled before the failure was known.
             self._tainted_steps -= 1
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
@@ -111,14 +113,14 @@ class WorkerSide:
         self._report.dropped |= dropped
 
     def before_reuse(self) -> None:
-        """Before blocks change hands: whatever is still read from them is read first."""
+        """Make computing wait until saves have read their blocks, which are about to be reused."""
         self._saver.fence()
 
     def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
-        """Transfers that ended; each is reported once.
+        """Return the transfers that ended, each once.
 
-        With speculation vLLM calls it before ``end_forward``; what failed within the step must be
-        reported in that step all the same, or its tokens are believed.
+        With speculation vLLM calls this before ``end_forward``. Failures within the step must still
+        be reported in that step, otherwise vLLM uses its tokens.
         """
         self._settle_step(plan)
         for request_id in finished:
@@ -126,7 +128,7 @@ class WorkerSide:
             if request_id not in plan.held:
                 self._saver.forget(request_id)
         if plan.idle and not self._lost:
-            # vLLM spins on empty steps: each would take the processor, and the GIL, from the load.
+            # vLLM spins on empty steps, which would take CPU time and the GIL from the load.
             self._loader.wait_over(_IDLE_WAIT_S)
         received: set[str] = set()
         failed: set[str] = set()
@@ -139,7 +141,7 @@ class WorkerSide:
                 self._failed_blocks |= outcome.failed_blocks
             try:
                 self._note(outcome)
-            except Exception:  # a load that is never reported is waited for, for ever
+            except Exception:  # vLLM waits for ever for a load that is never reported
                 logger.exception("load not reported request=%s", outcome.request_id)
         self._sent &= plan.held
         sent = {r for r in plan.held - self._sent if self._saver.left_device(r)}
@@ -147,19 +149,19 @@ class WorkerSide:
         return StepResults(sent, received, failed)
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks that do not hold what was promised, since the last call; single-group models."""
+        """Return the blocks whose load failed since the last call. Single-group models only."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_report(self) -> StepReport | None:
-        """What the scheduler's side should know, since the last call."""
+        """Return the report for the scheduler's side since the last call."""
         report, self._report = self._report, StepReport()
         return None if report.is_empty() else report
 
     def close(self) -> None:
         """Drain saves within the configured bound, then stop all threads. Idempotent."""
         if self._closed or getpid() != self._pid:
-            return  # a fork that ends has none of its parent's threads to wait for
+            return  # a forked process has none of its parent's threads
         self._closed = True
         self._saver.close(self._config.drain_deadline_ms / 1000)
         self._loader.close()
@@ -172,7 +174,7 @@ class WorkerSide:
         self._in_layers = False
         try:
             self._settle_layers()
-        except Exception:  # vLLM counts on these blocks: report that they failed
+        except Exception:  # vLLM relies on these blocks: report that they failed
             logger.exception("loads not settled, recomputing them")
             for load in plan.loads:
                 if load.sync:

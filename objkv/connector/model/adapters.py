@@ -1,8 +1,8 @@
-"""Which LoRA adapter a request uses: by what its files hold, and only while they still hold it.
+"""Identifies a request's LoRA adapter by the content of its files, while they are unchanged.
 
-vLLM reads an adapter's files when it loads it, and again, without informing connectors, when it had
-put it aside to make room (``max_cpu_loras``). So files that changed beneath a name leave it open
-which of the two an engine computes with: such an adapter is neither loaded nor saved from then on.
+vLLM reads an adapter's files when it loads the adapter, and again after it evicted it to make room
+(``max_cpu_loras``), without informing connectors. If the files change under the same name, an
+engine may compute with either version. KV of such an adapter is no longer loaded or saved.
 Source: vLLM 0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in ``lora/worker_manager.py``.
 """
 
@@ -29,12 +29,12 @@ _KIND = "objkv-adapter-1"
 
 
 class UnknownAdapterError(Exception):
-    """A LoRA adapter whose weights are not known: its KV could be that of others."""
+    """A LoRA adapter's weights cannot be identified, so its KV cannot be named."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What was read of an adapter."""
+    """The digest of an adapter, and the files it was computed from."""
 
     digest: bytes
     files: tuple[FileIdentity, ...]
@@ -42,7 +42,7 @@ class _Known:
 
 @dataclass(slots=True)
 class _Answer:
-    """Of one request; None until the files were looked at for it."""
+    """The result for one request. The digest is None until the files were checked for it."""
 
     digest: bytes | None = None
     failed: bool = False
@@ -52,12 +52,12 @@ _Key = tuple[str, int, bool]
 
 
 class Adapters:
-    """Content digests of LoRA adapters, read on background threads, once per adapter; each request
-    looks once, by ``stat`` alone, whether the files are still the same.
+    """Content digests of LoRA adapters, computed once per adapter on background threads.
 
-    The digest is of what the adapter holds, not of its name or mount path: replicas that mount one
-    adapter in different places share, and other weights under an old name do not. All methods are
-    called by the scheduler's thread, which never touches the files.
+    Each request checks once, with ``stat`` only, that the files are unchanged. The digest covers
+    the adapter's content, not its name or path: replicas that mount an adapter in different places
+    share its KV, and new weights under an old name do not. The scheduler's thread calls all
+    methods, and never touches the files itself.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Adapters:
         self._paths: dict[int, str] = {}
 
     def digest(self, request_id: str, lora_request: Any) -> bytes | None:
-        """The digest, or None while it is not known yet. Raises ``UnknownAdapterError``."""
+        """Return the digest, or None while it is being computed. Raises ``UnknownAdapterError``."""
         answer = self._answers.get(request_id)
         if answer is None:
             answer = self._ask(request_id, lora_request)
@@ -79,35 +79,35 @@ class Adapters:
         return None if answer is None else answer.digest
 
     def loaded(self, lora_request: Any) -> None:
-        """vLLM is about to load it: read it now, not when its first request comes."""
+        """Compute the digest now, because vLLM is about to load the adapter."""
         adapter = self._adapter(lora_request)
         if not adapter.asked:
             adapter.asked = self._submit(lambda: adapter.look(_Answer()))
 
     def unloaded(self, number: int) -> None:
-        """vLLM has put the adapter of that ``lora_int_id`` away: what comes next is read anew."""
+        """Forget the adapter with that ``lora_int_id``, because vLLM has unloaded it."""
         self._paths.pop(number, None)
         self._adapters = {k: known for k, known in self._adapters.items() if k[1] != number}
 
     def ended(self, request_id: str) -> None:
-        """The request ended."""
+        """Forget a request that ended."""
         self._answers.pop(request_id, None)
 
     def forget(self) -> None:
-        """Adapters may have changed in place: read them again."""
-        # Others, not these emptied: what is being read now may be what was there before.
+        """Forget all adapters, because they may have changed in place."""
+        # Replace the dictionaries, do not clear them: a read in progress may have the old files.
         self._adapters, self._answers, self._paths = {}, {}, {}
 
     def _ask(self, request_id: str, lora_request: Any) -> _Answer | None:
         if lora_request.load_inplace:
-            # The folder may hold other weights than the blocks of this engine were computed with.
+            # This engine's blocks may have been computed with other weights than the folder's.
             raise UnknownAdapterError(f"replaced in place: {lora_request.lora_path}")
         path = self._paths.setdefault(lora_request.lora_int_id, lora_request.lora_path)
         if path != lora_request.lora_path:
-            # vLLM goes by the number alone while it has that adapter loaded.
+            # While vLLM has the adapter loaded, it identifies it by its number only.
             raise UnknownAdapterError(f"{lora_request.lora_path}: vLLM may still use {path}")
         adapter, answer = self._adapter(lora_request), _Answer()
-        # One request has it read, and the others wait for that without keeping a thread each.
+        # The first request has it read. The others wait without occupying a thread each.
         if adapter.asked and not adapter.was_read:
             return None
         if not self._submit(lambda: adapter.look(answer)):
@@ -134,19 +134,19 @@ class _Adapter:
         self._known: _Known | None = None
         self._failed = False
         self.asked = False
-        """Whether it is being read, or was. The scheduler's thread only."""
+        """Whether reading it has begun. For the scheduler's thread only."""
 
     @property
     def was_read(self) -> bool:
-        """Whether looking at it takes no longer than ``stat``."""
+        """Whether checking it takes no longer than ``stat``."""
         return self._known is not None or self._failed
 
     def look(self, answer: _Answer) -> None:
-        """Answer a request: read the adapter, or if it was read see whether it is the same."""
+        """Fill in a request's answer: read the adapter, or check that it is unchanged."""
         digest = None
         try:
             digest = self._current()
-        finally:  # whatever was raised: requests without an answer wait
+        finally:  # also after an exception, because requests wait for the answer
             answer.failed = digest is None
             answer.digest = digest
 
@@ -174,7 +174,7 @@ class _Adapter:
             return None
         if self._known.files != now:
             logger.warning(
-                "adapter changed in place, neither loading nor saving with it path=%s",
+                "adapter changed in place, loading and saving nothing with it path=%s",
                 self._key[0],
             )
             return None
@@ -190,7 +190,7 @@ class _Adapter:
         if not text or identify(files) != before:
             return None
         digest = bytes.fromhex(text)
-        if self._key[2]:  # the request says how the weights of experts are laid out in the files
+        if self._key[2]:  # the request determines the layout of the experts' weights
             digest = hashlib.sha256(digest + b"3d").digest()
         return _Known(digest, before)
 

@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups in objkv's words, and which of them are refused and why.
+"""Converts vLLM's KV cache groups to objkv's, and refuses unsupported ones.
 
 Read against vLLM 0.31-0.33, ``v1/kv_cache_interface.py``.
 """
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The groups of a model and how objkv cuts them into chunks and shards."""
+    """The groups of a model, and their division into chunks and shards."""
 
     groups: tuple[GroupIdentity, ...]
-    """In vLLM's order: a group's place is its id."""
+    """Groups in vLLM's order. The index of a group is its id."""
     chunk_tokens: int
     block_tokens: int
-    """Least common multiple of all block sizes: where matches may begin and end."""
+    """Least common multiple of all block sizes. Matches begin and end at its multiples."""
     tp_size: int
     stages: tuple[tuple[int, ...], ...] = ()
-    """Per group, how many of its layers each PP rank has; () without pipeline parallelism."""
+    """Number of layers of each PP rank, per group. () without pipeline parallelism."""
 
     canonical: bool = False
-    """Whether each token's content lies in its pages in one piece, so that tokens may be dealt into
+    """Whether each token's content is contiguous in its page, so that tokens can be moved into
     blocks of another size."""
 
     @property
     def stored_groups(self) -> tuple[GroupIdentity, ...]:
-        """The groups as payloads know them: where tokens may be dealt into blocks of any size, that
-        of this replica does not matter, and what cannot be taken apart is one token."""
+        """The groups as the identity document lists them. If tokens can be moved into blocks of any
+        size, the block size is listed as 1, so that it does not affect the identity."""
         return tuple(
             replace(group, block_size=1) if self._is_divisible(group) else group
             for group in self.groups
@@ -58,45 +58,52 @@ class Geometry:
 
     @property
     def pp_size(self) -> int:
-        """Stages of the pipeline."""
+        """Number of pipeline stages."""
         return len(self.stages[0]) if self.stages else 1
 
     @property
     def ranks(self) -> int:
-        """Workers in all."""
+        """Number of workers."""
         return self.tp_size * self.pp_size
 
     @property
     def windowed(self) -> bool:
-        """Whether any group forgets tokens, so that a match ends where a chunk does, with a token
-        left to compute, and fails whole: what was kept for its end is of no use at another."""
+        """Whether any group drops tokens.
+
+        Then a match ends at a chunk's end, leaves a token to compute, and fails as a whole: the
+        tokens kept for its end cannot be used for another end.
+        """
         return not all(keeps_all(group) for group in self.groups)
 
     def topology(self, group: int) -> Topology:
-        """How a group lies on the ranks."""
+        """Return the distribution of a group over the ranks."""
         identity = self.groups[group]
         layers = self.stages[group] if self.stages else (len(identity.layers),)
         return Topology(self.tp_size, identity.heads, layers, identity.block_size)
 
     def rank_shard(self, group: int, tp_rank: int, pp_rank: int = 0) -> RankShard | None:
-        """What a rank holds of a group; None if its stage has no layer of it."""
+        """Return a rank's shard of a group, or None if its stage has no layer of the group."""
         topology = self.topology(group)
         return topology.held(topology.rank(pp_rank, tp_rank))
 
     def fields(self, group: int) -> frozenset[str]:
-        """The shard fields that all ranks of this replica together read and write."""
+        """Return the shard fields that the ranks of this replica read and write."""
         if not stored_blocks(self.groups[group], self.chunk_tokens):
             return frozenset()
         held = map(self.topology(group).held, range(self.ranks))
         return frozenset(f"{group}.{share.shard}" for share in held if share is not None)
 
     def all_fields(self) -> frozenset[str]:
-        """The shard fields of all groups: a chunk is complete for this replica with these."""
+        """Return the shard fields of all groups. A chunk with all of them is complete for this
+        replica."""
         return frozenset().union(*(self.fields(group) for group in range(len(self.groups))))
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
-        """What a rank expects of a group's tensors; None if its stage has no layer of it or it has
-        no payloads, and the group is then left out of all that the rank does."""
+        """Return the expected shape of a group's tensors on a rank.
+
+        None if the rank's stage has no layer of the group, or if the group has no payloads. The
+        rank then ignores the group.
+        """
         identity = self.groups[group]
         share = self.rank_shard(group, tp_rank, pp_rank)
         blocks = stored_blocks(identity, self.chunk_tokens)
@@ -117,24 +124,24 @@ class Geometry:
 
 
 PipelineStages = tuple[tuple[int, ...], ...]
-"""Per group, how many of its layers each PP rank has; none without pipeline parallelism."""
+"""Number of layers of each PP rank, per group. Empty without pipeline parallelism."""
 _ONE_STAGE = "run it without the objkv connector, or set pipeline_parallel_size to 1"
 
 
 def whole_groups(
     vllm_config: "VllmConfig", groups: "Sequence[KVCacheGroupSpec]"
 ) -> "tuple[list[KVCacheGroupSpec], PipelineStages]":
-    """The groups with the layers of all ranks, in forward order, and how many each rank has.
+    """Return the groups with the layers of all ranks in forward order, and the number per rank.
 
-    With pipeline parallelism vLLM gives a rank its own layers only, and the scheduler those of
-    rank 0; but the groups that name what is stored must be the same everywhere. Each rank checks
-    of its own layers what is assumed here, so a wrong guess stops the engine and shares nothing.
+    With pipeline parallelism vLLM gives each rank only its own layers, and the scheduler those of
+    rank 0. But the groups determine the names of payloads, so they must be equal everywhere. Each
+    rank checks its own layers against the derived ones, and a mismatch stops the engine.
     Source: vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
 
     Args:
-        groups: those of one rank, as vLLM gives them to it, or to the scheduler.
+        groups: the groups of one rank, as vLLM passes them to that rank or to the scheduler.
 
-    Raises ``ConfigError`` where the layers of other ranks cannot be derived.
+    Raises ``ConfigError`` if the layers of other ranks cannot be derived.
     """
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     if pp_size == 1:
@@ -146,8 +153,8 @@ def whole_groups(
     naming, own = _own_layers(groups)
     if not any(_within(parted, stage) == own for stage in ranges):
         raise ConfigError(
-            f"the layers that vLLM gave a stage of the pipeline, {own} of {total}, are not those "
-            f"that objkv expects there, so it cannot tell those of other stages: {_ONE_STAGE}"
+            f"objkv cannot derive the layers of other pipeline stages, because vLLM gave one stage "
+            f"unexpected layers ({own} of {total}): {_ONE_STAGE}"
         )
     whole = [
         replace(group, layer_names=[naming.format(layer) for layer in layers])
@@ -165,26 +172,30 @@ def _stages(total: int, pp_size: int) -> list[range]:
     ranges = [range(*get_pp_indices(total, rank, pp_size)) for rank in range(pp_size)]
     if not all(ranges):
         raise ConfigError(
-            f"a stage of the pipeline has none of the model's {total} layers: set "
+            f"a pipeline stage has none of the model's {total} layers: set "
             "pipeline_parallel_size, or VLLM_PP_LAYER_PARTITION, so that each has some"
         )
     return ranges
 
 
 def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
-    """What each layer of a hybrid model is."""
+    """Return the kind of each layer of a hybrid model."""
     kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None)
     if kinds is None or len(kinds) != total:
         raise ConfigError(
-            "the model has several KV cache groups and its configuration no layer_types, so that "
-            f"objkv cannot tell which layers the other stages of the pipeline have: {_ONE_STAGE}"
+            "objkv cannot derive the layers of other pipeline stages, because the model has "
+            f"several KV cache groups but no layer_types in its configuration: {_ONE_STAGE}"
         )
     return list(kinds)
 
 
 def _parted(kinds: Sequence[str]) -> list[list[int]]:
-    """The layers of each group. Source: vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size``:
-    groups of one size, the least common kind's or nearly so; each kind is dealt out to its own."""
+    """Return the layers of each group.
+
+    All groups have one size, about the number of layers of the rarest kind. The layers of each kind
+    are distributed over its own groups. Source: vLLM 0.31-0.33,
+    ``_get_kv_cache_groups_uniform_page_size``.
+    """
     alike: dict[str, list[int]] = {}
     for layer, kind in enumerate(kinds):
         alike.setdefault(kind, []).append(layer)
@@ -198,7 +209,7 @@ def _parted(kinds: Sequence[str]) -> list[list[int]]:
 
 
 def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[str, list[list[int]]]:
-    """How layers are named, ``{}`` for the number, and the numbers of those in each group."""
+    """Return the pattern of layer names, with ``{}`` for the number, and each group's numbers."""
     namings = set()
     numbers: list[list[int]] = []
     for group in groups:
@@ -213,8 +224,8 @@ def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[str, list[list[in
     naming = namings.pop() if len(namings) == 1 else ""
     if "{}" not in naming:
         raise ConfigError(
-            f"the layers of this model are not named alike but for one number, {sorted(namings)}: "
-            f"objkv cannot name those of other stages of the pipeline; {_ONE_STAGE}"
+            "objkv cannot name the layers of other pipeline stages, because this model's layer "
+            f"names differ in more than one number, {sorted(namings)}: {_ONE_STAGE}"
         )
     return naming, numbers
 
@@ -231,11 +242,11 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     ChunkedLocalAttentionSpec: "chunked_local",
     MambaSpec: "mamba",
 }
-"""Exact types: their subclasses keep other things in the same blocks."""
+"""Supported specs by exact type, because subclasses store other data in the blocks."""
 
 
 def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIdentity:
-    """Raises ``ConfigError`` with what to do for a group that objkv does not know."""
+    """Convert a group. Raises ``ConfigError``, which names the fix, for an unsupported one."""
     layers, spec = list(group.layer_names), group.kv_cache_spec
     kind = _KINDS.get(type(spec))
     if kind is None or getattr(group, "host_resident", False):
@@ -249,15 +260,15 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
     assert isinstance(spec, AttentionSpec)
     if getattr(spec, "non_causal", False) or spec.tokens_per_state != 1:
         raise ConfigError(
-            f"objkv cannot share the KV of {layers[0]}: it depends on later tokens, or holds one "
-            f"state for several of them; {_INSTEAD} use another model"
+            f"objkv cannot share the KV of {layers[0]}, because it depends on later tokens or has "
+            f"one state for several tokens: {_INSTEAD} use another model"
         )
-    # Two planes of two heads look just like two heads: what is said at all is refused.
+    # Two planes of two heads have the same shape as two heads, so any value is refused.
     if getattr(spec, "num_head_slots", None) is not None:
         raise ConfigError(
-            f"objkv cannot share the KV of {layers[0]}: its attention backend keeps K and V of all "
-            f"heads in planes of their own, which no other backend could read; {_INSTEAD} choose "
-            "another attention backend or KV cache dtype"
+            f"objkv cannot share the KV of {layers[0]}, because its attention backend keeps K and "
+            f"V in separate planes, which no other backend can read: {_INSTEAD} choose another "
+            "attention backend or KV cache dtype"
         )
     window = None
     if isinstance(spec, SlidingWindowSpec):
@@ -265,10 +276,10 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
     elif isinstance(spec, ChunkedLocalAttentionSpec):
         window = spec.attention_chunk_size
         if window % spec.block_size:
-            # vLLM 0.32 takes a block that lies across such a boundary for one that is never read.
+            # vLLM 0.32 treats a block across such a boundary as one that is never read.
             raise ConfigError(
-                f"the local attention of {layers[0]} begins anew every {window} tokens, within "
-                f"blocks of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"
+                f"the local attention of {layers[0]} restarts every {window} tokens, inside blocks "
+                f"of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"
             )
     item = torch.empty((), dtype=spec.dtype).element_size()
     return GroupIdentity(
@@ -282,19 +293,19 @@ def read_group(vllm_config: "VllmConfig", group: "KVCacheGroupSpec") -> GroupIde
 
 
 def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
-    """The effective chunk of these groups, see ``docs/keyspace.md``. Raises ``ConfigError`` if none
-    of them would have any payload.
+    """Return the effective chunk size of these groups, see ``docs/keyspace.md``.
 
-    A state is there to be saved only where a step of vLLM ends, which is the end of some block:
-    with chunks of several blocks most of these ends would be within a chunk.
+    A model with Mamba groups gets the smallest size: a state can be saved only where a step of vLLM
+    ends, at the end of a block, and larger chunks rarely end there. Raises ``ConfigError`` if no
+    group would have a payload.
     """
     if any(group.kind == "mamba" for group in groups):
         wish = 1
     size = effective_chunk_tokens(wish, tuple(group.block_size for group in groups))
     if not any(stored_blocks(group, size) for group in groups):
         raise ConfigError(
-            f"nothing of this model can be shared in chunks of {size} tokens, at whose ends its "
-            f"local attention begins anew: {_INSTEAD} lower chunk_tokens"
+            f"objkv cannot share this model in chunks of {size} tokens, because its local "
+            f"attention restarts at the end of each chunk: {_INSTEAD} lower chunk_tokens"
         )
     return size
 
@@ -302,9 +313,9 @@ def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
 def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> GroupIdentity:
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
-            f"objkv can share the states of {layers[0]} only where vLLM keeps them at the ends of "
-            f"blocks (mamba_cache_mode is {spec.mamba_cache_mode!r}, not 'align'): {_INSTEAD} "
-            "start vLLM with --enable-prefix-caching"
+            f"objkv can share the states of {layers[0]} only if vLLM keeps them at block ends, but "
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}, not 'align': {_INSTEAD} start vLLM "
+            "with --enable-prefix-caching"
         )
     cache = vllm_config.cache_config
     for name in ("use_replayssm", "use_kda_recoverssm"):
@@ -338,6 +349,6 @@ def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any) -> int:
     if heads * tp_size == total or (heads == 1 and tp_size > total):
         return total
     raise ConfigError(
-        f"{layer} keeps {heads} KV heads on each of {tp_size} ranks, of {total} in all: "
-        f"objkv does not know that layout; {_INSTEAD} set tensor_parallel_size to 1"
+        f"objkv does not support the layout of {layer}, {heads} of {total} KV heads on each of "
+        f"{tp_size} ranks: {_INSTEAD} set tensor_parallel_size to 1"
     )

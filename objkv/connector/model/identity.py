@@ -1,4 +1,4 @@
-"""vLLM's configuration in objkv's words: the identity, the groups, and what is refused and why.
+"""Reads identity and groups from vLLM's configuration, and refuses unsupported configurations.
 
 Everything comes from the model's configuration, so it is equal on the scheduler and on every rank.
 Read against vLLM 0.31-0.33.
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 _SCHEDULES_FOR_ALL = ("mp", "ray", "uni", None)
-"""By name, so that looking does not import an executor that is not installed."""
+"""Backends by name, so that the check does not import an executor that is not installed."""
 
 
 def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
-    """Raises ``ConfigError``, with what to do, for several ranks with a scheduler each.
+    """Raise ``ConfigError``, which names the fix, if several ranks each have a scheduler.
 
-    Where a launcher like torchrun starts the ranks, each has a whole engine, and only equal
-    decisions keep them in step. What a connector answers depends on when a store answers, so one
-    rank would load what another computes, and their collective operations would not meet. Source:
-    vLLM 0.31-0.33, ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``;
-    ``world_size`` counts its data-parallel ranks too, see ``ParallelConfig.__post_init__``.
+    If a launcher like torchrun starts the ranks, each has a whole engine, and the ranks stay in
+    step only if they decide equally. A connector's decision depends on the timing of a store. One
+    rank would load a block that another computes, and their collective operations would hang.
+    Source: vLLM 0.31-0.33, ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``.
+    ``world_size`` includes its data-parallel ranks, see ``ParallelConfig.__post_init__``.
     """
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
@@ -48,8 +48,8 @@ def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
 
     if issubclass(Executor.get_class(vllm_config), ExecutorWithExternalLauncher):
         raise ConfigError(
-            f"objkv does not support external_launcher with {parallel.world_size} ranks, which "
-            "schedule each by itself and would not agree on what was loaded: run it without the "
+            f"objkv does not support external_launcher with {parallel.world_size} ranks, because "
+            "each rank has its own scheduler and they would disagree on loads: run it without the "
             "objkv connector, or let vLLM start the ranks: --distributed-executor-backend mp or ray"
         )
 
@@ -61,7 +61,8 @@ _INSTEAD = "run it without the objkv connector, or"
 def read_geometry(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config
 ) -> Geometry:
-    """Raises ``ConfigError`` with what to do for everything that is not supported yet."""
+    """Read the geometry of the model. Raises ``ConfigError``, which names the fix, for unsupported
+    configurations."""
     _refuse_unsupported(vllm_config)
     whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
     groups = tuple(read_group(vllm_config, group) for group in whole)
@@ -76,7 +77,8 @@ def read_geometry(
 
 
 def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Identity:
-    """The identity document of this replica. Reads the model's files; takes up to seconds."""
+    """Return the identity document of this replica. Reads the model's files, which may take
+    seconds."""
     model = vllm_config.model_config
     folder = local_folder(model.model, model.revision)
     return Identity(
@@ -94,13 +96,13 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
 
 
 def model_name(vllm_config: "VllmConfig", config: Config) -> str:
-    """What the model is called in identities: nothing of where it is mounted."""
+    """Return the model's name in identities, without its mount path."""
     model = str(vllm_config.model_config.model)
     return config.model_id or (Path(model).name if Path(model).is_dir() else model)
 
 
 def tensor_rank(vllm_config: "VllmConfig") -> int:
-    """This worker's TP rank; 0 where no group of ranks was made."""
+    """Return this worker's TP rank, or 0 without tensor parallelism."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     if vllm_config.parallel_config.tensor_parallel_size == 1:
@@ -109,7 +111,7 @@ def tensor_rank(vllm_config: "VllmConfig") -> int:
 
 
 def pipeline_rank(vllm_config: "VllmConfig") -> int:
-    """This worker's stage of the pipeline; 0 where there is one."""
+    """Return this worker's pipeline stage, or 0 without pipeline parallelism."""
     from vllm.distributed.parallel_state import get_pp_group
 
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
@@ -118,9 +120,9 @@ def pipeline_rank(vllm_config: "VllmConfig") -> int:
 
 
 def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
-    """Say so if another connector wraps this one and lets a failed load fail its request.
+    """Log a warning if another connector wraps this one and a failed load would fail its request.
 
-    The outermost ``kv_transfer_config`` decides, and only workers can see it.
+    The outermost ``kv_transfer_config`` decides, and only workers can read it.
     """
     from vllm.config import get_current_vllm_config_or_none
 
@@ -130,27 +132,31 @@ def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
         return
     if config.load_failure == "recompute" and transfer.kv_load_failure_policy != "recompute":
         logger.warning(
-            "a failed load will fail its request: set kv_load_failure_policy to recompute beside "
-            "kv_connector=%s, where vLLM reads it",
+            "a failed load will fail its request: set kv_load_failure_policy to recompute in the "
+            "configuration that vLLM reads, next to kv_connector=%s",
             transfer.kv_connector,
         )
 
 
 def warn_of_sudden_end(vllm_config: "VllmConfig") -> None:
-    """Log where a server that ends would kill its workers with chunks still being
-    saved. Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
-    ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds."""
+    """Log if a server that shuts down would kill its workers before in-flight saves complete.
+
+    Source: vLLM 0.32, ``shutdown`` in ``v1/utils.py``: SIGTERM, then SIGKILL after
+    ``shutdown_timeout``, which is 0 unless set. An engine without a server has 5 seconds.
+    """
     if getattr(vllm_config, "shutdown_timeout", 0) == 0:
         logger.info(
-            "on SIGTERM a server ends at once, without its in-flight saves: "
+            "on SIGTERM the server exits at once and loses its in-flight saves: "
             "start it with --shutdown-timeout 15"
         )
 
 
 def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Config:
-    """The settings, with loads between steps where vLLM would not recover from one that fails
-    within a step: it believes the tokens of steps scheduled before that was known, and stops where
-    block ids could be of several groups. Source: vLLM 0.31-0.33, ``update_from_output`` and
+    """Return the settings, with ``load_mode`` async if vLLM cannot recover from a load that fails
+    within a step.
+
+    vLLM then uses the tokens of steps that were scheduled before the failure was known, and stops
+    if block ids could belong to several groups. Source: vLLM 0.31-0.33, ``update_from_output`` and
     ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``.
     """
     several = len(geometry.groups) > 1
@@ -168,20 +174,22 @@ def _why_between_steps(vllm_config: "VllmConfig", *, several: bool) -> str:
     if several:
         return "the model has several KV cache groups"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "a pipeline has several steps under way"
-    return "run vLLM with --no-async-scheduling to load within them"
+        return "a pipeline has several steps in progress"
+    return "run vLLM with --no-async-scheduling to load within steps"
 
 
 def names_media(vllm_config: "VllmConfig") -> bool:
-    """Whether the name of an image, sound or video says what the model makes of it. With both of
-    its caches off vLLM numbers them as they come, so that a name is another image's in another
-    process. Source: vLLM 0.32, ``_process_mm_uuids`` in ``renderers/base.py``.
+    """Whether the name of an image, sound or video identifies its encoder output.
+
+    With both of its caches off, vLLM numbers media in order of arrival, so the same name means
+    another image in another process. Source: vLLM 0.32, ``_process_mm_uuids`` in
+    ``renderers/base.py``.
     """
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if scales_follow_media(multimodal):
         logger.warning(
-            "prompts with images are neither loaded nor saved: the fp8 scales of the encoder "
-            "follow the images that it sees, give it --mm-encoder-fp8-scale-path"
+            "prompts with images are not shared, because the encoder's fp8 scales depend on "
+            "earlier images: set --mm-encoder-fp8-scale-path"
         )
         return False
     if (
@@ -191,14 +199,14 @@ def names_media(vllm_config: "VllmConfig") -> bool:
     ):
         return True
     logger.warning(
-        "prompts with images are neither loaded nor saved: vLLM only numbers them, run it with "
+        "prompts with images are not shared, because vLLM only numbers them: run it with "
         "prefix caching or --mm-processor-cache-gb above 0"
     )
     return False
 
 
 def copies_are_synchronous() -> bool:
-    """Whether saves have left the blocks when the step that issued them ends (host lanes)."""
+    """Whether saves have read their blocks before their step ends, as with host lanes."""
     return bool(current_platform.is_cpu())
 
 
@@ -210,20 +218,22 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             raise ConfigError(f"objkv does not support {name}={size} yet: {_INSTEAD} set it to 1")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.31
         raise ConfigError(
-            "objkv cannot share KV whose scales each replica calculates by itself: "
+            "objkv cannot share KV if each replica calculates its own scales: "
             f"{_INSTEAD} turn calculate_kv_scales off"
         )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         raise ConfigError(
             f"objkv does not support speculative decoding with {speculative.method!r} yet: "
-            f"{_INSTEAD} use 'ngram', which has no KV of its own"
+            f"{_INSTEAD} use 'ngram', which stores no KV"
         )
 
 
 def read_weights(vllm_config: "VllmConfig", config: Config, folder: Path | None) -> str:
-    """Which weights these are; ``folder``: where they are, if anywhere here. Raises ``ConfigError``
-    if that is not known."""
+    """Return the identity of the weights. Raises ``ConfigError`` if they cannot be identified.
+
+    ``folder``: the folder of the weights, None if they are not on this machine.
+    """
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:seed={vllm_config.model_config.seed}"
     digest = None if folder is None else model_digest(folder, config)
@@ -232,8 +242,8 @@ def read_weights(vllm_config: "VllmConfig", config: Config, folder: Path | None)
     revision = vllm_config.model_config.revision
     if revision is None:
         raise ConfigError(
-            f"the weights of {vllm_config.model_config.model!r} cannot be read from here, so objkv "
-            "cannot tell them from other weights: serve from a local folder or set --revision"
+            f"objkv cannot identify the weights of {vllm_config.model_config.model!r}, because it "
+            "cannot read them here: serve from a local folder or set --revision"
         )
     return f"revision:{revision}"
 
@@ -246,7 +256,8 @@ def _kv_dtype(vllm_config: "VllmConfig") -> str:
 
 
 def _page_layout(vllm_config: "VllmConfig", geometry: Geometry) -> str:
-    """On the CPU the attention kernel packs a block as its instruction set likes it."""
+    """Return the layout of a page. On the CPU it depends on the attention kernel's instruction
+    set."""
     if not current_platform.is_cpu():
         return "canonical"
     isa = _cpu_isa(vllm_config, geometry)
@@ -267,17 +278,18 @@ def _cpu_isa(vllm_config: "VllmConfig", geometry: Geometry) -> str:
 
 
 def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
-    """Settings that change KV and that neither weights nor groups show, as sorted text."""
+    """Return further settings that change KV, other than weights and groups, as sorted text."""
     model = vllm_config.model_config
     extra = {"dtype": str(model.dtype).removeprefix("torch.")}
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # The engine's length decides which factors rotate all keys, those of short prompts too.
+        # The engine's maximum length selects the factors that rotate all keys, also for short
+        # prompts.
         long = model.max_model_len > rope["original_max_position_embeddings"]
         extra["longrope"] = "long" if long else "short"
     if isinstance(model.hf_overrides, dict) and model.hf_overrides:
         extra["hf_overrides"] = _text(model.hf_overrides)
-    # The digest of the weights covers the configuration beside them, as it is written there.
+    # The digest of the weights already covers the configuration in the model's folder.
     if model.hf_config_path or callable(model.hf_overrides):
         extra["hf_config"] = _config_digest(model.hf_config.to_dict())
     if online := getattr(model, "quantization_config", None):  # not every version has it
@@ -295,8 +307,11 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
 
 
 def _adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
-    """What changes the KV of requests with an adapter beyond what the adapter's files hold. Rank
-    and number of adapters do not, so replicas that set nothing share with those without LoRA."""
+    """Return LoRA settings that change KV, in addition to the adapter's files.
+
+    Rank and number of adapters do not change KV, so a replica that sets none of these shares with
+    replicas without LoRA.
+    """
     if lora is None:
         return {}
     found = {}

@@ -1,8 +1,8 @@
-"""What a model makes of images, sounds and videos, where its encoder computes in fp8.
+"""Scales of quantised KV caches and of fp8 encoders.
 
-The scales then come from a file, or, without one, from the largest values of the last 16 calls:
-what comes of an image depends on the images before it, in that process alone. Source: vLLM 0.32,
-``MMEncoderAttention`` in ``model_executor/layers/attention/mm_encoder_attention.py``.
+An fp8 encoder takes its scales from a file. Without a file it uses the largest values of its last
+16 calls, so the output for an image depends on the earlier images of the same process. Source: vLLM
+0.32, ``MMEncoderAttention`` in ``model_executor/layers/attention/mm_encoder_attention.py``.
 """
 
 import hashlib
@@ -27,28 +27,31 @@ _E4M3 = ("fp8", "fp8_e4m3")
 def read_quantised(
     vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Quantised]:
-    """What the elements of quantised KV caches mean, by layer: their format, and the scales of K
-    and V. To be called when the weights are loaded.
+    """Return the element format and the scales of K and V of quantised KV caches, by layer.
 
-    vLLM registers such caches as plain bytes and keeps the scales beside each layer: the
-    checkpoint's, or 1.0. Only a worker knows them. Source: vLLM 0.31-0.33,
-    ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``.
+    vLLM registers such caches as plain bytes. It keeps the scales in each layer, where only a
+    worker can read them, once the weights are loaded: the checkpoint's scales, or 1.0. Source: vLLM
+    0.31-0.33, ``process_weights_after_loading`` in
+    ``model_executor/layers/quantization/kv_cache.py``.
 
-    Raises ``ConfigError`` for scales that are not one number for K and one for V.
+    Raises ``ConfigError`` unless there is one scale for K and one for V.
     """
     layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for name, cache in kv_caches.items():
         layer = layers.get(name)
-        # Not of states, whose elements are bytes of several things.
+        # States are skipped: their bytes belong to several tensors.
         if cache.element_size() == 1 and hasattr(layer, "_k_scale_float"):
             found[name] = Quantised(_dtype(layer, cache), _layer_scales(name, layer))
     return found
 
 
 def kv_dtype_name(cache_dtype: str) -> str:
-    """vLLM's name of a KV dtype, made to tell the two kinds of fp8 apart: what AMD MI300 and MI325
-    write under the same name are other numbers. Source: vLLM 0.32, ``is_fp8_fnuz``."""
+    """Return vLLM's name of a KV dtype, with a suffix for AMD's fp8.
+
+    Under the same name, AMD MI300 and MI325 use another number format. Source: vLLM 0.32,
+    ``is_fp8_fnuz``.
+    """
     fnuz = cache_dtype.startswith("fp8") and current_platform.is_fp8_fnuz()
     return f"{cache_dtype}_fnuz" if fnuz else cache_dtype
 
@@ -67,7 +70,7 @@ def _layer_scales(name: str, layer: Any) -> str:
     for tensor in (getattr(layer, "_k_scale", None), getattr(layer, "_v_scale", None)):
         if isinstance(tensor, torch.Tensor) and tensor.numel() != 1:
             raise ConfigError(
-                f"the KV cache of {name} has a scale for each head, which objkv does not support: "
+                f"the KV cache of {name} has one scale per head, which objkv does not support: "
                 "run the model without the objkv connector, or with --kv-cache-dtype auto"
             )
     try:
@@ -77,8 +80,11 @@ def _layer_scales(name: str, layer: Any) -> str:
 
 
 def encoder_settings(multimodal: Any) -> dict[str, str]:
-    """Of vLLM's ``MultiModalConfig``, or None: what changes what encoders compute. The file of the
-    scales counts by what it says. Raises ``ConfigError`` if it cannot be read."""
+    """Return settings that change encoder outputs. The file of scales is identified by its content.
+
+    ``multimodal``: vLLM's ``MultiModalConfig`` or None. Raises ``ConfigError`` if the file cannot
+    be read.
+    """
     dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)  # not every version has it
     if dtype is None:
         return {}
@@ -87,13 +93,15 @@ def encoder_settings(multimodal: Any) -> dict[str, str]:
         try:
             content = Path(path).read_bytes()
         except OSError as exc:
-            raise ConfigError(f"the encoder's fp8 scales cannot be read: {exc}") from exc
+            raise ConfigError(
+                f"cannot read the encoder's fp8 scales, see --mm-encoder-fp8-scale-path: {exc}"
+            ) from exc
         found["mm_encoder_fp8_scales"] = f"sha256:{hashlib.sha256(content).hexdigest()[:40]}"
     return found
 
 
 def scales_follow_media(multimodal: Any) -> bool:
-    """Whether what an encoder makes of an image depends on those it saw before."""
+    """Whether an encoder's output for an image depends on earlier images."""
     dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)
     return dtype is not None and not _scale_file(multimodal)
 

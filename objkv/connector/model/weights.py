@@ -1,10 +1,10 @@
-"""Which weights these are: a digest of what the model is loaded from, the same on every replica.
+"""Identifies weights by a digest of the model's files, which is the same on every replica.
 
-Sampled by default, because hashing 140 GB at every start is slow: every tensor of a safetensors
-file contributes its name, dtype, shape and up to eight of its pages, so a fine-tune, a merge or
-another checkpoint differs. Weights that were changed in a few bytes by hand do not;
-``weights_digest=full`` reads all. Files that do not say where their tensors are (``.bin``, ``.pt``,
-``.pth``, ``.gguf``) are always read whole: samples of such a file would be of a few of its layers.
+By default the digest is sampled, because hashing 140 GB at every start is slow. Every tensor of a
+safetensors file contributes its name, dtype, shape and up to eight of its pages. A fine-tune, a
+merge or another checkpoint therefore has another digest, but a manual change of a few bytes may
+not. ``weights_digest=full`` reads everything. Files without an index of tensors (``.bin``, ``.pt``,
+``.pth``, ``.gguf``) are always read whole, because samples would cover only a few layers.
 """
 
 import hashlib
@@ -23,29 +23,30 @@ from objkv.config import Config, cache_folder, make_private
 
 logger = logging.getLogger(__name__)
 _ENTRIES_MAX = 1024
-"""Beyond it the oldest go: a thousand adapters, at 1 KiB each."""
+"""Most cached entries, about 1 KiB each: enough for a thousand adapters. The oldest are deleted
+first."""
 _ENTRY_BYTES_MAX = 4 << 20
 _SETTLED_NS = 2_000_000_000
-"""A file that changed so recently may change again without a new time stamp, as ``git`` knows of
-its index: file systems stamp in steps of up to two seconds."""
+"""A file that changed this recently may change again without a new time stamp, because file systems
+have a resolution of up to two seconds. ``git`` treats its index the same way."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What says, without reading it, that a file is the one that was read before."""
+    """Identifies a file's version without reading it."""
 
     path: str
-    """Absolute, links followed."""
+    """Absolute path with links resolved."""
     size: int
     mtime_ns: int
     ctime_ns: int
-    """Changes even where a copy keeps ``mtime_ns``."""
+    """Changes even if a copy preserves ``mtime_ns``."""
     inode: int
     device: int
 
 
 def identify(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
-    """The identities of files, in order. Raises ``OSError``; one ``stat`` each, nothing is read."""
+    """Return the identities of files in order, from one ``stat`` each. Raises ``OSError``."""
     found = []
     for path in paths:
         real = path.resolve()
@@ -56,21 +57,20 @@ def identify(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
 
 
 class DigestCache:
-    """Digests of files, remembered on disk for as long as the files stay the same. Safe from many
-    processes.
+    """A disk cache of digests of unchanged files. Safe for concurrent processes.
 
-    It saves time only: an entry that is missing, damaged, of another user or about other files is
-    as good as none, and nothing here raises because of it.
+    An entry that is missing, damaged, owned by another user or made for other files is ignored and
+    raises nothing.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def remembered(self, kind: str, paths: Sequence[Path], compute: Callable[[], str]) -> str:
-        """``compute()``, unless an entry says what that was for the same files.
+        """Return the cached digest of the files, or ``compute()`` and cache it.
 
-        ``kind``: what is computed of them, and by which recipe. Raises what ``compute`` and
-        ``stat`` raise. Files that change meanwhile, or just before, are not remembered.
+        ``kind``: the kind of digest and its recipe. Raises the exceptions of ``compute`` and
+        ``stat``. Files that change during the call or just before it are not cached.
         """
         files = identify(paths)
         entry = self._entry(kind, files)
@@ -85,7 +85,7 @@ class DigestCache:
         return self._folder / f"{_name(kind, files)}.json"
 
     def _write(self, entry: Path, content: dict[str, object]) -> None:
-        """Whole or not at all."""
+        """Write an entry atomically."""
         try:
             make_private(self._folder)
             descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
@@ -97,7 +97,7 @@ class DigestCache:
                 Path(partial).unlink(missing_ok=True)
                 raise
             self._prune()
-        except OSError as exc:  # a full or read-only disk: it is computed again next time
+        except OSError as exc:  # a full or read-only disk: the digest is computed again next time
             logger.info("digest not remembered path=%s reason=%s", entry, exc)
 
     def _prune(self) -> None:
@@ -110,12 +110,12 @@ class DigestCache:
 
 
 def open_digests() -> DigestCache:
-    """The digests that this user's replicas on this machine remember together."""
+    """Return the digest cache that this user's replicas on this machine share."""
     return DigestCache(cache_folder() / "digests")
 
 
 def _read(entry: Path, kind: str, files: Sequence[FileIdentity]) -> str | None:
-    """What the entry says, if it is whole, this user's own and about these files."""
+    """Return the entry's digest if the entry is intact, owned by this user and for these files."""
     try:
         stat = entry.stat()
         if stat.st_uid != os.geteuid() or stat.st_size > _ENTRY_BYTES_MAX:
@@ -147,7 +147,8 @@ def _are_settled(files: Sequence[FileIdentity]) -> bool:
 
 
 _SCHEMES = {False: "objkv-weights-sampled-2", True: "objkv-weights-full-1"}
-"""How digests are made, by whether all bytes count. Another recipe is another name."""
+"""Names of the recipes for digests: sampled (False) and full (True). A new recipe needs a new
+name."""
 _PAGE = 4096
 _PAGES_PER_TENSOR = 8
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -160,15 +161,15 @@ _CONFIG_FILES = (
 _SAFETENSORS_HEADER_MAX = 100 << 20
 _PIECE = 8 << 20
 _THREADS_MAX = 4
-"""SHA-256 runs at 1 to 2 GB/s a core; more of them only fight with the engine's start."""
-_TELL_EVERY_S = 10.0
+"""SHA-256 runs at 1 to 2 GB/s per core. More threads only slow the engine's start."""
+_LOG_EVERY_S = 10.0
 
 
 def weights_digest(
     folder: Path, *, full: bool = False, cache: DigestCache | None = None
 ) -> str | None:
-    """``sampled:…`` or ``full:…`` over configuration and weights in ``folder``; None if there are
-    no weights. Raises ``OSError``."""
+    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``.
+    None if ``folder`` has no weights. Raises ``OSError``."""
     weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
     if not weights:
         return None
@@ -190,18 +191,18 @@ def weights_digest(
 
 
 def model_digest(folder: Path, config: Config) -> str | None:
-    """``weights_digest`` as the settings want it, read once on this machine and then remembered."""
+    """Return ``weights_digest`` of the kind in the settings, cached on this machine."""
     return weights_digest(folder, full=config.weights_digest == "full", cache=open_digests())
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """The files that make a LoRA adapter, in order. Raises ``OSError``."""
+    """Return the files of a LoRA adapter in order. Raises ``OSError``."""
     files = sorted(p for p in folder.iterdir() if p.suffix in (*_WEIGHT_SUFFIXES, ".json"))
     return [path for path in files if path.is_file()]
 
 
 def adapter_digest(files: Sequence[Path]) -> bytes | None:
-    """SHA-256 over a LoRA adapter's configuration and whole weights; None if it has none."""
+    """Return the SHA-256 of a LoRA adapter's configuration and weights, or None without weights."""
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in files):
         return None
     digest = hashlib.sha256(b"objkv-adapter-1")
@@ -211,9 +212,9 @@ def adapter_digest(files: Sequence[Path]) -> bytes | None:
 
 
 def local_folder(model: str, revision: str | None, file_name: str = "config.json") -> Path | None:
-    """Where the model's files are: the path itself, or the hub's cache; never downloads.
+    """Return the folder of the model's files: the path itself, or the hub's cache. Never downloads.
 
-    ``file_name``: what every model of that kind has.
+    ``file_name``: a file that every model of that kind has.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -222,7 +223,7 @@ def local_folder(model: str, revision: str | None, file_name: str = "config.json
 
     try:
         found = try_to_load_from_cache(model, file_name, revision=revision)
-    except ValueError:  # not a hub id at all, e.g. an object store's URL
+    except ValueError:  # not a hub id, such as an object store's URL
         return None
     return Path(found).parent if isinstance(found, str) else None
 
@@ -234,11 +235,11 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
 
 
 def _sampled(paths: Sequence[Path]) -> list[bytes]:
-    """A SHA-256 for every file: over samples of its tensors, or all bytes if it does not say where
-    they are."""
+    """Return a SHA-256 per file: of samples of its tensors, or of all bytes without an index of
+    tensors."""
     spans = {path: found for path in paths if (found := _tensor_spans(path)) is not None}
-    untold = [path for path in paths if path not in spans]
-    whole = dict(zip(untold, _whole(untold), strict=True))
+    unindexed = [path for path in paths if path not in spans]
+    whole = dict(zip(unindexed, _whole(unindexed), strict=True))
     return [whole[path] if path in whole else _sample(path, spans[path]) for path in paths]
 
 
@@ -251,7 +252,7 @@ def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _whole(paths: Sequence[Path]) -> list[bytes]:
-    """The SHA-256 of every file; several at once, with progress logged."""
+    """Return the SHA-256 of every file, several in parallel, and log the progress."""
     read_bytes = _Progress(sum(path.stat().st_size for path in paths)).add
 
     def read(path: Path) -> bytes:
@@ -272,27 +273,27 @@ def _read_whole(path: Path, on_progress: Callable[[int], None]) -> bytes:
 
 
 class _Progress:
-    """Logs every few seconds how many bytes were read, while the engine starts."""
+    """Logs every few seconds how many bytes were read while the engine starts."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._done = 0
-        self._told = time.monotonic()
+        self._logged = time.monotonic()
         self._lock = Lock()
 
     def add(self, count: int) -> None:
         with self._lock:
             self._done += count
             now = time.monotonic()
-            if now - self._told < _TELL_EVERY_S and self._done < self._total:
+            if now - self._logged < _LOG_EVERY_S and self._done < self._total:
                 return
-            self._told = now
+            self._logged = now
             done, total = self._done / 2**30, self._total / 2**30
         logger.info("hashing all weights read_gib=%.1f of_gib=%.1f", done, total)
 
 
 def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Byte ranges to hash, of each span up to eight."""
+    """Yield the byte ranges to hash, up to about eight per span."""
     for start, end in spans:
         step = max(_PAGE, (end - start) // _PAGES_PER_TENSOR)
         for offset in range(start, end, step):
@@ -300,8 +301,8 @@ def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
-    """Where in a safetensors file its header and each of its tensors are; None if that is not
-    known, or not for all of the file."""
+    """Return the byte ranges of a safetensors file's header and tensors. None if the file has no
+    valid index that covers all of it."""
     if path.suffix != ".safetensors":
         return None
     size = path.stat().st_size
@@ -318,12 +319,12 @@ def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
         return None
     if not _cover(data, 8 + length, size):
         return None
-    # The header names every tensor, its dtype and shape: take all of it, page by page.
+    # The header lists every tensor with its dtype and shape, so hash all of it, page by page.
     return [(o, min(o + _PAGE, 8 + length)) for o in range(0, 8 + length, _PAGE)] + data
 
 
 def _cover(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
-    """Whether sorted spans are side by side from ``start`` to ``end``, as the format wants it."""
+    """Whether sorted spans are contiguous from ``start`` to ``end``, as the format requires."""
     for a, b in spans:
         if a != start or b < a:
             return False

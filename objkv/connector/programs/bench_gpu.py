@@ -1,8 +1,7 @@
-"""Transfers between host memory and a paged cache on a device, beside a plain copy.
+"""Measures transfers between host memory and a paged cache on a device, against plain copies.
 
-``python -m objkv.connector.programs.bench_gpu DEVICE CHUNKS ROUNDS`` tells it as one JSON line,
-or nothing where there is no such device. A chunk is that of an 8B model: 256 tokens, 32 layers,
-32 MiB.
+``python -m objkv.connector.programs.bench_gpu DEVICE CHUNKS ROUNDS`` prints one JSON line, or
+nothing without such a device. Chunks are those of an 8B model: 256 tokens, 32 layers, 32 MiB.
 """
 
 import sys
@@ -50,7 +49,7 @@ class Rig:
         self._lane = open_lane(device)
         self._page = kv_like(self._paged.layers[0].nbytes)
         self._plan = tuple(self._stored(chunk) for chunk in range(chunks))
-        # Source and target of the limits: as many bytes, in one piece.
+        # Source and target of the plain copies: the same number of bytes, contiguous.
         self.nbytes = chunks * self._paged.raw_bytes
         pinned = device.type == "cuda"
         self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
@@ -95,19 +94,19 @@ class Rig:
         )
 
     def to_device(self) -> float:
-        """A plain copy of all bytes, host to device."""
+        """Copy all bytes from host to device; seconds."""
         return self._timed(lambda: self._plain.copy_(self._host, non_blocking=True))
 
     def to_host(self) -> float:
-        """A plain copy of all bytes, device to host."""
+        """Copy all bytes from device to host; seconds."""
         return self._timed(lambda: self._host.copy_(self._plain, non_blocking=True))
 
     def load(self) -> float:
-        """From the store in memory into the paged cache, every byte verified."""
+        """Load from the memory store into the paged cache with verification; seconds."""
         return self._timed(self._load)
 
     def gather(self) -> float:
-        """From the paged cache into host memory."""
+        """Copy from the paged cache into host memory; seconds."""
 
         def gather() -> None:
             ids = [load.move.block_ids for load in self._plan]
@@ -119,11 +118,11 @@ class Rig:
         return self._timed(gather)
 
     def compute(self) -> float:
-        """Products of matrices."""
+        """Multiply matrices; seconds."""
         return self._timed(self._compute)
 
     def both(self) -> float:
-        """Loading while computing."""
+        """Load while multiplying matrices; seconds."""
 
         def both() -> None:
             plan = self._submit()
@@ -133,14 +132,14 @@ class Rig:
         return self._timed(both)
 
     def calibrate(self) -> None:
-        """Compute about as long as a load takes."""
+        """Adjust ``compute`` to take about as long as a load."""
         self.load()
         load_s = self.load()
         self.compute()
         self._products = max(1, round(load_s / self.compute()))
 
     def verify(self) -> None:
-        """Whether the paged cache holds what was stored; AssertionError if not."""
+        """Raise AssertionError unless the paged cache holds the stored bytes."""
         expected = torch.frombuffer(bytearray(self._page), dtype=torch.bfloat16)
         for cache in self._caches:
             for load in self._plan:
@@ -182,7 +181,7 @@ class Rig:
             torch.cuda.synchronize(self._device)
 
     def _stored(self, chunk: int) -> LoadMove:
-        """Store one chunk; how to load it."""
+        """Store one chunk and return the move that loads it."""
         tokens = list(range(self._chunks * _CHUNK_TOKENS))
         hashes = prefix_hashes(NAMESPACE, tokens, _CHUNK_TOKENS)
         parent = hashes[chunk - 1] if chunk else root_hash(NAMESPACE)
@@ -213,7 +212,7 @@ class Rig:
 
 
 def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
-    """All sides, interleaved."""
+    """Measure all sides, interleaved."""
     rig = Rig(device, chunks)
     try:
         rig.calibrate()
@@ -227,7 +226,7 @@ def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
 
 
 def main() -> None:
-    """Print what was measured, if there is anything to measure on."""
+    """Measure and print the result; print nothing without the device."""
     name, chunks, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if name == "cuda" and not torch.cuda.is_available():
         return

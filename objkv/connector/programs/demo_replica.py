@@ -1,8 +1,8 @@
 """One replica of the demo: a process with an engine that answers prompts one after the other.
 
-``python -m objkv.connector.programs.demo_replica REPLICA SIZE MODELS`` prints a ``ReplicaEvent`` a
-line; what vLLM prints goes to standard error. The model is a small Llama with random weights, made
-in the folder ``MODELS`` and kept.
+``python -m objkv.connector.programs.demo_replica REPLICA SIZE MODELS`` prints one ``ReplicaEvent``
+per line; vLLM's output goes to standard error. The model is a small Llama with random weights,
+created in the folder ``MODELS`` and kept.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from objkv.ops.demo import (
 )
 
 KV_CACHE_BYTES: Final = 256 << 20
-"""Room for several prompts at once; most of the machine's memory stays free for others."""
+"""Enough for several prompts, and small enough to leave most of the machine's memory free."""
 _SHAPES: Final[dict[Size, dict[str, int]]] = {
     "normal": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4},
     "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
@@ -40,7 +40,8 @@ _FORGET_S = 30.0
 
 
 def make_model(folder: Path, size: Size) -> Path:
-    """Make the model in ``folder`` unless it is there; of many makers each sees a whole one."""
+    """Create the model in ``folder`` unless it exists. Safe with concurrent callers: each gets a
+    complete model."""
     recipe = f"{_SHAPES[size]} {VOCABULARY} {SCALES[size].longest} {version('transformers')}"
     target = folder / f"{size}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if target.exists():
@@ -49,7 +50,7 @@ def make_model(folder: Path, size: Size) -> Path:
     _save(size, partial)
     try:
         partial.rename(target)
-    except OSError:  # Another process was first; models are made from a seed and equal.
+    except OSError:  # another process was faster; models from the same seed are equal
         shutil.rmtree(partial)
     return target
 
@@ -67,7 +68,7 @@ def _save(size: Size, folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=_HEAD,
         max_position_embeddings=SCALES[size].longest,
-        # 0.02 is usual. With 0.08 wrong KV changes the answers: equal answers show equal KV.
+        # 0.02 is usual. With 0.08, wrong KV changes the answers, so equal answers prove equal KV.
         initializer_range=0.08,
         bos_token_id=0,
         eos_token_id=1,
@@ -79,7 +80,7 @@ def _save(size: Size, folder: Path) -> None:
 
 
 def device() -> str:
-    """What vLLM runs on here: the name of the GPU, or of the processor."""
+    """Return the name of the GPU or processor that vLLM uses here."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -99,16 +100,16 @@ class DemoEngine:
         self._asked = 0
 
     def _forget(self) -> None:
-        """Empty vLLM's own prefix cache, which would answer what was asked here before."""
+        """Empty vLLM's own prefix cache, which would otherwise serve repeated prompts."""
         deadline = time.monotonic() + _FORGET_S
         while not self._llm.reset_prefix_cache():
-            # Blocks of the last prompt are held until its saves have left the GPU.
+            # Blocks of the last prompt stay in use until its saves have left the GPU.
             if time.monotonic() > deadline:
                 raise RuntimeError("vLLM could not reset its prefix cache: blocks are in use")
             time.sleep(0.05)
 
     def ask(self, name: str, tokens: Sequence[int]) -> DemoAnswer:
-        """The greedy answer; the engine itself remembers nothing of earlier prompts."""
+        """Return the greedy answer, computed with an empty prefix cache in the engine."""
         from vllm import SamplingParams
 
         self._forget()
@@ -133,14 +134,14 @@ class DemoEngine:
 
 
 def engine_arguments(model: Path, longest: int) -> dict[str, Any]:
-    """What ``vllm.LLM`` is called with: small and quick to start, otherwise the defaults."""
+    """Return the arguments of ``vllm.LLM``: small and quick to start, otherwise the defaults."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
         "model": str(model),
         "skip_tokenizer_init": True,
-        # With fewer bits the order of the sums, which the number of computed tokens changes,
-        # would tip the answers of a random model.
+        # The order of sums depends on the number of computed tokens. With fewer bits, the rounding
+        # would change the answers of a random model.
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": longest,
@@ -150,14 +151,14 @@ def engine_arguments(model: Path, longest: int) -> dict[str, Any]:
         "seed": 0,
     }
     if current_platform.is_cpu():
-        # All in this process, which starts in a third of the time.
+        # One process starts in a third of the time.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         arguments["distributed_executor_backend"] = "uni"
     return arguments
 
 
 def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent], None]) -> None:
-    """The whole life of a replica, in this process."""
+    """Run a replica from start to end in this process."""
 
     def begin(stage: str) -> None:
         send(ReplicaEvent(stage=stage))
@@ -173,7 +174,7 @@ def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent
     llm = vllm.LLM(**arguments, disable_log_stats=False)
     engine = DemoEngine(llm)
     begin("warming up")
-    engine.ask("warm-up", warm_up_of(size))  # pays what is paid once
+    engine.ask("warm-up", warm_up_of(size))  # absorbs one-time costs
     for prompt in prompts_of(size, replica):
         begin(f"answering {prompt.name}")
         send(ReplicaEvent(answer=engine.ask(prompt.name, prompt.tokens)))
@@ -187,7 +188,7 @@ def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent
 
 
 def main() -> None:
-    """Keep standard output for events: vLLM and what it starts print elsewhere."""
+    """Reserve standard output for events; redirect vLLM's output to standard error."""
     replica, size, models = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as events:
         os.dup2(2, 1)
@@ -199,5 +200,5 @@ def main() -> None:
         run(cast("Replica", replica), cast("Size", size), Path(models), send)
 
 
-if __name__ == "__main__":  # Workers in processes of their own import this file once more.
+if __name__ == "__main__":  # spawned worker processes import this file again
     main()

@@ -1,8 +1,8 @@
-"""An engine that computes prompts for ``warm``: one that the caller has, or one of a child's own.
+"""An engine that computes prompts for ``warm``: the caller's own, or one in a child process.
 
-``python -m objkv.connector.programs.warm`` reads what engine to make from its first line of
-input, then does what further lines ask, as many at once as it may, and answers each with a line
-of its own; what vLLM prints goes to standard error. It ends with its input.
+``python -m objkv.connector.programs.warm`` reads the engine's arguments from the first line of its
+input. Each further line is a request, and several run at once; each gets one answer line. vLLM's
+output goes to standard error. The program ends at the end of its input.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _END_S = 30.0
 
 
 class LlmAsker:
-    """See ``Asker``: asks a ``vllm.LLM`` of this process, which nobody else uses meanwhile."""
+    """A ``Prefiller`` with a ``vllm.LLM`` of this process. The caller must not use it meanwhile."""
 
     def __init__(
         self, llm: Any, *, adapters: Mapping[str, str] | None = None, at_once: int = _AT_ONCE
@@ -43,29 +43,29 @@ class LlmAsker:
         self._changed = Condition()
         self._new: list[tuple[PrefillRequest, Future[PrefillReply]]] = []
         self._closed = False
-        """Nothing is taken any more, for good."""
-        self._why = "the engine was given up"
+        """Whether all further requests are refused."""
+        self._why = "the engine was closed"
         self._thread = Thread(target=self._work, name="objkv-warm-engine", daemon=True)
         self._thread.start()
 
     @property
     def name(self) -> str:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         return "the engine"
 
     @property
     def at_once(self) -> int:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         return self._at_once
 
     def check(self) -> None:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         with self._changed:
             if self._closed:
                 raise PrefillError("down", self._why)
 
     def tokenize(self, prompt: WarmPrompt) -> list[int]:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
         tokenizer = self._llm.get_tokenizer()
@@ -74,18 +74,18 @@ class LlmAsker:
                 return list(tokenizer.encode(prompt.text))
             return _of_chat(tokenizer, prompt.chat)
         except Exception as exc:  # a template may raise anything
-            raise PrefillError("refused", f"not tokenized: {exc}") from exc
+            raise PrefillError("refused", f"tokenizing failed: {exc}") from exc
 
     def ask(self, ask: PrefillRequest) -> PrefillReply:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         future = self.begin(ask)
         try:
             return future.result()
         except CancelledError as exc:
-            raise PrefillError("down", "the engine was given up") from exc
+            raise PrefillError("down", "the engine was closed") from exc
 
     def begin(self, ask: PrefillRequest) -> Future[PrefillReply]:
-        """As ``ask``, without waiting."""
+        """Like ``ask``, without waiting."""
         future: Future[PrefillReply] = Future()
         with self._changed:
             if self._closed:
@@ -96,7 +96,7 @@ class LlmAsker:
         return future
 
     def close(self) -> None:
-        """See ``Asker``. The engine itself lives on."""
+        """See ``Prefiller``. The engine itself stays open."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -112,7 +112,7 @@ class LlmAsker:
                     self._add(*new[0], running)
                     new.popleft()
                 self._step(running)
-        # Whatever it is, SystemExit of an engine in this process too: nobody may wait for ever.
+        # Catch everything, including an engine's SystemExit, so that no caller waits forever.
         except BaseException as exc:
             has_failed = True
             self._why = f"the engine failed: {exc}"
@@ -132,7 +132,7 @@ class LlmAsker:
         running: Mapping[str, Future[PrefillReply]],
         new: deque[tuple[PrefillRequest, Future[PrefillReply]]],
     ) -> bool:
-        """Until there is something to do; False at the end."""
+        """Wait for work; return False once closed."""
         with self._changed:
             while not self._new and not running and not self._closed:
                 self._changed.wait()
@@ -162,8 +162,8 @@ class LlmAsker:
             prompt["cache_salt"] = ask.salt
         lora = None
         if ask.model is not None:
-            if ask.model not in self._adapters:  # only its digest is known
-                why = f"adapter {ask.model}: an engine needs its folder"
+            if ask.model not in self._adapters:  # only its digest is configured
+                why = f"adapter {ask.model}: the engine needs its folder (--lora NAME=FOLDER)"
                 future.set_exception(PrefillError("refused", why))
                 return
             lora = LoRARequest(ask.model, *self._adapters[ask.model])
@@ -171,14 +171,14 @@ class LlmAsker:
         name = f"objkv-warm-{self._number}"
         try:
             self._engine.add_request(name, prompt, params, lora_request=lora)
-        except (ValueError, TypeError) as exc:  # too long, not of its vocabulary
+        except (ValueError, TypeError) as exc:  # too long, or unknown token ids
             future.set_exception(PrefillError("refused", str(exc)))
         else:
             running[name] = future
 
 
 def adapter_content(folder: Path) -> bytes | None:
-    """The digest that replicas know the adapter in ``folder`` by; None if none is there."""
+    """Return the digest that replicas compute for the adapter in ``folder``; None without one."""
     return adapter_digest(adapter_files(folder))
 
 
@@ -206,14 +206,14 @@ def _make(job: Mapping[str, Any]) -> Any:
     if job["adapters"]:
         arguments |= {"enable_lora": True, "max_loras": min(8, len(job["adapters"]))}
     if current_platform.is_cpu():
-        # All in one process, which starts in a third of the time.
+        # One process starts in a third of the time.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         arguments["distributed_executor_backend"] = "uni"
     return vllm.LLM(**{**arguments, **job["arguments"]})
 
 
 class _Answers:
-    """Lines on what was standard output; from any thread."""
+    """Writes answer lines to the original standard output. Safe from many threads."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -258,7 +258,7 @@ def _answer(answers: _Answers, number: int, work: Callable[[], dict[str, Any]]) 
 
 
 def main() -> None:
-    """Keep standard output for answers: vLLM and what it starts print elsewhere."""
+    """Reserve standard output for answers; redirect vLLM's output to standard error."""
     with os.fdopen(os.dup(1), "w") as file:
         os.dup2(2, 1)
         answers = _Answers(file)
@@ -271,5 +271,5 @@ def main() -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
-if __name__ == "__main__":  # Workers in processes of their own import this file once more.
+if __name__ == "__main__":  # spawned worker processes import this file again
     main()

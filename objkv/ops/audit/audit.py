@@ -1,8 +1,8 @@
-"""Joins bucket and index and makes a report of it: what is stored, for whom, of what use, what it
-costs and what is wrong. Changes nothing, reads no payload.
+"""Compares the bulk store with the index and reports contents, owners, usage, cost and faults.
 
-First both ends are walked into a spool; what seems wrong is looked at twice, because replicas go
-on meanwhile; then the figures are made. A walk that was stopped gives the figures of its part.
+An audit changes nothing and reads no payload. It first walks the bulk store and the index into a
+spool, then rechecks suspected faults, because replicas keep writing, and then computes the figures.
+A walk that stopped early yields the figures of the parts it covered.
 """
 
 import time
@@ -39,50 +39,50 @@ ROOTS_MAX = 50
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """What a report is to tell, and by which settings it judges."""
+    """The contents of a report, and the settings that it judges by."""
 
     version: str
-    """Of objkv."""
+    """objkv's version."""
     bulk_url: str
+    """Without secrets, as ``index_url``."""
     index_url: str
-    """Both without secrets."""
     ttl_s: int
-    """A record's life."""
+    """Lifetime of a record that is not used."""
     grace_s: float
-    """What is wrong and younger may be about to become right."""
+    """An orphan younger than this may still get its record."""
     quota_bytes: int = 0
-    """Of each tenant; 0: none."""
+    """Quota per tenant; 0 for none."""
     roots_max: int = ROOTS_MAX
     prices: Prices = LIST_PRICES
     tokenizer: Tokenizer | None = None
-    """None: no texts."""
+    """None to omit texts."""
     show_text: bool = False
     workers: int = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where there may be something, by name."""
+    """The places that a walk covers, by name."""
 
     facts: Mapping[str, Facts]
-    """Of the namespaces that the bulk store has folders of."""
+    """Facts of each namespace that has a folder in the bulk store."""
     old: frozenset[str]
-    """Namespaces of which there is one with a later epoch, whether or not it is looked at."""
+    """Namespaces that have a successor with a later epoch, in the walk or outside it."""
     parts: Sequence[NamespacePart]
     indexed: Sequence[str]
-    """Namespaces that the index has records of."""
+    """Namespaces that have records in the index."""
     others: Sequence[str] = ()
-    """Folders of the bulk store that are not objkv's."""
+    """Folders of the bulk store that objkv did not create."""
     only: str | None = None
-    """The one namespace that is looked at; None for all."""
+    """The one namespace to walk; None for all."""
 
     def units(self) -> list[str]:
-        """Names of the units of the whole walk."""
+        """Return the names of all units of the walk."""
         return ["leftovers", *map(records_unit, self.indexed), *map(part_unit, self.parts)]
 
 
 def find_places(view: AuditView, only: str | None = None) -> Places:
-    """The names of all there is, or of the namespace ``only``."""
+    """Return the places of all namespaces, or of the namespace ``only``."""
     every = stored_namespaces(view.bulk)
     names = [name for name in every if only in (None, name)]
     indexed = [] if view.is_own_index else view.index.namespaces()
@@ -99,7 +99,7 @@ def find_places(view: AuditView, only: str | None = None) -> Places:
 
 @dataclass(slots=True)
 class Audit:
-    """The figures of a walk, however far it came."""
+    """The figures of a walk, complete or not."""
 
     view: AuditView
     spool: AuditSpool
@@ -108,12 +108,12 @@ class Audit:
     clock: Callable[[], float] = time.time
 
     def walked(self) -> dict[str, Walked]:
-        """How far each namespace was looked at."""
+        """Return how much of each namespace the walk covered."""
         done = self.spool.done
         parts: dict[str, bool] = {}
         for part in self.places.parts:
             parts[part.namespace] = parts.get(part.namespace, True) and part_unit(part) in done
-        # The index knows nothing of a namespace that it does not name: that is an answer, too.
+        # A namespace missing from the index counts as read: it has no records.
         return {
             name: Walked(
                 has_records=not self.view.is_own_index
@@ -126,8 +126,10 @@ class Audit:
         }
 
     def report(self, ending: Ending, met: Collection[str] = ()) -> AuditReport:
-        """``met``: what the walk could not look at, in sentences. Raises ``StoreError``,
-        ``ConfigError``."""
+        """Return the report. ``met``: sentences on parts that the walk could not read.
+
+        Raises ``StoreError``, ``ConfigError``.
+        """
         now_s, options, has_index = self.clock(), self.options, not self.view.is_own_index
         make_chunks(self.spool)
         found = figures(self.spool, now_s)
@@ -174,14 +176,14 @@ class Audit:
             differences_omitted=differences_omitted,
             problems=(),
         )
-        told = problems(
+        found_problems = problems(
             report,
             walked,
             others=self.places.others,
             met=sorted(met),
             namespaces_omitted=tree.namespaces_omitted,
         )
-        return replace(report, problems=told)
+        return replace(report, problems=found_problems)
 
     def _shapes(
         self, *, has_index: bool

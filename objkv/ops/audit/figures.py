@@ -1,4 +1,4 @@
-"""Figures of an audit by namespace, tenant and depth, and all together, from the chunks' tables."""
+"""The figures of an audit by namespace, tenant and depth and in total, from the spool's tables."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,10 +24,10 @@ from objkv.ops.audit.spool import AuditSpool
 
 T = TypeVar("T", int, float)
 DEPTHS_ALONE = 64
-"""Depths that are told one by one."""
+"""Depths that are reported one by one."""
 _COUNTED = ("roots", "chunks", "payloads", "nbytes", "oldest_s", "newest_s")
 _USE = ("hits", "used_chunks", "unused_bytes", "last_used_s")
-"""Known to an index only."""
+"""Values that only an index has."""
 _SUMS = ("tokens", "hits", "used_chunks", "unused_bytes")
 _BY_NAMESPACE = """
 SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(payloads),
@@ -48,7 +48,7 @@ FROM temp.chunks WHERE ns = ? AND start IS NOT NULL GROUP BY depth ORDER BY dept
 
 @dataclass(frozen=True, slots=True)
 class NamespaceFigures:
-    """What the tables tell of one namespace."""
+    """The tables' figures of one namespace."""
 
     name: str
     roots: int = 0
@@ -56,7 +56,7 @@ class NamespaceFigures:
     payloads: int = 0
     known_tokens: int | None = None
     unknown_chunks: int = 0
-    """Chunks whose length is not known."""
+    """Chunks of unknown length."""
     nbytes: int = 0
     hits: int | None = None
     used_chunks: int | None = None
@@ -73,14 +73,14 @@ class NamespaceFigures:
     gets_month: float = 0.0
 
     def tokens(self, chunk_tokens: int | None) -> int | None:
-        """Of all chunks: those of unknown length are ``chunk_tokens`` long."""
+        """Return the tokens of all chunks, with ``chunk_tokens`` for chunks of unknown length."""
         if self.unknown_chunks and chunk_tokens is None:
             return self.known_tokens
         return (self.known_tokens or 0) + self.unknown_chunks * (chunk_tokens or 0)
 
 
 def figures(spool: AuditSpool, now_s: float) -> dict[str, NamespaceFigures]:
-    """By namespace. Memory: some hundred bytes each."""
+    """Return the figures by namespace, with a few hundred bytes of memory per namespace."""
     names = namespace_names(spool)
     found = {}
     for ns, *values in spool.rows(_BY_NAMESPACE, (int(now_s),)):
@@ -92,7 +92,7 @@ def figures(spool: AuditSpool, now_s: float) -> dict[str, NamespaceFigures]:
 
 
 def namespace_names(spool: AuditSpool) -> dict[int, str]:
-    """The namespaces by the numbers that stand for them."""
+    """Return the namespaces by their numbers in the spool."""
     return {int(ns): str(name) for ns, name in spool.rows("SELECT id, name FROM namespaces")}
 
 
@@ -103,8 +103,12 @@ def namespace_audits(
     *,
     has_index: bool,
 ) -> tuple[NamespaceAudit, ...]:
-    """Largest first. ``facts``: None of namespaces that only the index knows; ``wrong``: how many
-    findings there are of a kind in a namespace."""
+    """Return the namespaces, largest first.
+
+    Args:
+        facts: None for namespaces that only the index has.
+        wrong: number of findings by kind and namespace.
+    """
     audits = []
     for name in sorted({*found, *facts}):
         one, fact = found.get(name, NamespaceFigures(name)), facts.get(name)
@@ -137,7 +141,7 @@ def namespace_audits(
 def tenant_audits(
     namespaces: Sequence[NamespaceAudit], quota_bytes: int
 ) -> tuple[TenantAudit, ...]:
-    """Largest first."""
+    """Return the tenants, largest first."""
     groups: defaultdict[str | None, list[NamespaceAudit]] = defaultdict(list)
     for one in namespaces:
         groups[one.tenant].append(one)
@@ -159,7 +163,7 @@ def totals(
     *,
     has_index: bool,
 ) -> AuditTotals:
-    """Of all namespaces."""
+    """Return the sums over all namespaces."""
     every = list(found.values())
     return AuditTotals(
         namespaces=len(namespaces),
@@ -175,7 +179,7 @@ def totals(
 
 
 def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
-    """The fields of ``StoredAudit``, over ``namespaces``."""
+    """Return the fields of ``StoredAudit``, summed over ``namespaces``."""
 
     def known(field: str) -> list[int]:
         values = [getattr(one, field) for one in namespaces]
@@ -193,7 +197,7 @@ def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
 def depth_audits(
     spool: AuditSpool, namespaces: Sequence[NamespaceAudit], *, has_index: bool
 ) -> tuple[DepthAudit, ...]:
-    """By namespace, in the order of these, and depth."""
+    """Return the depths, in the order of ``namespaces``."""
     numbers = {name: ns for ns, name in namespace_names(spool).items()}
     audits: list[DepthAudit] = []
     for name in (one.namespace for one in namespaces if one.namespace in numbers):
@@ -225,7 +229,7 @@ def _bucket(depth: int) -> int:
 
 
 def added(values: Iterable[T | None]) -> T | None:
-    """Their sum, of those that are known; None if none is."""
+    """Return the sum of the known values; None if all are unknown."""
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known else None
 
@@ -249,7 +253,7 @@ SELECT ns, count(*) FROM main.payloads WHERE modified_s / 86400 = ? GROUP BY ns
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What costs are computed from, besides what is stored."""
+    """The inputs of a cost computation other than the stored chunks."""
 
     prices: Prices
     now_s: float
@@ -258,7 +262,7 @@ class Basis:
 
 
 def read_ages(spool: AuditSpool, now_s: float, *, has_index: bool) -> AgesAudit:
-    """How old chunks are, and how long ago they were used."""
+    """Return chunks by age and by last use."""
     never = None, None
     if has_index:
         counted = "SELECT count(*), ifnull(sum(nbytes), 0) FROM temp.chunks WHERE hits = 0"
@@ -273,14 +277,14 @@ def read_ages(spool: AuditSpool, now_s: float, *, has_index: bool) -> AgesAudit:
 
 def _buckets(spool: AuditSpool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
     bounds = [*zip(_AGE_STARTS_S, (*_AGE_STARTS_S[1:], None), strict=True)]
-    # A chunk that seems to come from the future is as young as any.
+    # A chunk from the future, by a wrong clock, is in the youngest bucket.
     cases = " ".join(
         f"WHEN {column} > {int(now_s) - end} THEN {number}"
         for number, (_, end) in enumerate(bounds)
         if end is not None
     )
     statement = (
-        f"SELECT CASE {cases} ELSE {len(bounds) - 1} END AS bucket, count(*), sum(nbytes) "  # noqa: S608  # numbers of ours
+        f"SELECT CASE {cases} ELSE {len(bounds) - 1} END AS bucket, count(*), sum(nbytes) "  # noqa: S608  # our own numbers
         f"FROM temp.chunks WHERE {column} > 0 GROUP BY bucket"
     )
     found = {bucket: (chunks, nbytes) for bucket, chunks, nbytes in spool.rows(statement)}
@@ -291,7 +295,7 @@ def _buckets(spool: AuditSpool, column: str, now_s: float) -> tuple[AgeBucket, .
 
 
 def read_growth(spool: AuditSpool, now_s: float) -> GrowthAudit:
-    """By day, UTC."""
+    """Return the growth by day, UTC."""
     today = int(now_s) // _DAY_S
     found: dict[int, list[int]] = {}
     for day, payloads, nbytes in spool.rows(_PAYLOAD_DAYS):
@@ -329,7 +333,7 @@ def read_cost(
     growth: GrowthAudit,
     basis: Basis,
 ) -> CostAudit:
-    """What all this costs in a month, and each tenant's part of it."""
+    """Return the monthly cost and each tenant's share of it."""
     prices, now_s, has_index = basis.prices, basis.now_s, basis.has_index
     names = namespace_names(spool)
     yesterday = int(now_s) // _DAY_S - 1

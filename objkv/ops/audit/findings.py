@@ -1,4 +1,4 @@
-"""What is wrong in what an audit has seen: counted by kind and namespace, the first few named."""
+"""The faults that an audit found: counts by kind and namespace, and the first few by name."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from objkv.ops.backends_view import QUARANTINE
 from objkv.ops.formats import noun, span
 
 FIRST_MAX = 100
-"""Named, of each kind."""
+"""Findings listed by name, per kind."""
 HEADER_BYTES_MIN = 4_096
-"""No payload is shorter: its header alone takes as much."""
+"""The shortest header. A shorter payload is corrupt."""
 REMEDIES: dict[FindingKind, str] = {
-    "ghost": "objkv sweep --apply forgets them; until then each costs a failed load",
-    "orphan": "objkv rebuild gives them their records, objkv sweep --apply removes them",
-    "stranger": "objkv sweep --apply --strangers removes them",
-    "corrupt": "objkv verify --all --quarantine takes them out of use",
-    "expired": "objkv sweep --apply removes them: nobody used them for ttl_s",
-    "old_epoch": "of an earlier weights_epoch: objkv sweep --apply removes them",
-    "leftover": "objkv sweep --apply removes what killed writers left and what is in quarantine",
+    "ghost": "objkv sweep --apply forgets them; until then each one costs a failed load",
+    "orphan": "objkv rebuild restores their records, or objkv sweep --apply deletes them",
+    "stranger": "objkv sweep --apply --strangers deletes them",
+    "corrupt": "objkv verify --all --quarantine quarantines them",
+    "expired": "objkv sweep --apply deletes them; they were not used for ttl_s",
+    "old_epoch": "objkv sweep --apply deletes them; they belong to an earlier weights_epoch",
+    "leftover": "objkv sweep --apply deletes files of killed writers and quarantined payloads",
 }
 _GHOSTS = """
 SELECT s.ns, s.hash, s.field, s.nbytes, s.created_s, 'a record without a payload'
@@ -41,7 +41,7 @@ FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 JOIN temp.walked w ON w.ns = p.ns
 WHERE s.nbytes IS NULL AND p.nbytes >= 4096 AND w.has_records AND w.is_known AND NOT w.is_old
 """
-# What a header that is not right makes corrupt is named by its path, as payload_path makes it.
+# A payload with a bad header is listed by its path, built as in payload_path.
 _NOT_CORRUPT = """
 AND NOT EXISTS (
   SELECT 1 FROM main.found f JOIN main.namespaces n ON n.id = p.ns
@@ -59,18 +59,18 @@ WHERE NOT w.is_known AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbyt
 )
 _OLD = (
     """
-SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'of an earlier weights_epoch'
+SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'from an earlier weights_epoch'
 FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 JOIN temp.walked w ON w.ns = p.ns
 WHERE w.is_known AND w.is_old AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbytes)
 """
     + _NOT_CORRUPT
 )
-# What this finds is corrupt, and nothing else besides: one payload is one finding.
+# A payload found here is reported as corrupt only: one payload is one finding.
 _SIZES = """
 SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s,
   CASE WHEN p.nbytes < 4096 THEN 'shorter than any header'
-    ELSE 'its record says ' || s.nbytes || ' bytes' END
+    ELSE 'its record states ' || s.nbytes || ' bytes' END
 FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 WHERE p.nbytes < 4096 OR p.nbytes <> s.nbytes
 """
@@ -79,13 +79,13 @@ _FOUND = "SELECT ns, key, nbytes, modified_s, detail FROM main.found WHERE kind 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """How far one namespace was looked at, and what is known of it."""
+    """How much of one namespace the walk covered, and the state of its identity."""
 
     has_records: bool
-    """Whether all its records and all its payloads were seen, and it has an index."""
+    """Whether the index is separate and the walk covered all records and all payloads."""
     is_known: bool
     is_old: bool
-    """Whether there is one with a later epoch, and no other difference."""
+    """Whether another namespace differs only by a later weights_epoch."""
 
 
 @dataclass(slots=True)
@@ -110,10 +110,10 @@ class _Seen:
 def read_findings(
     spool: AuditSpool, walked: Mapping[str, Walked], *, expired_s: float, young_s: float
 ) -> tuple[FindingsAudit, Mapping[tuple[str, str], int]]:
-    """All that is wrong, and how many there are by kind and namespace.
+    """Return all findings, and their number by kind and namespace.
 
     A payload without a record is expired if it was written before ``expired_s``, and young if it
-    was after ``young_s``: what replicas save after the index was read has its record all the same.
+    was written after ``young_s``: a chunk saved after the index was read may have a record by now.
     """
     spool.run("DROP TABLE IF EXISTS temp.walked")
     spool.run(
@@ -126,8 +126,7 @@ def read_findings(
     seen = _Seen()
     for kind, name, key, nbytes, modified_s, detail in _every(spool, min(expired_s, young_s)):
         finding = AuditFinding(kind, key, nbytes, detail)
-        # Only of these will some become right by themselves: what else seemed wrong was looked at
-        # twice, and puts are whole.
+        # Only orphans can be young. Other findings were rechecked, and puts are atomic.
         seen.add(finding, name, is_young=kind == "orphan" and modified_s > young_s)
     kinds: tuple[FindingKind, ...] = get_args(FindingKind)
     counts = tuple(
@@ -156,14 +155,14 @@ def _every(
             yield "expired" if is_expired else kind, names[ns], key, nbytes, modified_s, detail
     others: tuple[FindingKind, ...] = ("corrupt", "leftover")
     for kind in others:
-        # What is too short for a header has been told above.
+        # Payloads too short for a header are already in _SIZES.
         for ns, key, nbytes, modified_s, detail in spool.rows(_FOUND, (kind,)):
             if kind == "leftover" or nbytes >= HEADER_BYTES_MIN:
                 yield kind, names.get(ns, ""), key, nbytes, modified_s, detail
 
 
 def payload_path(namespace: str, prefix_hash: bytes, text: str) -> str:
-    """Where the payload of a shard field lies."""
+    """Return the path of the payload of a shard field."""
     digest = prefix_hash.hex()
     return f"{namespace}/{digest[:2]}/{digest}/{text}.safetensors"
 
@@ -171,7 +170,7 @@ def payload_path(namespace: str, prefix_hash: bytes, text: str) -> str:
 _NAMES_SHOWN = 3
 _MOST = 0.5
 _FEW = 20
-"""Payloads of which most may be wrong by chance."""
+"""Up to this many findings may be chance even if they are the majority."""
 
 
 def problems(
@@ -182,38 +181,43 @@ def problems(
     met: Sequence[str],
     namespaces_omitted: int,
 ) -> tuple[str, ...]:
-    """Of ``report``, which has none yet. ``others``: folders that are not objkv's; ``met``: what
-    could not be looked at; ``namespaces_omitted``: by the tree."""
+    """Return the problems of ``report`` in sentences, worst first.
+
+    Args:
+        others: folders that objkv did not create.
+        met: parts that the walk could not read, in sentences.
+        namespaces_omitted: number of namespaces that the tree omits.
+    """
     has_index = report.totals.records is not None
     found = [*_early(report), *_resumed(report), *(_mismatched(report) if has_index else ())]
     found += [*_namespaces(report, walked), *met]
     if namespaces_omitted:
         found.append(
-            f"the tree leaves out the {namespaces_omitted} smallest "
+            f"the tree omits the {namespaces_omitted} smallest "
             f"{noun(namespaces_omitted, 'namespace')}"
         )
     if not has_index and report.totals.payloads:
         found.append(
-            "the bulk store is its own index: nothing expires, hits are not counted, and what is "
-            "told of chunks was read from the headers of payloads"
+            "the bulk store is its own index: nothing expires, hits are not counted, and chunks "
+            "are described by the headers of their payloads"
         )
     if others:
-        found.append(f"{_listed(others)}: not of objkv, and not looked at")
+        found.append(f"{_listed(others)}: not created by objkv, not included")
     return tuple(found)
 
 
 def foreign_folders(folders: Sequence[str], namespaces: Sequence[str]) -> list[str]:
-    """Those of the bulk store's folders that are not of objkv."""
+    """Return the folders of the bulk store that objkv did not create."""
     return [name for name in folders if name not in namespaces and name != QUARANTINE]
 
 
 def _early(report: AuditReport) -> Iterator[str]:
     if report.ending == "complete":
         return
-    why = "it was interrupted" if report.ending == "interrupted" else "the time was over"
+    why = "it was interrupted" if report.ending == "interrupted" else "the deadline had passed"
     yield (
-        f"{report.parts_done:,} of {report.parts:,} parts were looked at, because {why}: all "
-        "numbers are of these; the same command goes on from there"
+        f"the audit read only {report.parts_done:,} of {report.parts:,} parts because {why}; all "
+        "numbers cover only these, and running the same command again resumes the audit"
     )
 
 
@@ -221,13 +225,13 @@ def _resumed(report: AuditReport) -> Iterator[str]:
     if report.resumed:
         ago = span(report.made_s - report.begun_s)
         yield (
-            f"an earlier walk was continued, which began {ago} ago: what it had seen by then is "
-            "told as it was, and may have changed or gone since; --restart looks at all anew"
+            f"this audit resumed one that began {ago} ago: parts read then are reported as they "
+            "were and may have changed since; --restart reads everything again"
         )
 
 
 def _mismatched(report: AuditReport) -> Iterator[str]:
-    """Where both ends do not seem to belong together."""
+    """Yield signs that the index and the bulk store do not belong together."""
     totals = report.totals
     counts = {one.kind: one.count for one in report.findings.counts}
     lost = sum(one.count - one.young for one in report.findings.counts if one.kind == "orphan")
@@ -235,24 +239,24 @@ def _mismatched(report: AuditReport) -> Iterator[str]:
         return
     if totals.payloads and not totals.records and counts["orphan"] + counts["expired"]:
         yield (
-            "the index has no record of any payload: it was lost, index_url or redis_prefix is "
-            "not the one of this bucket, or nothing was used for long; objkv rebuild restores it"
+            "the index has no record of any payload: either it was lost, index_url or redis_prefix "
+            "belongs to another bucket, or all records have expired; objkv rebuild restores it"
         )
     elif lost > _FEW and lost > _MOST * totals.payloads:
         yield (
-            f"{lost:,} of {totals.payloads:,} payloads have no record, although they "
-            "are younger than a record's life: most of the index was lost, or it is another's; "
+            f"{lost:,} of {totals.payloads:,} payloads have no record although they are younger "
+            "than ttl_s: either most of the index was lost, or it belongs to another bucket; "
             "objkv rebuild restores it"
         )
     if counts["ghost"] and not totals.payloads:
         yield (
-            "the bulk store has none of the payloads that the index knows: bulk_url is not the "
-            "one of this index, or it was emptied"
+            "the bulk store has none of the payloads in the index: either bulk_url belongs to "
+            "another index, or the bulk store was emptied"
         )
     elif counts["ghost"] > _FEW and counts["ghost"] > totals.payloads:
         yield (
-            f"{counts['ghost']:,} records have no payload, more than there are payloads: was the "
-            "bucket emptied, by a lifecycle rule for example?"
+            f"{counts['ghost']:,} records have no payload, more than there are payloads: check "
+            "whether a lifecycle rule empties the bucket"
         )
 
 
@@ -262,18 +266,18 @@ def _namespaces(report: AuditReport, walked: dict[str, Walked]) -> Iterator[str]
         yield f"{_listed(strangers)}: payloads without a valid identity document"
     old = [name for name, one in walked.items() if one.is_old]
     if old:
-        yield f"{_listed(old)}: of an earlier weights_epoch; objkv sweep removes it"
+        yield f"{_listed(old)}: from an earlier weights_epoch; objkv sweep --apply deletes it"
     gone = sum(one.token_start > 0 for one in report.roots)
     if gone:
         yield (
             f"{gone} of the largest {len(report.roots)} "
             f"{noun(len(report.roots), 'prefix', 'prefixes')} "
-            f"{noun(gone, 'has lost its', 'have lost their')} beginning: what "
-            "follows it can not be loaded"
+            f"{noun(gone, 'has lost its', 'have lost their')} first chunks, so the remaining "
+            "chunks cannot be loaded"
         )
     for tenant in report.tenants:
         if tenant.quota_bytes is not None and tenant.nbytes > tenant.quota_bytes:
-            yield f"tenant {tenant.tenant} is above its quota"
+            yield f"tenant {tenant.tenant} exceeds its quota"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What the namespaces of an audit stand for, and why they do not share with one another."""
+"""The identities of an audit's namespaces, and why the namespaces do not share."""
 
 import json
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from objkv.ops.diff import Difference, diff
 from objkv.stores.base import ReadStore
 
 COMPARED_MAX = 40
-"""Namespaces that are compared with each other: 780 pairs."""
+"""Namespaces to compare with each other: 780 pairs."""
 _TEXT_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One namespace, as its document tells. Text is somebody else's."""
+    """One namespace, as described by its identity document. Its texts are untrusted."""
 
     namespace: StoredNamespace
     model: str | None = None
@@ -29,12 +29,12 @@ class Facts:
 
     @property
     def tenant(self) -> str | None:
-        """None where the document cannot be read."""
+        """None if the document is unreadable."""
         return self.namespace.tenant if self.namespace.is_known else None
 
 
 def read_facts(bulk: ReadStore, name: str) -> Facts:
-    """What is told of ``name``. Raises ``StoreError``."""
+    """Return the facts of the namespace ``name``. Raises ``StoreError``."""
     namespace = read_namespace(bulk, name)
     try:
         document = identity_document(bulk, name)
@@ -43,7 +43,7 @@ def read_facts(bulk: ReadStore, name: str) -> Facts:
     if document is None:
         return Facts(namespace, problem="no identity document")
     if not namespace.is_known:
-        return Facts(namespace, problem="its identity document is another's, or damaged")
+        return Facts(namespace, problem="its identity document is damaged or of another namespace")
     values = _values(document)
     return Facts(
         namespace,
@@ -56,8 +56,11 @@ def read_facts(bulk: ReadStore, name: str) -> Facts:
 def compare(
     bulk: ReadStore, facts: Sequence[Facts], *, most: int
 ) -> tuple[tuple[IdentityDifference, ...], int]:
-    """Why the first ``COMPARED_MAX`` of ``facts`` do not share: the ``most`` alike pairs first,
-    and how many pairs are left out. Pairs of one tenant come first: others never share."""
+    """Return why the first ``COMPARED_MAX`` of ``facts`` do not share, and the omitted pairs.
+
+    Returns at most ``most`` pairs, most similar first. Pairs of one tenant come first, because
+    tenants never share.
+    """
     known = [one for one in facts if one.namespace.is_known]
     documents = [
         (one, _values(document))
@@ -70,7 +73,7 @@ def compare(
         fields = tuple(_field(one) for one in report.causes or report.differences)
         pair = IdentityDifference(a.namespace.name, b.namespace.name, report.reason, fields)
         found.append((a.tenant != b.tenant, len(fields), pair))
-    found.sort(key=lambda one: one[:2])  # stable: the largest first among those alike
+    found.sort(key=lambda one: one[:2])  # stable: equally similar pairs stay largest first
     pairs = len(known) * (len(known) - 1) // 2
     shown = tuple(pair for _, _, pair in found[:most])
     return shown, pairs - len(shown)
@@ -86,7 +89,7 @@ def _shown(value: Any) -> str:
 
 
 def _values(document: bytes) -> dict[str, Any]:
-    """Of a document that ``read_namespace`` has understood."""
+    """Return the values of a document that ``read_namespace`` has parsed."""
     values = json.loads(document)
     return values if isinstance(values, dict) else {}
 

@@ -1,9 +1,9 @@
-"""What an audit found, as plain values: the same for the table, for ``--json`` and for the page.
+"""The report of an audit as plain values, for the tables, for ``--json`` and for the HTML page.
 
-Names, units and meanings are a promise to scripts (``docs/audit.md``): a field may be added, none
-changes its meaning. ``None`` is "cannot be told", never zero. Bytes are those of the bulk store,
-times are seconds since the epoch, ranges of tokens are ``[start, end)``. Text in here may be what
-others wrote: whoever shows it masks or escapes it.
+Names, units and meanings are a promise to scripts (``docs/audit.md``): fields may be added, but no
+field changes its meaning. ``None`` means unknown, never zero. Bytes are bytes in the bulk store,
+times are seconds since the epoch, and token ranges are ``[start, end)``. Texts are untrusted: the
+code that shows them masks or escapes them.
 """
 
 from dataclasses import dataclass
@@ -14,44 +14,51 @@ NodeKind = Literal["chunks", "other"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAudit:
-    """What is stored, of a namespace, a tenant or everything."""
+    """The contents of a namespace, a tenant or the whole store."""
 
     roots: int
     """Chunks at which a prefix begins."""
     chunks: int
-    """Chunks of which a payload is in the bulk store; each counted once."""
+    """Chunks with at least one payload in the bulk store, each counted once."""
     payloads: int
-    """In the bulk store; a chunk has one for each of its shards."""
+    """Payloads in the bulk store; a chunk has one per shard."""
     tokens: int | None
-    """Of all chunks whose length is known."""
+    """Tokens of all chunks whose length is known."""
     nbytes: int
-    """Of the payloads in the bulk store."""
+    """Bytes of the payloads in the bulk store."""
     hits: int | None
-    """Of all records since each was made; one for each chunk of each match that was loaded."""
+    """Hits of all records since each was created; every loaded match counts one hit per chunk."""
     used_chunks: int | None
     """Chunks that were hit at least once."""
     unused_bytes: int | None
-    """Of the payloads of chunks that have a record and no hit."""
+    """Payload bytes of chunks that have a record but no hit."""
     oldest_s: int | None
+    """When the oldest payload was written."""
     newest_s: int | None
+    """When the newest payload was written."""
     last_used_s: int | None
+    """When a chunk was last hit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditTotals(StoredAudit):
-    """All that was seen."""
+    """The sums over all namespaces."""
 
     namespaces: int
     tenants: int
     raw_bytes: int | None
-    """Of the pages of those that have records, before compression."""
+    """Bytes of the pages before compression, for payloads with a record."""
     recorded_bytes: int | None
-    """Of the payloads that ``raw_bytes`` counts, as stored."""
+    """Stored bytes of the same payloads."""
     hot_payloads: int | None
+    """Payloads with a copy in the hot store, according to their records."""
     hot_bytes: int | None
+    """Bytes of these payloads."""
     records: int | None
-    """None where the bulk store is its own index, as for all that only an index counts."""
+    """Records in the index. This and all other values that only an index counts are None if the
+    bulk store is its own index."""
     pinned: int | None
+    """Pinned chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +67,32 @@ class NamespaceAudit(StoredAudit):
 
     namespace: str
     model: str | None
-    """None, as all that its document says, where that cannot be read."""
+    """None, like the other values of the identity document, if that is unreadable."""
     tenant: str | None
     kv_dtype: str | None
     chunk_tokens: int | None
     weights_epoch: int | None
     is_known: bool
-    """Whether its identity document is there and is its own; else its payloads are strangers."""
+    """Whether its identity document exists and matches its name; otherwise its payloads are
+    strangers."""
     problem: str | None
-    """What is wrong with the document, in a sentence."""
+    """The problem with the identity document, in a sentence."""
     pinned: int | None
+    """Pinned chunks."""
     ghosts: int
+    """Records without a payload."""
     orphans: int
-    """Expired ones too."""
+    """Payloads without a record, including expired ones."""
     corrupt: int
+    """Payloads with a wrong length or header."""
     strangers: int
+    """Payloads without a valid identity document."""
     expired: int
+    """Orphans written more than ``ttl_s`` ago."""
 
     @property
-    def to_mend(self) -> int:
-        """Findings in it that should not be there; all others go with the next sweep."""
+    def faults(self) -> int:
+        """Findings that should not exist. The next sweep removes all other findings."""
         return self.ghosts + self.orphans - self.expired + self.corrupt + self.strangers
 
 
@@ -88,116 +101,118 @@ class TenantAudit(StoredAudit):
     """All namespaces of one tenant."""
 
     tenant: str | None
-    """None: of namespaces whose document cannot be read."""
+    """None for namespaces whose identity document is unreadable."""
     namespaces: int
     quota_bytes: int | None
-    """What the settings here allow it, None for no limit."""
+    """The quota in this command's settings; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class DepthAudit:
-    """The chunks of a namespace that lie ``[depth, depth_end)`` chunks behind the first."""
+    """The chunks of a namespace at ``[depth, depth_end)``, counted in chunks from the first."""
 
     namespace: str
     depth: int
-    """0: the first chunk of a prompt."""
+    """0 for the first chunk of a prompt."""
     depth_end: int
-    """Depths are told one by one up to 63, then in ranges that double."""
+    """End of the range. Depths up to 63 are separate; after that, ranges double."""
     chunks: int
     tokens: int
     nbytes: int
     hits: int | None
     used_chunks: int | None
     branches: int
-    """Of these chunks, those after which prompts go on in more than one way."""
+    """Chunks with more than one stored continuation."""
     leaves: int
-    """Of these chunks, those after which nothing more is stored."""
+    """Chunks without a stored continuation."""
 
 
 @dataclass(frozen=True, slots=True)
 class RootAudit:
-    """One prefix's beginning and all that goes on from it."""
+    """The first chunk of a prefix and all chunks that continue it."""
 
     namespace: str
     tenant: str | None
     hash: str
-    """Prefix hash of the first chunk that is stored, hex."""
+    """Prefix hash of the first stored chunk, hex."""
     token_start: int
-    """0; more where the beginning is gone: then nobody can use what follows."""
+    """0, or more if the first chunks are gone; then no reader can use the rest."""
     token_end_max: int
-    """Where the longest chain ends."""
+    """Token at which the longest chain ends."""
     chunks: int
     nbytes: int
     shared_chunks: int
-    """From the root to the first branch: what every prompt below has in common."""
+    """Chunks from the root to the first branch, which all prompts below share."""
     shared_tokens: int
+    """Tokens of these chunks."""
     branches: int
-    """Chunks after which there is more than one way on."""
+    """Chunks with more than one stored continuation."""
     leaves: int
-    """Ends of chains: at least so many different prompts were saved."""
+    """Ends of chains; at least this many different prompts were saved."""
     depth_max: int
     """Chunks of the longest chain."""
     hits: int | None
-    """Of all its chunks."""
+    """Hits of all chunks."""
     hits_max: int | None
-    """Of the chunk that was hit most."""
+    """Hits of the most used chunk."""
     used_chunks: int | None
+    """Chunks that were hit at least once."""
     reuse: float | None
-    """``nbytes`` that the hits loaded, by ``nbytes`` that are stored; 1 is "each byte once"."""
+    """Bytes loaded by hits per byte stored; 1 means that each byte was loaded once on average."""
     oldest_s: int | None
     newest_s: int | None
     last_used_s: int | None
     label: str | None
-    """Beginning of its text, if texts were asked for and tokens are stored."""
+    """First words of its text, if texts were requested and token ids are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """Successive chunks without a branch between them, or what there was no room to show.
+    """Successive chunks without a branch between them, or small siblings folded into one node.
 
-    A node's numbers are its own; those of what is below it are its children's.
+    A node's numbers exclude its children, except that a folded node covers everything below it.
     """
 
     id: int
-    """Unique; parents have lower ones than their children."""
+    """Unique; a parent's id is lower than its children's."""
     parent: int | None
-    """None: begins a tree."""
+    """None for the root of a tree."""
     kind: NodeKind
-    """``other``: smaller siblings and all below them, folded into one."""
+    """``other`` for smaller siblings and everything below them, folded into one node."""
     namespace: str
     hash: str
-    """Prefix hash of the last of its chunks, hex; empty for ``other``."""
+    """Prefix hash of the node's last chunk, hex; empty for ``other``."""
     depth: int
-    """Chunks before it in its chain; for ``other``, before its folded nodes."""
+    """Chunks before the node in its chain; for ``other``, chunks before its folded nodes."""
     token_start: int
     token_end: int
-    """For ``other``, where the longest folded chain ends."""
+    """End of the node's tokens; for ``other``, the end of the longest folded chain."""
     chunks: int
     nbytes: int
     hits: int | None
-    """Of all its chunks."""
+    """Hits of all its chunks."""
     hits_max: int | None
-    """Of the chunk that was hit most: how often prompts came by here, at least."""
+    """Hits of its most used chunk: at least this many prompts passed through the node."""
     last_used_s: int | None
     newest_s: int | None
     leaves: int
-    """Ends of chains at and below it."""
+    """Ends of chains at the node and below it."""
     children: int
-    """Ways on from its end, shown or folded; 0 for a leaf and for ``other``."""
+    """Continuations, shown or folded; 0 for a leaf and for ``other``."""
     folded: int
-    """For ``other``: how many siblings it stands for; else 0."""
+    """Number of siblings that an ``other`` node replaces; else 0."""
     label: str | None
-    """A few words for people."""
+    """A short name for people."""
     text: str | None
-    """The beginning of its tokens' text, redacted unless asked otherwise; None without."""
+    """First words of its text, redacted unless requested; None if unavailable."""
 
 
 JSON_FORMAT: Final = 1
-"""Of the JSON document; another number where a field's meaning changes."""
+"""Format number of the JSON document. It increases when a field changes its meaning."""
 FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "expired", "old_epoch", "leftover"]
-"""``expired``: not used for so long (``ttl_s``) that its record ran out; ``old_epoch``: of weights
-that are not served any more; ``leftover``: neither payload nor document, or in quarantine. The next
-sweep removes these three; the others are what should not be there."""
+"""The next sweep removes the last three kinds; the others should not exist. ``expired``: not used
+for ``ttl_s``, so its record ran out. ``old_epoch``: from weights that are no longer served.
+``leftover``: neither a payload nor a document, or in quarantine."""
 Ending = Literal["complete", "interrupted", "deadline"]
 
 
@@ -207,26 +222,26 @@ class AgeBucket:
 
     start_s: int
     end_s: int | None
-    """None: without an upper bound."""
+    """None for no upper bound."""
     chunks: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AgesAudit:
-    """How old chunks are, and how long ago they were used; buckets of both in the same order."""
+    """Chunks by age and by last use; both have their buckets in the same order."""
 
     age: tuple[AgeBucket, ...]
-    """Since the chunk's newest payload was written."""
+    """By time since the chunk's newest payload was written."""
     last_use: tuple[AgeBucket, ...]
-    """Since the chunk's last hit; empty where hits are not counted."""
+    """By time since the chunk's last hit; empty if hits are not counted."""
     never_used_chunks: int | None
     never_used_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthDay:
-    """What of today's store was written on one day, UTC."""
+    """The chunks still stored that were written on one day, UTC."""
 
     day: str
     """``2026-11-20``."""
@@ -237,31 +252,31 @@ class GrowthDay:
 
 @dataclass(frozen=True, slots=True)
 class GrowthAudit:
-    """Growth, as far as what is still stored tells it: what was swept is not in here."""
+    """Growth, computed from chunks that are still stored. Swept chunks are not included."""
 
     days: tuple[GrowthDay, ...]
-    """Oldest first, without gaps, the last 400 at most."""
+    """At most the last 400 days, oldest first, without gaps."""
     before: GrowthDay | None
-    """All days before these in one, named by the first of them."""
+    """All earlier days in one entry, named by the first of them."""
     bytes_per_day: float | None
-    """Mean of the last 7 whole days in which the store existed; None before there is one."""
+    """Average of the last 7 whole days in which the store existed; None on its first day."""
     payloads_per_day: float | None
-    """Written on the last whole day, of which least was swept."""
+    """Payloads written on the last whole day, from which the least was swept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What is paid, in US dollars."""
+    """Prices in US dollars."""
 
     gb_month: float
-    """For 10^9 bytes in a month."""
+    """Price of 10^9 bytes for a month."""
     per_1000_puts: float
     per_1000_gets: float
 
 
 @dataclass(frozen=True, slots=True)
 class TenantCost:
-    """A tenant's part, by its bytes, payloads and hits."""
+    """A tenant's share of the cost, by its bytes, payloads and hits."""
 
     tenant: str | None
     storage: float
@@ -271,58 +286,59 @@ class TenantCost:
 
 @dataclass(frozen=True, slots=True)
 class CostAudit:
-    """What the bulk store costs in a month at its size and use of today, in US dollars."""
+    """Monthly cost of the bulk store at today's size and use, in US dollars."""
 
     prices: Prices
     storage: float
     puts: float
-    """Payloads written in a month, if each day is as the last whole one was."""
+    """Payloads written per month, if every day is like the last whole one."""
     gets: float | None
-    """Payloads loaded in a month, by each chunk's hits since it was saved; those that lie hot too
-    are not counted."""
+    """Payloads loaded from the bulk store per month, by each chunk's hits since it was saved;
+    payloads with a hot copy are not counted."""
     requests: float
-    """Of both, as far as they are known."""
+    """Cost of puts and of gets, if those are known."""
     month: float
+    """Sum of ``storage`` and ``requests``."""
     next_month: float | None
-    """With 30 more days of this growth, if nothing is swept."""
+    """Monthly cost after 30 more days of this growth, if nothing is swept."""
     unused: float | None
-    """Part of ``storage`` for chunks that nobody has used."""
+    """Part of ``storage`` for chunks that were never used."""
     tenants: tuple[TenantCost, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
-    """One thing that is not as it should be."""
+    """One finding."""
 
     kind: FindingKind
     key: str
-    """Where it is in the bulk store, or was to be."""
+    """Path in the bulk store, also of a payload that is missing."""
     nbytes: int
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class FindingCount:
-    """How many there are of one kind."""
+    """The findings of one kind."""
 
     kind: FindingKind
     count: int
     nbytes: int
     young: int
-    """Orphans that were written at most ``sweep_grace_s`` before the walk began, or since: they may
-    have got their records meanwhile, or be about to."""
+    """Orphans written after the walk began or up to ``sweep_grace_s`` before; their records may
+    still be published."""
     remedy: str
-    """What to do, in a sentence with the command."""
+    """The command that fixes it, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class FindingsAudit:
-    """What is wrong, by kind in the order of ``FindingKind``, and the first few by name."""
+    """Findings by kind, in the order of ``FindingKind``, and the first few by name."""
 
     counts: tuple[FindingCount, ...]
     first: tuple[AuditFinding, ...]
     omitted: int
-    """Found, counted and not named here."""
+    """Findings that are counted but not in ``first``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,41 +357,46 @@ class IdentityDifference:
     """Why two namespaces do not share."""
 
     a: str
+    """One namespace."""
     b: str
-    """Namespaces."""
+    """The other namespace."""
     reason: str
-    """One sentence."""
+    """The reason in one sentence."""
     fields: tuple[FieldDifference, ...]
-    """What there is to change; what only follows from it is left out."""
+    """The fields to change, without those that follow from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Everything."""
+    """The whole report."""
 
     made_s: int
+    """When the report was made."""
     begun_s: int
-    """When the walk began; nothing that was seen is older."""
+    """When the walk began; every observation is from then or later."""
     version: str
-    """Of objkv."""
+    """objkv's version."""
     bulk_url: str
+    """Without secrets."""
     index_url: str
-    """Both without secrets."""
+    """Without secrets."""
     ending: Ending
-    """Unless ``complete``, all numbers are of the part that was looked at."""
+    """Unless ``complete``, all numbers cover only the parts that were read."""
     parts_done: int
+    """Parts that were read."""
     parts: int
-    """Of the walk: folders of the bulk store, and namespaces of the index."""
+    """Parts of the whole walk: folders of the bulk store and namespaces of the index."""
     resumed: bool
+    """Whether an earlier run read some of the parts."""
     totals: AuditTotals
     namespaces: tuple[NamespaceAudit, ...]
     """Largest first."""
     tenants: tuple[TenantAudit, ...]
     """Largest first."""
     depths: tuple[DepthAudit, ...]
-    """By namespace in the order of ``namespaces``, then by depth."""
+    """In the order of ``namespaces``, then by depth."""
     roots: tuple[RootAudit, ...]
-    """The largest, largest first."""
+    """Largest first, as many as requested."""
     roots_omitted: int
     tree: tuple[TreeNode, ...]
     """Parents before children; at most 2,000 nodes."""
@@ -385,6 +406,6 @@ class AuditReport:
     findings: FindingsAudit
     differences: tuple[IdentityDifference, ...]
     differences_omitted: int
-    """Pairs of namespaces that are not compared here."""
+    """Pairs of namespaces that are not listed."""
     problems: tuple[str, ...]
-    """Sentences: what the reader must know to judge the numbers, the worst first."""
+    """Sentences that qualify the numbers, worst first."""

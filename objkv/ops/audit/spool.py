@@ -1,8 +1,8 @@
-"""What an audit's walk has seen, in an SQLite file beside the cache: memory stays small however
-much is stored, and a walk that was interrupted goes on where it ended.
+"""The results of an audit's walk, in an SQLite file in the user's cache directory.
 
-The file is removed once a report has told all of it. An unfinished one holds prefix hashes and
-sizes, no tokens; after a day it is begun anew.
+The file keeps memory small however much is stored, and lets an interrupted walk resume. It is
+deleted after a complete report. An unfinished file contains prefix hashes and sizes but no tokens,
+and is discarded after a day.
 """
 
 import sqlite3
@@ -23,14 +23,14 @@ from objkv.ops.backends_view import record_keys
 from objkv.stores.base import Entry
 
 AGE_MAX_S = 24 * 3600.0
-"""What was seen longer ago is looked at again."""
+"""Age after which the walk starts over."""
 _FORMAT = 1
 _CACHE_KIB = 8 << 10
-"""Of pages that SQLite keeps in memory, for what was seen and for what is computed from it."""
+"""SQLite's page cache, once for the walk's tables and once for the temporary ones."""
 _TOKEN_END_MAX = 1 << 40
 _HITS_MAX = 1 << 32
 _BYTES_MAX = 1 << 40
-"""What records say beyond these is a lie, and its sum might not fit."""
+"""Larger values in records are wrong, and their sums might overflow."""
 _TABLES = """
 CREATE TABLE about (format INTEGER, begun_s REAL);
 CREATE TABLE done (name TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -51,17 +51,17 @@ _REMOVE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What the index, or a payload's own header, tells of a chunk."""
+class SeenRecord:
+    """The description of a chunk from the index or from a payload's header."""
 
     namespace: str
     record: Record
     has_hits: bool
-    """Whether hits are counted at all where this comes from."""
+    """Whether the source counts hits."""
 
 
 class AuditSpool:
-    """Safe from many threads; ``rows`` for one. Raises ``ConfigError`` where the disk is full."""
+    """Safe from many threads, except ``rows``. Raises ``ConfigError`` if the disk is full."""
 
     def __init__(
         self,
@@ -70,10 +70,12 @@ class AuditSpool:
         restart: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``file``: made if there is none, and emptied to ``restart``. None, or a file that another
-        audit has open: one that nobody can go on from."""
-        self.is_told = False
-        """Whether a report has told all of it: then nothing is kept."""
+        """``file`` is created if missing and emptied if ``restart``.
+
+        Without a file, or if another audit has it open, the spool is temporary and cannot resume.
+        """
+        self.is_reported = False
+        """Whether a complete report was printed, so that ``close`` deletes the file."""
         self._restart = restart
         self._lock = RLock()
         self._clock = clock
@@ -83,17 +85,17 @@ class AuditSpool:
         with self._translated():
             self.done = {str(name) for (name,) in self._db.execute("SELECT name FROM done")}
             self.begun_s = float(self._db.execute("SELECT begun_s FROM about").fetchone()[0])
-            """When its walk began, be it in an earlier run."""
+            """When the walk began, possibly in an earlier run."""
         self.resumed = bool(self.done)
-        """Whether an earlier walk is continued."""
+        """Whether this run continues an earlier walk."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether a later run can go on from here."""
+        """Whether a later run can resume."""
         return self._file is not None
 
     def namespace(self, name: str) -> int:
-        """The number that stands for ``name``."""
+        """Return the number of the namespace ``name``."""
         with self._lock, self._translated():
             if name not in self._names:
                 self._db.execute("INSERT OR IGNORE INTO namespaces (name) VALUES (?)", (name,))
@@ -102,17 +104,17 @@ class AuditSpool:
             return self._names[name]
 
     def add_payloads(self, payloads: Iterable[tuple[ChunkKey, Entry]]) -> None:
-        """These are in the bulk store. To add one twice is to add it once."""
+        """Add payloads of the bulk store. Idempotent."""
         rows = [
             (self.namespace(k.namespace), k.prefix_hash, k.field, e.nbytes, int(e.modified_s))
             for k, e in payloads
         ]
         self._write("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?)", rows)
 
-    def add_records(self, told: Iterable[Told]) -> None:
-        """This is told of chunks; what cannot be true is left out."""
+    def add_records(self, seen: Iterable[SeenRecord]) -> None:
+        """Add descriptions of chunks; impossible values are omitted or clamped. Idempotent."""
         records, shards = [], []
-        for one in told:
+        for one in seen:
             ns, record = self.namespace(one.namespace), one.record
             start, end = record.token_start, record.token_end
             is_sane = 0 <= start < end <= _TOKEN_END_MAX
@@ -130,49 +132,49 @@ class AuditSpool:
         self._write("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", shards)
 
     def find(self, kind: FindingKind, entry: Entry, detail: str, namespace: str = "") -> None:
-        """This is not as it should be."""
+        """Add a finding."""
         ns = self.namespace(namespace) if namespace else None
         row = (kind, ns, entry.key, entry.nbytes, int(entry.modified_s), detail)
         self._write("INSERT OR REPLACE INTO found VALUES (?, ?, ?, ?, ?, ?)", [row])
 
     def remove(self, table: Literal["payloads", "shards"], keys: Sequence[ChunkKey]) -> None:
-        """These are not there any more."""
+        """Remove payloads or shards that are gone."""
         rows = [(self.namespace(key.namespace), key.prefix_hash, key.field) for key in keys]
         self._write(_REMOVE[table], rows)
 
     def finish(self, unit: str) -> None:
-        """``unit`` has told all it saw."""
+        """Mark ``unit`` as done."""
         with self._lock:
             self.done.add(unit)
             self._write("INSERT OR IGNORE INTO done VALUES (?)", [(unit,)])
 
     def rows(self, statement: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
-        """What ``statement`` answers, as it is read."""
+        """Yield the rows of ``statement`` as SQLite reads them. For one thread."""
         with self._translated():
             yield from self._db.execute(statement, values)
 
     def named(self, statement: str, values: Sequence[object] = ()) -> Iterator[dict[str, Any]]:
-        """The same, each row by the names of its columns."""
+        """Yield the rows of ``statement`` as dictionaries by column name. For one thread."""
         with self._translated():
             cursor = self._db.execute(statement, values)
             names = [column[0] for column in cursor.description]
             yield from (dict(zip(names, row, strict=True)) for row in cursor)
 
     def run(self, statement: str, values: Sequence[object] = ()) -> int:
-        """Runs ``statement``; how many rows it changed."""
+        """Run ``statement`` and return the number of changed rows."""
         with self._lock, self._translated():
             return self._db.execute(statement, values).rowcount
 
     def some(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """What ``statement`` answers, at once: for threads, and for few rows."""
+        """Return all rows of ``statement``. Safe from threads; for few rows."""
         with self._lock, self._translated():
             return self._db.execute(statement, values).fetchall()
 
     def close(self) -> None:
-        """Keep it for the next run, or, if all was told, nothing. Idempotent."""
+        """Close the file, and delete it if ``is_reported``. Idempotent."""
         with self._lock, suppress(sqlite3.Error):
             self._db.close()
-        if self.is_told and self._file is not None:
+        if self.is_reported and self._file is not None:
             _unlink(self._file)
 
     def _write(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
@@ -183,7 +185,7 @@ class AuditSpool:
             try:
                 self._db.executemany(statement, rows)
             except BaseException:
-                with suppress(sqlite3.Error):  # some errors have ended it
+                with suppress(sqlite3.Error):  # some errors end the transaction themselves
                     self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
@@ -196,14 +198,14 @@ class AuditSpool:
             for _ in range(2):
                 try:
                     return self._opened(str(self._file))
-                except sqlite3.OperationalError:  # another audit's, or no place for a file
+                except sqlite3.OperationalError:  # locked by another audit, or not writable
                     break
                 except (sqlite3.DatabaseError, _Old):
                     _unlink(self._file)
         self._file = None
         with self._translated():
             self._restart = False
-            return self._opened("")  # a file of SQLite's own, which nobody else sees
+            return self._opened("")  # a private temporary file of SQLite
 
     def _opened(self, name: str) -> sqlite3.Connection:
         db = sqlite3.connect(name, timeout=0, isolation_level=None, check_same_thread=False)
@@ -238,15 +240,15 @@ class AuditSpool:
         try:
             yield
         except sqlite3.Error as exc:
-            place = self._file or "the folder for temporary files"
+            place = self._file or "the temporary directory"
             raise ConfigError(
-                f"{place}: {exc}; an audit keeps some 400 bytes a chunk there: make room, or set "
-                "XDG_CACHE_HOME and TMPDIR to folders that have it"
+                f"{place}: {exc}; an audit needs about 400 bytes per chunk there, so free some "
+                "space or set XDG_CACHE_HOME and TMPDIR to directories with enough"
             ) from exc
 
 
 class _Old(Exception):
-    """Of another version, or too long ago, or not wanted any more."""
+    """The file has another format, is too old, or is to restart."""
 
 
 def _unlink(file: Path) -> None:
@@ -333,12 +335,11 @@ _BEFORE = "SELECT max(start) FROM temp.nodes WHERE start < ?"
 
 
 def make_chunks(spool: AuditSpool, check: Check = lambda: None) -> None:
-    """Fill the temporary tables ``chunks`` and ``nodes``, in which chains without a branch are
-    joined; on disk and level by level, never a tree in memory. ``check`` is called between steps,
-    and may raise.
+    """Fill the temporary tables ``chunks`` and ``nodes``; a node joins a chain without branches.
 
-    Records are not trusted: a parent ends where its child begins, or it is none, so that no loop is
-    possible.
+    The work is done on disk, level by level, never with a tree in memory. ``check`` is called
+    between steps and may raise. Records are not trusted: a chunk is a parent only if it ends where
+    its child begins, which rules out loops.
     """
     spool.run("DROP TABLE IF EXISTS temp.chunks")
     spool.run("DROP TABLE IF EXISTS temp.nodes")

@@ -1,6 +1,6 @@
-"""The text of stored prefixes, where replicas kept their tokens in payloads (``store_tokens``).
+"""The text of stored prefixes, if replicas stored token ids in payloads (``store_tokens``).
 
-It is somebody's prompt: unless asked otherwise, only how long it is gets out of here.
+The text is a user's prompt, so by default only its length is reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +21,9 @@ from objkv.ops.backends_view import StoredNamespace, stored_header
 from objkv.stores.base import Entry
 
 TEXT_MAX = 160
-"""Characters of a text that is shown."""
+"""Characters shown per text."""
 _TOKENS_MAX = 64
-"""Of a chunk, from which that many characters are made."""
+"""Tokens of a chunk to decode for them."""
 _AT_ONCE = 64
 _PAYLOAD = """
 SELECT field, nbytes, modified_s FROM payloads WHERE ns = ? AND hash = ? ORDER BY field LIMIT 1
@@ -32,23 +32,26 @@ SELECT field, nbytes, modified_s FROM payloads WHERE ns = ? AND hash = ? ORDER B
 
 @dataclass(frozen=True, slots=True)
 class TextReader:
-    """Reads the beginning of a chunk's text."""
+    """Reads the first words of a chunk's text."""
 
     view: AuditView
     namespaces: Mapping[str, StoredNamespace]
     tokenizer: Tokenizer
     show: bool
-    """False: tell only that there is one, and how long it is."""
+    """False to report only the length."""
 
     def text(self, namespace: str, entry: Entry) -> str | None:
-        """Of the chunk that ``entry`` is a payload of; None where no tokens are stored, or not the
-        ones that it was made of. Raises ``StoreError``."""
+        """Return the text of the payload ``entry``.
+
+        None if no token ids are stored, or if they do not match the payload's token digest. Raises
+        ``StoreError``.
+        """
         known = self.namespaces.get(namespace)
         if known is None:
             return None
         try:
             header = stored_header(self.view.bulk, entry, self.view.seal_of(known))
-        except (ConfigError, PayloadError):  # keys that are not here; what verify finds
+        except (ConfigError, PayloadError):  # missing seal keys; a bad header, which verify reports
             return None
         if header is None or header.claim.key != ChunkKey.parse(entry.key):
             return None
@@ -64,7 +67,7 @@ class TextReader:
     def _decoded(self, tokens: Sequence[int]) -> str:
         try:
             return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
-        except Exception:  # the library raises bare Exception, as for ids beyond its own
+        except Exception:  # the library raises bare Exception, such as for unknown ids
             return ""
 
 
@@ -77,7 +80,7 @@ def with_texts(
     workers: int,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[TreeNode, ...], tuple[RootAudit, ...]]:
-    """``tree`` and ``roots`` with the text of each one's first chunk: a header is read for each."""
+    """Return the nodes and ``roots`` with the text of their first chunks, one header read each."""
     heads = {*tree.heads.values(), *((one.namespace, bytes.fromhex(one.hash)) for one in roots)}
     texts: dict[tuple[str, bytes], str | None] = {}
     with ThreadPoolExecutor(workers, thread_name_prefix="objkv-texts") as pool:

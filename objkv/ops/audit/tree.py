@@ -1,4 +1,4 @@
-"""The prefix tree of an audit: the largest roots, and so many nodes that a page can show them."""
+"""The prefix tree of an audit: the largest roots, and as many nodes as a page can show."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from objkv.ops.audit.spool import AuditSpool
 
 NODES_MAX = 2_000
 NAMESPACES_MAX = 500
-"""Of which the tree shows something; the smaller ones have their figures in tables only."""
+"""Namespaces in the tree. Smaller ones are only in the tables."""
 _LARGEST = """
 SELECT n.id, n.up, n.ns, n.kids FROM temp.nodes n
 JOIN temp.shown_ns s USING (ns) ORDER BY n.all_nbytes DESC, n.start LIMIT ?
 """
-# Columns are named as the fields of ``TreeNode`` and ``RootAudit``; the others are taken out.
+# Columns have the names of fields of ``TreeNode`` and ``RootAudit``; the reader pops the others.
 _SHOWN = """
 SELECT n.id AS node, n.up, n.ns, h.hash AS head,
   (SELECT l.hash FROM temp.chunks l WHERE l.run = n.id AND l.ends = n.ends) AS last,
@@ -53,18 +53,18 @@ _HITS = ("hits", "hits_max", "used_chunks", "reuse")
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The nodes, and which chunk each of them begins with."""
+    """The nodes, and the first chunk of each."""
 
     nodes: tuple[TreeNode, ...]
     heads: Mapping[int, tuple[str, bytes]]
-    """By node, the namespace and the hash of its first chunk."""
+    """Namespace and hash of each node's first chunk, by node id."""
     namespaces_omitted: int
 
 
 def read_roots(
     spool: AuditSpool, tenants: Mapping[str, str | None], *, most: int, has_index: bool
 ) -> tuple[RootAudit, ...]:
-    """The largest, largest first. ``tenants``: by namespace."""
+    """Return the ``most`` largest roots, largest first. ``tenants``: by namespace."""
     names = namespace_names(spool)
     roots = []
     for row in spool.named(_ROOTS, (most,)):
@@ -77,8 +77,10 @@ def read_roots(
 
 
 def read_tree(spool: AuditSpool) -> Tree:
-    """At most ``NODES_MAX`` nodes: those with most below them, so that a node's parent is always
-    among them, and the rest folded."""
+    """Return at most ``NODES_MAX`` nodes: the largest with everything below them, others folded.
+
+    A node's parent is always among them.
+    """
     for table in ("shown", "shown_ns"):
         spool.run(f"DROP TABLE IF EXISTS temp.{table}")
     spool.run("CREATE TEMP TABLE shown_ns (ns INTEGER PRIMARY KEY)")
@@ -99,8 +101,10 @@ def read_tree(spool: AuditSpool) -> Tree:
 
 
 def _how_many_fit(largest: list[tuple[Any, ...]], roots: Counter[int]) -> int:
-    """Of these nodes, each ``(id, parent, namespace, children)``, the most for which there is room
-    together with what stands for their folded siblings."""
+    """Return how many of these nodes fit together with the nodes for their folded siblings.
+
+    ``largest``: ``(id, parent, namespace, children)``.
+    """
     hidden: Counter[tuple[str, int]] = Counter(
         {("roots", ns): count for ns, count in roots.most_common(NAMESPACES_MAX)}
     )

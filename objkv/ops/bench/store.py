@@ -1,7 +1,7 @@
-"""``bench store``: payloads between a store and a slab, against bytes between the same two ends.
+"""``bench store``: getting and putting payloads, against moving the same bytes without objkv.
 
-Everything that is got is verified while it arrives; the limit is not, and pays for nothing but
-moving bytes. ``--configured`` measures the user's own stores, as they are.
+Every payload is verified while it arrives; the limit only moves bytes. ``--configured`` measures
+the user's own stores.
 """
 
 import secrets
@@ -53,8 +53,8 @@ CONNECTIONS = (1, 4)
 _ROUND_BYTES = 64 << 20
 _QUICK_ROUND_BYTES = 1 << 20
 _PASSES = 6
-"""How often a round gets every payload: a round of 64 MiB is over in 15 ms, in which a busy machine
-may well not have run one of the threads."""
+"""Passes over all payloads in a round. One pass of 64 MiB takes 15 ms, in which a busy machine may
+not run every thread."""
 CONFIGURED_CONNECTIONS = (1, 4, 16)
 _PERCENTILES = (0.50, 0.95, 0.99)
 _CALLS = 100
@@ -62,12 +62,12 @@ _QUICK_CALLS = 5
 _CHUNKS = 128
 
 Move = Callable[[int, PayloadSample, memoryview], object]
-"""Moves one payload, given the number of the thread, the payload and the thread's slab."""
+"""Moves one payload; arguments are the thread's number, the payload and the thread's slab."""
 
 
 def bench_store(setting: BenchSetting) -> Section:
-    """Redis and a directory, each against its limit. Raises ``ConfigError`` if there is no Redis to
-    start, and ``ObjkvError`` if anything was not as it was put."""
+    """Measure Redis and a directory against their limits. Raises ``ConfigError`` if no Redis is
+    installed, and ``ObjkvError`` if a payload differs from the one put."""
     with running_redis(setting.folder / "redis") as url, PlainRedis(url) as plain:
         rows = [*_redis(setting, url)]
         servers = {"Redis": plain.version()}
@@ -112,15 +112,15 @@ def _directory(setting: BenchSetting) -> Iterator[BenchRow]:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What objkv is compared with: moving as many bytes without objkv."""
+    """The comparison: moving the same number of bytes without objkv."""
 
     name: str
     work: Work
 
 
 class PayloadBench:
-    """Threads, each with a slab of its own and payloads that no other moves: together about
-    ``_ROUND_BYTES``, more than caches hold; a pass moves each once."""
+    """Threads, each with its own slab and payloads. All payloads together are about
+    ``_ROUND_BYTES``, more than CPU caches hold; a pass moves each of them once."""
 
     def __init__(self, setting: BenchSetting, shape: Shape, threads: int) -> None:
         self._setting = setting
@@ -138,7 +138,7 @@ class PayloadBench:
         self._crew.__exit__()
 
     def each(self, move: Move, passes: int = 1) -> Work:
-        """One round: every thread moves its samples; the time that a pass took."""
+        """Return a round in which every thread moves its samples; it gives the seconds per pass."""
 
         def thread(number: int) -> None:
             for _ in range(passes):
@@ -148,11 +148,11 @@ class PayloadBench:
         return lambda: self._crew.run(thread) / passes
 
     def gets(self, move: Move) -> Work:
-        """A round that may get a payload more than once."""
+        """Return a round of several passes, as gets can be repeated."""
         return self.each(move, 1 if self._setting.quick else _PASSES)
 
     def compare_gets(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
-        """A row for getting and verifying every payload."""
+        """Return a row for getting and verifying every payload."""
 
         def get(_: int, sample: PayloadSample, slab: memoryview) -> None:
             get_verified(store, sample, slab)
@@ -165,7 +165,7 @@ class PayloadBench:
             self._delete(store)
 
     def compare_puts(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
-        """A row for putting until acknowledged; what was put is deleted between rounds."""
+        """Return a row for putting until acknowledged; payloads are deleted between rounds."""
 
         def put(_: int, sample: PayloadSample, __: memoryview) -> None:
             assert store.put_if_absent(sample.key, sample.payload)
@@ -202,20 +202,20 @@ def _small(setting: BenchSetting) -> tuple[Shape, ...]:
 
 
 def large_payloads(setting: BenchSetting) -> tuple[Shape, ...]:
-    """Those that go to a bulk store."""
+    """Return the shapes measured in bulk stores."""
     return (PAYLOAD_1_MIB,) if setting.quick else (PAYLOAD_8_MIB, PAYLOAD_32_MIB)
 
 
 def connections(count: int) -> str:
-    """In words."""
+    """Return the number of connections in words."""
     return "1 connection" if count == 1 else f"{count} connections"
 
 
 def bench_configured(setting: BenchSetting, config: Config) -> Section:
-    """The stores and the index of ``config``, as they are, each against a round trip to it.
+    """Measure the stores and the index of ``config``, each against a round trip to it.
 
-    What is written lies below ``bench/`` and in a namespace of its own, and is deleted at the end.
-    Raises ``StoreError`` if one of them is unreachable.
+    Temporary payloads are below ``bench/``, temporary records in a separate namespace; both are
+    deleted at the end. Raises ``StoreError`` if a backend is unreachable.
     """
     bulk = setting.factories.open_bulk(config)
     try:
@@ -239,7 +239,7 @@ def bench_configured(setting: BenchSetting, config: Config) -> Section:
         "bulk": without_password(config.bulk_url),
         "index": without_password(config.index_url),
     }
-    return Section("store", tuple(rows), places, ("the stores of the settings, as they are",))
+    return Section("store", tuple(rows), places, ("your configured stores",))
 
 
 def _store(setting: BenchSetting, store: PruneStore, name: str, shape: Shape) -> Iterator[BenchRow]:
@@ -263,7 +263,7 @@ def _store(setting: BenchSetting, store: PruneStore, name: str, shape: Shape) ->
 def _life(
     store: PruneStore, samples: Sequence[PayloadSample], slab: memoryview, calls: int
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each put, get and head, one after the other; all samples are there at the end."""
+    """Return the seconds of each put, get and head, one at a time; all samples exist at the end."""
     puts, gets, heads = [], [], []
     for sample in samples[1:]:
         store.put(sample.key, sample.payload)
@@ -331,7 +331,7 @@ def _latency(
 
 @contextmanager
 def _removed(store: PruneStore, samples: Sequence[PayloadSample]) -> Iterator[None]:
-    """Nothing of ``samples`` is left after the block, however it ends."""
+    """Delete ``samples`` after the block, however it ends."""
     try:
         yield
     finally:

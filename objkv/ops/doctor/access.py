@@ -1,7 +1,7 @@
-"""The rights of each role, and nothing beyond them: an IAM policy for the bucket, an ACL for Redis.
+"""The least-privilege rights of each role: an IAM policy for the bucket and an ACL for Redis.
 
-The one place where they are written: what ``objkv access`` prints, what ``docs/access.md`` shows
-and what Terraform attaches comes from here, and tests do each role's work with exactly these.
+``objkv access``, ``docs/access.md`` and Terraform all use the rights defined here, and tests do
+each role's work with exactly these rights.
 """
 
 import json
@@ -17,7 +17,7 @@ ROLES: Final[tuple[Role, ...]] = get_args(Role)
 PASSWORD: Final = "PASSWORD"  # noqa: S105  # stands for one
 PINS: Final = "*/pins/*"
 QUARANTINE: Final = "quarantine/*"
-"""Below the prefix: all that a sweeper writes. A ``*`` matches any characters, ``/`` included."""
+"""The only paths that a sweeper writes, below the prefix. ``*`` matches any characters."""
 
 _CONNECT: Final = ("ping", "client|setname")
 _DATABASE: Final = ("select",)
@@ -47,51 +47,54 @@ _HOT: Final[dict[Role, tuple[str, ...]]] = {
     "sweeper": ("get", "strlen", "pttl", "unlink"),
 }
 _PLAIN: Final = re.compile(r"[A-Za-z0-9!_.'()=+@:,/ -]*")
-"""Of a prefix in a bucket: no character that a policy would take for a pattern or a variable."""
+"""A prefix in a bucket without characters that a policy reads as a pattern or a variable."""
 _BUCKET: Final = re.compile(r"[A-Za-z0-9._-]+")
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a role needs in the places that the settings name."""
+    """The rights that a role needs in the configured store and index."""
 
     role: Role
     settings: dict[str, str]
-    """What a process of that role is to be told, besides credentials."""
+    """Settings for a process of that role, without credentials."""
     iam: dict[str, Any] | None
-    """None where the bulk store is no bucket."""
+    """None if the bulk store is not a bucket."""
     acl: str | None
-    """One line of an ACL file, with ``PASSWORD`` for the password; None where the index is no
-    Redis. From ``on`` on it is also the access string of a managed server."""
+    """One line of an ACL file, with ``PASSWORD`` for the password; None if the index is not a
+    Redis. The part from ``on`` is also the access string of a managed server."""
 
 
 def access_of(
     config: Config, role: Role, *, tenant: str | None = None, kms_key_arn: str | None = None
 ) -> Access:
-    """The rights of ``role`` in the places of ``config``; those of ``tenant`` alone if it is named:
-    below a folder of the bucket, and with a prefix in Redis, of its own.
+    """Return the rights of ``role`` in the backends of ``config``. With ``tenant``, they cover only
+    the tenant's own folder of the bucket and its own prefix in Redis.
 
-    No secret of ``config`` is in them. Raises ``ConfigError`` for a place that no policy can name.
+    They contain no secret of ``config``. Raises ``ConfigError`` if a policy cannot express the
+    bucket or prefix.
     """
     if tenant is not None and not _TENANT.fullmatch(tenant):
-        raise ConfigError(f"tenant {tenant!r}: 1 to 48 letters, digits and ._-, no sign first")
+        raise ConfigError(
+            f"tenant {tenant!r}: use 1 to 48 letters, digits and ._-, with a letter or digit first"
+        )
     settings = {"role": role, "tenant": tenant or config.tenant}
     iam = acl = None
     if config.bulk_url.startswith("s3:"):
         parts = urlsplit(config.bulk_url)
         if not _BUCKET.fullmatch(parts.netloc):
-            raise ConfigError("bulk_url: this cannot be the name of a bucket in a policy")
+            raise ConfigError("bulk_url: a policy cannot contain this bucket name")
         is_directory = is_directory_bucket(parts.netloc)
         if is_directory and tenant is not None:
             raise ConfigError(
-                "bulk_url: rights in a directory bucket cannot be limited to a prefix: give each "
-                "tenant a bucket"
+                "bulk_url: rights in a directory bucket cannot be limited to a prefix: use one "
+                "bucket per tenant"
             )
         prefix = "/".join(filter(None, (parts.path.strip("/"), tenant)))
         if not _PLAIN.fullmatch(prefix):
             raise ConfigError(
-                f"bulk_url: policies take some character of the prefix {prefix!r} for a pattern"
+                f"bulk_url: policies read a character of the prefix {prefix!r} as a pattern"
             )
         settings["bulk_url"] = f"s3://{parts.netloc}/{prefix}".rstrip("/")
         if is_directory:
@@ -109,7 +112,7 @@ def access_of(
             is_cluster="+cluster:" in config.index_url,
             has_database=_database(config.index_url) > 0,
         )
-        # Told of a user that is there already, rules add to what it has, but for "reset".
+        # For an existing user, rules are added to its rights unless "reset" comes first.
         acl = f"user {settings['redis_username']} reset on >{PASSWORD} {rights}"
     return Access(role, settings, iam, acl)
 
@@ -117,13 +120,13 @@ def access_of(
 def iam_policy(
     role: Role, bucket_arn: str, prefix: str, *, kms_key_arn: str | None = None
 ) -> dict[str, Any]:
-    """The policy of ``role`` for ``prefix``, without slashes around it, of one bucket; of the whole
-    bucket if it is empty. ``kms_key_arn``: of the key that encrypts the bucket."""
+    """Return the policy of ``role`` for ``prefix`` (without outer slashes) of one bucket; an empty
+    prefix means the whole bucket. ``kms_key_arn`` names the key that encrypts the bucket."""
     inside = f"{bucket_arn}/{prefix}/" if prefix else f"{bucket_arn}/"
     find: dict[str, Any] = {"Sid": "Find", "Effect": "Allow", "Action": ["s3:ListBucket"]}
     find["Resource"] = [bucket_arn]
     if prefix:
-        # With its slash: "a*" would list what "ab" has. Nor does a listing without a prefix match.
+        # The slash matters: "a*" would also list "ab". A listing without a prefix does not match.
         find["Condition"] = {"StringLike": {"s3:prefix": [f"{prefix}/*"]}}
     statements = [find, _allowed("Load", ["s3:GetObject"], f"{inside}*")]
     if role == "writer":
@@ -141,8 +144,8 @@ def iam_policy(
 def directory_policy(
     role: Role, bucket_arn: str, *, kms_key_arn: str | None = None
 ) -> dict[str, Any]:
-    """The policy of ``role`` for one directory bucket of S3 Express, which knows the right to open
-    a session and nothing finer: a session reads all of the bucket, or does everything in it."""
+    """Return the policy of ``role`` for one S3 Express directory bucket. Its only right is to open
+    a session, which can read the whole bucket, or read and write all of it."""
     statement = _allowed("OpenSessions", ["s3express:CreateSession"], bucket_arn)
     if role == "reader":
         statement["Condition"] = {"StringEquals": {"s3express:SessionMode": "ReadOnly"}}
@@ -153,20 +156,20 @@ def directory_policy(
 
 
 def kms_statement(role: Role, key_arn: str, *, service: str = "s3") -> dict[str, Any]:
-    """What S3 asks of the key of an encrypted bucket on behalf of ``role``."""
+    """The rights that S3 needs on an encrypted bucket's key on behalf of ``role``."""
     actions = ["kms:Decrypt"] if role == "reader" else ["kms:Decrypt", "kms:GenerateDataKey"]
     statement = _allowed("UseTheKey", actions, key_arn)
-    # Through S3 alone: else whoever may read the objects' keys could use the key elsewhere.
+    # Only through S3: otherwise the role could use the key elsewhere.
     statement["Condition"] = {"StringLike": {"kms:ViaService": [f"{service}.*.amazonaws.com"]}}
     return statement
 
 
 def acl_commands(role: Role, *, has_hot: bool, is_cluster: bool, has_database: bool) -> list[str]:
-    """The commands that ``role`` sends, and those that its scripts call.
+    """Return the commands that ``role`` sends and those that its scripts call.
 
     Args:
-        has_hot: whether payloads are kept in Redis.
-        is_cluster: whether it is a Redis Cluster.
+        has_hot: whether Redis is also the hot store.
+        is_cluster: whether the server is a Redis Cluster.
         has_database: whether keys are in a database other than 0.
     """
     groups = [_CONNECT, _INDEX[role]]
@@ -175,13 +178,13 @@ def acl_commands(role: Role, *, has_hot: bool, is_cluster: bool, has_database: b
 
 
 def acl_rights(role: Role, prefix: str, **where: bool) -> str:
-    """The keys and commands of ``role`` as ACL rules; ``where`` as in ``acl_commands``."""
+    """Return the keys and commands of ``role`` as ACL rules; ``where`` as in ``acl_commands``."""
     commands = " ".join(f"+{command}" for command in acl_commands(role, **where))
     return f"~{prefix}:* -@all {commands}"
 
 
 def as_text(policy: dict[str, Any]) -> str:
-    """``policy`` as JSON to be pasted."""
+    """Return ``policy`` as indented JSON."""
     return json.dumps(policy, indent=2)
 
 

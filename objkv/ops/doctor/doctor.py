@@ -1,4 +1,4 @@
-"""Explains the settings and probes both ends: what is wrong, and what to do about it."""
+"""Checks the settings and probes store and index. Each problem comes with a fix."""
 
 import os
 import stat
@@ -20,11 +20,11 @@ from objkv.ops.doctor.server import ServerFacts, judge_server
 from objkv.stores.base import PruneStore
 from objkv.telemetry import MemoryRecorder
 
-_FIX = "write {}:// if the server speaks TLS; whoever listens learns passwords and prompts"
+_FIX = "use {}:// if the server supports TLS; without it, passwords and prompts can be intercepted"
 
 
 def check_transport(config: Config) -> list[Check]:
-    """One check for each end that is a server; a warning where one is reached in clear."""
+    """One check for a store or index that is a server; a warning if its connection is in clear."""
     checks = []
     if config.bulk_url.startswith("s3:"):
         checks.append(_judge("bulk", config.s3_endpoint_url or "https:", "https"))
@@ -35,15 +35,15 @@ def check_transport(config: Config) -> list[Check]:
 
 
 def check_login(config: Config) -> list[Check]:
-    """A warning where a server on another machine is asked without a name and a password: if it
-    answers, it lets in everybody, as ``default``, with all rights."""
+    """A warning if a Redis on another machine is used without credentials: a server that accepts
+    this gives every client all rights, as user ``default``."""
     url = config.index_url
     if not url.startswith("redis") or not clear_hosts(url.replace("rediss", "redis", 1)):
         return []
     if config.redis_password or config.redis_cert_file or urlsplit(url).password:
         return []
-    detail = "no name and password are set: a server that answers lets everybody do everything"
-    fix = "give each role a user (objkv access), and switch the user default off"
+    detail = "no user and password are set: if the server answers, every client has all rights"
+    fix = "create a user for each role (objkv access) and disable the user default"
     return [Check("index", "login", "warning", detail, fix)]
 
 
@@ -52,18 +52,21 @@ def _judge(area: Area, url: str, secure: str) -> Check:
     if scheme == secure:
         return Check(area, "transport", "ok", "TLS; the server's certificate is verified")
     if not clear_hosts(url):
-        return Check(area, "transport", "ok", "in clear, on this machine only")
-    detail = "in clear over the network, because allow_plaintext is set"
+        return Check(area, "transport", "ok", "unencrypted, on this machine only")
+    detail = "unencrypted over the network, because allow_plaintext is set"
     return Check(area, "transport", "warning", detail, _FIX.format(secure))
 
 
-_READABLE = "every user of this machine can read it; KV tells much of the prompts it was made of"
+_READABLE: Final[Mapping[Area, str]] = {
+    "bulk": "every user of this machine can read it, and KV largely reveals its prompts",
+    "index": "every user of this machine can read it, and it shows which prompts are stored",
+}
 
 
 def check_privacy(config: Config) -> list[Check]:
-    """One check for each backend that is an existing folder or file; a warning where other users of
-    this machine may write: unless payloads are sealed, replicas would compute with what they wrote.
-    Looks at modes only."""
+    """One check for each backend that is an existing folder or file; a warning if other users of
+    this machine can read it, or write to it: unless payloads are sealed, replicas would compute
+    with their data. Reads file modes only."""
     checks: list[Check] = []
     if config.bulk_url.startswith("file:"):
         checks += _look("bulk", local_path(config.bulk_url), ())
@@ -74,11 +77,11 @@ def check_privacy(config: Config) -> list[Check]:
 
 
 def _look(area: Area, folder: Path, files: tuple[Path, ...]) -> Iterator[Check]:
-    """What others may do with ``files``, or with all that is in ``folder``."""
+    """Check the access of other users to ``files``, or to everything in ``folder``."""
     try:
         modes = {path: path.stat().st_mode for path in (folder, *files) if path.exists()}
         reached = all(_may_enter(parent) for parent in folder.resolve().parents)
-    except OSError:  # the other checks say what is wrong
+    except OSError:  # the other checks report the error
         return
     if folder not in modes:
         return
@@ -86,13 +89,16 @@ def _look(area: Area, folder: Path, files: tuple[Path, ...]) -> Iterator[Check]:
     open_to_all = {path for path, mode in modes.items() if reached and mode & stat.S_IWOTH}
     if open_to_all:
         shown = ", ".join(str(path) for path in sorted(open_to_all))
-        detail = f"every user of this machine may write to {shown}"
+        detail = f"every user of this machine can write to {shown}"
         fix = f"chmod o-w {' '.join(map(str, sorted(open_to_all)))}"
         yield Check(area, "privacy", "warning", detail, fix)
         return
     looked_at = [modes[path] for path in files or (folder,) if path in modes]
-    readable = reached and any(mode & stat.S_IROTH for mode in looked_at)
-    yield Check(area, "privacy", "ok", _READABLE if readable else "other users cannot reach it")
+    if reached and any(mode & stat.S_IROTH for mode in looked_at):
+        fix = f"chmod 700 {folder} (chmod o-rwx if replicas share it through a group)"
+        yield Check(area, "privacy", "warning", _READABLE[area], fix)
+        return
+    yield Check(area, "privacy", "ok", "other users cannot reach it")
 
 
 def _companions(file: Path) -> Iterator[Path]:
@@ -133,22 +139,22 @@ def installed_version(distribution: str) -> str | None:
 
 
 def check_engine(installed: Installed = installed_version) -> Check:
-    """Whether vLLM is here, in a version that the connector knows."""
+    """Whether vLLM is installed here in a supported version."""
     for distribution in DISTRIBUTIONS:
         version = installed(distribution)
         if version is None:
             continue
-        told = f"{distribution} {version}"
+        detail = f"{distribution} {version}"
         if VERSION_MIN <= _numbers(version) < VERSION_END:
-            return Check("engine", "vLLM", "ok", told)
-        fix = f"install a version that this objkv supports, {_WINDOW}: pip install 'objkv[vllm]'"
-        return Check("engine", "vLLM", "failed", told, fix)
-    detail = "not installed here; needed in the replicas only"
+            return Check("engine", "vLLM", "ok", detail)
+        fix = f"install a supported version, {_WINDOW}: pip install 'objkv[vllm]'"
+        return Check("engine", "vLLM", "failed", detail, fix)
+    detail = "not installed here; only replicas need it"
     return Check("engine", "vLLM", "ok", detail)
 
 
 def library_versions(installed: Installed = installed_version) -> dict[str, str | None]:
-    """Versions of what objkv builds on; None where not installed."""
+    """Versions of the libraries that objkv uses; None if not installed."""
     return {name: installed(name) for name in LIBRARIES}
 
 
@@ -165,15 +171,15 @@ _UNCONDITIONAL = Check(
     "bulk",
     "conditional put",
     "warning",
-    "the server ignores If-None-Match, so objkv asks first and two writers at once may both write",
-    "nothing is lost, bytes are sent twice; upgrade the server if that matters",
+    "the server ignores If-None-Match: objkv checks first, but concurrent writers may both write",
+    "nothing is lost, but bytes are sent twice; upgrade the server if that matters",
 )
-_OWN_INDEX = Check("index", "check", "ok", "none of its own: what lies in bulk_url is found there")
+_OWN_INDEX = Check("index", "check", "ok", "the bulk folder is its own index")
 
 
 @dataclass(frozen=True, slots=True)
 class SettingReport:
-    """One setting as it was resolved; secrets masked."""
+    """One resolved setting; secrets are masked."""
 
     name: str
     value: Any
@@ -182,7 +188,7 @@ class SettingReport:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """Everything ``objkv doctor`` found."""
+    """The report of ``objkv doctor``."""
 
     verdict: Verdict
     """The worst of all checks: unreachable, denied, failed, warnings, ok."""
@@ -195,29 +201,29 @@ class DoctorReport:
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """Both ends, opened when asked for. Each function raises ``ObjkvError``; opening an end
-    hands it over: doctor closes it."""
+    """Functions that open store and index. Each raises ``ObjkvError``. Doctor owns and closes the
+    backends that they return."""
 
     open_bulk: Callable[[], PruneStore]
     open_hot: Callable[[], PruneStore | None]
-    """None where no payloads are kept hot."""
+    """Returns None if no hot store is configured."""
     open_index: Callable[[], WriteIndex]
     describe_index: Callable[[], ServerFacts | None]
-    """None where the index is no server."""
+    """Returns None if the index is not a server."""
     numbers: MemoryRecorder
-    """Where the bulk store counts."""
+    """The recorder of the bulk store."""
     open_seal: Callable[[], Seal | None] = lambda: None
-    """What payloads are sealed with."""
+    """Returns the seal of payloads, or None without one."""
 
 
 def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
-    """Probe both ends as ``role`` uses them, with a key and a record of their own, which are
-    removed again."""
+    """Probe store and index as ``role`` uses them, with a temporary key and record that are removed
+    again."""
     role = resolved.config.role
     own = resolved.config.index_url == "bulk:"
-    # Its entries are payloads: there is no record to try it with.
+    # A folder that is its own index has no records to probe.
     index = [_OWN_INDEX] if own else _examine_index(patient, role)
-    # On one connection: what is wrong with it needs telling once.
+    # Index and hot store share one server: one report of a failure is enough.
     hot = [] if index[0].status in BAD else _examine_hot(patient, role)
     checks = [
         *_examine_bulk(patient, role),
@@ -262,22 +268,20 @@ def _examine_seal(patient: Patient) -> list[Check]:
 
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
-    """A warning if ``area`` is this machine's alone only because its URL was forgotten."""
+    """A warning if ``area`` is local only because its URL is not set."""
     url = getattr(resolved.config, f"{other}_url")
     forgotten = resolved.sources[f"{area}_url"] == "default"
     if not forgotten or urlsplit(url).scheme in _OF_ONE_MACHINE:
         return []
-    detail = f"{area}_url is not set: it is on this machine, while {other}_url leads elsewhere"
-    fix = (
-        f"set {area}_url on every replica: machines that have only one end in common share nothing"
-    )
+    detail = f"{area}_url is not set, so it is on this machine, but {other}_url is shared"
+    fix = f"set {area}_url on every replica: sharing needs a common bulk store and a common index"
     return [Check(area, "reach", "warning", detail, fix)]
 
 
 def _probed(
     area: Area, opened: Callable[[], T | None], probe: Callable[[T], list[Check]]
 ) -> list[Check]:
-    """The checks of what ``opened`` opens; none where there is none."""
+    """Open a backend and return its checks; none if ``opened`` returns None."""
     try:
         found = opened()
     except ObjkvError as exc:

@@ -1,4 +1,4 @@
-"""Tries what replicas do, once each, on a key of its own that it removes again."""
+"""Tries each operation of a replica once, on a temporary key that is removed again."""
 
 import secrets
 import time
@@ -18,9 +18,11 @@ PROBE_PREFIX = "objkv-doctor"
 _PROBE_BYTES = 8_192
 _RANGE = (4_096, 4_196)
 _TTL_S = 60
-"""Of the record and the lease: a server that takes seconds to answer breaks no promise."""
+"""Lifetime of the record and the lease: long enough for a server that answers within seconds."""
 CLOCK_SKEW_MAX_S = 60
-_NOT_ALLOWED = f"not allowed, nor needed: {_PROBE_BYTES} bytes stay until somebody deletes them"
+_NOT_ALLOWED = f"not allowed and not needed: {_PROBE_BYTES} bytes stay until they are deleted"
+_PROXY = "check for a proxy or cache that answers instead of the store"
+_UNTESTED = "use a server that objkv is tested with, see docs/indexes.md"
 Area = Literal["bulk", "hot", "index", "seal", "engine"]
 Status = Literal["ok", "warning", "failed", "unreachable", "denied", "skipped"]
 BAD: frozenset[Status] = frozenset(("failed", "unreachable", "denied"))
@@ -28,27 +30,27 @@ BAD: frozenset[Status] = frozenset(("failed", "unreachable", "denied"))
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was tried or looked at."""
+    """The result of one check."""
 
     area: Area
     name: str
     status: Status
     detail: str = ""
     fix: str = ""
-    """What to do about it; empty where nothing is wrong."""
+    """The suggested fix; empty if nothing is wrong."""
     elapsed_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """``act`` raises ``StoreError``, or returns what came out wrong, or nothing."""
+    """``act`` raises ``StoreError``, returns a description of the problem, or returns nothing."""
 
     name: str
     act: Callable[[], str | None]
     fix: str
-    """What to do if it comes out wrong."""
+    """The suggested fix if ``act`` reports a problem."""
     may_be_denied: bool = False
-    """Whether replicas do without it."""
+    """Whether replicas work without this right."""
 
 
 def probe_store(
@@ -58,7 +60,7 @@ def probe_store(
     key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
     checks = run_steps(area, _store_steps(store, key, secrets.token_bytes(_PROBE_BYTES), clock))
     if any(check.status in BAD for check in checks):
-        with suppress(StoreError):  # whatever failed is told already
+        with suppress(StoreError):  # the failure is reported already
             store.delete(key)
     return checks
 
@@ -74,7 +76,7 @@ def probe_index(index: WriteIndex) -> list[Check]:
 
 
 def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
-    """Run the steps in order; after one that could not be made, the rest are skipped."""
+    """Run the steps in order. After a step that raised an error, skip the rest."""
     checks: list[Check] = []
     broken = ""
     for step in steps:
@@ -99,14 +101,14 @@ def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
 
 
 def failure(area: Area, name: str, error: ObjkvError) -> Check:
-    """The check that ``error`` ended. What was denied says by itself what to do."""
+    """Return the check that ``error`` ended. The message of a denied check contains its fix."""
     url = "bulk_url" if area == "bulk" else "index_url"
     if isinstance(error, StoreUnavailable):
-        fix = f"check that {url} is right, and that this machine reaches it"
+        fix = f"check that {url} is correct and that this machine can reach it"
         return Check(area, name, "unreachable", str(error), fix)
     if isinstance(error, StoreDenied | ConfigError):
         return Check(area, name, "denied", str(error))
-    return Check(area, name, "failed", str(error), f"check that {url} is right")
+    return Check(area, name, "failed", str(error), f"check that {url} is correct")
 
 
 def _store_steps(
@@ -118,26 +120,28 @@ def _store_steps(
     def head() -> str:
         entry = store.head(key)
         if entry is None or entry.nbytes != len(value):
-            return f"the size came back as {entry and entry.nbytes}"
+            return f"the store reports the wrong size: {entry and entry.nbytes}"
         skew_s = entry.modified_s - clock()
         if abs(skew_s) > CLOCK_SKEW_MAX_S:
-            return f"its clock is {skew_s:+.0f} s from this machine's"
+            return f"the store's clock differs from this machine's by {skew_s:+.0f} s"
         return ""
 
     def get_into() -> str:
         same = store.get_into(key, buffer) == len(value) and buffer == value
-        return _unless(same, "other bytes came back")
+        return _unless(same, "the store returned other bytes")
 
     def delete() -> str:
         store.delete(key)
-        return _unless(store.get(key) is None, "it is still there afterwards")
+        return _unless(store.get(key) is None, "the key still exists after the delete")
 
-    way = "look for a proxy or cache on the way to the store that answers in its place"
+    way = _PROXY
     return (
         Step("check", store.check, ""),
         Step(
             "put",
-            lambda: _unless(store.put_if_absent(key, value), "a key that cannot exist did"),
+            lambda: _unless(
+                store.put_if_absent(key, value), "the store reports a new key as present"
+            ),
             way,
         ),
         Step(
@@ -145,24 +149,27 @@ def _store_steps(
             lambda: _unless(
                 not store.put_if_absent(key, value[::-1]), "a second writer overwrote the first"
             ),
-            "use a server that honours PUT with If-None-Match: * (AWS S3, Ceph, MinIO do)",
+            "use a server that supports PUT with If-None-Match: * (AWS S3, Ceph and MinIO do)",
         ),
-        Step("get", lambda: _unless(store.get(key) == value, "other bytes came back"), way),
-        Step("head", head, "set both clocks by NTP"),
+        Step(
+            "get", lambda: _unless(store.get(key) == value, "the store returned other bytes"), way
+        ),
+        Step("head", head, "synchronize both clocks with NTP"),
         Step(
             "get range",
             lambda: _unless(
-                store.get_range(key, start, end) == value[start:end], "other bytes came back"
+                store.get_range(key, start, end) == value[start:end],
+                "the store returned other bytes",
             ),
-            "use a server that honours the Range header",
+            "use a server that supports the Range header",
         ),
         Step("get into buffer", get_into, way),
-        Step("delete", delete, "switch off retention and legal hold for this prefix", True),
+        Step("delete", delete, "disable retention and legal hold for this prefix", True),
     )
 
 
 class _IndexProbe:
-    """One record and one lease of its own, which expire by themselves."""
+    """Probes the index with a temporary record and lease, which expire on their own."""
 
     def __init__(self, index: WriteIndex) -> None:
         self._index = index
@@ -173,8 +180,8 @@ class _IndexProbe:
         self._shard = ShardRecord(1, 1, "none", False, secrets.token_hex(16), int(time.time()))
 
     def steps(self) -> Sequence[Step]:
-        volatile = "something else removes keys: give objkv a database that nobody flushes"
-        odd = "use a server that objkv is tested with, see docs/indexes.md"
+        volatile = "another program removes keys: use a database that no other program flushes"
+        odd = _UNTESTED
         return (
             Step("check", self._index.check, ""),
             Step("publish", self._publish, volatile),
@@ -185,7 +192,7 @@ class _IndexProbe:
         )
 
     def clean(self) -> None:
-        """Remove what a failed probe left."""
+        """Remove the record of a failed probe."""
         self._index.forget(self._namespace, self._hash, self._field, self._shard)
 
     def _publish(self) -> None:
@@ -195,25 +202,25 @@ class _IndexProbe:
     def _lookup(self) -> str:
         [record] = self._index.lookup(self._namespace, [self._hash])
         same = record is not None and record.shards.get(self._field) == self._shard
-        return _unless(same, "a record that was published cannot be found")
+        return _unless(same, "the index does not find the published record")
 
     def _touch(self) -> str:
         self._index.touch(self._namespace, [self._hash], ttl_s=_TTL_S)
         [record] = self._index.lookup(self._namespace, [self._hash])
-        return _unless(record is not None and record.hits == 1, "the hit was not counted")
+        return _unless(record is not None and record.hits == 1, "the index did not count the hit")
 
     def _forget(self) -> str:
         other = replace(self._shard, nbytes=2)
         if self._index.forget(self._namespace, self._hash, self._field, other):
-            return "a record that differs was removed"
+            return "the index removed a record that had changed"
         gone = self._index.forget(self._namespace, self._hash, self._field, self._shard)
-        return _unless(gone, "the record could not be removed")
+        return _unless(gone, "the index did not remove the record")
 
     def _take_lease(self) -> str:
         mine = self._index.lease(self._lease, "a", ttl_ms=1000 * _TTL_S)
         other = self._index.lease(self._lease, "b", ttl_ms=1000 * _TTL_S)
         self._index.release(self._lease, "a")
-        return _unless(mine and not other, "two owners held one lease")
+        return _unless(mine and not other, "two owners hold the same lease")
 
 
 def _unless(right: bool, problem: str) -> str:
@@ -221,8 +228,8 @@ def _unless(right: bool, problem: str) -> str:
 
 
 def probe_store_as(role: Role, area: Area, store: PruneStore) -> list[Check]:
-    """What ``role`` does with a store; readers and sweepers put nothing, but look for a key that
-    cannot exist."""
+    """Probe the operations of ``role`` on a store. Readers and sweepers do not put; they look up a
+    key that cannot exist."""
     return (
         probe_store(area, store)
         if role == "writer"
@@ -231,13 +238,13 @@ def probe_store_as(role: Role, area: Area, store: PruneStore) -> list[Check]:
 
 
 def probe_index_as(role: Role, index: WriteIndex) -> list[Check]:
-    """What ``role`` does with the index; sweepers change records as replicas do."""
+    """Probe the operations of ``role`` on the index. Sweepers change records as replicas do."""
     return run_steps("index", _read_steps(index)) if role == "reader" else probe_index(index)
 
 
 def _role_store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Step]:
     key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
-    way = "look for a proxy or cache on the way to the store that answers in its place"
+    way = _PROXY
     buffer = memoryview(bytearray(8))
 
     def delete() -> str:
@@ -262,7 +269,7 @@ def _role_store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Ste
 def _read_steps(index: WriteIndex) -> Sequence[Step]:
     namespace = secrets.token_hex(NAMESPACE_HEX // 2)
     hashes = [secrets.token_bytes(PREFIX_HASH_BYTES)]
-    odd = "use a server that objkv is tested with, see docs/indexes.md"
+    odd = _UNTESTED
     return (
         Step("check", index.check, ""),
         Step("lookup", lambda: _nothing(index.lookup(namespace, hashes)[0]), odd),
@@ -271,4 +278,4 @@ def _read_steps(index: WriteIndex) -> Sequence[Step]:
 
 
 def _nothing(found: object) -> str:
-    return "" if found is None else "something came back for a key that cannot exist"
+    return "" if found is None else "the backend returned a value for a key that cannot exist"

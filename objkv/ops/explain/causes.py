@@ -1,4 +1,4 @@
-"""What is asked of a match that stopped, and what is answered: plain values."""
+"""The causes that end a match early, and how to find them around a chunk that is not stored."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from objkv.ops.match import ChunkMatch, MatchReport, match_prompt
 from objkv.stores.base import ReadStore
 
 NAMESPACES_MAX: Final = 64
-"""Others that are looked at: a lookup each."""
+"""Other namespaces to search, with one lookup each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Elsewhere:
 
     namespace: str
     tokens: int
-    """Of the prompt that would be served there."""
+    """Tokens of the prompt that would be served there."""
     reason: str
-    """Why that one does not share with the one that was asked for."""
+    """Why it does not share with the requested namespace."""
 
 
 def find_elsewhere(
@@ -43,15 +43,17 @@ def find_elsewhere(
     *,
     token_end: int,
 ) -> list[Elsewhere]:
-    """Other namespaces in which at least the first ``token_end`` tokens are stored, or those of its
-    whole chunks; the longest match first."""
+    """Return other namespaces that store the first ``token_end`` tokens, longest match first.
+
+    A namespace with longer chunks needs only the whole chunks of these tokens.
+    """
     own, found = identity.namespace(), []
     names = [name for name in stored_namespaces(bulk) if name != own]
     for name in names[:NAMESPACES_MAX]:
         try:
             other = read_identity(bulk, name)
         except PayloadError:
-            continue  # of another version, or of encoder outputs
+            continue  # from another version, or for encoder outputs
         if other is None:
             continue
         served = match_prompt(index, other, tokens, extras).usable_tokens
@@ -64,7 +66,7 @@ def find_elsewhere(
 def without_extras(
     index: ReadIndex, identity: Identity, tokens: Sequence[int], extras: PromptExtras, number: int
 ) -> str | None:
-    """A sentence, if chunk ``number`` is stored without the salt or the adapter of ``extras``."""
+    """Return a sentence if chunk ``number`` is stored without the salt or adapter of ``extras``."""
     tries: list[tuple[str, PromptExtras]] = []
     if extras.salt is not None:
         tries.append(("without the cache_salt", replace(extras, salt=None)))
@@ -74,10 +76,10 @@ def without_extras(
         both = replace(extras, salt=None, lora_digest=None)
         tries.append(("without the cache_salt and the adapter", both))
     namespace, size = identity.namespace(), identity.chunk_tokens
-    for told, other in tries:
+    for difference, other in tries:
         wanted = prefix_hashes(namespace, tokens, size, other)[number]
         if index.lookup(namespace, [wanted])[0] is not None:
-            return f"the same tokens are stored {told}, and so not for this request"
+            return f"the same tokens are stored {difference}, so this request cannot use them"
     return None
 
 
@@ -94,9 +96,9 @@ Cause = Literal[
     "gone",
     "unknown",
 ]
-"""``nothing``: the match did not stop. ``incomplete``: some layers, heads or groups are not stored.
-``unindexed``: stored, and without a record. ``parted``: other prompts go on from here, this one
-does not. ``gone``: it was there once. ``unknown``: nothing tells whether it ever was."""
+"""``nothing``: the match did not end early. ``incomplete``: some layers, heads or groups are not
+stored. ``unindexed``: stored without a record. ``parted``: other prompts continue here with other
+tokens. ``gone``: it was stored once. ``unknown``: there is no trace of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +108,22 @@ class Explanation:
     cause: Cause
     sentence: str
     chunk: int | None
-    """The chunk that stopped it, counted from 0; None if nothing did."""
+    """Number of the chunk that ended the match, from 0; None if the match is complete."""
     token_start: int | None
     token_end: int | None
     prefix_hash: bytes | None
     served_tokens: int
-    """What could really be served: less than the index promises, where payloads are not there."""
+    """Tokens that could be served; fewer than the index promises if payloads are missing."""
     evidence: tuple[str, ...]
-    """What was found, a sentence each."""
+    """Observations, one sentence each."""
     advice: tuple[str, ...]
     untold: tuple[str, ...]
-    """What cannot be told from here."""
+    """Questions that cannot be answered from the stored data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, what was matched of it, and where to ask."""
+    """A prompt, its match, and the store and index to search."""
 
     bulk: ReadStore
     index: ReadIndex
@@ -136,7 +138,7 @@ class Question:
 
 @dataclass(slots=True)
 class Findings:
-    """What grows into an explanation."""
+    """The parts of an explanation, while they are collected."""
 
     cause: Cause
     sentence: str
@@ -146,55 +148,55 @@ class Findings:
 
 
 SCAN_MAX: Final = 200_000
-"""Records that are looked at for what goes on from the same place."""
+"""Records to scan for chunks that continue the same prefix."""
 SIBLINGS_MAX: Final = 32
-"""Of those, whose stored tokens are compared."""
+"""Of these chunks, the number whose stored tokens are compared."""
 
 
 def explain_absent(question: Question, number: int) -> Findings:
-    """Of a chunk that neither end knows: what is around it?"""
+    """Explain a chunk that is in neither the index nor the bulk store, by its surroundings."""
     report = question.report
-    found = Findings("unknown", "neither end has anything of it")
+    found = Findings("unknown", "it is in neither the index nor the bulk store")
     wanted = report.chunks[number]
     if later := [c for c in report.chunks[number + 1 :] if c.payloads]:
         found.cause = "gone"
-        found.sentence = "it was there once, and is gone: what follows it in this prompt is stored"
+        found.sentence = "it was stored once and is gone: later chunks of this prompt are stored"
         found.evidence.append(
-            f"{len(later)} later chunks of the prompt are stored, the first at token "
+            f"later chunks that are stored: {len(later)}, the first at token "
             f"{later[0].token_start:,}"
         )
-        found.advice.append("the next replica that computes it saves it, and all is whole again")
+        found.advice.append("the next replica that computes it saves it and completes the prefix")
         found.untold.append("whether it expired, was swept, or its save was dropped")
         return found
     if extras := without_extras(
         question.index, question.identity, question.tokens, question.extras, number
     ):
         found.cause, found.sentence = "other_extras", extras
-        found.advice.append("cache_salt and adapter are part of what is shared: give the same ones")
+        found.advice.append("KV is shared only with the same cache_salt and adapter: use the same")
         return found
     others = find_elsewhere(
         question.bulk, question.index, question.identity, question.tokens, question.extras,
         token_end=wanted.token_end,
     )  # fmt: skip
     if others:
-        _tell_elsewhere(found, others)
+        _add_elsewhere(found, others)
         return found
-    _tell_siblings(question, number, found)
+    _add_siblings(question, number, found)
     return found
 
 
-def _tell_elsewhere(found: Findings, others: Sequence[Elsewhere]) -> None:
+def _add_elsewhere(found: Findings, others: Sequence[Elsewhere]) -> None:
     best = others[0]
     found.cause = "elsewhere"
     found.sentence = (
-        f"not in this namespace: {best.namespace} has {best.tokens:,} tokens of the same prompt, "
-        f"and {best.reason.removeprefix('they ')}"
+        f"it is in another namespace: {best.namespace} has {best.tokens:,} tokens of this prompt; "
+        f"{best.reason}"
     )
     found.evidence += [f"{one.namespace}: {one.tokens:,} tokens; {one.reason}" for one in others]
-    found.advice.append("objkv diff says field by field why they do not share, and what to change")
+    found.advice.append("objkv diff shows each difference and how to remove it")
 
 
-def _tell_siblings(question: Question, number: int, found: Findings) -> None:
+def _add_siblings(question: Question, number: int, found: Findings) -> None:
     report = question.report
     namespace, chunk = report.namespace, report.chunks[number]
     parent = report.chunks[number - 1].prefix_hash if number else root_hash(namespace)
@@ -204,36 +206,38 @@ def _tell_siblings(question: Question, number: int, found: Findings) -> None:
     count = 0
     for scanned, record in enumerate(question.index.scan(namespace)):
         if scanned >= SCAN_MAX:
-            found.untold.append(f"only {SCAN_MAX:,} records were looked at for other ways on")
+            found.untold.append(
+                f"whether other prompts continue here: only {SCAN_MAX:,} records were scanned"
+            )
             break
         if record.parent_hash == parent and record.token_start == chunk.token_start:
             count += 1
             siblings += [record] if len(siblings) < SIBLINGS_MAX else []
     where = f"tokens {chunk.token_start:,}-{chunk.token_end:,}"
     if count:
-        others = "1 other prefix begins" if not number else "1 other prompt goes on"
+        others = "1 other prompt starts" if not number else "1 other prompt continues"
         if count > 1:
-            others = f"{count:,} other {'prompts go on' if number else 'prefixes begin'}"
+            others = f"{count:,} other prompts {'continue' if number else 'start'}"
         found.cause = "parted"
         found.sentence = (
-            f"this prompt parts from what is stored within {where}: {others} there, with other "
+            f"this prompt differs from the stored ones within {where}: {others} there with other "
             "tokens, salt or adapter"
         )
         found.advice.append(
-            "a time, a name or an id in the prompt makes each one new: move it behind what is "
-            "common, or compare the token ids of both prompts there"
+            "a time, name or id makes every prompt different: move it behind the shared text, or "
+            "compare the token ids of both prompts there"
         )
-        _tell_token(question, siblings, found)
+        _add_token(question, siblings, found)
     else:
-        found.evidence.append(f"nothing else goes on from there either: no record of {where}")
-        found.advice.append("send the prompt once more, or objkv warm it, then match again")
+        found.evidence.append(f"no other prompt continues there: no record of {where}")
+        found.advice.append("send the prompt again or use objkv warm, then match again")
     found.untold.append(
-        "whether it was never saved, or has expired or was swept: neither leaves a trace"
+        "whether it was never saved, expired, or was swept: none of these leaves a trace"
     )
 
 
-def _tell_token(question: Question, siblings: Sequence[Record], found: Findings) -> None:
-    """Where the prompts part, if payloads carry their tokens. Tells the place, not the tokens."""
+def _add_token(question: Question, siblings: Sequence[Record], found: Findings) -> None:
+    """Add where the prompts part, if payloads contain token ids. The ids are not revealed."""
     shared = -1
     for record in siblings:
         start = record.token_start
@@ -244,9 +248,9 @@ def _tell_token(question: Question, siblings: Sequence[Record], found: Findings)
                 same = takewhile(lambda pair: pair[0] == pair[1], zip(own, tokens, strict=False))
                 shared = max(shared, start + sum(1 for _ in same))
     if shared < 0:
-        found.untold.append("at which token they part: no token ids are stored (store_tokens)")
+        found.untold.append("at which token they differ: no token ids are stored (store_tokens)")
     else:
-        found.evidence.append(f"it parts from the most similar of them at token {shared:,}")
+        found.evidence.append(f"it differs from the most similar one at token {shared:,}")
 
 
 def _stored_tokens(question: Question, key: ChunkKey) -> tuple[int, ...] | None:
@@ -265,18 +269,18 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Of one group."""
+    """The missing parts of one group."""
 
     group: int
     layers: tuple[str, ...]
-    """Of which some head is missing, in forward order."""
+    """Layers with a missing head, in forward order."""
     heads: tuple[int, ...]
-    """Missing in at least one of them."""
+    """Heads that are missing in at least one of these layers."""
     sentence: str
 
 
 def describe_missing(identity: Identity, chunk: ChunkMatch) -> list[Missing]:
-    """What the groups that are not whole lack."""
+    """Return the missing parts of the incomplete groups."""
     return [_missing(g, identity.groups[g], chunk.payloads) for g in chunk.groups_missing]
 
 
@@ -295,7 +299,7 @@ def _missing(number: int, group: GroupIdentity, payloads: Sequence[str]) -> Miss
     heads = tuple(sorted({head for _, head in holes}))
     kind = f"group {number} ({group.kind.replace('_', ' ')})"
     if not held:
-        return Missing(number, layers, heads, f"nothing of {kind}")
+        return Missing(number, layers, heads, f"{kind} is missing")
     which = "all layers" if len(layers) == len(group.layers) else _some(layers)
     whose = "" if len(heads) == group.heads else f", heads {', '.join(map(str, heads))}"
     return Missing(number, layers, heads, f"{kind} lacks {which}{whose}")

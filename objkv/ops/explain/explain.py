@@ -1,7 +1,7 @@
-"""Why a match stopped where it did: which chunk ended it, and what both ends still tell of it.
+"""Explains why a match ends where it does, from the index and the bulk store.
 
-What cannot be told is said to be so. The commonest doubt is whether a chunk that is nowhere was
-ever there: an end that forgets leaves no trace, so only what stands around it can speak.
+Unknowns are reported as such. Most often it is unknown whether a missing chunk was ever stored: a
+deleted chunk leaves no trace, so only its neighbours give evidence.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,10 @@ _AT_ONCE: Final = 16
 
 
 def explain_match(question: Question) -> Explanation:
-    """Look at the payloads of what would be served, then at all that tells of the first chunk that
-    would not. Headers of the one, every byte of the other; changes nothing."""
+    """Check the payloads that would be served, then explain the first chunk that would not.
+
+    Reads the headers of the former and every byte of the latter. Changes nothing.
+    """
     report = question.report
     usable = report.usable_tokens // report.chunk_tokens
     spoilt = _first_spoilt(question, usable)
@@ -44,19 +46,19 @@ def explain_match(question: Question) -> Explanation:
         return _unstopped(question)
     else:
         chunk, found = usable, _stopped(question, usable)
-    told = report.chunks[chunk]
+    ending = report.chunks[chunk]
     if report.usable_tokens and spoilt is None:
         found.untold.append(
-            "whether every byte of the chunks before it is right: only their headers were read "
-            "(objkv verify reads all)"
+            "whether every byte of the chunks before it is correct: only headers were read "
+            "(objkv verify reads every byte)"
         )
     return Explanation(
         cause=found.cause,
         sentence=found.sentence,
         chunk=chunk,
-        token_start=told.token_start,
-        token_end=told.token_end,
-        prefix_hash=told.prefix_hash,
+        token_start=ending.token_start,
+        token_end=ending.token_end,
+        prefix_hash=ending.prefix_hash,
         served_tokens=chunk * report.chunk_tokens,
         evidence=tuple(found.evidence),
         advice=tuple(found.advice),
@@ -67,16 +69,16 @@ def explain_match(question: Question) -> Explanation:
 def _unstopped(question: Question) -> Explanation:
     report = question.report
     rest = report.prompt_tokens - report.usable_tokens
-    filling = "token fills" if rest == 1 else f"{rest:,} tokens fill"
-    why = f"its last {filling} no chunk of {report.chunk_tokens:,}" if rest else ""
+    last = "last token does" if rest == 1 else f"last {rest:,} tokens do"
+    why = f"its {last} not fill a chunk of {report.chunk_tokens:,}" if rest else ""
     sentence = "every whole chunk of the prompt would be served"
     if not report.chunks:
-        sentence = "the prompt is shorter than one chunk, and less than a chunk is never stored"
+        sentence = "the prompt is shorter than one chunk, and only whole chunks are stored"
     untold = []
     if report.chunks:
         untold += [
-            "whether every byte is right: only headers were read (objkv verify reads all)",
-            "whether a replica loads it or computes it sooner: --endpoint asks it",
+            "whether every byte is correct: only headers were read (objkv verify reads every byte)",
+            "whether a replica loads it or recomputes it: use --endpoint to query a replica",
         ]
     evidence = (why,) if why else ()
     return Explanation(
@@ -86,7 +88,7 @@ def _unstopped(question: Question) -> Explanation:
 
 
 def _first_spoilt(question: Question, usable: int) -> tuple[int, Findings] | None:
-    """The first of the chunks that the index promises whose payload is not there or not right."""
+    """Return the first recorded chunk whose payload is missing or corrupt."""
     bulk, report = question.bulk, question.report
     hashes = [chunk.prefix_hash for chunk in report.chunks[:usable]]
     records = question.index.lookup(report.namespace, hashes) if hashes else []
@@ -122,20 +124,23 @@ def _spoilt(kind: str, detail: str) -> Findings:
             "ghost",
             "the index has a record of it, but its payload is not in the bulk store (a ghost)",
             [f"missing: {detail}"],
-            ["replicas forget the record at their next load; objkv sweep forgets all ghosts"],
-            ["who deleted it: a lifecycle rule, somebody by hand, or a sweep of another index"],
+            [
+                "replicas forget the record at their next load; objkv sweep --apply forgets all "
+                "ghosts"
+            ],
+            ["who deleted it: a lifecycle rule, a person, or a sweep with another index"],
         )
     return Findings(
         "corrupt",
-        "its payload is corrupt: a load refuses it, and the model computes it",
+        "its payload is corrupt, so replicas refuse it and recompute the chunk",
         [detail],
-        ["objkv verify --quarantine takes it out of use; the next save replaces it"],
+        ["objkv verify --quarantine quarantines it; the next save replaces it"],
         [],
     )
 
 
 def _stopped(question: Question, number: int) -> Findings:
-    """Of a chunk that the index does not promise, or not whole."""
+    """Explain a chunk that has no record, or only an incomplete one."""
     chunk = question.report.chunks[number]
     if chunk.payloads:
         return _incomplete(question, number)
@@ -148,8 +153,8 @@ def _stopped(question: Question, number: int) -> Findings:
         days = (question.clock() - quarantined.modified_s) / 86_400
         return Findings(
             "quarantined",
-            "its payload was found corrupt, and taken out of use",
-            [f"{quarantined.key}, since {days:.1f} days"],
+            "its payload was corrupt and is quarantined",
+            [f"{quarantined.key}, quarantined {days:.1f} days ago"],
             ["the next replica that computes it saves it again"],
         )
     return explain_absent(question, number)
@@ -160,13 +165,13 @@ def _incomplete(question: Question, number: int) -> Findings:
     missing = describe_missing(question.identity, chunk)
     return Findings(
         "incomplete",
-        "a part of it is stored, and a part is not: " + "; ".join(m.sentence for m in missing),
+        "only part of it is stored: " + "; ".join(m.sentence for m in missing),
         [f"stored: {', '.join(chunk.payloads)}"],
         [
-            "a rank that failed, or drops its saves, leaves such chunks: look at its save_drops "
+            "a rank that failed or dropped its saves causes this: check its metrics save_drops "
             "and save_errors"
         ],
-        ["whether the missing part was never saved or has expired"],
+        ["whether the missing part was never saved or expired"],
     )
 
 
@@ -176,29 +181,29 @@ def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
     if corrupt:
         return Findings(
             "corrupt",
-            "its payload is in the bulk store and corrupt: it has no record, and nobody loads it",
+            "its payload in the bulk store is corrupt and has no record, so no replica loads it",
             [f"{one.key}: {one.problem}" for one in corrupt],
-            ["objkv verify --quarantine takes it out of use; the next save replaces it"],
+            ["objkv verify --quarantine quarantines it; the next save replaces it"],
         )
     written = max((one.created_s or 0 for one in reports), default=0)
     age_s = max(0, int(question.clock()) - written)
-    evidence = [f"{one.key}: whole and right" for one in reports]
+    evidence = [f"{one.key}: complete and correct" for one in reports]
     if age_s > question.ttl_s:
         sentence = (
             f"it is stored, but its record is gone: it was written {_span(age_s)} ago, and records "
-            f"live {_span(question.ttl_s)} after their last use (ttl_s)"
+            f"expire {_span(question.ttl_s)} after their last use (ttl_s)"
         )
     else:
         sentence = (
-            f"it is stored, but has no record, although it was written only {_span(age_s)} ago and "
-            f"records live {_span(question.ttl_s)}: the index lost or evicted it, or it is being "
-            "saved right now"
+            f"it is stored but has no record, although it was written only {_span(age_s)} ago and "
+            f"records live {_span(question.ttl_s)}: the index lost or evicted the record, or a "
+            "replica is saving the chunk now"
         )
     return Findings(
         "unindexed",
         sentence,
         evidence,
-        ["objkv rebuild gives it a record again; a longer ttl_s keeps records longer"],
+        ["objkv rebuild restores its record; a longer ttl_s keeps records longer"],
         ["whether the record expired, was evicted by Redis, or was never published"],
     )
 
@@ -211,41 +216,43 @@ def _span(seconds: float) -> str:
 
 
 _PREFIX: Final = "vllm_objkv_"
-_TOLD: Final = {
-    "admission_refused": "{n} matches not loaded, because computing was measured to be sooner",
-    "admission_cut": "{n} matches of which a tail was not loaded, for the same reason",
-    "load_failures": "{n} loads of which something was computed after all",
+_SENTENCES: Final = {
+    "admission_refused": "{n} matches not loaded, because recomputing was measured to be faster",
+    "admission_cut": "{n} matches loaded without their tail, for the same reason",
+    "load_failures": "{n} loads that failed in part and were recomputed",
     "load_refused": "{n} chunks not loaded, because the queue was full",
     "lookup_errors": "{n} lookups that the index did not answer",
-    "lookup_deadlines": "{n} lookups that took too long",
+    "lookup_deadlines": "{n} lookups that missed their deadline",
     "lookup_refused": "{n} lookups not made, because the queue was full",
     "save_drops": "{n} chunks not saved: no slab, queue full, or too late",
     "save_errors": "{n} chunks not saved, because a store failed",
-    "saves_shed": "{n} chunks not saved, because the store was left alone or asked too much",
-    "save_over_quota": "{n} chunks not saved, because the quota is used up",
-    "publish_errors": "{n} payloads saved, but not announced",
-    "adapters_unknown": "{n} requests not shared, because their adapter cannot be told",
+    "saves_shed": "{n} chunks not saved, because the circuit was open or the store overloaded",
+    "save_over_quota": "{n} chunks not saved, because the quota was full",
+    "publish_errors": "{n} payloads saved but not published",
+    "adapters_unknown": "{n} requests not shared, because their adapter is unknown",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaTold:
+class ReplicaCounters:
     """One replica's counters, since it started."""
 
     endpoint: str
     """Its address, without a password."""
     counters: dict[str, int]
-    """Of those that mean something was not loaded or not saved, the ones above 0."""
+    """The counters of refused or failed loads and saves that are above 0."""
     sentences: tuple[str, ...]
     problem: str | None
-    """Why nothing could be read, if so."""
+    """Why the counters could not be read; None if they were."""
 
 
 def ask_replica(
     endpoint: str, *, deadline_s: float = 5.0, clock: Callable[[], float] = monotonic
-) -> ReplicaTold:
-    """Read ``endpoint``'s metrics: its base address, or that of its metrics. Raises
-    ``ConfigError`` for what is no address."""
+) -> ReplicaCounters:
+    """Read the metrics of ``endpoint``, a replica's base URL or the URL of its metrics.
+
+    Raises ``ConfigError`` if it is not a URL.
+    """
     from objkv.ops.top.scrape import MetricsSource  # late: it imports httpx
 
     try:
@@ -257,10 +264,12 @@ def ask_replica(
     shown = without_secrets(without_password(endpoint))
     if found.problem is not None:
         why = found.problem.removeprefix("no metrics: ")
-        return ReplicaTold(shown, {}, (), f"no metrics: {why}")
+        return ReplicaCounters(shown, {}, (), f"no metrics: {why}")
     if not any(name.startswith(_PREFIX) for name in found.values):
-        return ReplicaTold(shown, {}, (), "it has no metrics of objkv: is its connector loaded?")
-    sums = {name: found.values.get(f"{_PREFIX}{name}_total", 0.0) for name in _TOLD}
+        return ReplicaCounters(
+            shown, {}, (), "it exports no objkv metrics; check that it loads the connector"
+        )
+    sums = {name: found.values.get(f"{_PREFIX}{name}_total", 0.0) for name in _SENTENCES}
     counters = {name: int(value) for name, value in sums.items() if value and isfinite(value)}
-    sentences = tuple(_TOLD[name].format(n=f"{count:,}") for name, count in counters.items())
-    return ReplicaTold(shown, counters, sentences, None)
+    sentences = tuple(_SENTENCES[name].format(n=f"{count:,}") for name, count in counters.items())
+    return ReplicaCounters(shown, counters, sentences, None)

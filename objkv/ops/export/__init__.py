@@ -1,1 +1,1 @@
-"""``objkv export`` and ``objkv import``: payloads with a manifest, from one place to another."""
+"""``objkv export`` and ``objkv import``: payloads with a manifest, moved between caches."""

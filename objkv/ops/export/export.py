@@ -1,9 +1,8 @@
-"""Takes chunks out of a cache as plain safetensors files: uncompressed, unsealed, checked whole.
+"""Exports chunks as plain safetensors files: uncompressed, unsealed and fully verified.
 
-What comes out is a bulk store of its own: a folder with the same paths and identity documents that
-any safetensors reader can open, and ``objkv`` itself with ``bulk_url: file:///…``. Nothing is
-changed in the cache; a file that is there already is kept if it is the payload's export to the last
-byte.
+The result is a bulk store of its own, with the same paths and identity documents. Any safetensors
+reader can open its files, and ``objkv`` can use it with ``bulk_url: file:///…``. The cache is not
+changed. A file from an earlier run is kept if it is the correct export of the payload.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,12 +34,14 @@ from objkv.stores.base import Entry, WriteStore
 
 _KEYS_AT_ONCE: Final = 32
 _COPIES: Final = 3
-"""Of a payload's length that its export has in memory: as stored, its pages, and as exported."""
+"""Copies of a payload in memory during its export: as stored, its pages, and as exported."""
 
 
 class Export:
-    """Units that export. Counts ``exported``, ``kept`` and ``gone``; finds ``corrupt`` and
-    ``missing``."""
+    """The units of work of an export.
+
+    They count ``exported``, ``kept`` and ``gone``, and find ``corrupt`` and ``missing``.
+    """
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Export:
         budget: Budget,
         with_tokens: bool,
     ) -> None:
-        """``add`` hears of every payload that is in ``target`` then; from any thread."""
+        """``add`` is called from any thread with every payload that is in ``target``."""
         self._view = view
         self._target = target
         self._add = add
@@ -60,23 +61,27 @@ class Export:
         self._checker = Checker(view, budget)
 
     def documents(self, names: Sequence[str]) -> None:
-        """Take the identity documents along. Raises ``PayloadError`` where one is missing: nobody
-        could tell what the payloads are."""
+        """Export the identity documents, which describe the payloads.
+
+        Raises ``PayloadError`` if one is missing.
+        """
         for name in names:
             document = identity_document(self._view.bulk, name)
             if document is None:
-                raise PayloadError(f"{identity_path(name)}: not there; nothing can be told of it")
+                raise PayloadError(
+                    f"{identity_path(name)} is missing, so its namespace cannot be exported"
+                )
             self._target.put(identity_path(name), document)
 
     def parts(
         self, parts: Sequence[NamespacePart], namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
-        """Everything in these parts of the bulk store."""
+        """Yield units that export these parts of the bulk store."""
         for part in parts:
             yield Unit(f"export {part.name}", self._part_work(part, namespaces), again=True)
 
     def keys(self, keys: Sequence[ChunkKey], seal: Seal | None) -> Iterator[Unit]:
-        """These payloads, which records promise."""
+        """Yield units that export these payloads, which have records."""
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             some = keys[start : start + _KEYS_AT_ONCE]
             yield Unit(f"export {start}", self._keys_work(some, seal), again=True)
@@ -101,7 +106,7 @@ class Export:
                 check()
                 entry = self._view.bulk.head(key.path())
                 if entry is None:
-                    counters.find("missing", key.path(), 0, "recorded, and not in the bulk store")
+                    counters.find("missing", key.path(), 0, "has a record, not in the bulk store")
                 else:
                     self._export(key, entry, seal, counters)
 
@@ -121,13 +126,13 @@ class Export:
                 plain = plain_payload(header, payload, with_tokens=self._with_tokens)
                 self._target.put(key.path(), plain)
                 self._target.put_if_absent(shape_path(key.namespace, key.field), b"")
-                self._tell(header, plain)
+                self._record(header, plain)
                 counters.count("exported", len(plain))
         except PayloadError as exc:
             counters.find("corrupt", entry.key, entry.nbytes, str(exc))
 
     def _keep(self, key: ChunkKey, entry: Entry, seal: Seal | None, counters: Counters) -> bool:
-        """Whether it was exported before, and is whole."""
+        """Whether an earlier run exported the payload correctly."""
         there = self._target.get(key.path())
         if there is None:
             return False
@@ -138,11 +143,11 @@ class Export:
             return False
         if source is None or not _is_export(header, source, with_tokens=self._with_tokens):
             return False
-        self._tell(header, memoryview(there))
+        self._record(header, memoryview(there))
         counters.count("kept", len(there))
         return True
 
-    def _tell(self, header: Header, plain: memoryview) -> None:
+    def _record(self, header: Header, plain: memoryview) -> None:
         claim = header.claim
         self._add(
             ManifestLine(
@@ -157,13 +162,15 @@ class Export:
 
 
 def plain_payload(header: Header, payload: bytes, *, with_tokens: bool) -> memoryview:
-    """The same chunk, uncompressed and unsealed. Raises ``PayloadError``, also where its key is not
-    here."""
-    import numpy as np  # late: a command line that only prints does without
+    """Return the chunk uncompressed and unsealed.
+
+    Raises ``PayloadError``, also if the encryption key is not configured.
+    """
+    import numpy as np  # late: commands that only print do not need it
 
     frames = header.frames
     if header.opened is None and any(codec.endswith(ENCRYPTED) for codec in frames.codecs):
-        raise PayloadError("encrypted, and no key is here")
+        raise PayloadError("encrypted with a key that is not configured")
     pages = []
     for number, layer in enumerate(frames.layers):
         scratch = np.empty(layer.nbytes, np.uint8).data
@@ -175,13 +182,15 @@ def plain_payload(header: Header, payload: bytes, *, with_tokens: bool) -> memor
 
 
 def chain_keys(index: ReadIndex, namespace: str, beginning: str, *, below: bool) -> list[ChunkKey]:
-    """The payloads of the chunk whose prefix hash begins so, and of all before it; with ``below``,
-    of all that continues it too. Raises ``PayloadError`` unless there is one such chunk. Holds the
-    records of the namespace in memory, about 1 KiB each."""
+    """Return the payloads of the chunk whose prefix hash starts with ``beginning``, and before it.
+
+    With ``below``, also the payloads of all chunks that continue it. Keeps the records of the
+    namespace in memory, about 1 KiB each. Raises ``PayloadError`` unless there is one such chunk.
+    """
     records = {r.prefix_hash: r for r in index.scan(namespace) if not is_shapes(r)}
     found = [one for one in records if one.hex().startswith(beginning)]
     if len(found) != 1:
-        what = "no chunk begins" if not found else f"{len(found)} chunks begin"
+        what = "no chunk starts" if not found else f"{len(found)} chunks start"
         raise PayloadError(f"{what} with {beginning} in {namespace}")
     chain: dict[bytes, Record] = {}
     at = records.get(found[0])
@@ -209,18 +218,18 @@ def _below(records: Mapping[bytes, Record], top: bytes) -> list[Record]:
 
 
 def _is_export(there: Header, source: Header, *, with_tokens: bool) -> bool:
-    """Whether ``there``, of which every byte was checked, is what ``source`` is exported as."""
-    told = source.provenance if with_tokens else replace(source.provenance, tokens=None)
+    """Whether ``there``, whose bytes are verified, is the export of ``source``."""
+    expected = source.provenance if with_tokens else replace(source.provenance, tokens=None)
     if (there.claim, there.frames.layers, there.provenance) != (
         source.claim,
         source.frames.layers,
-        told,
+        expected,
     ):
         return False
     if there.codec != "none" or there.marks != UNSEALED:
         return False
-    # Of encrypted frames no digest is told. Their token digest is blinded by a salt of the payload,
-    # so that only its own export has the same.
+    # Encrypted frames have no raw digest. Their token digest is salted per payload, so only the
+    # payload's own export has the same one.
     is_encrypted = any(codec.endswith(ENCRYPTED) for codec in source.frames.codecs)
     return is_encrypted or there.frames.raw_checksums == source.frames.raw_checksums
 

@@ -1,9 +1,8 @@
-"""Brings an export into a cache: every byte checked, bulk first, the index last.
+"""Imports an export into a cache: checks every byte, writes the bulk store first, the index last.
 
-Whoever brings payloads in vouches for them: that the KV in them belongs to the prompt that their
-name stands for is what only the writer knows. What can be checked is: lengths, checksums, SHA-256,
-names, and that replicas of the identity would accept it. In a sealed namespace payloads are sealed
-anew, with the keys that are here.
+The import checks lengths, checksums, SHA-256, names, and that replicas of the identity would accept
+each payload. It cannot check that the KV belongs to the prompt in a payload's name, so the operator
+must trust the source. In a sealed namespace, payloads are sealed again with the configured keys.
 """
 
 import time
@@ -42,7 +41,7 @@ from objkv.ops.verify_payload import Budget, Checker
 from objkv.stores.base import ReadStore
 
 _STATE: Final = "I8"
-"""States are bytes of several things."""
+"""States are stored as bytes, because they consist of several tensors."""
 _PLAIN: Final = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
 _FP8: Final = {
     "fp8": {"F8_E4M3"},
@@ -53,75 +52,74 @@ _FP8: Final = {
     "fp8_e5m2_fnuz": {"F8_E5M2FNUZ"},
 }
 _BYTES: Final = {"U8", "I8"}
-"""Of every other quantised cache: its elements are the kernel's own."""
+"""Dtypes of every other quantised cache, whose elements have a layout of the kernel."""
 _CHECKPOINTS: Final = {"F8_E4M3", "F8_E4M3FNUZ"}
-"""What a quantised checkpoint may choose where nobody said what the cache is kept as."""
+"""Dtypes that a quantised checkpoint may choose if --kv-cache-dtype is auto."""
 
 
 def check_told(header: Header, line: ManifestLine) -> None:
-    """Raises ``PayloadError`` unless the payload is the one that the manifest tells of."""
+    """Raise ``PayloadError`` unless the payload matches its line of the manifest."""
     claim = header.claim
     if claim.key.path() != line.key:
         raise PayloadError(f"claims to be {claim.key.path()}")
-    told = (line.token_start, line.token_end, line.parent)
-    if told != (claim.token_start, claim.token_end, claim.parent_hash.hex()):
-        raise PayloadError("its tokens, or the chunk before it, are not those of the manifest")
+    expected = (line.token_start, line.token_end, line.parent)
+    if expected != (claim.token_start, claim.token_end, claim.parent_hash.hex()):
+        raise PayloadError("its tokens or its parent chunk differ from the manifest")
 
 
 def check_fits(header: Header, identity: Identity) -> None:
-    """Raises ``PayloadError`` unless replicas of ``identity`` could load the payload.
+    """Raise ``PayloadError`` unless replicas of ``identity`` could load the payload.
 
-    The identity does not determine the scales of a quantised cache, nor the block size where
-    replicas divide tokens into blocks of their own: any are accepted, and readers compare them with
-    their own.
+    The identity does not determine the scales of a quantised cache, nor the block size if replicas
+    may choose their own. Any values are accepted, and readers compare them with their own.
     """
     claim = header.claim
     number, shard = claim.key.group, claim.key.shard
     if number >= len(identity.groups):
-        raise PayloadError(f"of group {number}, which the model does not have")
+        raise PayloadError(f"it belongs to group {number}, which the model does not have")
     group = identity.groups[number]
     if shard.layer_end > len(group.layers) or shard.head_end > group.heads:
         raise PayloadError(
-            f"of shard {shard}, and group {number} has {len(group.layers)} layers and "
+            f"its shard is {shard}, but group {number} has {len(group.layers)} layers and "
             f"{group.heads} heads"
         )
     _check_place(claim, identity)
     names = group.layers[shard.layer_start : shard.layer_end]
     found = header.frames.layers
     if tuple(layer.name for layer in found) != names:
-        raise PayloadError(f"its layers are not those of group {number}")
+        raise PayloadError(f"its layers differ from those of group {number}")
     dtype = found[0].dtype
     if dtype not in _dtypes(identity, group):
-        raise PayloadError(f"its pages are {dtype}, which is not how {identity.kv_dtype} is kept")
+        raise PayloadError(f"its pages are {dtype}, but the KV cache is {identity.kv_dtype}")
     pages = _pages(identity, group, shard.head_end - shard.head_start, found[0].shape[2])
     if pages is None:
-        raise PayloadError(f"of group {number}, which has no payloads in such chunks")
+        raise PayloadError(f"group {number} has no payloads in chunks of this length")
     is_plain = group.kind == "mamba" or dtype in _PLAIN.values()
     for layer in found:
         if (layer.dtype, layer.shape) != (dtype, pages):
-            told, due = "x".join(map(str, layer.shape)), "x".join(map(str, pages))
-            raise PayloadError(f"layer {layer.name}: {layer.dtype} {told}, not {dtype} {due}")
+            given, due = "x".join(map(str, layer.shape)), "x".join(map(str, pages))
+            raise PayloadError(f"layer {layer.name}: {layer.dtype} {given}, not {dtype} {due}")
         if is_plain and layer.scales:
-            raise PayloadError(f"layer {layer.name}: has scales, and is not quantised")
+            raise PayloadError(f"layer {layer.name}: has scales but is not quantised")
 
 
 def _check_place(claim: Claim, identity: Identity) -> None:
     size = identity.chunk_tokens
     if claim.token_start % size or claim.token_end - claim.token_start != size:
-        raise PayloadError(f"its tokens are no chunk of {size}")
+        raise PayloadError(f"its tokens are not a whole chunk of {size} tokens")
     is_first = claim.token_start == 0
     if is_first != (claim.parent_hash == root_hash(claim.key.namespace)):
-        raise PayloadError("the chunk before it is not one that could be")
+        raise PayloadError("its parent hash does not fit its first token")
 
 
 def _dtypes(identity: Identity, group: GroupIdentity) -> set[str]:
-    """Those that the pages of a group may have."""
+    """Return the dtypes that the pages of a group may have."""
     if group.kind == "mamba":
         return {_STATE}
     plain = _PLAIN.get(identity.kv_dtype)
     if plain is not None:
         return {plain} | (set() if identity.quantization is None else _CHECKPOINTS)
-    # Some layers of a quantised cache may be left as the model has them.
+    # Some layers of a quantised cache may keep the dtype of the model.
     models = _PLAIN.get(dict(identity.extra).get("dtype", ""))
     return _FP8.get(identity.kv_dtype, _BYTES) | (set() if models is None else {models})
 
@@ -129,10 +127,10 @@ def _dtypes(identity: Identity, group: GroupIdentity) -> set[str]:
 def _pages(
     identity: Identity, group: GroupIdentity, heads: int, found_size: int
 ) -> tuple[int, int, int, int] | None:
-    """The shape of a layer's pages: blocks, heads, tokens of a block, content. None where the group
-    has no payloads.
+    """Return the shape of a layer's pages: blocks, heads, tokens per block, content.
 
-    ``found_size``: of the payload's blocks, which may be any where a token can be taken by itself.
+    None if the group has no payloads. ``found_size`` is the block size of the payload, which may
+    be any size if tokens are stored one by one.
     """
     blocks, size = stored_blocks(group, identity.chunk_tokens), group.block_size
     if not blocks:
@@ -147,34 +145,36 @@ def _pages(
 
 _LINES_AT_ONCE: Final = 32
 _COPIES: Final = 3
-"""Of a payload's length that is in memory: as read, as encoded, and as given to the store."""
+"""Copies of a payload in memory: as read, as encoded, and as passed to the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A namespace of an export, as this cache will have it."""
+    """A namespace of an export, as it will be in this cache."""
 
     namespace: StoredNamespace
     identity: Identity
     document: bytes | None
-    """What is to be written first; None where the cache has it."""
+    """The identity document to write first; None if the cache has it."""
 
 
 def arrivals(view: BackendsView, source: ReadStore, names: Sequence[str]) -> list[Arrival]:
-    """The namespaces ``names`` of an export. Raises ``ConfigError`` for one that neither the cache
-    nor the export has the right document of, and for one that is not of KV: nobody could tell what
-    its payloads must be."""
+    """Return the namespaces ``names`` of an export.
+
+    Raises ``ConfigError`` for a namespace without a valid identity document in the cache or the
+    export, and for one that does not contain KV.
+    """
     found = []
     for name in names:
         document, known = None, read_namespace(view.bulk, name)
         text = identity_document(view.bulk, name) if known.is_known else None
-        if text is None:  # also where the cache's was deleted just now
+        if text is None:  # also if the cache's document was deleted just now
             known = read_namespace(source, name)
             text = document = identity_document(source, name)
         if text is None or not known.is_known:
             raise ConfigError(
-                f"{name}: a foreign namespace: neither this cache nor the export has its identity "
-                f"document ({identity_path(name)}), so what its payloads are cannot be told"
+                f"{name} is a foreign namespace: neither this cache nor the export has its "
+                f"identity document ({identity_path(name)}), so its payloads cannot be checked"
             )
         found.append(Arrival(known, _identity_of(text, name), document))
     return found
@@ -184,16 +184,18 @@ def _identity_of(document: bytes, name: str) -> Identity:
     try:
         identity = parse_identity(document, name)
     except PayloadError as exc:
-        raise ConfigError(f"{exc}: only KV can be brought in") from exc
+        raise ConfigError(f"{exc}; only KV can be imported") from exc
     if identity.page_layout == HANDOFF_LAYOUT:
-        raise ConfigError(f"{name}: of hand-offs from engine to engine, not of chunks")
+        raise ConfigError(f"{name} contains hand-offs between engines, which cannot be imported")
     return identity
 
 
 class Import:
-    """Units that bring payloads in. Counts ``added``, ``present`` (stored already), ``indexed``
-    (stored, and had no record) and ``busy`` (being saved by a replica); finds ``missing`` and
-    ``refused``."""
+    """The units of work of an import.
+
+    They count ``added``, ``present`` (already stored), ``indexed`` (stored without a record) and
+    ``busy`` (being saved by a replica), and find ``missing`` and ``refused``.
+    """
 
     def __init__(
         self,
@@ -213,10 +215,10 @@ class Import:
         self._clock = clock
         self._checker = Checker(view, budget)
         self._fields: Mapping[str, set[str]] = {name: set() for name in self._arrivals}
-        """Of the payloads that are there now, by namespace."""
+        """Shard fields of the payloads that are stored now, by namespace."""
 
     def documents(self) -> int:
-        """Write the identity documents that this cache lacks; how many."""
+        """Write the identity documents that this cache lacks, and return their number."""
         new = [one for one in self._arrivals.values() if one.document is not None]
         for one in new:
             assert one.document is not None
@@ -224,15 +226,17 @@ class Import:
         return len(new)
 
     def lines(self, lines: Sequence[ManifestLine]) -> Iterator[Unit]:
-        """These payloads."""
+        """Yield units that import these payloads."""
         for start in range(0, len(lines), _LINES_AT_ONCE):
             some = lines[start : start + _LINES_AT_ONCE]
-            # What an earlier run brought in may be gone, and what it left out may come now.
+            # Repeated in every run: chunks of an earlier run may be deleted since.
             yield Unit(f"import {start}", self._work(some), again=True)
 
     def shapes(self) -> Iterator[Unit]:
-        """Say which shards there are now, so that replicas of every shape look for them. To be done
-        after the lines."""
+        """Yield units that publish the stored shards, so that replicas of every shape find them.
+
+        They must run after ``lines``.
+        """
         for name, arrival in self._arrivals.items():
             if arrival.namespace.has_shapes:
                 yield Unit(f"shapes {name}", self._shapes_work(name), again=True)
@@ -259,11 +263,11 @@ class Import:
             with self._budget.taking(_COPIES * line.nbytes):
                 entry = self._source.head(line.key)
                 if entry is None:
-                    counters.find("missing", line.key, line.nbytes, "not in the export")
+                    counters.find("missing", line.key, line.nbytes, "missing from the export")
                     return
                 if entry.nbytes != line.nbytes:
                     raise PayloadError(
-                        f"{entry.nbytes} bytes where the manifest says {line.nbytes}"
+                        f"{entry.nbytes} bytes, but the manifest states {line.nbytes}"
                     )
                 header, payload = self._read(line)
                 check_fits(header, arrival.identity)
@@ -280,17 +284,17 @@ class Import:
     def _read(self, line: ManifestLine) -> tuple[Header, bytes]:
         payload = self._source.get(line.key)
         if payload is None:
-            raise PayloadError("gone while it was read")
+            raise PayloadError("deleted while it was read")
         if sha256(payload).hexdigest() != line.sha256:
-            raise PayloadError("its SHA-256 is not the manifest's")
+            raise PayloadError("its SHA-256 differs from the manifest")
         header = self._checker.read(payload, None)
         check_told(header, line)
         if header.marks.signed_by or header.codec != "none":
-            raise PayloadError("not plain: objkv export writes neither seals nor other codecs")
+            raise PayloadError("sealed or compressed, which objkv export never writes")
         return header, payload
 
     def _save(self, header: Header, payload: bytes, seal: Seal | None) -> str:
-        """As a replica saves: what became of it."""
+        """Save a payload as a replica does, and return the counter to increase."""
         view, claim = self._view, header.claim
         path = claim.key.path()
         if not view.index.lease(path, view.owner, ttl_ms=view.lease_ms):
@@ -300,7 +304,7 @@ class Import:
                 publish_payload(view, header)
                 return "added"
             there = existing_header(view.bulk, claim, seal)
-            if there is None:  # cut short, or not what it claims to be: nobody can use it
+            if there is None:  # truncated or another chunk's, so replicas cannot use it
                 view.bulk.put(path, payload)
                 publish_payload(view, header)
                 return "added"
@@ -317,9 +321,8 @@ def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> t
     frames = header.frames
     pages = [frame_pages(header, number, payload, None) for number in range(len(frames))]
     provenance = header.provenance
-    if (
-        seal is not None and seal.encrypts
-    ):  # token ids are the prompt, and headers are not encrypted
+    if seal is not None and seal.encrypts:
+        # Token ids reveal the prompt, and headers are not encrypted.
         provenance = replace(provenance, tokens=None)
     made = encode(header.claim, frames.layers, pages, codec=codec, provenance=provenance, seal=seal)
     return read_header(made, seal=seal), bytes(made)
@@ -328,8 +331,10 @@ def _encoded(header: Header, payload: bytes, codec: str, seal: Seal | None) -> t
 def new_bytes(
     index: ReadIndex, lines: Sequence[ManifestLine], arrivals: Sequence[Arrival]
 ) -> dict[str | None, int]:
-    """By tenant, the bytes of payloads without a record: those with one are counted already. Every
-    tenant of the export is there, also with 0."""
+    """Return the bytes of payloads without a record, by tenant.
+
+    Payloads with a record are already counted. Every tenant of the export is included, even with 0.
+    """
     tenants = {one.namespace.name: one.namespace.tenant for one in arrivals}
     found: dict[str | None, int] = dict.fromkeys(tenants.values(), 0)
     by_namespace: defaultdict[str, list[tuple[ChunkKey, int]]] = defaultdict(list)

@@ -1,9 +1,9 @@
-"""What an export consists of: a file that names every payload in it, with its length and SHA-256.
+"""The manifest of an export: a file that lists every payload with its length and SHA-256.
 
-JSON lines. The first says what the export is and how many lines follow, so that one that was cut
-short is noticed. It is written last: without it an export is not complete. Before anything else is
-written, the file in which its lines are collected marks the folder as one of an export: nothing is
-written where that is not.
+The format is JSON lines. The first line describes the export and states the number of lines, which
+reveals a truncated file. The manifest is written last, so an export without one is incomplete.
+While an export runs, its lines are collected in a file that marks the directory as an export; it is
+created before anything else is written.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ class ManifestLine:
     """One payload of an export."""
 
     key: str
-    """Its path, in the export as in any bulk store."""
+    """The payload's path, the same as in any bulk store."""
     token_start: int
     token_end: int
     parent: str
@@ -43,11 +43,11 @@ class ManifestLine:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an export is."""
+    """The first line of a manifest."""
 
     format: str
     objkv: str
-    """Version that made it."""
+    """The objkv version that wrote it."""
     made_s: int
     payloads: int
     nbytes: int
@@ -55,12 +55,17 @@ class Head:
 
 
 class ManifestWriter:
-    """Has a folder for one export, collects lines beside the payloads, and makes the manifest of
-    them. Many threads may add."""
+    """Reserves a directory for one export, collects the lines, and writes the manifest.
+
+    ``add`` is safe from many threads.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``ConfigError`` for a folder that holds anything but an export which was
-        interrupted, or that another export is writing into."""
+        """Reserve ``folder``.
+
+        Raises ``ConfigError`` if another export is writing to it, or if it contains anything other
+        than an interrupted export.
+        """
         self._folder = folder
         self._part = _marked(folder)
         self._lock = Lock()
@@ -68,7 +73,7 @@ class ManifestWriter:
         self._namespaces: set[str] = set()
 
     def add(self, line: ManifestLine) -> None:
-        """One payload more."""
+        """Add a payload."""
         text = json.dumps(asdict(line), separators=(",", ":"))
         with self._lock:
             self._part.write(f"{text}\n")
@@ -77,7 +82,7 @@ class ManifestWriter:
             self._namespaces.add(line.key.partition("/")[0])
 
     def finish(self, version: str, made_s: int) -> Head:
-        """Write the manifest; the export is complete, and the folder no longer marked."""
+        """Write the manifest, which completes the export, and remove the mark."""
         names = tuple(sorted(self._namespaces))
         head = Head(FORMAT, version, made_s, self._payloads, self._nbytes, names)
         self._part.flush()
@@ -92,29 +97,26 @@ class ManifestWriter:
         return head
 
     def close(self) -> None:
-        """Let others have the folder, which stays marked unless the export is complete.
-
-        Idempotent.
-        """
+        """Release the directory, which stays marked unless the export is complete. Idempotent."""
         self._part.close()
 
 
 def _marked(folder: Path) -> TextIO:
-    """The file that marks ``folder``, for this process alone and empty."""
+    """Return the file that marks ``folder``, empty and locked by this process."""
     if not (folder / _PART).exists() and any(folder.iterdir()):
         _refuse_complete(folder)
         raise ConfigError(
-            f"{folder} is not empty, and holds no export that was interrupted: choose another "
-            "folder"
+            f"{folder} is not empty and does not contain an interrupted export; choose another "
+            "directory"
         )
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     part = os.fdopen(os.open(folder / _PART, flags, 0o600), "w", encoding="utf-8")
     try:
         fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _refuse_complete(folder)  # somebody else's, a moment ago
+        _refuse_complete(folder)  # another process may have completed one just now
     except BlockingIOError as exc:
         part.close()
-        raise ConfigError(f"another export is writing into {folder}") from exc
+        raise ConfigError(f"another export is writing to {folder}") from exc
     except ConfigError:
         part.close()
         raise
@@ -124,16 +126,18 @@ def _marked(folder: Path) -> TextIO:
 
 def _refuse_complete(folder: Path) -> None:
     if (folder / NAME).exists():
-        raise ConfigError(f"{folder} holds a complete export already: choose another folder")
+        raise ConfigError(f"{folder} already contains a complete export; choose another directory")
 
 
 def read_head(folder: Path) -> Head:
-    """What the export in ``folder`` is. Raises ``PayloadError`` where it is none, or another
-    version's."""
+    """Read the first line of the manifest in ``folder``.
+
+    Raises ``PayloadError`` if it is invalid or from another version.
+    """
     with (folder / NAME).open("rb") as opened:
         values = _parsed(opened.readline(_LINE_CHARS_MAX * 64), 1)
     if values.get("format") != FORMAT:
-        raise PayloadError(f"{NAME}: no manifest of this version ({FORMAT})")
+        raise PayloadError(f"{NAME}: not a manifest of this version ({FORMAT})")
     try:
         names = tuple(str(name) for name in values["namespaces"])
         return Head(
@@ -145,12 +149,15 @@ def read_head(folder: Path) -> Head:
             names,
         )
     except (KeyError, TypeError, ValueError) as exc:
-        raise PayloadError(f"{NAME}: line 1 is not an export's") from exc
+        raise PayloadError(f"{NAME}: line 1 does not describe an export") from exc
 
 
 def read_lines(folder: Path, head: Head) -> Iterator[ManifestLine]:
-    """Its payloads. Raises ``PayloadError`` for what is no line, and in the end where there are
-    fewer or more than ``head`` says."""
+    """Yield the payloads of the manifest.
+
+    Raises ``PayloadError`` for an invalid line, and at the end if their number differs from
+    ``head``.
+    """
     number = 1
     with (folder / NAME).open("rb") as opened:
         opened.readline()
@@ -158,16 +165,16 @@ def read_lines(folder: Path, head: Head) -> Iterator[ManifestLine]:
             number += 1
             yield _line(_parsed(raw, number), number)
     if number - 1 != head.payloads:
-        raise PayloadError(f"{NAME}: {number - 1} payloads where its head says {head.payloads}")
+        raise PayloadError(f"{NAME}: {number - 1} payloads, but line 1 states {head.payloads}")
 
 
 def _parsed(raw: bytes, number: int) -> dict[str, Any]:
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError) as exc:
-        raise PayloadError(f"{NAME}: line {number} is no JSON") from exc
+        raise PayloadError(f"{NAME}: line {number} is not JSON") from exc
     if not isinstance(values, dict):
-        raise PayloadError(f"{NAME}: line {number} is no object")
+        raise PayloadError(f"{NAME}: line {number} is not a JSON object")
     return values
 
 
@@ -180,7 +187,7 @@ def _line(values: dict[str, Any], number: int) -> ManifestLine:
             raise TypeError
         ChunkKey.parse(line.key)
     except (TypeError, ValueError) as exc:
-        raise PayloadError(f"{NAME}: line {number} names no payload") from exc
+        raise PayloadError(f"{NAME}: line {number} does not describe a payload") from exc
     if _SHA256.fullmatch(line.sha256) is None:
-        raise PayloadError(f"{NAME}: line {number}: sha256 is none")
+        raise PayloadError(f"{NAME}: line {number}: invalid sha256")
     return line

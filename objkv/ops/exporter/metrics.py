@@ -1,4 +1,4 @@
-"""Values of ``BackendsWatch`` and ``Scans`` as Prometheus metrics. Collecting asks no backend."""
+"""Values of ``BackendsWatch`` and ``Scans`` as Prometheus metrics. A scrape calls no backend."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from objkv.ops.exporter.watch import BackendsWatch, Origin
 
 OF_NAMESPACE = ("namespace", "tenant", "model")
 OTHER = "other"
-"""Stands for the namespaces beyond the number that is told one by one."""
+"""The label of the sum over all namespaces that are not exposed individually."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One name of the page."""
+    """One metric name."""
 
     kind: Literal["gauge", "counter"]
     text: str
@@ -26,54 +26,72 @@ class MetricSpec:
 
 
 METRICS = {
-    "objkv_info": MetricSpec("gauge", "Always 1; what is watched.", ("version", "bulk", "index")),
-    "objkv_up": MetricSpec("gauge", "1 if the end answered when it was last asked.", ("end",)),
+    "objkv_info": MetricSpec(
+        "gauge",
+        "Always 1; the labels hold the version and the URLs watched.",
+        ("version", "bulk", "index"),
+    ),
+    "objkv_up": MetricSpec("gauge", "1 if the backend answered its last check.", ("end",)),
     "objkv_answer_seconds": MetricSpec(
-        "gauge", "How long it took to answer, or to fail.", ("end",)
+        "gauge", "Duration of the last check, successful or failed.", ("end",)
     ),
-    "objkv_asked_timestamp_seconds": MetricSpec("gauge", "When the end was last asked.", ("end",)),
+    "objkv_asked_timestamp_seconds": MetricSpec(
+        "gauge", "Time at which the last check began.", ("end",)
+    ),
     "objkv_usage_timestamp_seconds": MetricSpec(
-        "gauge", "When what is stored was last read from the index."
+        "gauge", "Time at which totals were last read from the index."
     ),
-    "objkv_usage_failures_total": MetricSpec("counter", "Readings of it that failed."),
-    "objkv_namespaces": MetricSpec("gauge", "Namespaces in which something is stored."),
-    "objkv_stored_bytes": MetricSpec("gauge", "Payload bytes that are indexed.", OF_NAMESPACE),
-    "objkv_stored_payloads": MetricSpec("gauge", "Payloads that are indexed.", OF_NAMESPACE),
+    "objkv_usage_failures_total": MetricSpec("counter", "Failed reads of totals from the index."),
+    "objkv_namespaces": MetricSpec("gauge", "Namespaces with stored payloads."),
+    "objkv_stored_bytes": MetricSpec("gauge", "Bytes of indexed payloads.", OF_NAMESPACE),
+    "objkv_stored_payloads": MetricSpec("gauge", "Number of indexed payloads.", OF_NAMESPACE),
     "objkv_counted_timestamp_seconds": MetricSpec(
         "gauge",
-        "When these were last counted, not added up: by rebuild or sweep; 0 if never.",
+        "Time at which rebuild or sweep last counted the totals exactly; 0 if never.",
         OF_NAMESPACE,
     ),
     "objkv_tenant_stored_bytes": MetricSpec(
-        "gauge", "Payload bytes that are indexed, over all namespaces of a tenant.", ("tenant",)
+        "gauge", "Bytes of indexed payloads in all namespaces of a tenant.", ("tenant",)
     ),
     "objkv_tenant_quota_bytes": MetricSpec(
-        "gauge", "What the settings allow each tenant; absent without a quota.", ("tenant",)
+        "gauge", "Quota of each tenant (quota_bytes); absent without a quota.", ("tenant",)
     ),
-    "objkv_ttl_seconds": MetricSpec("gauge", "How long the settings keep what nobody uses."),
-    "objkv_index_memory_bytes": MetricSpec("gauge", "Memory in use by the index's server."),
-    "objkv_index_memory_max_bytes": MetricSpec("gauge", "Its maxmemory; absent where it has none."),
-    "objkv_index_clock_skew_seconds": MetricSpec("gauge", "Its clock minus this machine's."),
-    "objkv_scan_timestamp_seconds": MetricSpec("gauge", "When the last whole scan of bulk ended."),
-    "objkv_scan_seconds": MetricSpec("gauge", "How long it took."),
-    "objkv_scan_failures_total": MetricSpec("counter", "Scans that did not come to their end."),
-    "objkv_scan_payloads": MetricSpec("gauge", "Payloads in the bulk store.", OF_NAMESPACE),
-    "objkv_scan_bytes": MetricSpec("gauge", "Their bytes.", OF_NAMESPACE),
+    "objkv_ttl_seconds": MetricSpec("gauge", "Lifetime of unused records (ttl_s)."),
+    "objkv_index_memory_bytes": MetricSpec("gauge", "Memory used by the index server."),
+    "objkv_index_memory_max_bytes": MetricSpec(
+        "gauge", "The index server's maxmemory; absent without a limit."
+    ),
+    "objkv_index_clock_skew_seconds": MetricSpec(
+        "gauge", "The index server's clock minus this machine's."
+    ),
+    "objkv_scan_timestamp_seconds": MetricSpec(
+        "gauge", "Time at which the last complete scan of the bulk store ended."
+    ),
+    "objkv_scan_seconds": MetricSpec("gauge", "Duration of the last complete scan."),
+    "objkv_scan_failures_total": MetricSpec("counter", "Scans that failed before completing."),
+    "objkv_scan_payloads": MetricSpec(
+        "gauge", "Number of payloads in the bulk store.", OF_NAMESPACE
+    ),
+    "objkv_scan_bytes": MetricSpec("gauge", "Bytes of payloads in the bulk store.", OF_NAMESPACE),
     "objkv_scan_oldest_timestamp_seconds": MetricSpec(
-        "gauge", "When the oldest of them was written.", OF_NAMESPACE
+        "gauge", "Time at which the oldest payload was written.", OF_NAMESPACE
     ),
-    "objkv_scan_orphans": MetricSpec("gauge", "Payloads without a record.", OF_NAMESPACE),
-    "objkv_scan_orphan_bytes": MetricSpec("gauge", "Their bytes.", OF_NAMESPACE),
-    "objkv_scan_pinned_payloads": MetricSpec("gauge", "Payloads of pinned chunks.", OF_NAMESPACE),
-    "objkv_scan_quarantined_payloads": MetricSpec("gauge", "Payloads in quarantine."),
+    "objkv_scan_orphans": MetricSpec("gauge", "Number of payloads without a record.", OF_NAMESPACE),
+    "objkv_scan_orphan_bytes": MetricSpec(
+        "gauge", "Bytes of payloads without a record.", OF_NAMESPACE
+    ),
+    "objkv_scan_pinned_payloads": MetricSpec(
+        "gauge", "Number of payloads of pinned chunks.", OF_NAMESPACE
+    ),
+    "objkv_scan_quarantined_payloads": MetricSpec("gauge", "Number of payloads in quarantine."),
 }
-"""By full name. What begins with ``objkv_scan_`` is there with ``--scan-every`` only."""
+"""By full name. Metrics named ``objkv_scan_…`` exist only with ``--scan-every``."""
 _LABEL_CHARS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What the settings say of what is watched."""
+    """The settings that appear in the metrics."""
 
     version: str
     bulk_url: str
@@ -81,21 +99,21 @@ class Watched:
     index_url: str
     ttl_s: int
     quota_bytes: int
-    """Of each tenant; 0: none."""
+    """Quota of each tenant; 0 means none."""
     namespaces_max: int
-    """Told one by one, the largest first; the others are added up."""
+    """Namespaces exposed individually, largest first; the others are summed."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """What is told of one namespace, or of those that are added up."""
+    """The values of one namespace, or of the summed ones."""
 
     origin: Origin
     values: dict[str, float]
 
 
 class StoreCollector(Collector):
-    """The metrics of ``METRICS``, each with whatever is known now."""
+    """Exposes the metrics of ``METRICS`` that have values now."""
 
     def __init__(self, watched: Watched, watch: BackendsWatch, scans: Scans | None = None) -> None:
         self._watched = watched
@@ -103,11 +121,11 @@ class StoreCollector(Collector):
         self._scans = scans
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: what is not known is not told."""
+        """Nothing in advance: metrics without values are not exposed."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The families that have values."""
+        """Yield the families that have values."""
         page = _Page()
         self._settings(page)
         self._ends(page)
@@ -147,7 +165,7 @@ class StoreCollector(Collector):
             for one in stored.usage
         }
         page.add("objkv_namespaces", len(rows))
-        self._tell(page, rows, by="objkv_stored_bytes")
+        self._add_rows(page, rows, by="objkv_stored_bytes")
         tenants: defaultdict[str, float] = defaultdict(float)
         for name, values in rows.items():
             tenants[self._watch.origin(name).tenant] += values["objkv_stored_bytes"]
@@ -176,10 +194,10 @@ class StoreCollector(Collector):
             }
             for name, counted in scan.namespaces.items()
         }
-        self._tell(page, rows, by="objkv_scan_bytes")
+        self._add_rows(page, rows, by="objkv_scan_bytes")
 
-    def _tell(self, page: "_Page", rows: Mapping[str, dict[str, float]], *, by: str) -> None:
-        """Each of the largest namespaces by itself, and the others as one."""
+    def _add_rows(self, page: "_Page", rows: Mapping[str, dict[str, float]], *, by: str) -> None:
+        """Add the largest namespaces individually, and the others as one."""
         largest = sorted(rows, key=lambda name: (-rows[name][by], name))
         shown = largest[: self._watched.namespaces_max]
         for name in shown:
@@ -193,25 +211,25 @@ class StoreCollector(Collector):
 
 
 def _together(metric: str) -> Callable[[Iterable[float]], float]:
-    """How values of several namespaces become one: of times the first counts."""
+    """How to combine the values of several namespaces: the earliest time, otherwise the sum."""
     return min if metric.endswith("_timestamp_seconds") else sum
 
 
 class _Page:
-    """Families in the order of the page; of one set of labels only one value."""
+    """Families in the order of the page; one value per set of labels, the first one added."""
 
     def __init__(self) -> None:
         self._samples: dict[str, dict[tuple[str, ...], float]] = {}
 
     def add(self, name: str, value: float | bool | None, *labels: str) -> None:
-        """One value; None is not told."""
+        """Add one value; None is ignored."""
         if value is None:
             return
         clean = tuple(_label(label) for label in labels)
         self._samples.setdefault(name, {}).setdefault(clean, float(value))
 
     def families(self) -> Iterator[Metric]:
-        """What was added."""
+        """Yield the families with the values added."""
         for name, metric in METRICS.items():
             samples = self._samples.get(name)
             if samples is None:
@@ -234,6 +252,6 @@ def _family(
 
 
 def _label(text: str) -> str:
-    """What others wrote, as a label: nothing that moves a terminal's cursor, and not endless."""
+    """Return foreign text as a label: without control characters, and of limited length."""
     shown = "".join(c if c.isprintable() else "?" for c in text[:_LABEL_CHARS_MAX])
     return shown.encode("utf-8", "replace").decode()

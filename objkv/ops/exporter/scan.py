@@ -1,7 +1,7 @@
-"""Counts what is in the bulk store, and what of it has no record: for ``--scan-every`` only.
+"""Counts the payloads in the bulk store and those without a record, for ``--scan-every`` only.
 
-A scan lists everything once, a request per 1,000 payloads, and asks the index for as many records;
-it changes nothing and keeps a few numbers for each namespace.
+A scan lists everything once, with one request per 1,000 payloads, and reads as many index records.
+It changes nothing and keeps a few numbers per namespace.
 """
 
 import logging
@@ -28,7 +28,7 @@ _STOP_S = 5.0
 
 @dataclass(slots=True)
 class Counted:
-    """One namespace."""
+    """The counts of one namespace."""
 
     payloads: int = 0
     nbytes: int = 0
@@ -40,7 +40,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A whole scan."""
+    """A complete scan."""
 
     namespaces: Mapping[str, Counted]
     quarantined: int
@@ -49,19 +49,19 @@ class Scan:
 
 
 class _Stopped(Exception):
-    """Nobody waits for it any more."""
+    """The scan was stopped."""
 
 
 @dataclass(slots=True)
 class Scans:
-    """Scans one after the other, from ``start`` to ``stop``, each ``every_s`` after the last."""
+    """Scans repeatedly from ``start`` to ``stop``, with a pause of ``every_s`` in between."""
 
     view: BackendsView
     every_s: float
     grace_s: float
-    """Payloads that are younger are no orphans: their record may be about to come."""
+    """Younger payloads do not count as orphans: writers publish the record last."""
     found: Callable[[Scan], None] = lambda scan: None
-    """Hears of each."""
+    """Called with each complete scan."""
     clock: Callable[[], float] = time.time
     last: Scan | None = None
     failures: int = 0
@@ -69,12 +69,12 @@ class Scans:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin the first scan now, in the background."""
+        """Start the first scan now, in the background."""
         self._thread = threading.Thread(target=self._go_on, name="objkv-scan", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Give a scan under way up."""
+        """Stop, and abandon a running scan."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_STOP_S)
@@ -84,7 +84,7 @@ class Scans:
         return self._thread is not None and self._thread.is_alive()
 
     def scan(self) -> None:
-        """Scan once. For the thread, and for tests instead of it."""
+        """Scan once. Called by the thread, and by tests."""
         begun_s = self.clock()
         try:
             namespaces = self._count(begun_s)
@@ -127,7 +127,7 @@ class Scans:
         while not self._stopping.is_set():
             try:
                 self.scan()
-            except Exception:  # a bug; the next scan may come to its end
+            except Exception:  # a bug; the next scan may succeed
                 self.failures += 1
                 logger.exception("scan failed unexpectedly")
             self._stopping.wait(self.every_s)

@@ -1,4 +1,4 @@
-"""Serves ``/metrics`` and ``/healthz`` over HTTP, to few clients at a time and to none for long."""
+"""Serves ``/metrics`` and ``/healthz`` over HTTP, with limits on clients and on their time."""
 
 import socket
 import threading
@@ -12,9 +12,9 @@ from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 from objkv.errors import ConfigError
 
 _CLIENTS_MAX = 16
-"""Served at once; one more is closed at once, and its Prometheus asks again."""
+"""Clients served at once. A further connection is closed immediately; Prometheus retries."""
 _CLIENT_S = 10.0
-"""Without a byte from, or to, a client."""
+"""Time without a byte from or to a client before its connection is closed."""
 _STOP_S = 5.0
 _NAME = "objkv"
 _TEXT = [("Content-Type", "text/plain; charset=utf-8"), ("X-Content-Type-Options", "nosniff")]
@@ -26,11 +26,11 @@ class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_S
 
     def version_string(self) -> str:
-        """Without the versions of what it runs on."""
+        """Hide the versions of Python and wsgiref."""
         return _NAME
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are no news."""
+        """Do not log scrapes."""
 
 
 class _Server(ThreadingWSGIServer):
@@ -42,7 +42,7 @@ class _Server(ThreadingWSGIServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of this machine's name, which may take long where there is no DNS."""
+        """Skip the lookup of this machine's name, which may take long without DNS."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -62,7 +62,7 @@ class _Server(ThreadingWSGIServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news either."""
+        """Do not log clients that disconnected."""
 
 
 class ExporterServer:
@@ -76,7 +76,7 @@ class ExporterServer:
         *,
         is_healthy: Callable[[], bool],
     ) -> None:
-        """Raises ``ConfigError`` if nobody can listen there. Port 0: any that is free."""
+        """Port 0 means any free port. Raises ``ConfigError`` if the address cannot be used."""
         self._metrics = make_wsgi_app(registry)
         self._is_healthy = is_healthy
         try:
@@ -93,7 +93,7 @@ class ExporterServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's address."""
         host = self._server.server_name
         return f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
 
@@ -119,12 +119,12 @@ class ExporterServer:
         if path == "/healthz":
             healthy = self._is_healthy()
             status = "200 OK" if healthy else "503 Service Unavailable"
-            return _say(start, status, "ok" if healthy else "nobody asks the ends any more")
+            return _say(start, status, "ok" if healthy else "a watching thread has stopped")
         if path == "/":
             return _say(start, "200 OK", "objkv exporter: /metrics, /healthz")
         return _say(start, "404 Not Found", "no such page: /metrics, /healthz")
 
 
 def _say(start: StartResponse, status: str, text: str) -> list[bytes]:
-    start(status, [*_TEXT])  # it adds the length to the list that it is given
+    start(status, [*_TEXT])  # the callee appends the length to this list
     return [f"{text}\n".encode()]

@@ -1,7 +1,7 @@
-"""Watches both ends for ``objkv exporter``: who answers, how much is stored, and how fresh that is.
+"""Watches store and index for ``objkv exporter``: availability, totals and their age.
 
-Threads ask, scrapes read what they found last: a scrape never waits for an end, and one that hangs
-keeps its own thread and nothing else. Nothing is walked here; see ``scan``.
+Threads check the backends, and scrapes read the last results: a scrape never waits for a backend,
+and a hanging backend blocks only its own thread. Full listings are in ``scan``.
 """
 
 import json
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 End = Literal["bulk", "hot", "index"]
 DOCUMENTS_AT_ONCE = 200
-"""Identity documents that are read in one round: of more namespaces the rest waits."""
+"""Identity documents read in one round; the rest waits for the next round."""
 DOCUMENTS_MAX = 20_000
-"""Remembered."""
+"""Documents kept in memory."""
 _STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class BackendHealth:
-    """How an end was when it was last asked."""
+    """The result of the last check of a backend."""
 
     is_up: bool
     seconds: float
@@ -40,7 +40,7 @@ class BackendHealth:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a namespace's document says; empty where there is none, or it was not read yet."""
+    """Tenant and model from a namespace's document; empty if it is missing or not yet read."""
 
     tenant: str = ""
     model: str = ""
@@ -48,7 +48,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StoredUsage:
-    """What the index said of all namespaces."""
+    """The totals of all namespaces from the index."""
 
     usage: tuple[Usage, ...]
     read_s: float
@@ -56,28 +56,28 @@ class StoredUsage:
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """How the ends are asked; each raises ``ObjkvError``."""
+    """The calls to the backends; each raises ``ObjkvError``."""
 
     checks: Mapping[End, Callable[[], None]]
     usage: Callable[[], Sequence[Usage]] | None = None
-    """None where telling that means walking the store."""
+    """None if reading totals would list the whole store."""
     facts: Callable[[], ServerFacts | None] = lambda: None
     documents: ReadStore | None = None
-    """Where identity documents are."""
+    """The store that holds identity documents."""
 
 
 @dataclass(slots=True)
 class _Asked:
     answer: BackendHealth | None = None
     since: float | None = None
-    """Monotonic, while an answer is awaited."""
+    """Monotonic start of the running check; None between checks."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     wake: threading.Event = field(default_factory=threading.Event)
-    """There is something to ask it now."""
+    """Set to start the next check now."""
 
 
 class BackendsWatch:
-    """Asks in the background from ``start`` to ``stop``; reading never waits."""
+    """Checks the backends in the background from ``start`` to ``stop``; reading never waits."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class BackendsWatch:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``late_s``: an end that has not answered for so long is down."""
+        """``late_s``: a backend whose check takes longer is reported as down."""
         self._asks = asks
         self._every_s = every_s
         self._late_s = late_s
@@ -105,7 +105,7 @@ class BackendsWatch:
         self.usage_failures = 0
 
     def start(self) -> None:
-        """Ask each end from a thread of its own, at once and then every ``every_s``."""
+        """Check each backend on its own thread, immediately and then every ``every_s``."""
         for end in self._asks.checks:
             thread = threading.Thread(
                 target=self._go_on, args=(end,), name=f"objkv-watch-{end}", daemon=True
@@ -114,7 +114,7 @@ class BackendsWatch:
             thread.start()
 
     def stop(self) -> None:
-        """Ask no more; a thread that still waits for an answer is left to end by itself."""
+        """Stop the checks. A thread that still waits for an answer ends later on its own."""
         self._stopping.set()
         for asked in self._asked.values():
             asked.wake.set()
@@ -123,16 +123,16 @@ class BackendsWatch:
             thread.join(max(0.0, until - self._monotonic()))
 
     def is_alive(self) -> bool:
-        """Whether every end is still being asked."""
+        """Whether every backend is still being checked."""
         return all(thread.is_alive() for thread in self._threads)
 
     @property
     def ends(self) -> tuple[End, ...]:
-        """Those that are asked."""
+        """The backends that are checked."""
         return tuple(self._asked)
 
     def answers(self) -> dict[End, BackendHealth]:
-        """The last answer of each end that was asked. One that is late is none."""
+        """Return the last result for each backend. A late one is reported as down."""
         found: dict[End, BackendHealth] = {}
         for end, asked in self._asked.items():
             with asked.lock:
@@ -145,11 +145,11 @@ class BackendsWatch:
         return found
 
     def origin(self, namespace: str) -> Origin:
-        """Whose a namespace is, as far as that was read."""
+        """Return the tenant and model of a namespace, as far as they have been read."""
         return self._origins.get(namespace, Origin())
 
     def ask(self, end: End) -> None:
-        """Ask one end once. For its thread, and for tests instead of it."""
+        """Check one backend once. Called by its thread, and by tests."""
         asked = self._asked[end]
         begun, begun_s = self._monotonic(), self._clock()
         with asked.lock:
@@ -190,7 +190,7 @@ class BackendsWatch:
         self.want(one.namespace for one in usage)
 
     def want(self, namespaces: Iterable[str]) -> None:
-        """Read the documents of these, as soon as the bulk store answers."""
+        """Read the documents of these namespaces as soon as the bulk store answers."""
         with self._lock:
             wanted = dict.fromkeys((*self._wanted, *namespaces))
             unknown = tuple(n for n in wanted if n not in self._origins)[:DOCUMENTS_MAX]
@@ -201,7 +201,7 @@ class BackendsWatch:
     def _read_facts(self) -> None:
         try:
             self.facts = self._asks.facts()
-        except ObjkvError:  # what it says of itself is a courtesy, and it did answer
+        except ObjkvError:  # the facts are optional, and the check succeeded
             self.facts = None
 
     def _read_documents(self) -> None:
@@ -214,11 +214,11 @@ class BackendsWatch:
             try:
                 origin = _origin(bulk, namespace)
             except ObjkvError:
-                return  # the next check tells
+                return  # the next check reports the failure
             if origin is not None and len(self._origins) < DOCUMENTS_MAX:
                 self._origins[namespace] = origin
         with self._lock:
-            # One without a document goes to the end: its writer may be about to put it.
+            # A namespace without a document goes last: its writer may be about to put it.
             left = [n for n in self._wanted if n not in self._origins]
             self._wanted = tuple(sorted(left, key=lambda n: n in wanted))
 
@@ -226,8 +226,8 @@ class BackendsWatch:
         while not self._stopping.is_set():
             try:
                 self.ask(end)
-            except Exception:  # a bug; without this thread the end would look as it did last
-                logger.exception("asking failed unexpectedly end=%s", end)
+            except Exception:  # a bug; without this thread the last result would never change
+                logger.exception("check failed unexpectedly end=%s", end)
             wake = self._asked[end].wake
             wake.wait(self._every_s)
             wake.clear()
@@ -236,7 +236,7 @@ class BackendsWatch:
 def _origin(bulk: ReadStore, namespace: str) -> Origin | None:
     try:
         found = read_namespace(bulk, namespace)
-    except ValueError:  # the index names something that can be no key
+    except ValueError:  # the index names a namespace that cannot be a key
         return Origin()
     if not found.is_known:
         return None

@@ -1,7 +1,7 @@
-"""The KV cache of a model as numbers: from its ``config.json``, or from flags.
+"""The dimensions of a model's KV cache, from its ``config.json`` or from options.
 
-Nothing here imports vllm. What a configuration does not tell is refused, never guessed: a size that
-is wrong by half is worse than none.
+Nothing here imports vllm. A configuration with missing values is refused, never completed by
+guesses, because a wrong size is worse than none.
 """
 
 import json
@@ -23,9 +23,9 @@ DTYPES: Final = {
     "fp8_e4m3": "F8_E4M3",
     "fp8_e5m2": "F8_E5M2",
 }
-"""What a KV cache is kept as, by vLLM's names, and how payloads call it."""
+"""KV cache dtypes by vLLM's names, with their names in payloads."""
 _CONFIG_BYTES_MAX = 16 << 20
-_INSTEAD = "say what it is with --layers, --kv-heads and --head-size"
+_INSTEAD = "use --layers, --kv-heads and --head-size instead"
 _NAME = "model.layers.{}.self_attn.attn"
 _KINDS: Final[dict[str, GroupKind]] = {
     "full_attention": "full",
@@ -33,12 +33,12 @@ _KINDS: Final[dict[str, GroupKind]] = {
     "chunked_attention": "chunked_local",
 }
 _EVEN = 1.5
-"""Kinds whose numbers of layers differ by less than this factor make one group each."""
+"""Kinds of layers become one group each if their layer counts differ by less than this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps of each token."""
+    """The KV of one layer, per token."""
 
     kind: GroupKind
     heads: int
@@ -49,7 +49,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model as far as its KV cache goes."""
+    """The dimensions of a model's KV cache."""
 
     name: str
     layers: tuple[LayerShape, ...]
@@ -57,15 +57,15 @@ class ModelShape:
     kv_dtype: str
     """One of ``DTYPES``."""
     source: str
-    """Where the numbers are from."""
+    """The source of the numbers."""
 
     def groups(self, block_size: int) -> tuple[GroupIdentity, ...]:
-        """The KV cache groups that vLLM makes of the layers.
+        """Return the KV cache groups that vLLM makes of the layers.
 
-        All layers alike are one group. Else kinds are cut into groups of as many layers as the
-        rarest kind has; where no kind has half as many again as another, each is one group. Source:
-        vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size`` in ``v1/core/kv_cache_utils.py``,
-        since 0.33 ``kv_cache_planning.py``.
+        Identical layers are one group. Otherwise, each kind is split into groups of as many layers
+        as the rarest kind has; if the layer counts of all kinds are within a factor of 1.5, each
+        kind is one group. Source: vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size`` in
+        ``v1/core/kv_cache_utils.py``, since 0.33 ``kv_cache_planning.py``.
         """
         alike: dict[LayerShape, list[int]] = {}
         for number, layer in enumerate(self.layers):
@@ -84,14 +84,17 @@ class ModelShape:
 def attention(
     name: str, layers: int, kv_heads: int, head_size: int, *, kv_dtype: str, source: str
 ) -> ModelShape:
-    """A model of full attention layers that are all alike."""
+    """Return a model of identical full attention layers."""
     layer = LayerShape("full", kv_heads, 2 * head_size)
     return ModelShape(name, (layer,) * layers, kv_dtype, source)
 
 
 def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
-    """The model in ``folder`` (or whose ``config.json`` that is), with KV as ``kv_dtype`` or as the
-    model's own dtype. Raises ``ConfigError`` for what the file does not tell."""
+    """Read the model in ``folder``, a directory or a ``config.json``.
+
+    The KV dtype is ``kv_dtype``, or the model's own. Raises ``ConfigError`` if the file lacks a
+    value.
+    """
     file = folder if folder.is_file() else folder / "config.json"
     try:
         if file.stat().st_size > _CONFIG_BYTES_MAX:
@@ -100,16 +103,16 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{file}: no model's configuration ({exc})") from exc
+        raise ConfigError(f"{file}: not a model configuration ({exc})") from exc
     if not isinstance(document, dict):
-        raise ConfigError(f"{file}: no model's configuration")
+        raise ConfigError(f"{file}: not a model configuration")
     text = document.get("text_config") or document
     if not isinstance(text, dict):
-        raise ConfigError(f"{file}: text_config is no object")
+        raise ConfigError(f"{file}: text_config is not an object")
     own = text.get("dtype") or text.get("torch_dtype") or document.get("torch_dtype")
     dtype = kv_dtype or str(own or document.get("dtype") or "").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ConfigError(f"{file}: names no dtype that a KV cache is kept as: say it (--kv-dtype)")
+        raise ConfigError(f"{file}: no dtype that a KV cache can have; give it with --kv-dtype")
     return ModelShape(file.parent.name or str(file), _layers(text, file), dtype, str(file))
 
 
@@ -117,7 +120,7 @@ def _layers(config: Mapping[str, Any], file: Path) -> tuple[LayerShape, ...]:
     number = _count(config, "num_hidden_layers", file)
     for other in ("index_topk", "index_head_dim", "compress_ratios", "cross_attention_layers"):
         if config.get(other):
-            raise ConfigError(f"{file}: {other}: a kind of cache that objkv does not know")
+            raise ConfigError(f"{file}: {other}: objkv cannot size this kind of cache")
     if config.get("kv_lora_rank"):
         latent = _count(config, "kv_lora_rank", file) + _count(config, "qk_rope_head_dim", file)
         return (LayerShape("mla", 1, latent),) * number
@@ -127,9 +130,9 @@ def _layers(config: Mapping[str, Any], file: Path) -> tuple[LayerShape, ...]:
         config, "head_dim", file, default=_count(config, "hidden_size", file, default=0) // heads
     )
     if head <= 0:
-        raise ConfigError(f"{file}: tells neither head_dim nor hidden_size: {_INSTEAD}")
+        raise ConfigError(f"{file}: has neither head_dim nor hidden_size; {_INSTEAD}")
     if config.get("v_head_dim", head) != head:
-        raise ConfigError(f"{file}: heads of K and V differ in size: {_INSTEAD}")
+        raise ConfigError(f"{file}: heads of K and V differ in size; {_INSTEAD}")
     return tuple(
         LayerShape(kind, kv_heads, 2 * head, window)
         for kind, window in _kinds(config, number, file)
@@ -139,29 +142,29 @@ def _layers(config: Mapping[str, Any], file: Path) -> tuple[LayerShape, ...]:
 def _kinds(
     config: Mapping[str, Any], number: int, file: Path
 ) -> list[tuple[GroupKind, int | None]]:
-    """Kind and window of each layer."""
+    """Return the kind and window of each layer."""
     types, window = config.get("layer_types"), config.get("sliding_window")
     slides = bool(window) and config.get("use_sliding_window", True) is not False
     if types is None:
         states = ("linear_num_key_heads", "mamba_d_state", "state_size", "ssm_cfg")
         if any(config.get(name) for name in states) or config.get("attention_chunk_size"):
-            raise ConfigError(f"{file}: does not say which layers are attention (layer_types)")
+            raise ConfigError(f"{file}: layer_types is missing, so attention layers are unknown")
         if not slides:
             return [("full", None)] * number
         if config.get("model_type") == "mistral":
             return [("sliding_window", _count(config, "sliding_window", file))] * number
         raise ConfigError(
-            f"{file}: has a sliding window and does not say in which layers (layer_types)"
+            f"{file}: layer_types is missing, so the layers with a sliding window are unknown"
         )
     if not isinstance(types, list) or len(types) != number:
-        raise ConfigError(f"{file}: layer_types does not name {number} layers")
+        raise ConfigError(f"{file}: layer_types does not list {number} layers")
     found: list[tuple[GroupKind, int | None]] = []
     for name in types:
         kind = _KINDS.get(name) if isinstance(name, str) else None
         if kind is None:
             raise ConfigError(
-                f"{file}: layers of type {name!r}: how large their states are is known once a "
-                "replica has saved some (objkv ls)"
+                f"{file}: the size of layers of type {name!r} is unknown; let a replica save some "
+                "and use objkv ls"
             )
         span = {"sliding_window": "sliding_window", "chunked_local": "attention_chunk_size"}
         tokens = _count(config, span[kind], file) if kind in span else None
@@ -174,7 +177,7 @@ def _count(config: Mapping[str, Any], name: str, file: Path, *, default: int | N
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 24:
-        raise ConfigError(f"{file}: {name} is {value!r}, not a number: {_INSTEAD}")
+        raise ConfigError(f"{file}: {name} is {value!r}, not a positive integer; {_INSTEAD}")
     return value
 
 
@@ -201,16 +204,16 @@ class Preset:
     kv_heads: int
     """1 for MLA."""
     size: int
-    """Of a head; of MLA's latent, its rotary part included."""
+    """Elements of a head; for MLA, of the latent including its rotary part."""
     source: str
-    """The repository whose ``config.json`` says so."""
+    """The repository of the ``config.json``."""
     window: int | None = None
-    """Of the layers that have one."""
+    """Window of the sliding window layers."""
     pattern: str = "f"
-    """Kinds of layers, again and again: (f)ull, (s)liding window, (m)la."""
+    """Repeating kinds of layers: (f)ull, (s)liding window, (m)la."""
 
     def shape(self, name: str, kv_dtype: str) -> ModelShape:
-        """As if its file had been read."""
+        """Return the same shape as ``read_model`` would."""
         source = f"config.json of {self.source}"
         if self.pattern == "f":
             return attention(
@@ -232,16 +235,16 @@ PRESETS: Final = {
 
 
 def preset(name: str, kv_dtype: str | None) -> ModelShape:
-    """The model of that name, whatever its case. Raises ``ConfigError`` for one not listed."""
+    """Return the built-in model ``name``, ignoring case. Raises ``ConfigError`` if not listed."""
     found = PRESETS.get(name.lower())
     if found is None:
         near = _nearest(name.lower())
-        hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list tells all"
-        raise ConfigError(f"no folder and no model known here: {name}; {hint}")
+        hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list shows all names"
+        raise ConfigError(f"{name} is neither a directory nor a built-in model name; {hint}")
     return found.shape(name.lower(), kv_dtype or _DTYPE)
 
 
 def _nearest(name: str) -> list[str]:
-    """Known names that begin so, else those that are written most alike; the first few."""
+    """Return a few built-in names that start with ``name``, or else the most similar ones."""
     beginning = [known for known in PRESETS if known.startswith(name)]
     return beginning[:_NEAREST] or get_close_matches(name, PRESETS, _NEAREST, cutoff=0.4)

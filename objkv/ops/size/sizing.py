@@ -1,7 +1,7 @@
-"""How much a fleet will store and move, before it does: plain arithmetic on what objkv really does.
+"""Estimates how much a fleet stores and transfers, by plain arithmetic.
 
-Chunks, shards, ranks, which part of a window is kept and the bytes of a header are asked of the
-code that saves. Rates and prices are the caller's. ``docs/sizing.md`` writes the formulas down.
+Chunks, shards, ranks, the stored part of a window and header sizes come from the code that saves.
+Rates and prices come from the caller. ``docs/operations/capacity.md`` has the formulas.
 """
 
 from dataclasses import dataclass
@@ -18,45 +18,45 @@ from objkv.ops.audit.report import Prices
 from objkv.ops.size.model import DTYPES, ModelShape
 
 RECORD_BYTES: Final = 600
-"""Of Redis's memory for a chunk of one shard: measured, Valkey 9.1, 20,000 of them, after a touch:
-573, and some for the keys of leases."""
+"""Redis memory per chunk of one shard. Measured with Valkey 9.1 and 20,000 chunks, after a touch:
+573 bytes, plus some for the keys of leases."""
 SHARD_BYTES: Final = 110
-"""For each further shard of it: an estimate from the field's text."""
+"""Redis memory per further shard, estimated from the length of the field."""
 MONTH_S: Final = 30 * 86_400
 _SAVE_COMMANDS = 3
-"""For each payload: lease, publish, release."""
+"""Redis commands per saved payload: lease, publish, release."""
 _WRITER = "w" * 40
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How replicas cut the model."""
+    """How replicas divide and store the KV of the model."""
 
     chunk_tokens: int
-    """A wish, as the setting."""
+    """The setting; the effective length is rounded up to whole blocks."""
     block_size: int
     tp_size: int
     codec_ratio: float = 1.0
-    """Raw bytes by stored bytes."""
+    """Raw bytes divided by stored bytes."""
     multipart_bytes: int = 64 << 20
     range_bytes: int = 8 << 20
     hot_save_bytes_max: int = 0
-    """Payloads up to this lie in Redis as well; 0 where there is no Redis."""
+    """Payloads up to this size are also stored in Redis; 0 without Redis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the fleet is asked."""
+    """The requests of the fleet."""
 
     prompts_per_s: float
     prompt_tokens: int
     stored_share: float
-    """Of a prompt's tokens, those that are stored already and loaded."""
+    """Share of a prompt's tokens that is already stored and loaded."""
     ttl_s: int
     used_s: float = 0.0
-    """From a chunk's save to its last hit, in the mean."""
+    """Average time from a chunk's save to its last hit."""
     sweep_every_s: float = 86_400.0
-    """How often what expired is removed; half of it expired things wait in the mean."""
+    """Time between sweeps. An expired chunk stays for half of it on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +67,31 @@ class ChunkSizing:
     groups: int
     payloads: int
     raw_bytes: int
-    """Of its pages."""
+    """Bytes of its pages."""
     header_bytes: int
     nbytes: int
-    """As stored, headers included."""
+    """Stored bytes, including headers."""
     largest_payload_bytes: int
     token_bytes: float
     """Stored bytes of one token."""
     record_bytes: int
-    """Of its record in Redis."""
+    """Bytes of its record in Redis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What the fleet will need."""
+    """The resources that the fleet needs."""
 
     model: str
     source: str
     kv_dtype: str
     chunk: ChunkSizing
     prompt_chunks: int
-    """Whole chunks of a prompt: what ends within a chunk is not stored."""
+    """Whole chunks of a prompt. Tokens after the last whole chunk are not stored."""
     loaded_chunks: int
     saved_chunks_per_s: float
     chunks: float
-    """Alive at once, in the long run."""
+    """Chunks stored at the same time, in the long run."""
     records: float
     bulk_bytes: float
     index_bytes: float
@@ -102,12 +102,12 @@ class Sizing:
     save_bytes_per_s: float
     load_bytes_per_s: float
     storage_month: float
+    """In US dollars, as ``requests_month``."""
     requests_month: float
-    """US dollars, both."""
 
     @property
     def month(self) -> float:
-        """US dollars for the bucket in a month."""
+        """Monthly cost of the bucket in US dollars."""
         return self.storage_month + self.requests_month
 
 
@@ -119,19 +119,21 @@ class _Payload:
     raw_bytes: int
     header_bytes: int
     nbytes: int
-    """As stored."""
+    """Stored bytes."""
     readers: int
-    """Ranks that each get it."""
+    """Ranks that get this payload."""
 
     def loaded_with(self, chunks: int, chunk_tokens: int) -> int:
-        """How many of these a match of so many chunks loads: of windows only those that reach to
-        its end."""
+        """Return how many of these payloads a match of ``chunks`` loads.
+
+        For a window, only the chunks that it covers at the end of the match are loaded.
+        """
         end = chunks * chunk_tokens
         return chunks - needed_from(self.group, end) // chunk_tokens if chunks else 0
 
 
 def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) -> Sizing:
-    """Raises ``ConfigError`` for numbers that no fleet can have."""
+    """Return the estimate. Raises ``ConfigError`` for impossible numbers."""
     _check(layout, load)
     groups = model.groups(layout.block_size)
     payloads = _payloads(model, groups, layout)
@@ -186,13 +188,14 @@ def _check(layout: Layout, load: Load) -> None:
     for name, bad in wrong.items():
         if bad:
             value = getattr(layout, name, None)
-            raise ConfigError(f"{name} {getattr(load, name) if value is None else value}: no size")
+            shown = getattr(load, name) if value is None else value
+            raise ConfigError(f"{name} {shown} is out of range")
 
 
 def _payloads(
     model: ModelShape, groups: tuple[GroupIdentity, ...], layout: Layout
 ) -> list[_Payload]:
-    """All payloads of one chunk, by the shards that the ranks hold."""
+    """Return all payloads of one chunk, by the shards that the ranks hold."""
     tokens = _chunk_tokens(groups, layout)
     found = []
     for number, group in enumerate(groups):
@@ -216,12 +219,12 @@ def _payloads(
             nbytes = header + int(raw / layout.codec_ratio)
             found.append(_Payload(group, raw, header, nbytes, readers))
     if not found:
-        raise ConfigError(f"nothing of {model.name} can be shared in chunks of {tokens} tokens")
+        raise ConfigError(f"{model.name} has nothing to share in chunks of {tokens} tokens")
     return found
 
 
 def _header_bytes(claim: Claim, specs: list[LayerSpec], layout: Layout) -> int:
-    """The header as it would be written."""
+    """Return the length of the header, rendered as a writer would."""
     codec = "none" if layout.codec_ratio == 1 else "blosc"
     frames, offset = [], 0
     for spec in specs:
@@ -255,10 +258,10 @@ def _chunk(
 
 
 def _puts(nbytes: int, layout: Layout) -> int:
-    """Requests of one put: a payload above the bound is begun, sent in parts and completed."""
+    """Return the requests of one put; a multipart upload also needs a start and a completion."""
     return 1 if nbytes <= layout.multipart_bytes else 2 + -(-nbytes // layout.multipart_bytes)
 
 
 def _gets(nbytes: int, layout: Layout) -> int:
-    """Requests of one get: large payloads are read by ranges."""
+    """Return the requests of one get; large payloads are read in ranges."""
     return -(-nbytes // layout.range_bytes)

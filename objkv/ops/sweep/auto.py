@@ -1,11 +1,11 @@
-"""A full folder of one machine is swept by its replicas: nobody else would.
+"""Replicas sweep their machine's own bulk folder when it is full, because no operator does.
 
-In processes of their own, because a sweep reads every record: in the engine's it would take turns
-with the forward pass. One at a time on a machine, and not again for a while.
+The sweep runs in child processes: it reads every record, and in the engine's process it would
+compete with the forward pass. A lease allows one sweep per machine and enforces a pause after it.
 
-What lies in the folder counts, but a sweep gives up only what the index knows: records that have
-expired, or went with the file they were in, are restored first. What is then still without one is
-nothing that anybody can read, however much of it there is.
+Every payload in the folder counts towards its size, but a sweep evicts only payloads with records.
+Expired or lost records are therefore restored first. Payloads still without a record are
+unreadable, and the sweep deletes them, however many there are.
 """
 
 import logging
@@ -25,30 +25,30 @@ logger = logging.getLogger(__name__)
 
 LEASE = "sweep"
 _PAUSE_MS = 600_000
-"""From the beginning of one sweep to that of the next, whichever replica makes it."""
+"""Minimum time between the starts of two sweeps by any replica of the machine."""
 _BOUND_S = 300.0
-"""A rebuild, or a sweep, that takes longer is ended; the next one goes on where it was."""
+"""Time limit of a rebuild or a sweep; the next one resumes it."""
 _GRACE_S = 10.0
 _SAID_BYTES = 500
 _REBUILD = ("rebuild", "--json")
 _SWEEP = ("sweep", "--apply", "--json")
 _FORCE = "--force"
 _REBUILT = (0, 1)
-"""Exit codes of a rebuild that is complete; with 1, it found payloads that nobody can read."""
+"""Exit codes of a complete rebuild; 1 means that it found unreadable payloads."""
 _ENDED = -2
-"""Instead of the exit code of what was ended."""
+"""Stands for the exit code of a process ended by this one."""
 
 
 def objkv_command() -> list[str]:
-    """The program without its arguments, which gives way to all others."""
+    """Return the objkv command without arguments, at low priority if ``nice`` is installed."""
     nice = shutil.which("nice")
     first = [nice, "-n", "10"] if nice else []
-    # -P: it imports nothing from the folder that the engine was started in.
+    # -P: import nothing from the working directory of the engine.
     return [*first, sys.executable, "-P", "-m", "objkv.cli"]
 
 
 class AutoSweep:
-    """Sweeps when it is called, if nobody on this machine did so lately. Thread-safe."""
+    """Sweeps when called, unless a replica of this machine did so recently. Thread-safe."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class AutoSweep:
     ) -> None:
         """
         Args:
-            settings: ``OBJKV_*`` variables, which win over this process's own.
-            command: the program, for tests; ``objkv_command`` by default.
+            settings: ``OBJKV_*`` variables, which override this process's environment.
+            command: replaces ``objkv_command`` in tests.
         """
         self._index = index
         self._settings = settings
@@ -72,8 +72,8 @@ class AutoSweep:
         self._closed = False
 
     def __call__(self) -> bool:
-        """Sweep, and wait for the end of it; False if it was not this process's turn. Raises
-        nothing."""
+        """Sweep, and wait until it ends. Return False if another replica has the lease. Never
+        raises."""
         try:
             if not self._index.lease(LEASE, uuid.uuid4().hex, ttl_ms=_PAUSE_MS):
                 return False
@@ -87,7 +87,7 @@ class AutoSweep:
         return True
 
     def close(self) -> None:
-        """End a sweep under way; the next one goes on where it was. Idempotent."""
+        """End a running sweep; the next one resumes it. Idempotent."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -98,7 +98,7 @@ class AutoSweep:
         code, said = self._run(_REBUILD)
         if code == _ENDED:
             return code, said
-        if code in _REBUILT:  # so that the index, and this folder, are the ones they should be
+        if code in _REBUILT:  # index and folder now match, so --force is safe
             return self._run((*_SWEEP, _FORCE))
         logger.warning("rebuilding the index of a full folder failed code=%d error=%s", code, said)
         return self._run(_SWEEP)

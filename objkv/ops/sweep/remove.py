@@ -1,8 +1,8 @@
-"""Removes payloads and records while replicas go on: index first, bulk second, under the lease that
-savers take, and only what is still as it was found.
+"""Removes payloads and records while replicas are running: first the record, then the payload,
+under the lease that writers take, and only if both are unchanged.
 
-A crash between two steps leaves an orphan, which the next sweep removes. A saver that could not ask
-for the lease may announce a payload right before it goes: its record is forgotten after.
+A crash between two steps leaves an orphan, which the next sweep removes. A writer that could not
+take the lease may publish a payload just before its deletion; that record is forgotten afterwards.
 """
 
 import time
@@ -27,26 +27,25 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 @dataclass(frozen=True, slots=True)
 class SweepLimits:
-    """What a sweep may touch."""
+    """The limits of a sweep."""
 
     apply: bool
-    """False: everything is counted, nothing is removed."""
+    """False: count everything, remove nothing."""
     grace_s: float
-    """What is younger is left alone: somebody may be about to announce it."""
+    """Younger data is kept: its writer may be about to publish it."""
     put_s: float = 600.0
-    """No put lasts so long: what is temporary and younger may be one under way, whatever the
-    grace."""
+    """Longer than any put takes: younger temporary data is kept even if ``grace_s`` is shorter."""
     only: Collection[Category] = CATEGORIES
     strangers: bool = False
-    """Whether namespaces without an identity document are removed, too."""
+    """Whether payloads in namespaces without an identity document are removed too."""
     force: bool = False
-    """Whether to go on where one end looks as if it were the wrong one, or wiped."""
+    """Whether to proceed even if the index or bucket looks empty or mismatched."""
     removals_max: int | None = None
 
 
 class Remover:
-    """Counts what it is given as found, and removes it if that is allowed. Safe from many threads,
-    each with a ``Counters`` of its own."""
+    """Counts each item as found and removes it if the limits allow. Safe from many threads, each
+    with its own ``Counters``."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Remover:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``halt``: called once when no further removal is allowed."""
+        """``halt``: called when no further removal is allowed."""
         self._view = view
         self._limits = limits
         self._halt = halt
@@ -74,8 +73,8 @@ class Remover:
         shard: ShardRecord | None,
         counters: Counters,
     ) -> None:
-        """Remove a payload, and first its record, if ``shard`` is what it says. Neither is touched
-        if one of them has changed since."""
+        """Remove a payload after its record ``shard``. Neither is touched if one of them has
+        changed since."""
         if not self._may(kind):
             counters.find(kind, entry.key, entry.nbytes)
             return
@@ -94,7 +93,7 @@ class Remover:
             counters.count("changed")
 
     def record(self, key: ChunkKey, shard: ShardRecord, counters: Counters) -> None:
-        """Forget the record of a payload that is not there."""
+        """Forget the record of a missing payload."""
         if not self._may("ghost"):
             counters.find("ghost", key.path(), shard.nbytes)
             return
@@ -120,7 +119,7 @@ class Remover:
             counters.count("changed")
 
     def leftover(self, found: Unfinished, counters: Counters) -> None:
-        """Discard what a killed writer left."""
+        """Discard the leftover of a killed writer."""
         where = f"{found.key}/{found.name}" if found.name.startswith("~") else found.key
         if self._may("temporary"):
             if not self._view.bulk.discard(found):
@@ -129,14 +128,14 @@ class Remover:
         counters.find("temporary", where, found.nbytes)
 
     def entry(self, kind: Category, entry: Entry, counters: Counters) -> None:
-        """Remove something that no index knows."""
+        """Remove an entry that has no index record."""
         if self._may(kind):
             self._view.bulk.delete(entry.key)
             counters.count("removed", entry.nbytes)
         counters.find(kind, entry.key, entry.nbytes)
 
     def _may(self, kind: Category) -> bool:
-        """Whether to remove one more. Raises ``Halted`` if there were enough."""
+        """Whether to remove one more. Raises ``Halted`` when the limit is reached."""
         if not self._limits.apply or (kind == "stranger" and not self._limits.strangers):
             return False
         with self._lock:
@@ -169,8 +168,9 @@ class Remover:
         return True
 
     def _delete(self, entry: Entry, lease: Lease) -> bool:
-        """Delete ``entry``; False if it is, or may be, another's by now. A delete that failed may
-        have been done all the same, and something saved since: it is looked at before the next."""
+        """Delete ``entry``; False if the key may hold another payload by now. A failed delete may
+        have succeeded on the server, and a writer may have saved since, so the entry is checked
+        before each further attempt."""
         store, path = once(self._view.bulk), entry.key
         for pause_s in pauses():
             if not lease.renew():
@@ -192,7 +192,7 @@ class Remover:
         return True
 
     def _withdraw(self, key: ChunkKey) -> None:
-        """Forget what was announced of a payload while it was deleted."""
+        """Forget a record that was published while its payload was deleted."""
         view = self._view
         if view.is_own_index:
             return
@@ -203,12 +203,12 @@ class Remover:
             self._remove_copy(key.path(), known)
 
     def _remove_copy(self, path: str, shard: ShardRecord | None) -> None:
-        # Of what had no record nobody knows whether there is a copy; it ends by itself.
+        # Without a record it is unknown whether a hot copy exists; such a copy expires on its own.
         if self._view.hot is not None and shard is not None and shard.hot:
             self._view.hot.delete(path)
 
 
 def _is_same(now: Entry, then: Entry) -> bool:
-    """Whether nobody has written it since: some S3 servers list fractions of a second that the
-    answer to a HEAD has no room for."""
+    """Whether the entry is unchanged. Times may differ by less than 1 s: some S3 servers list
+    fractions of a second, which a HEAD answer cannot carry."""
     return now.nbytes == then.nbytes and abs(now.modified_s - then.modified_s) < 1

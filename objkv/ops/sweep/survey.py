@@ -1,5 +1,5 @@
-"""What a sweep looks at before it removes anything: what every namespace stands for, and whether
-both ends belong together."""
+"""Read before a sweep removes anything: the namespaces with their documents and pins, and whether
+store and index belong together."""
 
 import time
 from collections import defaultdict
@@ -23,28 +23,28 @@ from objkv.ops.backends_view import (
 from objkv.stores.base import ReadStore
 
 _SAMPLE = 2_000
-"""Payloads, or records, by which an end is judged."""
+"""Payloads or records sampled to judge a backend."""
 _YOUNG_MIN = 4
 _MOST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is stored, by name."""
+    """The stored namespaces."""
 
     namespaces: Mapping[str, StoredNamespace]
-    """Those that the bulk store has folders of."""
+    """Namespaces with a folder in the bulk store."""
     parts: Sequence[NamespacePart]
     indexed: Sequence[str]
-    """Namespaces that the index has records of."""
+    """Namespaces with records in the index."""
     counted: Sequence[str]
-    """Namespaces of which there may be totals: also those whose records have all expired."""
+    """Namespaces that may have totals, including those whose records have all expired."""
     pins: Mapping[str, frozenset[bytes]]
-    """By namespace, the chunks that are pinned now."""
+    """Chunks pinned now, by namespace."""
     old: frozenset[str]
-    """Namespaces of which there is one with a later epoch, and no other difference."""
+    """Namespaces that differ from another one only by an earlier epoch."""
     only: str | None = None
-    """The one namespace that is looked at; None for all."""
+    """The only namespace swept; None for all."""
 
 
 def survey(
@@ -74,7 +74,7 @@ def survey(
 
 
 def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
-    """Those whose documents are equal to another's but for a lower epoch."""
+    """Return the namespaces whose document differs from another one only by a lower epoch."""
     alike: defaultdict[bytes, list[StoredNamespace]] = defaultdict(list)
     for namespace in namespaces:
         if namespace.is_known:
@@ -90,10 +90,10 @@ def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
 def refuse_mismatch(
     view: BackendsView, found: Survey, *, clock: Callable[[], float] = time.time
 ) -> None:
-    """Raises ``ConfigError`` where removing what the other end does not know would remove most:
-    that end was wiped, or it is not the one that belongs here.
+    """Raise ``ConfigError`` if the sweep would remove most of the data because the other backend
+    lacks it: that backend was probably wiped, or is the wrong one.
 
-    A payload that is younger than a record's life has a record, unless its writer was killed.
+    A payload younger than a record's lifetime has a record, unless its writer was killed.
     """
     if view.is_own_index:
         return
@@ -106,14 +106,14 @@ def refuse_mismatch(
         seen, known = seen + count.seen, known + count.known
         if count.young >= _YOUNG_MIN and count.young_lost > _MOST * count.young:
             raise ConfigError(
-                f"the index has no record of most payloads in {name} that are younger than a "
-                "record's life: it looks wiped, or is not the one of this bucket. Run objkv "
-                "rebuild, or sweep with --force if they are to go"
+                f"the index has no record of most payloads in {name} that are younger than ttl_s: "
+                "it looks wiped, or belongs to another bucket; run objkv rebuild, or sweep with "
+                "--force to delete them"
             )
     if seen and not known:
         raise ConfigError(
-            "the index has no record of any payload: it was wiped, is not the one of this bucket, "
-            "or nothing was used for long. Run objkv rebuild, or sweep with --force if all is to go"
+            "the index has no record of any payload: it was wiped, belongs to another bucket, or "
+            "all records have expired; run objkv rebuild, or sweep with --force to delete all"
         )
     refuse_wrong_bulk(view, [name for name in found.indexed if name not in found.old])
 
@@ -127,7 +127,7 @@ class _Count:
 
 
 def _count(view: BackendsView, parts: Sequence[NamespacePart], now_s: float) -> _Count:
-    """Of some hundreds or thousands of payloads, which hashes choose."""
+    """Count some hundreds or thousands of payloads, selected by their hashes."""
     count = _Count()
     for part in parts:
         for batch in stored_payloads(view, part):
@@ -144,7 +144,7 @@ def _count(view: BackendsView, parts: Sequence[NamespacePart], now_s: float) -> 
 
 
 def refuse_wrong_bulk(view: BackendsView, names: Sequence[str]) -> None:
-    """Raises ``ConfigError`` where the bulk store has none of the payloads that the index knows in
+    """Raise ``ConfigError`` if the bulk store has none of the payloads recorded in the index for
     the namespaces ``names``."""
     keys = [
         key.path()
@@ -156,8 +156,8 @@ def refuse_wrong_bulk(view: BackendsView, names: Sequence[str]) -> None:
     ]
     if keys and not any(view.bulk.head(path) for path in _spread(keys, _YOUNG_MIN * 16)):
         raise ConfigError(
-            "none of the payloads that the index knows is in the bulk store: it is not the one of "
-            "this index, or was emptied. With --force the records go all the same"
+            "the bulk store has none of the payloads recorded in the index: it belongs to another "
+            "index, or was emptied; use --force to remove the records anyway"
         )
 
 

@@ -1,4 +1,4 @@
-"""Finds, and removes where allowed, unreachable data: see ``Category`` in ``remove``."""
+"""Finds and removes unreachable and evictable data, by the categories of ``remove``."""
 
 import math
 import time
@@ -31,8 +31,8 @@ _RECORDS_AT_ONCE = 250
 
 
 class Sweep:
-    """Units of work: on what the bulk store has (``leftovers``, ``parts``, ``documents``), and on
-    what the index has (``ghosts``, ``quotas``)."""
+    """Units of work over the bulk store (``leftovers``, ``parts``, ``documents``) and over the
+    index (``ghosts``, ``quotas``)."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Sweep:
         workers: int = 16,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``workers``: looks at payloads at once, of a unit that begins at records."""
+        """``workers``: concurrent HEAD requests of a unit that starts from records."""
         self._view = view
         self._found = found
         self._limits = limits
@@ -53,22 +53,22 @@ class Sweep:
         self._clock = clock
 
     def leftovers(self) -> Iterator[Unit]:
-        """What killed writers left, and what lies in quarantine."""
+        """Sweep leftovers of killed writers, and the quarantine."""
         if "temporary" in self._limits.only:
             yield Unit("temporary", self._temporary)
         if "quarantined" in self._limits.only:
             yield Unit("quarantined", self._quarantined)
 
     def parts(self) -> Iterator[Unit]:
-        """Payloads, by what is known of their namespace and by their records."""
+        """Sweep payloads, by their namespace and their records."""
         if {"orphan", "expired", "old_epoch", "stranger"}.isdisjoint(self._limits.only):
             return
         for part in self._found.parts:
             yield Unit(f"payloads {part.name}", self._part_work(part))
 
     def documents(self) -> Iterator[Unit]:
-        """What stands beside payloads and is of no use any more: documents of old epochs of which
-        nothing is left, and of pins that have ended. Counted as ``documents``, not as findings."""
+        """Remove documents of old epochs without payloads, and of ended pins. Counted as
+        ``documents``, not as findings."""
         if not self._limits.apply:
             return
         for name in sorted(self._found.namespaces):
@@ -82,7 +82,7 @@ class Sweep:
                     found.modified_s, self._limits.put_s
                 ):
                     self._remover.leftover(found, counters)
-        except StoreDenied:  # a right that no policy can limit to a prefix: many do not have it
+        except StoreDenied:  # no policy can limit this right to a prefix, so many roles lack it
             counters.count("not_listed")
 
     def _quarantined(self, counters: Counters, check: Check) -> None:
@@ -93,7 +93,7 @@ class Sweep:
                 self._remover.entry("quarantined", entry, counters)
 
     def _is_looked_at(self, key: str) -> bool:
-        """Whether a leftover lies in the folder, or quarantine, of a namespace that is swept."""
+        """Whether a leftover belongs to a namespace that is swept, or to its quarantine."""
         folder = key.removeprefix(f"{QUARANTINE}/").partition("/")[0]
         return self._found.only in (None, folder)
 
@@ -148,7 +148,7 @@ class Sweep:
                 beside.append(entry.key)
                 is_beside = entry.key.startswith(shape_path(name, ""))
                 if not (is_beside or entry.key == identity_path(name)):
-                    return  # something is left
+                    return  # a payload is left
                 if not self._is_old(entry.modified_s):
                     return
             for key in beside:
@@ -160,14 +160,15 @@ class Sweep:
         return self._clock() - modified_s >= max(self._limits.grace_s, least_s)
 
     def ghosts(self) -> Iterator[Unit]:
-        """Records without payloads. With all categories, totals are set to what was counted."""
+        """Sweep records without payloads, and set the totals to the exact counts."""
         if "ghost" in self._limits.only:
             for name in self._found.counted:
                 yield Unit(f"records {name}", self._ghost_work(name))
 
     def quotas(self, quota_bytes: int, *, high_percent: int, low_percent: int) -> Iterator[Unit]:
-        """What tenants have beyond ``high_percent`` of their quota, down to ``low_percent``: ends
-        of chains that are used least. Holds all records of a tenant in memory, about 1 KiB each."""
+        """For tenants above ``high_percent`` of their quota, evict the ends of the least used
+        prefixes down to ``low_percent``. Holds all records of a tenant in memory, about 1 KiB
+        each."""
         if not quota_bytes or "over_quota" not in self._limits.only:
             return
         high, low = (quota_bytes * percent // 100 for percent in (high_percent, low_percent))
@@ -241,7 +242,7 @@ class Sweep:
         )
 
     def _tenant(self, name: str) -> str | None:
-        """None for namespaces that do not count: strangers, and epochs that are swept anyway."""
+        """Return the namespace's tenant; None if no quota applies: strangers and swept epochs."""
         if name in self._found.old and "old_epoch" in self._limits.only:
             return None
         return self._found.namespaces[name].tenant

@@ -1,4 +1,1 @@
-"""``objkv top``: what a fleet does now, from its metrics, and which prefixes it uses most.
-
-Reads only. A replica that is down is a row that says so.
-"""
+"""``objkv top``: live rates of a fleet from its metrics, and its hottest prefixes. Read-only."""

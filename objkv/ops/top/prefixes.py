@@ -1,4 +1,4 @@
-"""The hottest prefixes, by the index: bounded, so that a look does not become the load."""
+"""The hottest prefixes in the index, read with a limit to keep the load on the index low."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,28 +9,29 @@ from objkv.index.base import ReadIndex, Record
 from objkv.index.shapes import is_shapes
 
 RECORDS_MAX: Final = 50_000
-"""Read at each look, of all namespaces together: about 20 MB, and some seconds of one Redis
+"""Records read at once over all namespaces: about 20 MB, and some seconds of one Redis
 connection."""
 SHOWN_MAX: Final = 50
 _SHARED = 0.5
-"""A prefix goes on as long as so much of its first chunk's hits go on."""
+"""A prefix extends to the next chunk while that chunk has this share of the first chunk's hits."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """One first chunk, and how far most of its hits go on alike."""
+    """The first chunk of a prefix, and the length that most of its hits share."""
 
     namespace: str
     root: bytes
     """Prefix hash of the first chunk."""
     hits: int
-    """Of the first chunk, since its record was made: every use of anything below counts there."""
+    """Hits of the first chunk since its record was created; every use of a later chunk is also a
+    hit of the first."""
     hits_per_s: float | None
-    """Since the last look; None at the first."""
+    """Hits per second since the previous reading; None at the first."""
     shared_tokens: int
-    """From the start to where fewer than half of the hits go on."""
+    """Tokens from the start that at least half of the hits share."""
     tokens: int
-    """Stored below it, each chunk once."""
+    """Stored tokens of the whole tree, each chunk counted once."""
     nbytes: int
     touched_s: int
     """Seconds since the epoch of the last hit of the first chunk; 0 if never."""
@@ -38,15 +39,15 @@ class HotPrefix:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLook:
-    """One look."""
+    """One reading of the index."""
 
     at_s: float
     prefixes: tuple[HotPrefix, ...]
-    """Most hits first."""
+    """Sorted by hits, highest first."""
     records: int
-    """Chunks that were found."""
+    """The number of chunks read."""
     whole: bool
-    """Whether these were all: if not, there may be hotter ones."""
+    """Whether all records were read. If not, hotter prefixes may exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class _Node:
 def look(
     index: ReadIndex, at_s: float, before: PrefixLook | None, *, records_max: int = RECORDS_MAX
 ) -> PrefixLook:
-    """Read at most ``records_max`` records. ``before`` is the last look, for rates. Raises
+    """Read at most ``records_max`` records. ``before`` is the previous reading, for rates. Raises
     ``StoreError``."""
     found: list[HotPrefix] = []
     left, whole, chunks = records_max, True, 0
@@ -122,7 +123,7 @@ def _prefix(
         node = waiting.pop()
         tokens, nbytes = tokens + nodes[node].tokens, nbytes + nodes[node].nbytes
         below = [child for child in children.get(node, ()) if child not in seen]
-        seen.update(below)  # a record that lies about its parent makes no loop
+        seen.update(below)  # a record with a wrong parent must not cause a loop
         waiting += below
     end, here = first.token_end, root
     while followers := children.get(here):

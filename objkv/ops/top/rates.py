@@ -1,4 +1,4 @@
-"""What a replica did between two scrapes: rates, shares, and what is wrong. Pure arithmetic."""
+"""Rates and shares of a replica between two scrapes. Pure arithmetic."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ _DROPS: Final = ("save_drops", "saves_shed", "save_over_quota", "save_errors")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Per second, over an interval; adds up over replicas."""
+    """Values per second over an interval; can be summed over replicas."""
 
     computed_tokens: float = 0.0
     local_tokens: float = 0.0
@@ -25,9 +25,9 @@ class Flow:
     bulk_load_bytes: float = 0.0
     save_bytes: float = 0.0
     refusals: float = 0.0
-    """Matches not loaded: admission said no, a queue was full."""
+    """Hits not loaded, because admission refused or a queue was full."""
     misses: float = 0.0
-    """Loads and lookups that failed."""
+    """Failed loads and lookups."""
     drops: float = 0.0
     """Chunks not saved."""
     lookups: float = 0.0
@@ -35,7 +35,7 @@ class Flow:
     loads: float = 0.0
     load_seconds: float = 0.0
     running: float = 0.0
-    """Requests now, not per second."""
+    """Current requests, not per second."""
     waiting: float = 0.0
 
     def __add__(self, other: "Flow") -> "Flow":
@@ -44,29 +44,29 @@ class Flow:
 
     @property
     def tokens(self) -> float:
-        """Prompt tokens, wherever their KV came from."""
+        """All prompt tokens, from any source."""
         return self.computed_tokens + self.local_tokens + self.hot_tokens + self.bulk_tokens
 
     @property
     def asked_tokens(self) -> float:
-        """Tokens that the replica did not have itself."""
+        """Tokens missing in the replica's own prefix cache."""
         return self.tokens - self.local_tokens
 
     @property
     def hit_rate(self) -> float | None:
-        """Of those, the share that objkv had; None where nothing was asked."""
+        """The share of ``asked_tokens`` that objkv served; None without such tokens."""
         if self.asked_tokens <= 0:
             return None
         return (self.hot_tokens + self.bulk_tokens) / self.asked_tokens
 
     @property
     def lookup_ms(self) -> float | None:
-        """A lookup, in the mean."""
+        """Mean duration of a lookup, in ms."""
         return 1000 * self.lookup_seconds / self.lookups if self.lookups else None
 
     @property
     def load_ms(self) -> float | None:
-        """A load, in the mean."""
+        """Mean duration of a load, in ms."""
         return 1000 * self.load_seconds / self.loads if self.loads else None
 
 
@@ -76,18 +76,20 @@ class ReplicaRow:
 
     name: str
     state: str
-    """``up``, ``down``, ``new`` (asked once so far), ``restarted`` or ``no objkv``."""
+    """``up``, ``down``, ``new`` (scraped once so far), ``restarted`` or ``no objkv``."""
     problem: str | None
     flow: Flow
     breakers_open: tuple[str, ...]
 
 
 def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
-    """What the replica did between two scrapes; ``before`` is the last that it answered."""
+    """Return the replica's row from two scrapes; ``before`` is its last successful one."""
     if now.problem is not None:
         return ReplicaRow(name, "down", now.problem, Flow(), ())
     if not any(key.startswith(_PREFIX) for key in now.values):
-        return ReplicaRow(name, "no objkv", "its metrics know nothing of objkv", _levels(now), ())
+        return ReplicaRow(
+            name, "no objkv", "its metrics contain no objkv metrics", _levels(now), ()
+        )
     opened = tuple(
         key.removeprefix(_OPEN)
         for key, value in sorted(now.values.items())
@@ -95,7 +97,7 @@ def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
     )
     if before is None or now.at_s <= before.at_s:
         return ReplicaRow(name, "new", None, _levels(now), opened)
-    # Counters that went back began again: what they say now is what came since.
+    # Counters that decreased were reset: their values now are the growth since the restart.
     restarted = any(
         value < before.values.get(key, 0.0)
         for key, value in now.values.items()
@@ -107,7 +109,7 @@ def row_of(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
 
 
 def total_of(rows: Iterable[ReplicaRow]) -> Flow:
-    """The whole fleet."""
+    """Return the sum over all replicas."""
     total = Flow()
     for row in rows:
         total += row.flow
@@ -125,7 +127,7 @@ class _Rates:
         hot, bulk = self._total("hit_hot_tokens"), self._total("hit_bulk_tokens")
         levels = _levels(self._now)
         return Flow(
-            # A preempted request is counted twice: never less than nothing.
+            # Preempted requests are counted twice, so the difference may be negative.
             computed_tokens=max(0.0, query - local - hot - bulk),
             local_tokens=local,
             hot_tokens=hot,

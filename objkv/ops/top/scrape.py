@@ -1,4 +1,4 @@
-"""One look at one ``/metrics``: its numbers by name, summed over labels, or why there are none."""
+"""One scrape of one ``/metrics``: values by name, summed over labels, or the error."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,25 +15,25 @@ from objkv.errors import ConfigError
 from objkv.redact import keep_secret, without_secrets
 
 ANSWER_BYTES_MAX: Final = 16 << 20
-"""A server with hundreds of histograms tells about one."""
+"""A server with hundreds of histograms sends about 1 MiB."""
 _TOLD_MAX: Final = 120
 _ERRNO = re.compile(r"^\[Errno \d+\] ")
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What one endpoint told, and when."""
+    """The result of one scrape."""
 
     at_s: float
-    """By the clock that rates are taken from."""
+    """Time by the clock that rates use."""
     values: Mapping[str, float]
-    """By name, ``:`` as ``_``; empty where it did not answer."""
+    """Values by name, with ``_`` for ``:``; empty if the scrape failed."""
     problem: str | None = None
-    """Why there are no values."""
+    """The reason of a failed scrape."""
 
 
 class MetricsSource:
-    """An endpoint with metrics: a replica, or the exporter."""
+    """An endpoint with metrics: a replica or the exporter."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class MetricsSource:
         is_exact: bool = False,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """``url``: of the server, with or without ``/metrics`` or ``/v1``; ``is_exact``: any other
-        path is that of the metrics. Raises ``ConfigError``."""
+        """``url``: the server's URL, with or without ``/metrics`` or ``/v1``. ``is_exact``: use any
+        other path of the URL unchanged. Raises ``ConfigError``."""
         self.url = _metrics_url(url, is_exact=is_exact)
         self._deadline_s = deadline_s
         self._clock = clock
         self._http = httpx.Client(
             timeout=deadline_s,
-            # What is on this machine is never asked through a proxy.
+            # Servers on this machine are never reached through a proxy.
             trust_env=not is_this_machine(urlsplit(self.url).hostname or ""),
             follow_redirects=False,
             transport=transport,
@@ -62,19 +62,19 @@ class MetricsSource:
 
     @property
     def name(self) -> str:
-        """Host and port, without a password."""
+        """Host, port and path, without a password."""
         parts = urlsplit(self.url)
         return parts.netloc.rpartition("@")[2] + parts.path.removesuffix("/metrics")
 
     def scrape(self) -> Scrape:
-        """Ask once; never raises. Ends within the deadline, or the first read after it."""
+        """Scrape once. Never raises. Ends at the deadline, or with the first read after it."""
         began = self._clock()
         try:
             text = self._text(began)
             return Scrape(self._clock(), values_of(text))
         except httpx.HTTPError as exc:
             said = _ERRNO.sub("", str(exc)) or type(exc).__name__
-        except Exception as exc:  # the parser raises whatever it stumbles over
+        except Exception as exc:  # the parser may raise anything
             said = f"no metrics: {exc}"
         return Scrape(self._clock(), {}, without_secrets(said)[:_TOLD_MAX])
 
@@ -97,8 +97,8 @@ class MetricsSource:
 
 
 def values_of(text: str) -> dict[str, float]:
-    """Counters and sums added up over labels; of gauges that say what is open, the largest.
-    Raises ValueError for what Prometheus could not read."""
+    """Return values summed over labels; for breaker and ``_seconds_max`` gauges the largest value.
+    Raises ValueError for text that is not in Prometheus format."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -123,10 +123,10 @@ def _metrics_url(url: str, *, is_exact: bool) -> str:
         host, _port = parts.hostname, parts.port
         httpx.URL(whole)
     except (ValueError, httpx.InvalidURL) as exc:
-        # What it follows from may quote more of the address.
+        # No cause: its text may quote secrets of the URL.
         raise ConfigError(f"endpoint {shown}: {without_secrets(str(exc))}") from None
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ConfigError(f"endpoint {shown}: give it as http://host:port, or https://")
+        raise ConfigError(f"endpoint {shown}: must be http://host:port or https://host")
     path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     if is_exact and path:
         return whole

@@ -1,5 +1,5 @@
-"""Watches a fleet: asks all replicas at once, keeps what they said last, looks into the index now
-and then. Bounded in time by the deadline of one scrape, whatever is down."""
+"""Watches a fleet: scrapes all replicas in parallel and reads the index from time to time. A round
+takes at most the deadline of one scrape, whichever replicas are down."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class StoredTotals:
-    """What is stored, by whoever told."""
+    """Stored totals with their source."""
 
     nbytes: float
     payloads: float
@@ -35,22 +35,22 @@ class StoredTotals:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that is shown of one moment."""
+    """Everything shown at one moment."""
 
     rows: tuple[ReplicaRow, ...]
     total: Flow
     hit_rates: tuple[float | None, ...]
-    """Of the whole fleet, oldest first."""
+    """Hit rates of the whole fleet, oldest first."""
     stored: StoredTotals | None
     ends: tuple[tuple[str, bool], ...]
-    """Ends by the exporter, and whether each answers."""
+    """Backends reported by the exporter, and whether each is up."""
     prefixes: PrefixLook | None
     problems: tuple[str, ...]
-    """What could not be told, a sentence each."""
+    """Failures of exporter and index, one sentence each."""
 
 
 class FleetWatch:
-    """A context manager: without it nothing looks into the index."""
+    """A context manager. The index is read in the background within its block only."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class FleetWatch:
             source.close()
 
     def tick(self) -> View:
-        """Ask everybody once. Blocks for as long as the slowest, at most the deadline of a
+        """Scrape every source once. Blocks until the slowest answers, at most for the deadline of a
         scrape."""
         sources = [*self._replicas, *filter(None, [self._exporter])]
         scrapes = list(self._crew.map(MetricsSource.scrape, sources))
@@ -111,7 +111,7 @@ class FleetWatch:
         return self._view(tuple(rows), total, told)
 
     def look_now(self) -> None:
-        """Look into the index once; never raises."""
+        """Read the index once. Never raises."""
         assert self._index is not None
         try:
             found = look(self._index, self._clock(), self._look)

@@ -1,1 +1,1 @@
-"""Warming: prefixes are computed and saved before anybody asks for them."""
+"""Warming: prefixes are computed and stored before users send them."""

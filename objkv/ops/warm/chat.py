@@ -1,6 +1,6 @@
-"""Token ids of text and messages by a model's own files, as vLLM makes them; uses no network.
+"""Tokenizes text and chat messages with a model's own files, as vLLM does. Uses no network.
 
-Chat templates come with models and are programs: they run in jinja2's sandbox.
+Chat templates are programs that come with models, so they run in jinja2's sandbox.
 """
 
 import json
@@ -19,26 +19,25 @@ from objkv.ops.warm.prompts import Chat, WarmPrompt
 
 
 class LocalTokenizer:
-    """Of a model's folder, or of a ``tokenizer.json`` alone, which has no chat template. Safe from
-    many threads."""
+    """Tokenizes with a model's folder, or with a ``tokenizer.json``. Safe from many threads."""
 
     def __init__(self, place: Path) -> None:
         """Raises ``ConfigError``."""
         folder = place if place.is_dir() else place.parent
         file = place / "tokenizer.json" if place.is_dir() else place
         if not file.is_file():
-            raise ConfigError(f"{file} is no file: give a tokenizer.json, or its folder")
+            raise ConfigError(f"{file} does not exist: name a tokenizer.json or its folder")
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as exc:  # the library raises bare Exception for anything wrong in the file
-            raise ConfigError(f"{file} is no tokenizer.json: {exc}") from exc
+            raise ConfigError(f"{file} is not a valid tokenizer.json: {exc}") from exc
         self._folder = folder
         self._settings = _settings(folder / "tokenizer_config.json")
         self._source = _template(folder, self._settings)
         self._environment = _sandbox()
 
     def tokenize(self, prompt: WarmPrompt) -> list[int]:
-        """The prompt's token ids. Raises ``ConfigError`` that names it."""
+        """Return the prompt's token ids. Raises ``ConfigError`` with the prompt's name."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
         if prompt.chat is None:
@@ -52,11 +51,10 @@ class LocalTokenizer:
         options = chat.options
         source = options.get("chat_template") or self._source
         if source is None:
-            raise ConfigError(f"{name}: {self._folder} has no chat template for its messages")
+            raise ConfigError(f"{name}: messages need a chat template, but {self._folder} has none")
         if options.get("continue_final_message"):
             raise ConfigError(
-                f"{name}: continue_final_message works with the tokenizer of the endpoint only; "
-                "leave --tokenizer out"
+                f"{name}: continue_final_message needs the endpoint's tokenizer: remove --tokenizer"
             )
         messages = [_message(message, name) for message in chat.messages]
         try:
@@ -70,7 +68,7 @@ class LocalTokenizer:
                 )
             )
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as exc:
-            raise ConfigError(f"{name}: the chat template does not take it: {exc}") from exc
+            raise ConfigError(f"{name}: the chat template failed: {exc}") from exc
 
     def _special_tokens(self) -> dict[str, str]:
         found = {}
@@ -92,7 +90,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The default one: a file of its own, or one of the settings."""
+    """Return the default chat template, from its own file or from the settings."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -104,11 +102,11 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """As vLLM hands it to the template: the arguments of calls parsed."""
+    """Return the message as vLLM passes it to the template: with parsed tool-call arguments."""
     if message.get("content") is not None and not isinstance(message["content"], str):
         raise ConfigError(
-            f"{name}: content in parts works with the tokenizer of the endpoint only; leave "
-            "--tokenizer out, or write the content as text"
+            f"{name}: content in parts needs the endpoint's tokenizer: remove --tokenizer, or "
+            "write the content as text"
         )
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -129,7 +127,7 @@ def _call(call: object, name: str) -> object:
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:
-    # What templates count on: what ``transformers`` offers them.
+    # The same environment as in ``transformers``, which templates rely on.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )

@@ -1,4 +1,4 @@
-"""One OpenAI-compatible endpoint: a vLLM server, or what stands before several."""
+"""One OpenAI-compatible endpoint: a vLLM server, or a proxy or router in front of several."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 
 class LoopClosed(Exception):
-    """The call was ended, or came too late."""
+    """The call was cancelled, or the loop is closed."""
 
 
 class Loop:
-    """An event loop on a thread of its own: unlike a thread that waits for a socket, its calls can
-    be cancelled at any time, and the server sees the connection close."""
+    """An event loop on its own thread. Unlike a thread that waits for a socket, its calls can be
+    cancelled at any time, and the server notices the closed connection."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -40,7 +40,7 @@ class Loop:
         self._thread.start()
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What ``work`` returns; waits. Raises what it raises, and ``LoopClosed``."""
+        """Run ``work`` and wait for its result. Raises its exceptions, and ``LoopClosed``."""
         with self._lock:
             if self._closed:
                 raise LoopClosed
@@ -51,7 +51,7 @@ class Loop:
             raise LoopClosed from exc
 
     def close(self, last: Callable[[], Awaitable[None]]) -> None:
-        """End all calls, then do ``last``. Idempotent."""
+        """Cancel all calls, then run ``last``. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -73,7 +73,7 @@ class Loop:
 AT_ONCE: Final = 8
 _CONNECT_S: Final = 10.0
 _CHECK_S: Final = 10.0
-"""For what needs no computing."""
+"""Time limit of requests that need no computing."""
 _ANSWER_BYTES_MAX: Final = 64 << 20
 """Ids of a million tokens are 8 MB."""
 _TOLD_MAX: Final = 300
@@ -83,26 +83,26 @@ _OF_A_CHECK: Final = ("/health", "/v1/models")
 
 @dataclass(frozen=True, slots=True)
 class EndpointLimits:
-    """How much of it is asked."""
+    """Limits of the requests to an endpoint."""
 
     at_once: int = AT_ONCE
     answer_s: float = 600.0
-    """A request that takes longer is repeated, elsewhere if possible."""
+    """A request that takes longer is retried, on another endpoint if possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an endpoint serves."""
+    """The models that an endpoint serves."""
 
     model: str
-    """Its name in requests."""
+    """The base model's name in requests."""
     root: str
-    """What the model was loaded from."""
+    """The folder or hub id that the model was loaded from."""
     adapters: tuple[str, ...]
 
 
 class PrefillEndpoint:
-    """See ``Asker``."""
+    """See ``Prefiller``."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class PrefillEndpoint:
         api_key: str | None = None,
         allow_plaintext: bool = False,
     ) -> None:
-        """``url``: with or without ``/v1``. ``model``: which one of several. Raises
+        """``url``: with or without ``/v1``. ``model``: the one to use of several. Raises
         ``ConfigError``."""
         self._base = _base(url, api_key is not None and not allow_plaintext)
         self._limits = limits
@@ -126,7 +126,7 @@ class PrefillEndpoint:
             headers=headers,
             timeout=httpx.Timeout(limits.answer_s, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=limits.at_once + 2),
-            # What is on this machine is never asked through a proxy.
+            # Servers on this machine are never reached through a proxy.
             trust_env=not is_this_machine(urlsplit(self._base).hostname or ""),
         )
 
@@ -135,16 +135,16 @@ class PrefillEndpoint:
 
     @property
     def name(self) -> str:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         return self._base
 
     @property
     def at_once(self) -> int:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         return self._limits.at_once
 
     def check(self) -> None:
-        """See ``Asker``. Raises ``ConfigError`` where the model is not served."""
+        """See ``Prefiller``. Raises ``ConfigError`` if the endpoint does not serve the model."""
         bound_s = min(_CHECK_S, self._limits.answer_s)
         self._call("GET", "/health", bound_s=bound_s)
         if self._served is None:
@@ -153,12 +153,12 @@ class PrefillEndpoint:
 
     @property
     def served(self) -> Served:
-        """What it serves, once it was checked."""
+        """The served models; available after ``check``."""
         assert self._served is not None
         return self._served
 
     def tokenize(self, prompt: WarmPrompt) -> list[int]:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
         request: dict[str, Any] = {"model": prompt.model or self.served.model}
@@ -169,11 +169,11 @@ class PrefillEndpoint:
         answer = self._call("POST", "/tokenize", request)
         tokens = answer.get("tokens")
         if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-            raise PrefillError("refused", f"{self._base} does not tokenize: give --tokenizer")
+            raise PrefillError("refused", f"{self._base} does not tokenize: use --tokenizer")
         return tokens
 
     def ask(self, ask: PrefillRequest) -> PrefillReply:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         request: dict[str, Any] = {
             "model": ask.model or self.served.model,
             "prompt": list(ask.tokens),
@@ -194,7 +194,7 @@ class PrefillEndpoint:
         return PrefillReply(cached if type(cached) is int else None)
 
     def close(self) -> None:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         self._loop.close(self._http.aclose)
 
     def _call(
@@ -204,28 +204,28 @@ class PrefillEndpoint:
         content = None if request is None else json.dumps(request).encode()
         bound_s = bound_s or self._limits.answer_s
         try:
-            # A bound for all of it: those of the client are for each read.
+            # A limit for the whole request: the client's limits apply to each read.
             answer = self._loop.call(
                 lambda: asyncio.wait_for(self._answer(method, path, content), bound_s)
             )
         except (httpx.TimeoutException, TimeoutError) as exc:
             is_down = isinstance(exc, httpx.ConnectTimeout)
             raise PrefillError(
-                "down" if is_down else "failed", f"{what}: no answer in time"
+                "down" if is_down else "failed", f"{what}: no answer within the time limit"
             ) from exc
         except httpx.InvalidURL as exc:
             raise ConfigError(f"endpoint {self._base}: {exc}") from exc
         except httpx.HTTPError as exc:
             raise PrefillError("down", f"{what}: {_reason(exc)}") from exc
         except LoopClosed as exc:
-            raise PrefillError("down", f"{what}: given up") from exc
+            raise PrefillError("down", f"{what}: cancelled") from exc
         if len(answer.content) > _ANSWER_BYTES_MAX:
             raise PrefillError("failed", f"{what}: longer than {_ANSWER_BYTES_MAX} bytes")
         if 200 <= answer.status < 300:
             return _parsed(answer, what, is_health=path == "/health")
         if answer.status == 404 and path in _OF_A_CHECK:
-            told = f"{self._base} answers, but HTTP 404 on {path}: is it a vLLM server?"
-            raise PrefillError("refused", told)
+            why = f"{self._base} answers HTTP 404 on {path}: check that it is a vLLM server"
+            raise PrefillError("refused", why)
         raise _error(answer, what)
 
     async def _answer(self, method: str, path: str, content: bytes | None) -> "_Answer":
@@ -244,7 +244,7 @@ class _Answer:
     status: int
     retry_after: str
     content: bytes
-    """At most a piece more than it may have."""
+    """May exceed the limit by one piece."""
 
 
 def _parsed(answer: _Answer, what: str, *, is_health: bool) -> dict[str, Any]:
@@ -258,7 +258,8 @@ def _parsed(answer: _Answer, what: str, *, is_health: bool) -> dict[str, Any]:
         return found
     if is_health:
         return {}
-    raise PrefillError("refused", f"{what}: answered no JSON object: is it OpenAI-compatible?")
+    why = f"{what}: the answer is not a JSON object: check that the server is OpenAI-compatible"
+    raise PrefillError("refused", why)
 
 
 def _error(answer: _Answer, what: str) -> Exception:
@@ -266,8 +267,8 @@ def _error(answer: _Answer, what: str) -> Exception:
     if answer.status in _BUSY:
         return PrefillError("busy", why, after_s=_retry_after(answer.retry_after))
     if answer.status in (401, 403):
-        return ConfigError(f"{why}; give --api-key, or VLLM_API_KEY")
-    if answer.status in (502, 504):  # what stands before the fleet found nobody
+        return ConfigError(f"{why}; set --api-key or VLLM_API_KEY")
+    if answer.status in (502, 504):  # a proxy in front of the fleet reached no server
         return PrefillError("down", why)
     if answer.status >= 500 or answer.status == 408:
         return PrefillError("failed", why)
@@ -275,12 +276,12 @@ def _error(answer: _Answer, what: str) -> Exception:
 
 
 def _told(answer: _Answer) -> str:
-    """What the body says of the error, in one line."""
+    """Return the error message in the body, as one line."""
     try:
         found: Any = json.loads(answer.content)
     except ValueError:
         found = answer.content.decode("utf-8", "replace")
-        if found.lstrip().startswith("<"):  # a page for people
+        if found.lstrip().startswith("<"):  # an HTML page
             return ""
     while isinstance(found, dict):
         found = found.get("error", found.get("message", found.get("detail", "")))
@@ -288,7 +289,7 @@ def _told(answer: _Answer) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system says of a connection, rather than what the client makes of it."""
+    """Return the operating system's error text rather than the HTTP client's."""
     told = str(error) or type(error).__name__
     cause: BaseException | None = error
     while cause is not None:
@@ -334,15 +335,15 @@ def _base(url: str, refuse_clear: bool) -> str:
         host, _port = parts.hostname, parts.port
         httpx.URL(written)
     except (ValueError, httpx.InvalidURL) as exc:
-        # What it follows from may quote more of the address.
+        # No cause: its text may quote secrets of the URL.
         raise ConfigError(f"endpoint {shown}: {without_secrets(str(exc))}") from None
     if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(f"endpoint {shown}: write http://host:port or https://host")
+        raise ConfigError(f"endpoint {shown}: must be http://host:port or https://host")
     if parts.username or parts.password:
-        raise ConfigError("an endpoint's URL has no password in it: use --api-key")
+        raise ConfigError("an endpoint's URL must not contain a password: use --api-key")
     if refuse_clear and parts.scheme == "http" and not is_this_machine(host):
         raise ConfigError(
-            f"endpoint {shown}: the API key would cross the network in clear; write https://, or "
-            "set allow_plaintext to true if nobody else can listen there"
+            f"endpoint {shown}: the API key would cross the network unencrypted: use https://, or "
+            "set allow_plaintext to true on a trusted network"
         )
     return written.rstrip("/").removesuffix("/v1").rstrip("/")

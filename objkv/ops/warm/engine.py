@@ -1,6 +1,7 @@
-"""An engine of our own for ``warm --model``: vLLM in a child process, which speaks JSON lines.
+"""The engine of ``warm --model``: vLLM in a child process that reads and writes JSON lines.
 
-The child imports vLLM, this process does not. It ends with its input, in order; or with us.
+Only the child imports vLLM. It ends in order at the end of its input, and is killed with this
+process.
 """
 
 import contextlib
@@ -28,18 +29,18 @@ MODULE: Final = "objkv.connector.programs.warm"
 AT_ONCE: Final = 64
 _TAIL_LINES = 200
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): |^\s*Value error, ")
-"""A line of its log that names what went wrong, as Python and pydantic write it."""
+"""A line of the log with an error, as Python and pydantic write it."""
 _TOLD_MAX = 300
 _LAST_WORDS_S = 10.0
-"""From the end of its answers until it has written why."""
+"""Time that a failed child has to write its traceback after its answers end."""
 _END_S = 60.0
 _START_S = 3600.0
-"""A large model is read from a slow disk."""
+"""Allows for a large model on a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmEngineJob:
-    """What the child is told first."""
+    """The first line of the child's input."""
 
     model: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class WarmEngineJob:
 
 
 class EngineProcess:
-    """See ``Asker``."""
+    """See ``Prefiller``."""
 
     def __init__(
         self,
@@ -61,20 +62,20 @@ class EngineProcess:
         *,
         command: tuple[str, ...] = ("-m", MODULE),
     ) -> None:
-        """``settings``: all of objkv's, as environment variables. Raises ``ConfigError`` where vLLM
+        """``settings``: all objkv settings as environment variables. Raises ``ConfigError`` if vLLM
         is not installed."""
         if find_spec("vllm") is None:
             raise ConfigError(
-                "--model needs vLLM here, which is not installed: pip install 'objkv[vllm]', or "
-                "give --endpoint"
+                "--model needs vLLM, which is not installed here: pip install 'objkv[vllm]', or "
+                "use --endpoint"
             )
         self._job = job
         self._lock = Lock()
         self._speaking = Lock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._number = 0
-        self._closed = False  # whether nobody is answered any more
-        self._failure = ""  # what the child said when its engine failed, which is for good
+        self._closed = False  # whether no further request is answered
+        self._failure = ""  # the child's error after its engine failed for good
         self._is_ended = False
         self._ready: Future[dict[str, Any]] = Future()
         self._log, self._process = _start(command, settings)
@@ -86,16 +87,16 @@ class EngineProcess:
 
     @property
     def name(self) -> str:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         return f"engine of {self._job.model}"
 
     @property
     def at_once(self) -> int:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         return self._job.at_once
 
     def check(self) -> None:
-        """See ``Asker``; the first time it waits until the engine runs."""
+        """See ``Prefiller``. The first call waits until the engine runs."""
         try:
             self._ready.result(_START_S)
         except (TimeoutError, CancelledError) as exc:
@@ -106,7 +107,7 @@ class EngineProcess:
             raise PrefillError("down", f"{self.name} ended: {self._tail()}")
 
     def tokenize(self, prompt: WarmPrompt) -> list[int]:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
         chat = None
@@ -116,7 +117,7 @@ class EngineProcess:
         return [int(token) for token in answer["tokens"]]
 
     def ask(self, ask: PrefillRequest) -> PrefillReply:
-        """See ``Asker``."""
+        """See ``Prefiller``."""
         tokens = list(ask.tokens)
         answer = self._call(
             {"kind": "ask", "tokens": tokens, "salt": ask.salt, "adapter": ask.model}
@@ -124,7 +125,7 @@ class EngineProcess:
         return PrefillReply(answer["cached_tokens"])
 
     def close(self) -> None:
-        """See ``Asker``: what the engine still saves has some seconds to be saved."""
+        """See ``Prefiller``. Waits up to ``_END_S`` for the engine's pending saves."""
         with self._lock:
             is_first, self._is_ended = not self._is_ended, True
             self._closed = True
@@ -134,7 +135,7 @@ class EngineProcess:
         if not is_first:
             return
         try:
-            # Somebody who waits for it to read would hold this: then it is not reading any more.
+            # A thread blocked in a write holds this lock if the child has stopped reading.
             if self._speaking.acquire(timeout=1.0):
                 with contextlib.suppress(OSError):
                     cast("IO[str]", self._process.stdin).close()
@@ -155,7 +156,7 @@ class EngineProcess:
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
-                raise PrefillError("down", f"{self.name} was given up")
+                raise PrefillError("down", f"{self.name} was closed")
             self._number += 1
             number = self._number
             self._waiting[number] = future
@@ -173,7 +174,7 @@ class EngineProcess:
     def _say(self, value: dict[str, Any]) -> None:
         line = json.dumps(value) + "\n"
         stdin = cast("IO[str]", self._process.stdin)
-        with self._speaking, contextlib.suppress(OSError, ValueError):  # it ended: nobody answers
+        with self._speaking, contextlib.suppress(OSError, ValueError):  # the child has ended
             stdin.write(line)
             stdin.flush()
 
@@ -187,7 +188,7 @@ class EngineProcess:
                 future = self._waiting.pop(answer["id"], None)
             if future is not None:
                 future.set_result(answer)
-        # It ended: nobody is answered any more.
+        # The child has ended: no request is answered any more.
         self._ready.cancel()
         with self._lock:
             waiting, self._waiting = self._waiting, {}
@@ -197,7 +198,7 @@ class EngineProcess:
 
     def _tail(self) -> str:
         if self._ready.done():
-            # Its answers end before Python writes the traceback.
+            # Standard output closes before Python writes the traceback.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_WORDS_S)
         return f"{_reason(self._log)}; its log is {self._log}"
@@ -206,7 +207,7 @@ class EngineProcess:
 def _start(
     command: tuple[str, ...], settings: Mapping[str, str]
 ) -> tuple[Path, subprocess.Popen[str]]:
-    """The child's log, and the child."""
+    """Start the child; return its log file and the process."""
     descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
     with os.fdopen(descriptor, "wb") as log:
         process = subprocess.Popen(
@@ -215,7 +216,7 @@ def _start(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            # Ctrl-C is ours: it ends in order when its input does.
+            # Ctrl-C must reach only this process; the child ends in order with its input.
             start_new_session=True,
             preexec_fn=die_with_parent,
             text=True,
@@ -224,11 +225,11 @@ def _start(
 
 
 def _reason(log: Path) -> str:
-    """The last error that a log tells, in one line."""
+    """Return the last error in the log, as one line."""
     lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
     errors = [line for line in lines if _ERROR.search(line)]
     errors = errors or [line for line in lines if "Error" in line]
-    return errors[-1].strip().rstrip(".")[:_TOLD_MAX] if errors else "no reason was told"
+    return errors[-1].strip().rstrip(".")[:_TOLD_MAX] if errors else "no error in its log"
 
 
 def _environment(settings: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Several who compute, of which some may be busy or gone: who is asked next, and who is left alone.
+"""Schedules prompts over several prefillers, even if some are busy or down.
 
-Prompts of one tree go to the same one while it has room, because its own prefix cache has their
-beginning already. Whoever does not answer is left to the others, and tried again by a health check.
+Prompts of one tree go to the same prefiller while it has room, because its prefix cache holds their
+shared prefix. A prefiller that does not answer gets no prompts until a health check succeeds.
 """
 
 from collections import OrderedDict
@@ -20,30 +20,30 @@ _ROOTS_MAX: Final = 65_536
 
 @dataclass(slots=True)
 class Seat:
-    """One of them. Its owner's thread alone changes it."""
+    """The state of one prefiller. Only the owner's thread changes it."""
 
     asker: Prefiller
     asked: int = 0
-    """Requests under way."""
+    """Requests in flight."""
     answered: int = 0
     tokens: int = 0
-    """Of the prompts that it answered."""
+    """Tokens of the prompts that it computed."""
     errors: int = 0
     failed_in_row: int = 0
     not_before_s: float = 0.0
     is_down: bool = False
-    """Whether it did not answer last: it is checked before it is asked again."""
+    """Whether its last request got no answer. It must pass a check before the next prompt."""
     down_since_s: float = 0.0
     last_error: str = ""
 
     @property
     def free(self) -> int:
-        """How many more requests it takes."""
+        """The number of further requests that it can take."""
         return self.asker.at_once - self.asked
 
 
 class PrefillFleet:
-    """One thread uses it; ``first_pause_s`` doubles with each failure in a row."""
+    """For one thread. ``first_pause_s`` doubles with each consecutive failure."""
 
     def __init__(
         self,
@@ -60,20 +60,20 @@ class PrefillFleet:
 
     @property
     def at_once(self) -> int:
-        """Requests at a time, of all together."""
+        """Concurrent requests of all prefillers together."""
         return sum(seat.asker.at_once for seat in self.seats)
 
     def has_room(self) -> bool:
-        """Whether somebody would take a request now."""
+        """Whether a prefiller can take a request now."""
         return any(self._is_ready(seat) for seat in self.seats)
 
     def take(self, root: bytes) -> Seat:
-        """Who is to compute a prompt of this tree now; only while there is room."""
+        """Choose the prefiller for a prompt of this tree. Call only if ``has_room``."""
         ready = [seat for seat in self.seats if self._is_ready(seat)]
         home = self._homes.pop(root, None)
         if home is not None and home in ready and not home.failed_in_row:
             seat = home
-        else:  # whose last request failed is asked when nobody else has room
+        else:  # a prefiller whose last request failed is the last choice
             seat = max(ready, key=lambda s: (not s.failed_in_row, s.free))
         self._homes[root] = seat
         while len(self._homes) > _ROOTS_MAX:
@@ -82,7 +82,7 @@ class PrefillFleet:
         return seat
 
     def to_check(self) -> list[Seat]:
-        """Those that did not answer and may be looked at again now; they are being, from now on."""
+        """Return the prefillers that are due for a check, and mark them as being checked."""
         now = self._clock()
         seats = [s for s in self.seats if s.is_down and not s.asked and now >= s.not_before_s]
         for seat in seats:
@@ -90,21 +90,21 @@ class PrefillFleet:
         return seats
 
     def passed(self, seat: Seat) -> None:
-        """It answered its check."""
+        """Record a successful check."""
         seat.asked -= 1
         seat.failed_in_row, seat.is_down = 0, False
 
     def answered(self, seat: Seat, tokens: int) -> None:
-        """It computed a prompt of so many tokens."""
+        """Record a computed prompt of ``tokens`` tokens."""
         seat.asked -= 1
         seat.answered += 1
         seat.tokens += tokens
         seat.failed_in_row, seat.is_down = 0, False
 
     def failed(self, seat: Seat, error: PrefillError) -> None:
-        """It did not compute a prompt, or did not pass its check."""
+        """Record a failed request or check."""
         seat.asked -= 1
-        if error.trouble == "refused":  # the prompt's fault, and it answers
+        if error.trouble == "refused":  # the prompt is at fault, and the prefiller answers
             seat.failed_in_row = 0
             return
         now = self._clock()
@@ -114,20 +114,20 @@ class PrefillFleet:
         if error.trouble == "down" and not seat.is_down:
             seat.is_down, seat.down_since_s = True, now
         pause_s = min(_PAUSE_MAX_S, self._first_pause_s * 2 ** min(seat.failed_in_row - 1, 10))
-        if error.trouble == "failed":  # others of its requests may well work
+        if error.trouble == "failed":  # its other requests may succeed
             pause_s = min(pause_s, self._first_pause_s)
         if error.after_s is not None:
             pause_s = max(pause_s, min(error.after_s, _RETRY_AFTER_MAX_S))
         seat.not_before_s = max(seat.not_before_s, now + pause_s)
 
     def rest_s(self) -> float:
-        """Until somebody may be asked again who has room; 0 if somebody may be now."""
+        """Return the seconds until a prefiller with room may be used; 0 if one may be used now."""
         now = self._clock()
         waits = [max(0.0, seat.not_before_s - now) for seat in self.seats if seat.free > 0]
         return min(waits, default=0.0)
 
     def gone_s(self) -> float:
-        """How long nobody at all has answered; 0 while somebody does."""
+        """Return the seconds since all prefillers are down; 0 while one is up."""
         if not all(seat.is_down for seat in self.seats):
             return 0.0
         return self._clock() - max(seat.down_since_s for seat in self.seats)

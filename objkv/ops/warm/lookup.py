@@ -1,4 +1,4 @@
-"""What of a prompt is stored, as the replicas would find it."""
+"""Looks up the stored chunks of a prompt, as replicas do."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,28 +14,29 @@ from objkv.stores.base import ReadStore
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one prompt."""
+    """The lookup's result for one prompt."""
 
     chunks: int
-    """That the prompt has."""
+    """The prompt's whole chunks."""
     usable: int
-    """That would be served, from the first one on."""
+    """Leading chunks that would be served."""
     nbytes: tuple[int, ...]
-    """Bytes stored of each chunk."""
+    """Stored bytes of each chunk."""
 
     @property
     def is_all(self) -> bool:
-        """Whether there is nothing left to compute and save."""
+        """Whether all chunks are stored."""
         return self.usable == self.chunks
 
 
 class PromptLookup:
-    """The chunks of one namespace, by the index. Safe from many threads; raises ``StoreError``."""
+    """Looks up chunks of one namespace in the index. Safe from many threads. Raises
+    ``StoreError``."""
 
     def __init__(
         self, index: ReadIndex, identity: Identity, adapters: Mapping[str, bytes] | None = None
     ) -> None:
-        """``adapters``: content digests of LoRA adapters by the names that requests have."""
+        """``adapters``: content digests of LoRA adapters by their names in requests."""
         self._index = index
         self._adapters = adapters or {}
         self.identity = identity
@@ -44,13 +45,13 @@ class PromptLookup:
     def hashes(
         self, tokens: Sequence[int], salt: str | None = None, adapter: str | None = None
     ) -> list[bytes]:
-        """Names of the prompt's whole chunks: what can be stored of it."""
+        """Return the prefix hashes of the prompt's whole chunks; only these can be stored."""
         digest = None if adapter is None else self._adapters[adapter]
         extras = PromptExtras(lora_digest=digest, salt=salt)
         return prefix_hashes(self.namespace, tokens, self.identity.chunk_tokens, extras)
 
     def find(self, hashes: Sequence[bytes]) -> Found:
-        """What is there of them, in one round trip."""
+        """Look up the chunks in one round trip."""
         if not hashes:
             return Found(0, 0, ())
         records = self._index.lookup(self.namespace, hashes)
@@ -60,19 +61,19 @@ class PromptLookup:
         return Found(len(hashes), usable, nbytes)
 
     def records(self, hashes: Sequence[bytes]) -> list[Record]:
-        """What the index knows of them."""
+        """Return the chunks' records, without missing ones."""
         found = self._index.lookup(self.namespace, hashes) if hashes else []
         return [record for record in found if record is not None]
 
 
 def known_identities(bulk: ReadStore) -> dict[str, Identity]:
-    """The namespaces that replicas have announced, without those that hold no chunks of KV: encoder
-    outputs, and hand-offs."""
+    """Return the identities of all namespaces that hold KV chunks, which excludes encoder outputs
+    and hand-offs."""
     found = {}
     for name in stored_namespaces(bulk):
         try:
             identity = read_identity(bulk, name)
-        except PayloadError:  # of encoder outputs, or damaged: nothing to be matched there
+        except PayloadError:  # encoder outputs, or damaged: no chunks to match
             continue
         if identity is not None and identity.page_layout != HANDOFF_LAYOUT:
             found[name] = identity

@@ -1,4 +1,4 @@
-"""What whoever computes is asked and answers: an endpoint of a fleet, or an engine here."""
+"""The protocol of prefillers, which compute prompts: an endpoint of a fleet or a local engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,52 +12,52 @@ Trouble = Literal["busy", "down", "failed", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
-    """One token after this prompt, please."""
+    """A request to compute a prompt and generate one token."""
 
     tokens: Sequence[int]
     salt: str | None
     model: str | None
-    """The adapter to use; None is the base model."""
+    """The LoRA adapter; None means the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillReply:
-    """It was computed; what it saves may still be on its way."""
+    """The prompt was computed. Its saves may still be in flight."""
 
     cached_tokens: int | None
-    """Of the prompt, loaded or from the engine's own cache; None if it does not tell."""
+    """Prompt tokens loaded, or found in the engine's own cache; None if not reported."""
 
 
 class PrefillError(ObjkvError):
-    """No reply. ``busy``: later; ``down``: nobody is there, try another; ``failed``: this request
-    only, it may be repeated; ``refused``: it will be refused again."""
+    """No reply. ``busy``: retry later. ``down``: the prefiller is unreachable, try another.
+    ``failed``: only this request failed and may be retried. ``refused``: a retry would fail too."""
 
     def __init__(self, trouble: Trouble, why: str, *, after_s: float | None = None) -> None:
         super().__init__(why)
         self.trouble = trouble
         self.after_s = after_s
-        """Not before so many seconds, if it told."""
+        """Seconds to wait before a retry, if the prefiller reported it."""
 
 
 class Prefiller(Protocol):
-    """Who computes prompts, and saves them. Safe from many threads; raises ``PrefillError``."""
+    """Computes and saves prompts. Safe from many threads. Raises ``PrefillError``."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name used in messages."""
 
     @property
     def at_once(self) -> int:
-        """So many requests at a time."""
+        """The maximum number of concurrent requests."""
 
     def check(self) -> None:
-        """Returns if it would take a request."""
+        """Return if the prefiller accepts requests."""
 
     def tokenize(self, prompt: WarmPrompt) -> list[int]:
-        """The token ids of a prompt, as a request of it would have them."""
+        """Return the token ids that a request with this prompt would have."""
 
     def ask(self, ask: PrefillRequest) -> PrefillReply:
-        """Have it computed; waits."""
+        """Compute the prompt and wait for the reply."""
 
     def close(self) -> None:
-        """Drop what is under way. Idempotent."""
+        """Cancel requests in flight. Idempotent."""

@@ -1,4 +1,4 @@
-"""From prompts to tasks: tokenized, and with the adapters told by what they hold."""
+"""Turns prompts into tasks: tokenizes them and resolves their adapters."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The tasks, and the prompts that are none."""
+    """The tasks, and the prompts that could not be tokenized."""
 
     tasks: list[Task] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -28,22 +28,22 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the names of models in requests mean."""
+    """The known model names in requests."""
 
     base: Collection[str]
-    """The base model's."""
+    """Names of the base model."""
     adapters: Collection[str]
-    """Those of which it is known what they hold."""
+    """Adapters with a known content digest."""
 
     def adapter(self, prompt: WarmPrompt) -> str | None:
-        """The adapter that the prompt is for. Raises ``ConfigError`` where nobody knows."""
+        """Return the prompt's adapter, if any. Raises ``ConfigError`` for an unknown model."""
         if prompt.model in self.adapters:
             return prompt.model
         if prompt.model is None or prompt.model in self.base:
             return None
         raise ConfigError(
             f"{prompt.name}: model {prompt.model} is not {' or '.join(sorted(self.base))}; if it "
-            f"is a LoRA adapter, say what it holds: --lora {prompt.model}=FOLDER, or its digest"
+            f"is a LoRA adapter, add --lora {prompt.model}=FOLDER, or its digest"
         )
 
 
@@ -56,9 +56,8 @@ def prepare(
     on_progress: Callable[[int], None] = lambda count: None,
     give_up: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Tokenize all; a prompt that cannot be is a failure, and not the end. Raises ``ConfigError``
-    where a model is not known. ``give_up`` ends what ``tokenize`` waits for, when this is
-    interrupted."""
+    """Tokenize all prompts; one that fails becomes a ``Failure``. Raises ``ConfigError`` for an
+    unknown model. On an interrupt, ``give_up`` ends the requests that ``tokenize`` waits for."""
     prepared = Prepared()
     every = iter(prompts)
     pool = ThreadPoolExecutor(_WORKERS, thread_name_prefix="objkv-warm-tokens")
@@ -68,7 +67,7 @@ def prepare(
             tokens = tokenize(prompt)
         except (PrefillError, ConfigError) as exc:
             return Failure(prompt.name, str(exc))
-        return tokens or Failure(prompt.name, "it has no token")
+        return tokens or Failure(prompt.name, "the prompt has no tokens")
 
     try:
         while batch := list(islice(every, _BATCH)):
@@ -79,7 +78,7 @@ def prepare(
                     continue
                 number = spool.add(made)
                 assert number == len(prepared.tasks)
-                # An adapter is part of what is stored, and so is the salt.
+                # Adapter and salt are part of the chunks' keys.
                 prepared.tasks.append(Task(prompt.name, prompt.salt, adapter))
             on_progress(len(prepared.tasks))
     except BaseException:
@@ -91,14 +90,14 @@ def prepare(
 
 
 class AskingTokenizer:
-    """Asks one of them, and another if that one does not answer. Safe from many threads."""
+    """Tokenizes through a prefiller, and through another if it fails. Safe from many threads."""
 
     def __init__(self, askers: Sequence[Prefiller]) -> None:
         self._askers = askers
         self._ended = Event()
 
     def __call__(self, prompt: WarmPrompt) -> list[int]:
-        """Raises ``PrefillError``."""
+        """Return the prompt's token ids. Raises ``PrefillError``."""
         if prompt.tokens is not None:
             return list(prompt.tokens)
         askers = self._askers
@@ -115,7 +114,7 @@ class AskingTokenizer:
         raise AssertionError("no askers")
 
     def give_up(self) -> None:
-        """End what is asked: nobody waits for it any more."""
+        """Cancel all requests."""
         self._ended.set()
         for asker in self._askers:
             asker.close()

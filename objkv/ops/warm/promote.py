@@ -1,6 +1,6 @@
-"""``warm --promote``: copies what is stored in bulk to the hot store as well, without an engine.
+"""``warm --promote``: copies payloads from the bulk store to the hot store, without an engine.
 
-As replicas do with payloads that they load often, under the same leases and checks, but at once.
+Uses the same leases and checks as replicas that promote often loaded payloads, but immediately.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,13 +18,13 @@ from objkv.ops.backends_view import BackendsView, record_keys, recorded
 from objkv.telemetry import MemoryRecorder
 
 _BATCH = 48
-"""Fewer than a promoter's queue has room for."""
+"""Fewer than the capacity of a promoter's queue."""
 _DRAIN_S = 120.0
 
 
 @dataclass(slots=True)
 class PromoteReport:
-    """What became of the payloads that were to be hot."""
+    """The outcome for the selected payloads."""
 
     payloads: int = 0
     hot_before: int = 0
@@ -33,29 +33,29 @@ class PromoteReport:
     too_large: int = 0
     """Larger than ``hot_payload_bytes_max``: no replica keeps such payloads hot either."""
     over_budget: int = 0
-    """Beyond what was allowed."""
+    """Not copied because of the byte limit."""
     failed: int = 0
 
     @property
     def done(self) -> int:
-        """Payloads that were looked at."""
+        """Payloads processed so far."""
         return self.hot_before + self.promoted + self.too_large + self.over_budget + self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionItem:
-    """A payload that is to be hot."""
+    """A payload to promote."""
 
     claim: Claim
     nbytes: int
     is_hot: bool
-    """As its record says."""
+    """The ``hot`` flag of its record."""
 
 
 def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[PromotionItem]:
-    """The payloads that these records promise."""
+    """Yield the payloads of these records."""
     for record in records:
-        if is_shapes(record):  # says which shapes are in use, and promises nothing
+        if is_shapes(record):  # lists the shapes in use, and has no payloads
             continue
         for key in record_keys(namespace, record):
             claim = Claim(key, record.parent_hash, record.token_start, record.token_end)
@@ -64,7 +64,7 @@ def wanted_of(namespace: str, records: Iterable[Record]) -> Iterator[PromotionIt
 
 
 class Promotion:
-    """Copies payloads, many at a time. One thread uses it."""
+    """Copies payloads with several workers. For one calling thread."""
 
     def __init__(
         self, view: BackendsView, limits: HotLimits, *, seal: Seal | None = None, workers: int = 8
@@ -96,7 +96,7 @@ class Promotion:
         bytes_max: int | None = None,
         on_progress: Callable[[PromoteReport], None] = lambda report: None,
     ) -> None:
-        """Have them hot, in order, ``bytes_max`` at most. Raises ``StoreError``."""
+        """Promote the payloads in order, at most ``bytes_max``. Raises ``StoreError``."""
         every = self._chosen(wanted, bytes_max)
         while batch := list(islice(every, _BATCH * len(self._promoters))):
             parts = [batch[n :: len(self._promoters)] for n in range(len(self._promoters))]
@@ -104,7 +104,7 @@ class Promotion:
             try:
                 list(pool.map(_copy, self._promoters, parts))
                 heads = list(pool.map(self._is_hot, batch))
-            except BaseException:  # an interruption, say: who drains waits for what is queued
+            except BaseException:  # such as an interrupt: draining would wait for queued copies
                 self._drop()
                 raise
             finally:
@@ -115,12 +115,12 @@ class Promotion:
                     self.report.promoted_bytes += one.nbytes
                 else:
                     self.report.failed += 1
-                    why = "is not hot: it is gone, damaged, or being changed right now"
+                    why = "not hot: it was deleted, is damaged, or is being changed"
                     self.failures.append((one.claim.key.path(), why))
             on_progress(self.report)
 
     def close(self) -> None:
-        """Drop what waits, and end the threads. Idempotent."""
+        """Drop queued copies and end the threads. Idempotent."""
         self._drop()
         for promoter in self._promoters:
             promoter.close(_DRAIN_S)
@@ -150,7 +150,7 @@ class Promotion:
         return self._view.hot.head(key.path()) is not None
 
     def _is_hot(self, one: PromotionItem) -> bool:
-        """Whether a reader would find it hot now: by its record, and there."""
+        """Whether the record's flag is set and the hot store has a copy."""
         key = one.claim.key
         _, shard = recorded(self._view.index, key)
         return shard is not None and shard.hot and self._has_copy(key)
@@ -163,5 +163,5 @@ def _copy(promoter: Promoter, part: Sequence[PromotionItem]) -> None:
 
 
 def by_use(records: Iterable[Record]) -> Sequence[Record]:
-    """Those that are hit most first, and a chunk before those that continue it."""
+    """Sort records by hits, highest first, and by position in the prompt."""
     return sorted(records, key=lambda record: (-record.hits, record.token_start))

@@ -1,9 +1,9 @@
-"""The prompts that are to be warmed, as batch files and programs have them.
+"""Reads prompts to warm from batch files and from Python values.
 
-A line of a JSON Lines file, or a value from Python, is one prompt: text, a list of token ids, or an
-object: a request of OpenAI's API (``prompt`` or ``messages``, ``tools``, ``model``,
-``cache_salt`` …), the same as a line of OpenAI's batch format (``custom_id``, ``body``), or
-``token_ids``. Nothing else of a request matters here: what is asked is always one token.
+A line of a JSON Lines file, or a Python value, is one prompt: text, a list of token ids, or an
+object. An object is a request of OpenAI's API (``prompt`` or ``messages``, ``tools``, ``model``,
+``cache_salt`` …), a line of OpenAI's batch format (``custom_id``, ``body``), or has ``token_ids``.
+Other fields are ignored: every request generates one token.
 """
 
 import glob
@@ -19,7 +19,7 @@ from objkv.errors import ConfigError
 LINE_BYTES_MAX: Final = 64 << 20
 _TOKEN_END: Final = 1 << 32
 _OF_A_TEMPLATE: Final = ("documents", "reasoning_effort")
-"""Of a request, what vLLM gives to the chat template beside ``chat_template_kwargs``."""
+"""Request fields that vLLM passes to the chat template in addition to ``chat_template_kwargs``."""
 _OF_A_CHAT: Final = (
     "tools",
     "chat_template",
@@ -31,35 +31,35 @@ _OF_A_CHAT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and what else decides which tokens a chat template makes of them."""
+    """Messages, and the options that affect the chat template's tokens."""
 
     messages: tuple[Mapping[str, Any], ...]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """As requests have them: ``tools``, ``chat_template_kwargs``, ``add_generation_prompt`` …"""
+    """Request fields: ``tools``, ``chat_template_kwargs``, ``add_generation_prompt`` …"""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmPrompt:
-    """One prompt; exactly one of ``tokens``, ``text`` and ``chat`` is given."""
+    """One prompt; exactly one of ``tokens``, ``text`` and ``chat`` is set."""
 
     name: str
-    """For messages: its file and line, or its ``custom_id``."""
+    """Used in messages: file and line, with the ``custom_id`` if there is one."""
     tokens: tuple[int, ...] | None = None
     text: str | None = None
     chat: Chat | None = None
     salt: str | None = None
     model: str | None = None
-    """As the request names it: the base model's name, or an adapter's."""
+    """The request's model: the base model's or an adapter's name."""
 
     def __post_init__(self) -> None:
         assert [self.tokens, self.text, self.chat].count(None) == 2
 
 
 def read_prompts(places: Sequence[str]) -> Iterator[WarmPrompt]:
-    """The prompts in files, in the files that patterns match, and, for ``-``, on standard input.
+    """Yield the prompts in files, files that match glob patterns, and standard input (``-``).
 
-    A file that is called ``….txt`` is one prompt, any other has one in each line. Raises
-    ``ConfigError`` naming file and line; at once for a file that is not there.
+    A ``.txt`` file is one prompt; any other file has one per line. Raises ``ConfigError`` with file
+    and line, and immediately for a missing file.
     """
     return _read(list(_files(places)))
 
@@ -79,14 +79,14 @@ def _read(files: Sequence[str]) -> Iterator[WarmPrompt]:
 
 
 def to_prompt(value: object, name: str) -> WarmPrompt:
-    """The prompt that ``value`` is, in any of the forms. Raises ``ConfigError``."""
+    """Return the prompt in ``value``, in any of the forms above. Raises ``ConfigError``."""
     if isinstance(value, str):
         return WarmPrompt(name, text=value)
     if isinstance(value, Mapping):
         return _of_request(value, name)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return WarmPrompt(name, tokens=_tokens(value, name))
-    raise ConfigError(f"{name}: a prompt is text, a list of token ids or an object")
+    raise ConfigError(f"{name}: a prompt must be text, a list of token ids or an object")
 
 
 def _files(places: Sequence[str]) -> Iterator[str]:
@@ -122,12 +122,12 @@ def _of_request(value: Mapping[str, Any], name: str) -> WarmPrompt:
     if "body" in value:
         value = value["body"]
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{name}: its body is no object")
+            raise ConfigError(f"{name}: body must be an object")
     names = ("prompt", "messages", "token_ids", "prompt_token_ids", "tokens", "text")
     given = [key for key in names if value.get(key) is not None]
     if len(given) != 1:
         raise ConfigError(
-            f"{name}: give one of prompt, messages and token_ids; it has "
+            f"{name}: must have exactly one of prompt, messages and token_ids, but has "
             f"{', '.join(given) or 'none'}"
         )
     what = value[given[0]]
@@ -144,19 +144,19 @@ def _of_request(value: Mapping[str, Any], name: str) -> WarmPrompt:
 
 def _chat(messages: object, request: Mapping[str, Any], name: str) -> Chat:
     if not isinstance(messages, Sequence) or not messages or isinstance(messages, str):
-        raise ConfigError(f"{name}: messages is a list of objects")
+        raise ConfigError(f"{name}: messages must be a list of objects")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ConfigError(f"{name}: a message is an object with a role")
+            raise ConfigError(f"{name}: a message must be an object with a role")
         _refuse_media(message.get("content"), name)
     options = {key: request[key] for key in _OF_A_CHAT if request.get(key) is not None}
     if options.get("continue_final_message"):
-        # A request says so by two fields, of which the first is true by default.
+        # Such requests also need add_generation_prompt false, which is true by default.
         options.setdefault("add_generation_prompt", False)
     more = {key: request[key] for key in _OF_A_TEMPLATE if request.get(key) is not None}
     given = request.get("chat_template_kwargs") or {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{name}: chat_template_kwargs is an object")
+        raise ConfigError(f"{name}: chat_template_kwargs must be an object")
     if more or given:
         options["chat_template_kwargs"] = {**more, **given}
     return Chat(tuple(messages), options)
@@ -167,17 +167,17 @@ def _refuse_media(content: object, name: str) -> None:
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else "text"
         if kind != "text":
-            raise ConfigError(f"{name}: has a part of type {kind!r}, and only text can be warmed")
+            raise ConfigError(f"{name}: has a part of type {kind!r}; only text can be warmed")
 
 
 def _tokens(values: object, name: str) -> tuple[int, ...]:
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
-        raise ConfigError(f"{name}: token ids are a list of integers")
+        raise ConfigError(f"{name}: token ids must be a list of integers")
     tokens = tuple(values)
     for token in tokens:
-        # ``bool`` is an int to Python, but JSON's true is no token id.
+        # ``bool`` is an int in Python, but JSON's true is not a token id.
         if type(token) is not int or not 0 <= token < _TOKEN_END:
-            raise ConfigError(f"{name}: {str(token)[:40]!r} is no token id")
+            raise ConfigError(f"{name}: {str(token)[:40]!r} is not a token id")
     if not tokens:
         raise ConfigError(f"{name}: has no token ids")
     return tokens
@@ -186,5 +186,5 @@ def _tokens(values: object, name: str) -> tuple[int, ...]:
 def _text(value: Mapping[str, Any], key: str, name: str) -> str | None:
     found = value.get(key)
     if found is not None and not isinstance(found, str):
-        raise ConfigError(f"{name}: {key} is text")
+        raise ConfigError(f"{name}: {key} must be text")
     return found or None

@@ -1,4 +1,4 @@
-"""What a run of ``warm`` did, as it is told: numbers, and the prompts that it could not warm."""
+"""The report of a ``warm`` run: totals, and the prompts that failed."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -19,7 +19,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EndpointReport:
-    """What one endpoint, or the engine here, did."""
+    """The totals of one endpoint or of the local engine."""
 
     name: str
     answered: int
@@ -31,7 +31,7 @@ class EndpointReport:
 
 @dataclass(slots=True)
 class WarmReport:
-    """One run; ``earlier`` is what runs did that it continues."""
+    """The report of one run; ``earlier`` has the totals of the interrupted runs before it."""
 
     mode: str
     """``endpoints``, ``engine``, ``promote`` or ``check``."""
@@ -40,61 +40,60 @@ class WarmReport:
     ending: Ending = "complete"
     prompts: int = 0
     stored_before: int = 0
-    """Prompts of which everything was stored already."""
+    """Prompts already stored completely."""
     short: int = 0
-    """Prompts that fill no chunk: nothing of them can be stored."""
+    """Prompts shorter than one chunk, which cannot be stored."""
     warmed: int = 0
-    """Prompts that are stored now, and were not before."""
+    """Prompts stored now but not before."""
     shared: int = 0
-    """Those of the warmed that were not asked: others have all their chunks."""
+    """Warmed prompts that needed no request, because other prompts have all their chunks."""
     failed: int = 0
     left: int = 0
-    """Prompts that an early end left."""
+    """Prompts not processed because of an early end."""
     prompt_tokens: int = 0
-    """Of all prompts."""
+    """Tokens of all prompts."""
     asked_tokens: int = 0
-    """Of the prompts that were answered."""
+    """Tokens of the prompts that were sent and answered."""
     cached_tokens: int | None = None
-    """Those of the asked that were not computed but loaded, or still in an engine; None if nobody
-    told."""
+    """The part of ``asked_tokens`` loaded or found in an engine's cache; None if not reported."""
     saved_chunks: int = 0
     saved_bytes: int = 0
-    """Newly stored."""
+    """Newly stored bytes."""
     retries: int = 0
     seconds: float = 0.0
     endpoints: list[EndpointReport] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    """The first thousand."""
+    """The first thousand failures."""
     resumed: bool = False
     earlier: dict[str, int] = field(default_factory=dict)
     why: str = ""
-    """Why it ended early."""
+    """The reason of an early end."""
     promotion: PromoteReport | None = None
-    """Of ``promote`` only."""
+    """Set in mode ``promote`` only."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every prompt that can be stored is stored; of ``promote``, also hot."""
+        """Whether every prompt that can be stored is stored, and also hot in mode ``promote``."""
         is_hot = self.promotion is None or not self.promotion.failed
         return self.ending == "complete" and not self.failed and is_hot
 
     @property
     def done(self) -> int:
-        """Prompts that there is nothing more to do about."""
+        """Prompts that are finished."""
         return self.stored_before + self.short + self.warmed + self.failed
 
     def fail(self, name: str, why: str) -> None:
-        """A prompt could not be warmed."""
+        """Count and name a prompt that could not be warmed."""
         self.failed += 1
         self.name(name, why)
 
     def name(self, name: str, why: str) -> None:
-        """Tell of a prompt, or a payload, by name, while there is room."""
+        """Name a failed prompt or payload, up to ``NAMED_MAX``."""
         if len(self.failures) < NAMED_MAX:
             self.failures.append(Failure(name, why))
 
     def plain(self) -> dict[str, Any]:
-        """As the JSON document has it."""
+        """Return the JSON document."""
         document = {"command": "warm", "complete": self.is_complete, **asdict(self)}
         document["omitted"] = max(0, self.failed - len(self.failures))
         return document

@@ -1,8 +1,8 @@
-"""The work of ``warm`` with engines: asks, waits until what was computed is stored, and asks again.
+"""Runs ``warm`` with engines: sends prompts, waits until they are stored, and retries.
 
-A prompt is done when the index has every chunk of it, not when it was answered: replicas save in
-the background, and a save may be dropped. The owner's thread does everything but the asking, and
-may be interrupted at any time: what is stored is the place to go on from.
+A prompt is done when the index has all its chunks, not when it is answered: replicas save in the
+background and may drop saves. The owner's thread does everything except the requests. It may be
+interrupted at any time, because a later run skips stored prompts.
 """
 
 import heapq
@@ -27,22 +27,22 @@ from objkv.ops.warm.report import EndpointReport, WarmReport
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt whose turn has come."""
+    """A prompt to compute next."""
 
     number: int
     root: bytes
-    """Of its tree: prompts with the same one are best computed by the same engine."""
+    """The root of its tree; prompts with the same root should go to the same engine."""
     missing: int
-    """Chunks that nobody has stored so far; 0: others have computed all of it."""
+    """Chunks not stored so far; 0 if other prompts have all of them."""
 
 
 class Order:
-    """Which prompt is computed next, so that shared prefixes are computed once.
+    """Orders prompts so that shared prefixes are computed once.
 
-    Prompts make a tree by their chunks. A prompt that is being computed claims the chunks that it
-    lacks until they are stored; another that needs a claimed chunk waits. So one prompt under a
-    shared prefix goes first and alone, and the others load what it saved. Prompts that many others
-    wait for go first. One thread uses it; about 200 bytes for each distinct chunk.
+    The prompts' chunks form a tree. A prompt in progress claims its missing chunks until they are
+    stored; another prompt that needs a claimed chunk waits. So the first prompt with a shared
+    prefix runs alone, and the others load its chunks. Prompts with the most shared chunks go first.
+    For one thread. Uses about 200 bytes per distinct chunk.
     """
 
     def __init__(self) -> None:
@@ -52,15 +52,15 @@ class Order:
         self._roots: dict[int, bytes] = {}
         self._stored: set[int] = set()
         self._claims: dict[int, int] = {}
-        """By chunk: the prompt that computes it."""
+        """The prompt that computes each claimed chunk."""
         self._waiting: defaultdict[int, list[int]] = defaultdict(list)
         self._heap: list[tuple[int, int]] = []
         self._weights: dict[int, int] = {}
         self._is_begun = False
 
     def add(self, number: int, chunks: Sequence[bytes], stored: int) -> None:
-        """A prompt, of whose ``chunks`` the first ``stored`` are. All are added before the first
-        turn."""
+        """Add a prompt whose first ``stored`` chunks are stored. Add all prompts before the first
+        ``next``."""
         assert not self._is_begun
         assert chunks
         own = array("I")
@@ -75,7 +75,7 @@ class Order:
         self._chunks[number], self._roots[number] = own, chunks[0]
 
     def next(self) -> Turn | None:
-        """The next one, which claims what it lacks; None while all wait, or nothing is left."""
+        """Return the next prompt and claim its missing chunks; None if all wait or none is left."""
         if not self._is_begun:
             self._begin()
         while self._heap:
@@ -92,7 +92,7 @@ class Order:
         return None
 
     def end(self, number: int, *, stored: bool) -> None:
-        """The prompt whose turn it was is stored now, or has failed for good."""
+        """End a prompt that is now stored or has failed for good."""
         for chunk in self._chunks.pop(number):
             if self._claims.get(chunk) == number:
                 del self._claims[chunk]
@@ -108,7 +108,7 @@ class Order:
 
     def _missing(self, number: int) -> "array[int]":
         chunks = self._chunks[number]
-        # A chunk names all before it, so whoever stores one has stored those.
+        # A chunk's hash covers all chunks before it, so those are stored too.
         start = next((at for at, one in enumerate(chunks) if one not in self._stored), len(chunks))
         return chunks[start:]
 
@@ -127,8 +127,7 @@ _TOKEN_BYTES = 4
 
 
 class TokenSpool:
-    """Token ids of many prompts, in a file without a name that ends with this process. Safe from
-    many threads."""
+    """Token ids of many prompts in an unnamed temporary file. Safe from many threads."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``close``
@@ -140,7 +139,7 @@ class TokenSpool:
         return len(self._places)
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Keep them; the number that ``read`` takes."""
+        """Store the ids and return their number for ``read``."""
         encoded = array("I", tokens)
         assert encoded.itemsize == _TOKEN_BYTES
         with self._lock:
@@ -150,40 +149,40 @@ class TokenSpool:
             return len(self._places) - 1
 
     def read(self, number: int) -> "array[int]":
-        """What was added as ``number``."""
+        """Return the ids added as ``number``."""
         start, length = self._places[number]
         tokens = array("I")
         tokens.frombytes(os.pread(self._file.fileno(), length * _TOKEN_BYTES, start))
         return tokens
 
     def length(self, number: int) -> int:
-        """How many tokens it has."""
+        """Return the number of ids added as ``number``."""
         return self._places[number][1]
 
     def close(self) -> None:
-        """Give the room back. Idempotent."""
+        """Delete the file. Idempotent."""
         self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class WarmLimits:
-    """How often, and how long."""
+    """Limits of attempts and times."""
 
     attempts_max: int = 4
-    """For each prompt; answers that say only that one is busy do not count."""
+    """Attempts per prompt, not counting busy answers."""
     busy_max: int = 100
-    """Such answers, for each prompt."""
+    """Busy answers per prompt."""
     save_s: float = 60.0
-    """From an answer until all of the prompt is stored; then it is asked once more."""
+    """Time from the answer until the prompt is stored; afterwards it is sent again."""
     gone_s: float = 120.0
-    """Without anybody who answers, before it ends."""
+    """The run ends when no prefiller has answered for this time."""
     pause_s: float = 0.05
-    """Between looks at what is being saved; up to ten times as long when nothing changes."""
+    """Pause between lookups of pending saves; grows to ten times this while nothing changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt, tokenized, whose tokens are in the spool under its number in the list."""
+    """A tokenized prompt. Its position in the list is the number of its tokens in the spool."""
 
     name: str
     salt: str | None
@@ -192,27 +191,27 @@ class Task:
 
 @dataclass(slots=True)
 class _Under:
-    """A prompt whose turn has come."""
+    """A prompt in progress."""
 
     turn: Turn
     attempts: int = 0
     busy: int = 0
     stored: int = 0
-    """Chunks that were there before it was asked."""
+    """Chunks stored before it was sent."""
     saved_by_s: float = 0.0
 
 
 Tell = Callable[[WarmReport], None]
 _SAVING_FACTOR = 4
-"""Answered prompts whose saves are waited for, for each request at a time."""
+"""Answered prompts with pending saves, per concurrent request."""
 _FINDERS, _BATCH = 8, 512
-"""Threads that ask the index, and prompts that they look for before anybody is told."""
+"""Threads for index lookups, and prompts looked up between two progress reports."""
 _LOOK_S, _BREATH_S = 1.0, 0.01
-"""How long it waits at most for anything, and at least before it asks again who has room."""
+"""The longest wait of a round, and the shortest one before prefillers are considered again."""
 
 
 class Warming:
-    """One run. ``report`` is always true of what has been done so far."""
+    """One run. ``report`` is always up to date."""
 
     def __init__(
         self,
@@ -244,12 +243,12 @@ class Warming:
         self.report.prompts = len(tasks)
 
     def run(self) -> None:
-        """Until every prompt is stored or has failed, or nobody answers any more.
+        """Run until every prompt is stored or has failed, or no prefiller answers any more.
 
-        An interruption ends it, and so does an index that does not answer: ``report`` says so.
+        An interrupt or an unreachable index also ends the run, and ``report`` shows it.
         """
         started_s = self._clock()
-        # One more for each of them: to be checked while it is down.
+        # One more per prefiller, for checks while it is down.
         threads = self._fleet.at_once + len(self._fleet.seats)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-warm")
         self.report.ending = "interrupted"  # unless it gets to the end
@@ -258,7 +257,7 @@ class Warming:
             while self._advance(pool):
                 self._tell(self.report)
         except KeyboardInterrupt:
-            with suppress(StoreError):  # what was answered before may be stored by now
+            with suppress(StoreError):  # answered prompts may be stored by now
                 self._look()
         except StoreError as exc:
             self.report.ending, self.report.why = "unreachable", str(exc)
@@ -273,7 +272,7 @@ class Warming:
             self._tell(self.report)
 
     def _look_up(self) -> None:
-        """What is stored already needs no turn."""
+        """Look up all prompts and order those that are not stored."""
         report = self.report
         report.prompt_tokens = sum(map(self._spool.length, range(len(self._tasks))))
         for start in range(0, len(self._tasks), _BATCH):
@@ -294,7 +293,7 @@ class Warming:
         return hashes, self._lookup.find(hashes)
 
     def _advance(self, pool: ThreadPoolExecutor) -> bool:
-        """A round of all that can be done now; False at the end."""
+        """Run one round; return False at the end."""
         self._check(pool)
         self._ask_more(pool)
         if self._order.is_empty:
@@ -303,12 +302,12 @@ class Warming:
         if self._fleet.gone_s() > self._patience.gone_s and not self._saving:
             self.report.ending = "unreachable"
             errors = [seat.last_error for seat in self._fleet.seats]
-            self.report.why = f"nobody answers any more: {'; '.join(errors)}"
+            self.report.why = f"no endpoint answers any more: {'; '.join(errors)}"
             return False
         pause_s = self._paused_s if self._saving else self._fleet.rest_s() + _BREATH_S
         if self._asking or self._checking:
             under_way: set[Future[Any]] = {*self._asking, *self._checking}
-            # With room left nobody may come sooner than an answer.
+            # With free prefillers and no pending saves, only an answer can start further work.
             limit_s = _LOOK_S if self._fleet.has_room() and not self._saving else pause_s
             ended, _ = wait(under_way, min(limit_s, _LOOK_S), FIRST_COMPLETED)
             for future in [future for future in self._asking if future in ended]:
@@ -320,14 +319,14 @@ class Warming:
         return True
 
     def _check(self, pool: ThreadPoolExecutor) -> None:
-        """Whether those are back that did not answer."""
+        """Check the prefillers that are down."""
         for seat in self._fleet.to_check():
             self._checking[pool.submit(seat.asker.check)] = seat
         for future in [future for future in self._checking if future.done()]:
             seat = self._checking.pop(future)
             try:
                 future.result()
-            except (PrefillError, ConfigError) as exc:  # it may serve something else now
+            except (PrefillError, ConfigError) as exc:  # ConfigError: it serves another model now
                 self._fleet.failed(seat, PrefillError("down", str(exc)))
             else:
                 self._fleet.passed(seat)
@@ -346,7 +345,7 @@ class Warming:
             else:
                 _, found = self._find(turn.number)
                 under = self._under[turn.number] = _Under(turn, stored=found.usable)
-                if found.is_all:  # somebody else was faster
+                if found.is_all:  # stored by another client meanwhile
                     self._finish(under, found)
                     continue
             seat = self._fleet.take(under.turn.root)
@@ -366,7 +365,7 @@ class Warming:
             self._fleet.failed(seat, exc)
             self._retry(under, exc)
             return
-        except ConfigError as exc:  # it lets us in no more
+        except ConfigError as exc:  # the API key is no longer accepted
             error = PrefillError("down", str(exc))
             self._fleet.failed(seat, error)
             self._retry(under, error)
@@ -390,7 +389,7 @@ class Warming:
         if error.trouble == "refused" or (spent and error.trouble != "down"):
             self._fail(under, str(error))
         elif spent and not all(seat.is_down for seat in self._fleet.seats):
-            # Others answer, so it is this prompt that nobody survives.
+            # Other prefillers are up, so this prompt is the cause.
             self._fail(under, str(error))
         else:
             self.report.retries += 1
@@ -403,21 +402,21 @@ class Warming:
         self._order.end(number, stored=False)
 
     def _look(self) -> None:
-        """Which of the answered prompts are stored by now."""
+        """Look up the answered prompts and finish those that are stored."""
         self._looked_s = self._clock()
         left = []
         every = list(self._finders.map(self._find, self._saving))
         for number, (_, found) in zip(self._saving, every, strict=True):
             under = self._under.get(number)
-            if under is None:  # an interruption came between
+            if under is None:  # after an interrupt
                 continue
             if found.is_all:
                 self._finish(under, found)
             elif self._clock() < under.saved_by_s:
                 left.append(number)
             else:
-                told = f"{found.usable} of {found.chunks} chunks were stored"
-                why = f"{told} {self._patience.save_s:.0f} s after it was computed"
+                count = f"{found.usable} of {found.chunks} chunks were stored"
+                why = f"{count} {self._patience.save_s:.0f} s after it was computed"
                 self._retry(under, PrefillError("failed", why))
         if len(left) == len(self._saving):
             self._paused_s = min(1.5 * self._paused_s, 10 * self._patience.pause_s)

@@ -1,4 +1,4 @@
-"""The parts of ``warm`` in their order: who is there, tokens, the namespace, and then the work."""
+"""The stages of ``warm``: check prefillers, tokenize, find the namespace, compute."""
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,20 +26,20 @@ from objkv.ops.warm.run import TokenSpool, Warming, WarmLimits
 from objkv.stores.base import ReadStore
 
 SALT = "objkv-warm-"
-"""How the salts of such chunks begin."""
+"""The start of the salts of probe chunks."""
 _CHUNK_TOKENS = 256
-"""Where nothing is stored yet: the usual chunk."""
+"""The default chunk, used while nothing is stored yet."""
 _PAUSE_S, _BUSY_S = 0.1, 0.5
-"""Between looks, and before it asks again who was busy."""
+"""Pauses between lookups, and after a busy answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Finds the namespace into which endpoints save, and whether that is in this store.
+    """Finds the namespace that endpoints save to, and verifies that they save to this store.
 
-    Each endpoint computes a chunk under a salt made up on the spot, so that it cannot be stored
-    yet; the namespace in which it appears is the endpoint's. Other namespaces of the same model may
-    have other weights, another tenant or another layout.
+    Each endpoint computes a chunk under a random salt, so it cannot be stored yet; the endpoint's
+    namespace is the one in which the chunk appears. Other namespaces of the same model may have
+    other weights, another tenant or another layout.
     """
 
     bulk: ReadStore
@@ -49,18 +49,18 @@ class Probe:
     sleep: Callable[[float], None] = sleep
 
     def find(self, askers: Sequence[Prefiller], tokens: Sequence[int]) -> Identity:
-        """The namespace of all of them.
+        """Return the common identity of all endpoints.
 
-        ``tokens``: of any prompt of theirs. Raises ``ConfigError`` if one saves elsewhere, or they
-        do not share, and ``PrefillError``.
+        ``tokens``: token ids of any prompt. Raises ``ConfigError`` if an endpoint saves elsewhere
+        or their namespaces differ, and ``PrefillError``.
         """
         found = {asker.name: self._of(asker, tokens) for asker in askers}
         names = {identity.namespace() for identity in found.values()}
         if len(names) > 1:
-            told = ", ".join(f"{name} {one.namespace()}" for name, one in found.items())
+            each = ", ".join(f"{name} {one.namespace()}" for name, one in found.items())
             raise ConfigError(
-                f"the endpoints do not share: {told}; objkv diff says why, and each group of them "
-                "is to be warmed by itself"
+                f"the endpoints do not share a namespace: {each}; objkv diff shows why; warm each "
+                "group of endpoints separately"
             )
         return next(iter(found.values()))
 
@@ -68,7 +68,7 @@ class Probe:
         salt = SALT + secrets.token_hex(8)
         asked: list[int] = []
         longest = 0
-        """Chunks that are longer than this were refused, or need not be asked for."""
+        """The longest chunk requested so far; longer ones need another request."""
         ends_s = self.clock() + self.wait_s
         while True:
             known = known_identities(self.bulk)
@@ -77,7 +77,7 @@ class Probe:
                 sizes = {_CHUNK_TOKENS, *(one.chunk_tokens for one in known.values())}
                 asked = self._ask(asker, tokens, salt, sorted(sizes, reverse=True))
                 longest, ends_s = wanted, self.clock() + self.wait_s
-                known = known_identities(self.bulk)  # it may have announced its own by now
+                known = known_identities(self.bulk)  # it may have published its identity by now
             for identity in known.values():
                 lookup = PromptLookup(self.index, identity)
                 first = lookup.hashes(asked[: identity.chunk_tokens], salt)
@@ -85,17 +85,17 @@ class Probe:
                     return identity
             if self.clock() >= ends_s:
                 raise ConfigError(
-                    f"{asker.name} saved nothing here within {self.wait_s:.0f} s: does it run with "
-                    "the objkv connector, does it save (kv_role, role, quota), and are bulk_url "
-                    "and index_url the same here as there? objkv doctor shows what they are here; "
-                    "its log has a line 'objkv ready'"
+                    f"{asker.name} saved nothing here within {self.wait_s:.0f} s: check that it "
+                    "uses the objkv connector, that it may save (kv_role, role, quota), and that "
+                    "its bulk_url and index_url are those of this command; objkv doctor shows "
+                    "them here, the line 'objkv ready' in the server's log shows them there"
                 )
             self.sleep(_PAUSE_S)
 
     def _ask(
         self, asker: Prefiller, tokens: Sequence[int], salt: str, sizes: Sequence[int]
     ) -> list[int]:
-        """Have a chunk computed that is as long as the longest of ``sizes`` that it takes."""
+        """Compute a chunk of the longest of ``sizes`` that the endpoint accepts."""
         left, ends_s = list(sizes), self.clock() + self.wait_s
         while True:
             size = left[0]
@@ -115,7 +115,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class WarmProgress:
-    """Who is told how far it is."""
+    """Callbacks for progress."""
 
     stage: Callable[[str], None] = lambda text: None
     prepared: Callable[[int], None] = lambda count: None
@@ -125,24 +125,24 @@ class WarmProgress:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What it works with."""
+    """Backends, adapters and tokenizer of a run."""
 
     view: BackendsView
     adapters: Mapping[str, bytes]
     tokenizer: LocalTokenizer | None
     identity: Callable[[], Identity] | None
-    """None: it is found out where they save."""
+    """None: find the namespace with a probe."""
     watch: WarmProgress = field(default_factory=WarmProgress)
     base: frozenset[str] = frozenset()
-    """Names that requests may have for the base model, beside what endpoints tell."""
+    """Further names of the base model in requests, in addition to those of the endpoints."""
 
 
 def warm_by(
     means: Means, askers: Sequence[Prefiller], prompts: Iterable[WarmPrompt], patience: WarmLimits
 ) -> WarmReport:
-    """Have ``askers`` compute the prompts. Raises ``ConfigError`` and ``StoreError``."""
+    """Compute the prompts with ``askers``. Raises ``ConfigError`` and ``StoreError``."""
     watch = means.watch
-    watch.stage("asking who is there")
+    watch.stage("checking endpoints")
     fleet = PrefillFleet(askers)
     ready = _ready(fleet, watch)
     own = means.tokenizer
@@ -160,12 +160,12 @@ def warm_by(
         if means.identity is not None:
             identity = means.identity()
         else:
-            watch.stage("finding out where they save")
+            watch.stage("finding the namespace")
             probe = Probe(means.view.bulk, means.view.index, patience.save_s)
             try:
                 identity = probe.find(ready, spool.read(0))
             except PrefillError as exc:
-                raise StoreUnavailable(f"no answer to a first request: {exc}") from exc
+                raise StoreUnavailable(f"the first request failed: {exc}") from exc
         watch.stage("warming")
         lookup = PromptLookup(means.view.index, identity, means.adapters)
         warming = Warming(prepared.tasks, spool, fleet, lookup, patience, on_progress=watch.warmed)
@@ -185,13 +185,13 @@ def promote_stored(
     seal: Seal | None = None,
     bytes_max: int | None = None,
 ) -> WarmReport:
-    """Copy what is stored of the prompts to the hot store; without prompts, of the namespace, what
-    is hit most first. Raises ``ConfigError`` and ``StoreError``."""
+    """Copy the stored payloads of the prompts to the hot store. Without prompts, copy the whole
+    namespace, starting with the most hits. Raises ``ConfigError`` and ``StoreError``."""
     view, watch = means.view, means.watch
     if view.hot is None:
         raise ConfigError(
-            "there is no hot store to promote to: index_url is no Redis, or hot_payload_bytes_max "
-            "is 0"
+            "--promote needs a hot store: use a Redis as index_url and set hot_payload_bytes_max "
+            "above 0"
         )
     lookup = PromptLookup(view.index, identity, means.adapters)
     report = WarmReport("promote", lookup.namespace, identity.model)
@@ -220,7 +220,7 @@ def promote_stored(
 
 
 def check_stored(means: Means, prompts: Iterable[WarmPrompt], identity: Identity) -> WarmReport:
-    """Say which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
+    """Report which prompts are stored. Raises ``ConfigError`` and ``StoreError``."""
     lookup = PromptLookup(means.view.index, identity, means.adapters)
     report = WarmReport("check", lookup.namespace, identity.model)
     means.watch.stage("reading prompts")
@@ -231,12 +231,12 @@ def check_stored(means: Means, prompts: Iterable[WarmPrompt], identity: Identity
 
 
 def _with_tokens(prompts: Iterable[WarmPrompt]) -> Iterator[WarmPrompt]:
-    """Raises ``ConfigError`` at a prompt of which nobody can know whether it is stored."""
+    """Raise ``ConfigError`` at a prompt without token ids, which cannot be looked up."""
     for prompt in prompts:
         if prompt.tokens is None:
             raise ConfigError(
-                f"{prompt.name}: is text, and no engine is asked: give --tokenizer, the model's "
-                "folder"
+                f"{prompt.name}: is text, and --check uses no engine: set --tokenizer to the "
+                "model's folder"
             )
         yield prompt
 
@@ -244,14 +244,14 @@ def _with_tokens(prompts: Iterable[WarmPrompt]) -> Iterator[WarmPrompt]:
 def _records(
     means: Means, lookup: PromptLookup, prompts: Iterable[WarmPrompt], report: WarmReport
 ) -> list[Record]:
-    """The records of all that would be served of the prompts, each once."""
+    """Return the records of all chunks that would be served for the prompts, each once."""
     own = means.tokenizer
 
     def tokenize(prompt: WarmPrompt) -> list[int]:
         if prompt.tokens is not None:
             return list(prompt.tokens)
         if own is None:
-            raise ConfigError("text needs --tokenizer here: no engine is asked")
+            raise ConfigError("text prompts need --tokenizer here, because no engine is used")
         return own.tokenize(prompt)
 
     found: dict[bytes, Record] = {}
@@ -264,20 +264,20 @@ def _records(
         for number, task in enumerate(prepared.tasks):
             hashes = lookup.hashes(spool.read(number), task.salt, task.adapter)
             report.prompt_tokens += spool.length(number)
-            told = lookup.find(hashes)
+            stored = lookup.find(hashes)
             if not hashes:
                 report.short += 1
-            elif not told.is_all:
-                report.fail(task.name, f"{told.usable} of {told.chunks} chunks are stored")
+            elif not stored.is_all:
+                report.fail(task.name, f"{stored.usable} of {stored.chunks} chunks are stored")
             else:
                 report.stored_before += 1
-            for record in lookup.records(hashes[: told.usable]):
+            for record in lookup.records(hashes[: stored.usable]):
                 found[record.prefix_hash] = record
     return list(found.values())
 
 
 def _ready(fleet: PrefillFleet, watch: WarmProgress) -> list[Prefiller]:
-    """Those that answer. Raises ``StoreUnavailable`` if none does."""
+    """Return the prefillers that answer. Raises ``StoreUnavailable`` if none does."""
 
     def checked(asker: Prefiller) -> PrefillError | None:
         try:
@@ -289,7 +289,7 @@ def _ready(fleet: PrefillFleet, watch: WarmProgress) -> list[Prefiller]:
     pool = ThreadPoolExecutor(len(fleet.seats), thread_name_prefix="objkv-warm-check")
     try:
         errors = list(pool.map(checked, [seat.asker for seat in fleet.seats]))
-    except BaseException:  # an interruption, say: closed ones answer at once
+    except BaseException:  # such as an interrupt: closing ends the checks at once
         for seat in fleet.seats:
             seat.asker.close()
         raise
@@ -300,10 +300,10 @@ def _ready(fleet: PrefillFleet, watch: WarmProgress) -> list[Prefiller]:
             seat.asked += 1
             fleet.failed(seat, PrefillError("down", str(error)))
     ready = [s.asker for s, error in zip(fleet.seats, errors, strict=True) if error is None]
-    if not ready:  # which tells all of them
+    if not ready:
         raise StoreUnavailable("; ".join(str(error) for error in errors))
     for error in filter(None, errors):
-        watch.note(f"left alone for now: {error}")
+        watch.note(f"skipped for now: {error}")
     return ready
 
 

@@ -49,7 +49,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "bulk" {
     status = "Enabled"
 
     # Not the small documents: what a namespace stands for is written once, and a pin must not end
-    # before its day. docs/capacity.md says what else this rule costs.
+    # before its day. docs/operations/eviction.md describes what else this rule costs.
     filter {
       and {
         prefix                   = "${var.prefix}/"

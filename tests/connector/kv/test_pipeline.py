@@ -131,7 +131,7 @@ def test_a_stage_with_other_layers_than_expected_stops_the_engine() -> None:
         lied[layer], lied[layer + 3] = lied[layer + 3], lied[layer]
         if lied == list(kinds):
             lied[layer] = "full_attention"
-        with pytest.raises(ConfigError, match="cannot tell those of other stages"):
+        with pytest.raises(ConfigError, match="cannot derive the layers of other pipeline stages"):
             whole_groups(engine(2, lied), stages[rank])
 
 
@@ -139,7 +139,7 @@ def test_layers_that_share_the_kv_of_others_are_refused_in_a_pipeline() -> None:
     _, stages = of_vllm(MIXES["one kind"], 2)
     group = stages[1][0]
     fewer = [replace(group, layer_names=group.layer_names[:-2])]
-    with pytest.raises(ConfigError, match="cannot tell those of other stages"):
+    with pytest.raises(ConfigError, match="cannot derive the layers of other pipeline stages"):
         whole_groups(engine(2, MIXES["one kind"]), fewer)
 
 

@@ -147,7 +147,7 @@ def test_reading_all_weights_tells_how_far_it_is(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE", PAGE)
-    monkeypatch.setattr(module, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_LOG_EVERY_S", 0.0)
     with caplog.at_level(logging.INFO, logger=module.__name__):
         weights_digest(model, full=True)
     told = [record for record in caplog.records if "hashing all weights" in record.message]

@@ -120,14 +120,14 @@ def test_a_prompt_that_is_not_stored_is_a_failure(view: BackendsView) -> None:
     assert not report.is_complete
     told = {failure.name: failure.why for failure in report.failures}
     assert told["long"] == "3 of 4 chunks are stored"
-    assert "text needs --tokenizer" in told["text"]
+    assert "text prompts need --tokenizer" in told["text"]
     assert report.promotion is not None
     assert report.promotion.promoted == 3
 
 
 def test_without_a_hot_store_it_says_so(bulk: MemoryStore, index: MemoryIndex) -> None:
     view = view_of(bulk, index)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="there is no hot store"):
+    with pytest.raises(ConfigError, match="needs a hot store"):
         promote(view, None)
 
 

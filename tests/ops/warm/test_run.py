@@ -241,7 +241,7 @@ def test_when_nobody_answers_any_more_it_ends_and_says_what_is_left(place: Place
         )
     assert report.ending == "unreachable"
     assert (report.warmed, report.left) == (2, 6)
-    assert "nobody answers any more" in report.why
+    assert "no endpoint answers any more" in report.why
 
 
 def test_an_endpoint_that_is_not_there_at_the_start_is_left_out(place: Place) -> None:
@@ -250,7 +250,7 @@ def test_an_endpoint_that_is_not_there_at_the_start_is_left_out(place: Place) ->
         run = Run(place, one, two)
         report = run(prompts_of(SHARED))
     assert report.is_complete
-    assert run.notes[0].startswith(f"left alone for now: {two.url}/health")
+    assert run.notes[0].startswith(f"skipped for now: {two.url}/health")
 
 
 def test_without_any_endpoint_the_command_cannot_begin(place: Place) -> None:

@@ -1,7 +1,7 @@
-"""Renders an audit as one HTML page, a single file that loads nothing else.
+"""Renders an audit as one HTML file that loads nothing else.
 
-Names, labels and texts are hostile: they are escaped wherever they stand, control characters are
-masked, and the page's policy lets nothing run but its own script.
+Names, labels and texts are hostile: they are escaped everywhere, control characters are masked,
+and the page's content security policy allows only its own script.
 """
 
 import base64
@@ -16,22 +16,22 @@ from markupsafe import Markup
 
 from objkv.ops import formats
 from objkv.ops.audit.html import plots
-from objkv.ops.audit.html.remarks import KINDS, TO_MEND, is_of_now, name_of, remarks
+from objkv.ops.audit.html.remarks import FAULTS, KINDS, is_of_now, name_of, remarks
 from objkv.ops.audit.report import AuditReport, TreeNode
 
-_BADGES: Final = {"complete": "Complete", "interrupted": "Interrupted", "deadline": "Out of time"}
+_BADGES: Final = {"complete": "Complete", "interrupted": "Interrupted", "deadline": "Timed out"}
 _FORMATS: Final = (
     "ago", "brief", "count", "dollars", "moment", "noun", "sentence", "share", "size", "times",
     "with_commands",
 )  # fmt: skip
-# Would end the script element that the data stand in, or begin another element.
+# These would end the script element around the data or start another element.
 _UNSAFE: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028"}
 
 
 def html_report(report: AuditReport) -> str:
-    """The page, to be written as UTF-8; some 70 KiB, and up to 1 KiB more for each row and box.
+    """Return the page, to be encoded as UTF-8: about 70 KiB, plus up to 1 KiB per row and box.
 
-    The same report makes the same page. Raises nothing, whatever a store holds.
+    The same report renders the same page. Raises nothing, whatever a store contains.
     """
     style, script = _resource("report.css"), _resource("report.js")
     policy = (
@@ -65,13 +65,13 @@ def _environment() -> Environment:
     )
     environment.globals.update({name: getattr(formats, name) for name in _FORMATS})
     environment.globals.update(
-        badges=_BADGES, kinds=KINDS, to_mend=TO_MEND, name_of=name_of, plots=plots
+        badges=_BADGES, kinds=KINDS, fault_kinds=FAULTS, name_of=name_of, plots=plots
     )
     return environment
 
 
 def _masked(value: Any) -> Any:
-    """Texts without control characters; markup and all other values as they are."""
+    """Return texts without control characters, and markup and other values unchanged."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return formats.printable(value)
     return value
@@ -87,15 +87,15 @@ def _digest(content: str) -> str:
 
 
 def _data(value: Any) -> Markup:
-    """JSON that can stand in a script element, whatever its texts hold."""
+    """Return JSON that is safe in a script element, whatever its texts contain."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for char, escape in _UNSAFE.items():
         text = text.replace(char, escape)
-    return Markup(text)  # noqa: S704  # nothing of it can be markup now
+    return Markup(text)  # noqa: S704  # all markup characters are escaped
 
 
 def _tree(report: AuditReport) -> dict[str, Any]:
-    """The values that the script draws the tree from."""
+    """Return the values from which the script draws the tree."""
     return {
         "made": report.made_s,
         "spaces": [

@@ -1,6 +1,6 @@
-"""The page's plots as values: bars and axes already to scale, drawn by ``plots.html``.
+"""The page's plots as values: bars and axes to scale, drawn by ``plots.html``.
 
-Each bar has its numbers as a tooltip, and each plot says them in a sentence for screen readers.
+Each bar has a tooltip with its numbers, and each plot has a sentence for screen readers.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ _DEPTHS_SHOWN: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: parts from the bottom up, each the stylesheet's class and a value."""
+    """One bar. Each part, from the bottom up, is a class of the stylesheet and a value."""
 
     label: str
     tip: str
@@ -32,11 +32,11 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """What ``plots.html`` draws, in units of its view box."""
+    """One plot for ``plots.html``, in units of its view box."""
 
     summary: str
     ticks: tuple[tuple[float, str], ...]
-    """y and text, from the bottom up; none where there is nothing to draw."""
+    """y and text, from the bottom up; empty without bars."""
     columns: tuple[tuple[float, float, str, tuple[tuple[str, float, float], ...]], ...] = ()
     """x, width, tooltip, and parts: class, y and height."""
     labels: tuple[tuple[float, str], ...] = ()
@@ -44,7 +44,7 @@ class Plot:
 
 
 def growth(report: AuditReport) -> Plot:
-    """Bytes of today's store by the day they were written."""
+    """Plot the bytes stored today by the day they were written."""
     days = report.growth.days[-_DAYS_SHOWN:]
     days = tuple(dropwhile(lambda day: not day.nbytes, days))
     bars = [
@@ -64,7 +64,7 @@ def growth(report: AuditReport) -> Plot:
 
 
 def ages(report: AuditReport) -> Plot:
-    """Bytes by how long ago they were written, beside those by how long ago they were used."""
+    """Plot bytes by time since they were written and by time since they were last used."""
     used = {bucket.start_s: bucket for bucket in report.ages.last_use}
     bars: list[Bar] = []
     for written in report.ages.age:
@@ -83,7 +83,7 @@ def ages(report: AuditReport) -> Plot:
 
 
 def depths(report: AuditReport) -> Plot:
-    """Chunks by their place in prompts, all namespaces together, used and never used."""
+    """Plot used and unused chunks by their position in prompts, over all namespaces."""
     bars = []
     in_order = sorted(report.depths, key=lambda one: one.depth)
     for depth, found in groupby(in_order, key=lambda one: one.depth):
@@ -96,7 +96,7 @@ def depths(report: AuditReport) -> Plot:
         tip = f"chunk {name} of prompts: {count(chunks)} stored, {count(used)} used, "
         tip += f"{count(hits)} hits"
         bars.append(Bar(name, tip, (("fill-a", used), ("fill-c", max(0, chunks - used)))))
-    summary = "Chunks by their place in prompts. " + " ".join(f"{bar.tip}." for bar in bars[:12])
+    summary = "Chunks by their position in prompts. " + " ".join(f"{bar.tip}." for bar in bars[:12])
     return _plot(bars[:_DEPTHS_SHOWN], summary, axis=brief)
 
 
@@ -111,7 +111,7 @@ def _age_bar(label: str, what: str, fill: str, nbytes: int, chunks: int | None) 
 def _plot(
     bars: Sequence[Bar], summary: str, *, axis: Callable[[float], str], paired: bool = False
 ) -> Plot:
-    """Vertical bars on an axis; ``paired``: two by two, of which the first has the label."""
+    """Lay out vertical bars on an axis; with ``paired``, the first bar of a pair has the label."""
     largest = max((sum(value for _, value in bar.parts) for bar in bars), default=0)
     if not largest:
         return Plot(summary, ())
@@ -139,7 +139,7 @@ def _plot(
 
 
 def _ticks(largest: float, *, binary: bool) -> list[float]:
-    """Round numbers from 0 to at least ``largest``, three to six of them."""
+    """Return three to six round numbers from 0 to at least ``largest``."""
     unit = 1.0
     if binary:
         while largest / unit >= 1024:

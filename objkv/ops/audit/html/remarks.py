@@ -1,6 +1,6 @@
-"""What of an audit deserves to be read first: sentences with the numbers they rest on, worst first.
+"""The main findings of an audit: sentences with the numbers behind them, worst first.
 
-Nothing in here is a guess: a sentence whose numbers are not known is not said.
+A remark whose numbers are unknown is omitted.
 """
 
 from collections.abc import Iterator
@@ -13,25 +13,22 @@ from objkv.ops.formats import brief, count, dollars, noun, sentence, share, size
 Level = Literal["bad", "warn", "info", "good"]
 
 KINDS: Final[dict[FindingKind, tuple[str, str]]] = {
-    "ghost": ("Ghosts", "recorded in the index, but not in the bulk store"),
-    "orphan": ("Orphans", "in the bulk store, but nobody finds them: they have no record"),
-    "stranger": ("Strangers", "of namespaces that no identity document explains"),
-    "corrupt": (
-        "Corrupt",
-        "stored, but damaged: of the wrong length, or with a header that is not right",
-    ),
-    "expired": ("Expired", "not used for so long (ttl_s) that their record ran out"),
-    "old_epoch": ("Old epochs", "of weights that are not served any more"),
-    "leftover": ("Leftovers", "of writers that were killed, or in quarantine"),
+    "ghost": ("Ghosts", "with a record in the index but missing from the bulk store"),
+    "orphan": ("Orphans", "in the bulk store but without a record, so readers cannot find them"),
+    "stranger": ("Strangers", "in namespaces without a valid identity document"),
+    "corrupt": ("Corrupt", "stored but damaged: the length or the header is wrong"),
+    "expired": ("Expired", "without a record because they were not used for ttl_s"),
+    "old_epoch": ("Old epochs", "from weights that are no longer served"),
+    "leftover": ("Leftovers", "left by killed writers, or in quarantine"),
 }
-TO_MEND: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger", "corrupt")
-"""What should not be there; all else goes with the next sweep."""
+FAULTS: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger", "corrupt")
+"""Kinds that should not exist. The next sweep removes all other kinds."""
 _NAMES: Final[dict[FindingKind, str]] = {
     "corrupt": "corrupt payload",
     "expired": "expired payload",
     "old_epoch": "payload",
 }
-_AFTER: Final[dict[FindingKind, str]] = {"old_epoch": " of an earlier weights_epoch"}
+_AFTER: Final[dict[FindingKind, str]] = {"old_epoch": " from an earlier weights_epoch"}
 _ORDER: Final = ("bad", "warn", "info", "good")
 _UNUSED_SHARE: Final = 0.25
 _FULL_SHARE: Final = 0.8
@@ -39,7 +36,7 @@ _FULL_SHARE: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """One sentence, and what follows from it."""
+    """One finding and its consequences."""
 
     level: Level
     title: str
@@ -47,12 +44,12 @@ class Remark:
 
 
 def name_of(kind: FindingKind, found: int) -> str:
-    """``ghost``, ``ghosts``."""
+    """Return the name of a kind: ``ghost``, ``ghosts``."""
     return f"{noun(found, _NAMES.get(kind, kind))}{_AFTER.get(kind, '')}"
 
 
 def remarks(report: AuditReport) -> list[Remark]:
-    """The worst first."""
+    """Return the remarks, worst first."""
     every = [*_findings(report), *_prefixes(report), *_use(report), *_places(report)]
     every += [*_sharing(report), *_growth(report)]
     if not any(count.count for count in report.findings.counts):
@@ -61,20 +58,21 @@ def remarks(report: AuditReport) -> list[Remark]:
 
 
 def _agreement(report: AuditReport) -> Remark:
-    """Where nothing wrong was found: what that says of now."""
+    """The remark of a report without findings."""
     if is_of_now(report):
-        told = f"All {count(report.totals.payloads)} payloads have the record they should have; "
-        told += "names and lengths were compared, bytes are what objkv verify reads."
-        return Remark("good", "Index and bulk store agree", told)
-    seen = "part of what was told here was seen in an earlier run, and may be gone since"
+        payloads = count(report.totals.payloads)
+        detail = f"All {payloads} payloads have the expected record. The audit compared names and "
+        detail += "lengths; objkv verify checks the bytes."
+        return Remark("good", "Index and bulk store agree", detail)
+    why = "parts of it were read in an earlier run and may have changed since"
     if report.ending != "complete":
-        seen = "not everything was looked at"
-    unknown = "Whether index and bulk store agree is not known"
-    return Remark("info", unknown, f"Nothing wrong in what was seen, but {seen}.")
+        why = "it is not complete"
+    unknown = "The agreement of index and bulk store is unknown"
+    return Remark("info", unknown, f"This audit found no faults, but {why}.")
 
 
 def is_of_now(report: AuditReport) -> bool:
-    """Whether all of it was seen, and in this run."""
+    """Whether this run read everything itself."""
     return report.ending == "complete" and not report.resumed
 
 
@@ -85,13 +83,13 @@ def _findings(report: AuditReport) -> Iterator[Remark]:
             continue
         _, meaning = KINDS[found.kind]
         level: Level = "bad" if found.kind == "corrupt" else "warn"
-        if not old or found.kind not in TO_MEND:
+        if not old or found.kind not in FAULTS:
             level = "info"
         young = ""
         if found.young:
             are = "is" if found.young == 1 else "are"
-            young = f" {count(found.young)} {are} young, saved while the audit went on or just "
-            young += "before: replicas leave such for a moment."
+            young = f" {count(found.young)} {are} young: saved during the audit or just before, "
+            young += "so their records may still be published."
         yield Remark(
             level,
             f"{count(found.count)} {name_of(found.kind, found.count)}, {size(found.nbytes)}",
@@ -106,20 +104,18 @@ def _prefixes(report: AuditReport) -> Iterator[Remark]:
         yield Remark(
             "warn",
             f"{count(len(lost))} {noun(len(lost), 'prefix has', 'prefixes have')} lost "
-            "the beginning",
-            f"{size(nbytes)} that no request can use until the first chunks are saved again.",
+            "the first chunks",
+            f"No request can use these {size(nbytes)} until the first chunks are saved again.",
         )
     best = max(report.roots, key=lambda root: root.hits or 0, default=None)
     if best is not None and best.hits and report.totals.hits:
-        told = f"Prefix {best.hash[:8]} of {best.namespace[:8]} had {count(best.hits)} "
-        told += f"{noun(best.hits, 'hit')}, "
-        told += (
-            f"{share(best.hits, report.totals.hits)} of all; {count(best.shared_tokens)} "
-            f"{noun(best.shared_tokens, 'token is', 'tokens are')} "
-        )
-        told += "common to all that begins with it"
-        told += f", and each of its bytes was loaded {times(best.reuse)}." if best.reuse else "."
-        yield Remark("good", "The most used prefix", told)
+        detail = f"Prefix {best.hash[:8]} of {best.namespace[:8]} had {count(best.hits)} "
+        detail += f"{noun(best.hits, 'hit')}, {share(best.hits, report.totals.hits)} of all. "
+        detail += f"All its prompts share {count(best.shared_tokens)} "
+        detail += noun(best.shared_tokens, "token")
+        if best.reuse:
+            detail += f", and each stored byte was loaded {times(best.reuse)} on average"
+        yield Remark("good", "The most used prefix", f"{detail}.")
 
 
 def _use(report: AuditReport) -> Iterator[Remark]:
@@ -133,8 +129,8 @@ def _use(report: AuditReport) -> Iterator[Remark]:
         yield Remark(
             "warn" if part >= 2 * _UNUSED_SHARE else "info",
             f"{share(totals.unused_bytes, totals.nbytes)} of all bytes were never used",
-            f"{size(totals.unused_bytes)}{cost}. Prompts that come once are saved like all others; "
-            "a shorter ttl_s or a quota lets go of them sooner.",
+            f"{size(totals.unused_bytes)}{cost}. Prompts that occur once are saved like all "
+            "others. A shorter ttl_s or a quota removes them sooner.",
         )
     elif totals.hits:
         yield Remark(
@@ -151,8 +147,8 @@ def _places(report: AuditReport) -> Iterator[Remark]:
             yield Remark(
                 "warn",
                 f"Tenant {tenant.tenant or '(unknown)'} has used {used} of its quota",
-                f"{size(tenant.nbytes)} of {size(tenant.quota_bytes)}: saves stop when it is full, "
-                "and objkv sweep gives up what is used least.",
+                f"{size(tenant.nbytes)} of {size(tenant.quota_bytes)}. Saves stop when the quota "
+                "is full, and objkv sweep --apply evicts the least used chunks.",
             )
 
 
@@ -169,7 +165,7 @@ def _sharing(report: AuditReport) -> Iterator[Remark]:
             "info",
             f"{count(len(same))} {noun(len(same), 'pair')} of namespaces of the same model "
             "do not share",
-            f"{first.a[:8]} and {first.b[:8]}, for one: {first.reason}.",
+            f"For example {first.a[:8]} and {first.b[:8]}: {first.reason}.",
         )
 
 
@@ -182,7 +178,7 @@ def _growth(report: AuditReport) -> Iterator[Remark]:
     price = f" In a month it would cost {dollars(then)} a month." if then is not None else ""
     yield Remark(
         "info",
-        f"It grows by {size(growth.bytes_per_day)} a day",
-        f"At that pace, and without a sweep, it is twice as large in {brief(days)} "
+        f"The store grows by {size(growth.bytes_per_day)} a day",
+        f"At that rate and without a sweep, it doubles in {brief(days)} "
         f"{noun(round(days), 'day')}.{price}",
     )

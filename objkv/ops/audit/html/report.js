@@ -1,5 +1,5 @@
 "use strict";
-// Sorts and cuts tables, and draws the prefix tree. Texts are set as text, never as markup.
+// Sorts and shortens tables, and draws the prefix tree. Texts are set as text, never as markup.
 (() => {
   const make = (name, classes, text) => {
     const element = document.createElement(name);
@@ -89,7 +89,7 @@
     cut();
   }
 
-  // The place in the page
+  // The section links
 
   const links = new Map([...document.querySelectorAll(".places a")].map((a) => [a.hash.slice(1), a]));
   const seen = new IntersectionObserver((entries) => {
@@ -141,12 +141,12 @@
   for (const space of spaces.values()) named.set(space.name, (named.get(space.name) || 0) + 1);
   for (const space of spaces.values()) {
     space.home = space;
-    // Two of one model differ by tenant, or by what only their names tell.
+    // Namespaces of one model are named by their tenant or their hash.
     if (named.get(space.name) > 1) space.name += ` · ${space.space.tenant || space.space.name.slice(0, 8)}`;
     if (space.children.length) everything.children.push(space);
   }
   if (!everything.children.length) {
-    picture.append(make("p", "empty", "No prefixes are stored, or none were looked at."));
+    picture.append(make("p", "empty", "No prefixes are stored, or the audit did not reach them."));
     return;
   }
   document.querySelector(".tools").hidden = false;
@@ -270,18 +270,18 @@
     if (raw) {
       rows.push(["Tokens", range(raw)]);
       if (raw.other) rows.push(["Stands for", things(raw.folded, "prefix")]);
-      rows.push([node.children.length ? "Its own" : "Size", size(raw.bytes)], ["Chunks", count(raw.chunks)]);
+      rows.push([node.children.length ? "This box" : "Size", size(raw.bytes)], ["Chunks", count(raw.chunks)]);
     }
     if (node.children.length) {
-      rows.push([raw ? "With all below" : "Size", size(node.bytes)]);
+      rows.push([raw ? "With all boxes below" : "Size", size(node.bytes)]);
       if (!raw) rows.push(["Chunks", count(node.chunks)]);
     }
-    rows.push(["Of the store", share(node.bytes, everything.bytes)]);
-    rows.push(["Prompts end here or below", count(node.leaves)]);
+    rows.push(["Share of the store", share(node.bytes, everything.bytes)]);
+    rows.push(["Prompts ending here or below", count(node.leaves)]);
     rows.push(["Hits", raw ? count(raw.hits) : node.knows ? count(node.hits) : DASH]);
     if (raw) {
       rows.push(["Last used", raw.used === null ? DASH : `${span(Math.max(0, data.made - raw.used))} ago`]);
-      if (!raw.other) rows.push(["Ways on", count(raw.ways)]);
+      if (!raw.other) rows.push(["Continuations", count(raw.ways)]);
     }
     const list = make("dl");
     for (const [name, value] of rows) list.append(make("dt", "", name), make("dd", "", value));
@@ -306,7 +306,7 @@
         names.append(line);
       }
       const left = everything.children.length - 8;
-      if (left > 0) names.append(make("div", "", `and ${count(left)} more, in the same colours`));
+      if (left > 0) names.append(make("div", "", `and ${count(left)} more in the same colours`));
       legend.replaceChildren(make("span", "", "Colour: namespace"), names);
       return;
     }
@@ -314,7 +314,7 @@
     for (let at = 0; at < 8; at += 1) scale.append(make("i", `h${at}`));
     const ends = make("div", "ends");
     const [title, low, high] = kind === "hits"
-      ? ["Colour: hits of the chunk that was hit most", "0", count(mostHits)]
+      ? ["Colour: hits of the box's most used chunk", "0", count(mostHits)]
       : ["Colour: last use", "never", "within the hour"];
     ends.append(make("span", "", low), make("span", "", high));
     legend.replaceChildren(make("span", "", title), scale, ends);
