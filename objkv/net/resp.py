@@ -51,7 +51,7 @@ _PIECE_BYTES = 524_288
 """``arrived`` is called after each piece: its bytes are still in the cache, and the server keeps
 sending meanwhile."""
 _CRLF = b"\r\n"
-_CLOSED = "Connection closed by server."
+_CLOSED = "the server closed the connection"
 
 
 class RespConnection:
@@ -218,7 +218,7 @@ class RespConnection:
 def _lost(exc: OSError) -> exceptions.RedisError:
     if isinstance(exc, TimeoutError | BlockingIOError):
         return exceptions.TimeoutError("timeout on the socket")
-    return exceptions.ConnectionError(f"Error on the socket: {exc}")
+    return exceptions.ConnectionError(f"error on the socket: {exc}")
 
 
 def packed(*words: bytes | int) -> bytes:
