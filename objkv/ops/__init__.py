@@ -1,1 +1,1 @@
-"""What operators ask: look, check, explain. Plain values come back; nothing here prints."""
+"""The work of the commands for operators. Functions return plain values and print nothing."""
