@@ -1,4 +1,4 @@
-"""Writes ``docs/metrics.md`` from the tables of names themselves, so that it cannot drift.
+"""Write ``docs/metrics.md`` from the tables of metrics.
 
 python scripts/write_metrics.py; ``tests/test_metrics_page.py`` fails when the page is stale.
 """
@@ -23,8 +23,8 @@ Row = tuple[str, str, str]
 
 
 def connector(metrics: MetricTable) -> Iterator[Row]:
-    """A connector's metrics as Prometheus shows them; a histogram as ``_bucket``, ``_sum`` and
-    ``_count``."""
+    """Yield a connector's metrics as Prometheus shows them. A histogram also has the suffixes
+    ``_bucket``, ``_sum`` and ``_count``."""
     for suffix, kind, names in (
         ("_total", "counter", metrics.counters),
         ("", "gauge", metrics.gauges),
@@ -34,7 +34,7 @@ def connector(metrics: MetricTable) -> Iterator[Row]:
 
 
 def exporter() -> Iterator[Row]:
-    """What the exporter tells, with its labels."""
+    """Yield the exporter's metrics with their labels."""
     for name, metric in METRICS.items():
         labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
         yield name + labels, metric.kind, metric.text

@@ -1,1 +1,1 @@
-"""What operators ask: look, check, explain. Plain values come back; nothing here prints."""
+"""Operators' verbs: inspect, check, explain. Each returns plain values and prints nothing."""

@@ -1,4 +1,4 @@
-"""``objkv audit`` as users run it: what it says, what it ends with, and what scripts rely on."""
+"""``objkv audit`` as users run it: its output, its exit codes, and the keys for scripts."""
 
 import os
 from dataclasses import fields, is_dataclass, replace
@@ -20,11 +20,11 @@ from tests.cli.conftest import Machine, Run, refused
 from tests.support.audit import save_with_tokens
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "audit.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def progress(home: Path) -> list[Path]:
-    """What audits have left for later."""
+    """Return the files that unfinished audits have left."""
     return list((home / "objkv" / "progress").glob("audit-*"))
 
 
@@ -190,7 +190,7 @@ def test_an_interrupted_audit_tells_its_part_and_goes_on(
         patch.setattr(AuditWalk, "leftovers", interrupt)
         partial = run("audit", "--workers", "1")
         assert partial.code == 130
-        assert "not complete: interrupted; run the same command again to resume" in partial.out
+        assert "incomplete, interrupted: run the same command again to continue" in partial.out
         document = run("audit", "--json").document
         assert (document["ending"], document["complete"]) == ("interrupted", False)
         assert document["parts_done"] == document["parts"] - 1
@@ -211,13 +211,13 @@ def test_an_interrupt_while_figures_are_made_keeps_what_was_seen(
         patch.setattr(Audit, "report", interrupt)
         ran = run("audit", "--json")
         assert (ran.code, ran.out) == (130, "")
-        assert "progress is saved; run the same command again to resume" in ran.err
+        assert "progress is saved; run the same command again to continue" in ran.err
     document = run("audit", "--json").document
     assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
 
 
 def interrupt(*_: object) -> Any:
-    """As Ctrl-C."""
+    """Act as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -227,13 +227,13 @@ def test_a_server_that_fails_in_the_middle_is_3_and_the_next_run_goes_on(
     machine.fill()
     with monkeypatch.context() as patch:
         patch.setattr(AuditWalk, "leftovers", fail)
-        refused(run("audit"), "run the same command again to resume", code=3)
+        refused(run("audit"), "run the same command again to continue", code=3)
     document = run("audit", "--json").document
     assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
 
 
 def fail(*_: object) -> Any:
-    """As a server that has gone."""
+    """Fail as an unreachable server does."""
     raise StoreUnavailable("scan: HTTP 503")
 
 
@@ -241,7 +241,7 @@ def test_no_time_is_told_and_is_not_fine(run: Run, machine: Machine) -> None:
     machine.fill()
     ran = run("audit", "--deadline-s", "0")
     assert ran.code == 1
-    assert "not complete: the deadline has passed" in ran.out
+    assert "incomplete, the deadline has passed" in ran.out
 
 
 def test_texts_are_redacted_unless_they_are_asked_for(
@@ -271,14 +271,16 @@ def test_the_keys_of_the_document_are_those_that_are_written_down(
     document = run("audit", "--json").document
     own = {"command", "format", "complete", "html"}
     assert set(document) == own | {field.name for field in fields(AuditReport)}
-    text = DOCUMENT.read_text()
+    reference = (DOCS / "reference" / "cli.md").read_text()
+    text = reference.partition("\n## objkv audit\n")[2].partition("\n## ")[0]
     missing = [name for name in [*own, *names_in(AuditReport)] if f"`{name}`" not in text]
     assert missing == []
-    assert all(f"`{kind}`" in text for kind in get_args(FindingKind))
+    page = (DOCS / "audit.md").read_text()
+    assert all(f"`{kind}`" in page and f"`{kind}`" in text for kind in get_args(FindingKind))
 
 
 def names_in(kind: Any) -> set[str]:
-    """The fields of a dataclass, and of all in it."""
+    """Return the fields of a dataclass and of the dataclasses in it."""
     found: set[str] = set()
     for name, hint in get_type_hints(kind).items():
         found.add(name)
