@@ -31,7 +31,7 @@ from objkv.index.guarded import GuardedIndex
 from objkv.index.near import NearIndex
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.net.breaker import Change
-from objkv.net.guard import Unguarded
+from objkv.net.guard import CallPolicy
 from objkv.telemetry import MemoryRecorder
 from objkv.testing.flaky import FlakyStore
 from objkv.transfer.lanes import HostLane
@@ -52,7 +52,7 @@ Tables = tuple[list[int], ...]
 """Per group the physical blocks of a request, in the order of its tokens."""
 
 
-class FlakyIndex(GuardedIndex, Unguarded):
+class FlakyIndex(GuardedIndex, CallPolicy):
     """Refuses a share of its calls, as drawn."""
 
     share = 0.0

@@ -32,7 +32,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreBusy(StoreUnavailable):
-    """The server answered that it is overloaded (HTTP 429, 503). Saves give way first."""
+    """The server answered that it is overloaded (HTTP 429, 503). Saves pause first."""
 
 
 class LeftAlone(StoreUnavailable):

@@ -71,7 +71,7 @@ class Tracing(Protocol):
         is None, begin a new trace."""
 
     def close(self) -> None:
-        """Send pending spans, within 2 s. Idempotent."""
+        """Send pending spans within 2 s. Idempotent."""
 
 
 class NoTracing:

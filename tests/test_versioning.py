@@ -1,4 +1,4 @@
-"""What docs/operations/upgrade.md promises is there, and the window of vLLM is the same everywhere."""
+"""docs/operations/upgrade.md keeps its promises, and the window of vLLM is the same everywhere."""
 
 import importlib
 import re

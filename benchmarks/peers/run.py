@@ -5,7 +5,7 @@
 
 Puts until the servers have everything, verified gets into memory that was there before, lookups of
 128 chunks by a process that never saw them. The figures are medians; the ratio says how many times
-as fast objkv was in the same round. Writes nothing but to temporary files. See docs/peers.md.
+as fast objkv was in the same round. Writes nothing but to temporary files. See docs/performance.md.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def show(result: Result, console: Console, title: str) -> None:
 
 
 def markdown(result: Result, title: str) -> str:
-    """The results section of docs/peers.md."""
+    """The results section of docs/performance.md."""
     lines = [title, "", "| what | who | median | rounds | objkv is times as fast |"]
     lines.append("| --- | --- | ---: | ---: | ---: |")
     lines += [f"| {' | '.join(cells)} |" for cells in _cells(result)]
@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="more or fewer values at once")
     parser.add_argument("--large-malloc", action="store_true", help="keep freed memory, in all")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="for docs/peers.md")
+    parser.add_argument("--markdown", action="store_true", help="for docs/performance.md")
     arguments = parser.parse_args()
     options = Options(
         sizes=tuple((size, max(1, int(count * arguments.scale))) for size, count in SIZES),

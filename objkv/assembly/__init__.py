@@ -1,1 +1,1 @@
-"""Wiring: the only place that knows concrete classes, and the order of what wraps them."""
+"""Wiring: the only package that uses concrete classes and decides how they wrap each other."""

@@ -1,7 +1,7 @@
-"""Opens stores and index as the settings say, each behind its guard (``objkv.net.guard``).
+"""Opens stores and index from the settings, each behind its guard (``objkv.net.guard``).
 
-Opening sends nothing and creates nothing: what is wrong shows in the first call, or in
-``check_backends``. The clients of Redis and S3 are imported only if the settings name such a place:
+Opening sends nothing and creates nothing: errors appear in the first call, or in
+``check_backends``. The clients of Redis and S3 are imported only if the settings use them, because
 the two take a second.
 """
 
@@ -36,24 +36,24 @@ from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
 _CHECK_FACTOR = 2
-"""Of ``load_deadline_ms``: stores that keep a deadline are over by then."""
+"""Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Stores and index, open. A context manager that closes them."""
+    """Open stores and index. A context manager that closes them."""
 
     bulk: PruneStore
     hot: PruneStore | None
-    """None where the index is no Redis, or payloads are not kept there. On connections of its own:
-    a lookup must not wait behind a payload."""
+    """None if the index is not Redis, or if payloads are not kept there. It has its own
+    connections, because a lookup must not wait behind a payload."""
     index: WriteIndex
     admin: PruneIndex | None = None
-    """The index itself, on which operators pin, drop and count; None where ``role`` is reader.
+    """The index itself, on which operators pin, drop and count; None if ``role`` is reader. Closing
     ``index`` closes it."""
 
     def close(self) -> None:
-        """Close all of them, also after one that fails. Idempotent."""
+        """Close all of them, even if one fails. Idempotent."""
         try:
             self.bulk.close()
         finally:
@@ -78,10 +78,10 @@ class Backends:
 def open_backends(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> Backends:
-    """Bulk store, index and hot store.
+    """Open bulk store, index and hot store.
 
-    ``on_change`` is called when a circuit opens and when it closes; by default that is logged.
-    Raises ``ConfigError``.
+    ``on_change`` is called when a circuit opens or closes; by default that is logged. Raises
+    ``ConfigError``.
     """
     bulk = open_bulk(config, recorder, on_change=on_change)
     place = _index_place(config)
@@ -93,7 +93,7 @@ def open_backends(
 def open_bulk(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> PruneStore:
-    """The bulk store: a burst of gets of one key is one call of the guarded store."""
+    """Open the bulk store. Concurrent gets of one key share one call of the guarded store."""
     wait_s = config.load_deadline_ms / 1000
     guard = Guard(
         "bulk",
@@ -109,15 +109,16 @@ def open_bulk(
 def open_hot(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> PruneStore | None:
-    """The hot store, or None without Redis or with ``hot_payload_bytes_max`` 0. Guarded as the bulk
-    store is, but its connections are its limit, and payloads this small are not worth sharing."""
+    """Open the hot store, or return None without Redis or with ``hot_payload_bytes_max`` 0. It is
+    guarded like the bulk store, but limited by its connections; payloads this small are not worth
+    sharing."""
     if config.hot_payload_bytes_max == 0 or not config.index_url.startswith("redis"):
         return None
     from objkv.assembly.redis import connect_redis
     from objkv.stores.redis import RedisStore
 
     client = connect_redis(config.index_url, config)
-    # Beside the index's own keys, so that one ACL pattern allows all.
+    # Next to the index's own keys, so that one ACL pattern covers all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
     guard = Guard(
         "hot",
@@ -133,7 +134,7 @@ def open_hot(
 def open_index(
     config: Config, recorder: Recorder, *, on_change: OnChange | None = None
 ) -> WriteIndex:
-    """The index alone, guarded."""
+    """Open the index alone, guarded."""
     return _guarded_index(_index_place(config), config, recorder, on_change)
 
 
@@ -152,7 +153,7 @@ def _guarded_index(
 
 
 def describe_index(config: Config) -> ServerFacts | None:
-    """Return version, memory policy and clock of the index's server; None if it has no server.
+    """Return version, memory policy and clock of the index's server, or None if it has no server.
     Raises ``StoreUnavailable``."""
     if not config.index_url.startswith("redis"):
         return None
@@ -162,13 +163,14 @@ def describe_index(config: Config) -> ServerFacts | None:
 
 
 def check_backends(backends: Backends, config: Config) -> None:
-    """One round trip each to store and index, judged by ``at_start``, before a replica uses them.
+    """Check store and index with one round trip each before a replica uses them, as ``at_start``
+    requires.
 
-    A refusal is always a ``ConfigError``: the operator can act. A store or index that does not
-    answer is a warning, or with ``strict`` a ``StoreError`` that names it.
+    A refusal always raises ``ConfigError``, because the operator can act. An unreachable store or
+    index is a warning, or with ``strict`` a ``StoreError`` that names it.
     """
     if config.role == "sweeper":
-        raise ConfigError("role is sweeper, which no replica is: set it to writer or reader")
+        raise ConfigError("role sweeper is not for replicas: set role to writer or reader")
     ends: tuple[tuple[str, Callable[[], None], str], ...] = (
         ("bulk store", backends.bulk.check, config.bulk_url),
         ("index", backends.index.check, config.index_url),
@@ -182,7 +184,7 @@ def check_backends(backends: Backends, config: Config) -> None:
         except StoreError as exc:
             if config.at_start == "strict":
                 raise type(exc)(
-                    f"{name} {shown} does not answer, and at_start is strict: {exc}"
+                    f"{name} {shown} is unreachable, and at_start is strict: {exc}"
                 ) from exc
             logger.warning(
                 "%s unreachable at start, serving without it url=%s error=%s", name, shown, exc
@@ -190,8 +192,8 @@ def check_backends(backends: Backends, config: Config) -> None:
 
 
 def _within(seconds: float, check: Callable[[], None]) -> None:
-    """``check``, on a thread that is left behind where it hangs, as on a file system whose server
-    is gone: then ``StoreUnavailable``."""
+    """Run ``check`` on a thread, and raise ``StoreUnavailable`` if it hangs, e.g. on a file system
+    whose server is gone. The thread is then abandoned."""
     outcome: list[BaseException | None] = []
 
     def run() -> None:
@@ -206,17 +208,17 @@ def _within(seconds: float, check: Callable[[], None]) -> None:
     thread.start()
     thread.join(seconds)
     if not outcome:
-        raise StoreUnavailable(f"no answer for {seconds:g} s")
+        raise StoreUnavailable(f"no response within {seconds:g} s")
     if outcome[0] is not None:
         raise outcome[0]
 
 
 def log_change(change: Change) -> None:
-    """The one line in the log for each change of a breaker."""
+    """Log one line for each change of a breaker."""
     what = f"{change.end} {change.direction}s"
     if change.error is None:
         logger.warning("%s work again", what)
-    elif isinstance(change.error, StoreDenied):  # only an operator can end that
+    elif isinstance(change.error, StoreDenied):  # only an operator can fix that
         logger.error("%s are refused, serving without them reason=%s", what, change.error)
     else:
         logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
@@ -227,7 +229,7 @@ def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange 
         config.breaker_failures,
         config.breaker_reset_ms / 1000,
         config.breaker_reset_max_ms / 1000,
-        # Loads late in their time have less: all others find out a store that stalls.
+        # Loads near their deadline have less time; all others detect a stalled store.
         min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000),
     )
     return Breakers(end, patience, recorder, on_change=on_change or log_change)
@@ -259,7 +261,8 @@ def _bulk_place(config: Config, recorder: Recorder) -> PruneStore:
 
 
 def _folder(url: str) -> LocalStore:
-    # The default one holds what this user's prompts made; of others the umask decides.
+    # The default folder is private, because it holds data from this user's prompts. In other
+    # folders the umask decides.
     return LocalStore(local_path(url), private=cache_folder())
 
 
@@ -286,11 +289,11 @@ _SEALING = (
 
 
 def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
-    """Whether savers have room, as ``quota_bytes`` says. Reads nothing before it is asked.
+    """Return the check for room that ``quota_bytes`` requires. Reads nothing before its first use.
 
-    A folder with an index of this machine is walked, so that payloads whose records expired count,
-    and is swept when it is full. Other places are shared: their index has the totals, and their
-    operators sweep them.
+    A local folder with a local index is walked, so that payloads with expired records count, and is
+    swept when it is full. Other stores are shared: their index has the totals, and their operators
+    sweep them.
     """
     if not config.quota_bytes:
         return Unlimited()
@@ -305,10 +308,10 @@ def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
 
 
 def sweep_settings(config: Config) -> dict[str, str]:
-    """The variables with which a sweep makes room in this place.
+    """Return the environment variables for a sweep that makes room here.
 
-    Its high watermark is the low one: a folder may hold more than its records say, and then records
-    below the high watermark have to go, too.
+    Its high watermark is the configured low one: a folder may hold more than its records show, and
+    then records below the high watermark must be evicted too.
     """
     values: dict[str, object] = {
         "bulk_url": config.bulk_url,
@@ -321,7 +324,7 @@ def sweep_settings(config: Config) -> dict[str, str]:
         "sweep_grace_s": config.sweep_grace_s,
         "role": "sweeper",
     }
-    # Paths and commands, not keys: without them nothing that is sealed could be given a record.
+    # Paths and commands, not keys: without them sealed payloads could not get a record.
     sealing = {name: getattr(config, name) for name in _SEALING}
     values |= {name: value for name, value in sealing.items() if value is not None}
     return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items()}

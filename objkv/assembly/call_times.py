@@ -1,4 +1,4 @@
-"""How long one call on Redis may take. Importing the client itself takes half a second."""
+"""Time limits of one Redis call, kept apart because importing the client takes half a second."""
 
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,11 @@ READ_FLOOR_S = 2.0
 
 
 def call_s(config: "Config") -> float:
-    """Return the most seconds for one call: connecting, waiting for a connection, and repeating
-    the command, which is twice the limit for one answer."""
+    """Return the maximum seconds for one call: the time for connecting, plus twice the limit of one
+    reply, for waiting for a connection and for repeating the command."""
     return CONNECT_FLOOR_S + 2 * read_s(config)
 
 
 def read_s(config: "Config") -> float:
-    """Return the most seconds for one answer."""
+    """Return the maximum seconds for one reply."""
     return max(READ_FLOOR_S, 2 * config.lookup_deadline_ms / 1000)

@@ -1,7 +1,7 @@
-"""One Redis client for everything that talks to Redis, from ``index_url`` and the settings.
+"""Creates every Redis client, from ``index_url`` and the settings.
 
-Nothing connects before the first command, so that a replica can start before its Redis does.
-Passwords appear in no error and no repr.
+Nothing connects before the first command, so a replica can start before its Redis does. Passwords
+appear in no error and no repr.
 """
 
 import re
@@ -30,36 +30,38 @@ from objkv.ops.doctor.server import ServerFacts
 
 
 class _OnThisMachine(redis.Connection):
-    """Without TLS. The settings check the host of ``index_url``; nodes that a cluster or a Sentinel
-    names later are checked here, before a password is sent to them."""
+    """A connection without TLS. The settings check the host of ``index_url``. Hosts that a cluster
+    or a Sentinel reports later are checked here, before a password is sent to them."""
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
             raise exceptions.ConnectionError(
-                f"{self.host} was named by a server on this machine, and is another: credentials "
-                "and payloads would cross the network in clear; write rediss, or set "
-                "allow_plaintext to true if nobody else can listen there"
+                f"a server on this machine redirected to {self.host}, another machine, which "
+                "would send credentials and payloads over the network unencrypted: use "
+                "rediss, or set allow_plaintext to true on a private network"
             )
         return super()._connect()  # type: ignore[no-untyped-call]
 
 
 class ClearConnection(_OnThisMachine):
-    """To a server on this machine; ``ConnectionError`` before anything is sent to another."""
+    """A connection to a server on this machine. Raises ``ConnectionError`` before anything is sent
+    to another."""
 
 
 class ClearSentinelConnection(_OnThisMachine, SentinelManagedConnection):
-    """The same, to the primary that a Sentinel names."""
+    """The same, for the primary that a Sentinel reports."""
 
 
 Client = redis.Redis | redis.RedisCluster
 Kind = Literal["redis", "cluster", "sentinel"]
 CLIENT_NAME = "objkv"
 HEALTH_CHECK_S = 30
-"""A connection idle for longer is tried with PING before it carries a command."""
+"""A connection that was idle for longer is tested with PING before it carries a command."""
 RETRIES = 1
-"""Mends a connection that the server closed meanwhile; one that stays away is the breaker's."""
+"""Enough for a connection that the server closed meanwhile; the breaker handles a server that stays
+unreachable."""
 CLUSTER_RETRIES = 3
-"""Each rereads the topology; enough to follow a fail-over that has happened."""
+"""Each retry rereads the topology; enough to follow a completed fail-over."""
 _EXAMPLES: dict[Kind, str] = {
     "redis": "rediss://user@redis.example:6379/0",
     "cluster": "rediss+cluster://user@node1.example:6379,node2.example:6379",
@@ -71,7 +73,7 @@ _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?")
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """What an ``index_url`` says."""
+    """The parts of an ``index_url``."""
 
     kind: Kind
     tls: bool
@@ -84,9 +86,9 @@ class RedisUrl:
 
 
 def connect_redis(url: str, config: Config) -> Client:
-    """A client that answers bytes and fits ``config``; the caller closes it.
+    """Return a client that returns bytes and fits ``config``; the caller closes it.
 
-    Raises ``ConfigError`` for a URL or a TLS file that cannot be used.
+    Raises ``ConfigError`` for an unusable URL or TLS file.
     """
     place = parse_redis_url(url)
     options = _options(place, config)
@@ -107,7 +109,7 @@ def connect_redis(url: str, config: Config) -> Client:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """The parts of ``url``. Raises ``ConfigError`` with a right one as an example."""
+    """Return the parts of ``url``. Raises ``ConfigError`` with a correct example."""
     scheme, _, kind_name = urlsplit(url).scheme.partition("+")
     kind = cast(Kind, kind_name or "redis")
     if scheme not in ("redis", "rediss") or kind not in _EXAMPLES:
@@ -120,21 +122,21 @@ def parse_redis_url(url: str) -> RedisUrl:
         match = _HOST.fullmatch(place)
         port = int(match[2] or _DEFAULT_PORTS[kind]) if match else 0
         if match is None or not 0 < port < 65_536:
-            raise _wrong(url, kind, f"{place!r} is no host:port")
+            raise _wrong(url, kind, f"{place!r} is not a host:port")
         hosts.append((match[1].strip("[]"), port))
     if kind == "redis" and len(hosts) > 1:
-        raise _wrong(url, "cluster", "several hosts are for redis+cluster or redis+sentinel")
+        raise _wrong(url, "cluster", "several hosts need redis+cluster or redis+sentinel")
     database = parts.path.strip("/")
     if database and not re.fullmatch(r"\d{1,5}", database):
-        raise _wrong(url, kind, f"{database!r} is no database number")
+        raise _wrong(url, kind, f"{database!r} is not a database number")
     if kind == "cluster" and int(database or 0):
-        raise _wrong(url, kind, "a cluster has no database but 0")
+        raise _wrong(url, kind, "a cluster has only database 0")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     service = query.pop("service", "") if kind == "sentinel" else ""
     if query or parts.fragment:
         raise _wrong(url, kind, f"unknown {', '.join(sorted(query)) or 'fragment'}")
     if kind == "sentinel" and not service:
-        raise _wrong(url, kind, "names no service")
+        raise _wrong(url, kind, "the service is missing")
     return RedisUrl(
         kind=kind,
         tls=scheme == "rediss",
@@ -148,15 +150,15 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 def _wrong(url: str, kind: Kind, what: str) -> ConfigError:
     shown = without_password(url)
-    return ConfigError(f"index_url {shown!r}: {what}; write it like {_EXAMPLES[kind]!r}")
+    return ConfigError(f"index_url {shown!r}: {what}; use the form {_EXAMPLES[kind]!r}")
 
 
 def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
-    """What every connection is made with.
+    """Return the options of every connection.
 
-    The time-outs are no tighter than their floors although a lookup's deadline is: the deadline is
-    kept by whoever waits for the lookup, while a socket that times out is closed, and a new one,
-    with TLS, costs more than the late answer. They only bound what a dead server can hold up.
+    The time-outs have floors above a lookup's deadline. The lookup's caller enforces the deadline,
+    while a socket that times out is closed, and a new one with TLS costs more than the late reply.
+    The time-outs only limit how long a dead server blocks.
     """
     deadline_s = config.lookup_deadline_ms / 1000
     read_s = call_times.read_s(config)
@@ -166,7 +168,7 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
         "db": place.db,
         "client_name": CLIENT_NAME,
         "decode_responses": False,
-        # RESP2 is understood by every server and proxy, and nothing of RESP3 is needed.
+        # Every server and proxy supports RESP2, and nothing from RESP3 is needed.
         "protocol": 2,
         "socket_connect_timeout": max(call_times.CONNECT_FLOOR_S, deadline_s),
         "socket_timeout": read_s,
@@ -174,7 +176,7 @@ def _options(place: RedisUrl, config: Config) -> dict[str, Any]:
         "health_check_interval": HEALTH_CHECK_S,
         "retry": Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), RETRIES),
         "max_connections": config.redis_calls_max,
-        # Whoever finds all connections in use waits as long as one call may last, then fails.
+        # If all connections are in use, a caller waits as long as one call may last, then fails.
         "timeout": read_s,
     }
     return options | _tls_options(place, config)
@@ -189,12 +191,10 @@ def _tls_options(place: RedisUrl, config: Config) -> dict[str, Any]:
     given = {name: (option, path) for name, (option, path) in files.items() if path is not None}
     if not place.tls:
         if given:
-            raise ConfigError(
-                f"{', '.join(given)}: no use without TLS; begin index_url with rediss"
-            )
+            raise ConfigError(f"{', '.join(given)}: only used with TLS; use rediss in index_url")
         return {}
     if (config.redis_cert_file is None) != (config.redis_key_file is None):
-        raise ConfigError("redis_cert_file and redis_key_file: set both or none")
+        raise ConfigError("redis_cert_file and redis_key_file: set both or neither")
     for name, (_, path) in given.items():
         _check_readable(name, path)
     options = {option: str(path) for option, path in given.values()}
@@ -210,13 +210,13 @@ def _check_readable(name: str, path: Path) -> None:
 
 def _sentinel(place: RedisUrl, options: dict[str, Any]) -> redis.Redis:
     timeouts = ("socket_connect_timeout", "socket_timeout", "socket_keepalive")
-    # Sentinels have users of their own, so Redis's name and password are not shown to them.
+    # Sentinels have their own users, so they do not receive Redis's name and password.
     shared = {
         name: value
         for name, value in options.items()
         if name in timeouts or name.startswith("ssl_")
     }
-    shared["retry"] = options["retry"]  # by default it waits for seconds before it asks again
+    shared["retry"] = options["retry"]  # by default it waits for seconds before a retry
     sentinel = Sentinel(place.hosts, sentinel_kwargs={"ssl": place.tls, **shared})
     for asked in sentinel.sentinels:
         keep_deadlines(asked.connection_pool)
@@ -228,7 +228,8 @@ def _sentinel(place: RedisUrl, options: dict[str, Any]) -> redis.Redis:
 
 
 class _SentinelPool(SentinelConnectionPool, redis.BlockingConnectionPool):
-    """Follows the primary as Sentinel tells, and waits for a connection instead of failing."""
+    """Follows the primary that Sentinel reports, and waits for a free connection instead of
+    failing."""
 
 
 def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
@@ -238,7 +239,7 @@ def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
     (host, port), *others = place.hosts
     shown = f"[{host}]" if ":" in host else host
     return redis.RedisCluster(
-        # Only with a URL does the client take the class of its pools.
+        # The client accepts a pool class only with a URL.
         url=f"{'rediss' if place.tls else 'redis'}://{shown}:{port}",
         startup_nodes=[ClusterNode(*other) for other in others],
         connection_pool_class=DeadlinePool,
@@ -248,8 +249,8 @@ def _cluster(place: RedisUrl, options: dict[str, Any]) -> redis.RedisCluster:
 
 
 class _LazyCluster:
-    """Stands for a ``RedisCluster`` that is opened when it is first used, because the real one
-    asks the cluster for its topology while it is being made."""
+    """Opens its ``RedisCluster`` on first use, because the constructor of ``RedisCluster`` queries
+    the cluster's topology."""
 
     def __init__(self, opened: Callable[[], redis.RedisCluster]) -> None:
         self._open = opened
@@ -258,12 +259,12 @@ class _LazyCluster:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return redis.RedisCluster  # so that isinstance tells a cluster from a single server
+        return redis.RedisCluster  # so that isinstance recognizes a cluster
 
     def __getattr__(self, name: str) -> Any:
-        left_s = ends_s() - time.monotonic()  # others may be opening it, one after the other
+        left_s = ends_s() - time.monotonic()  # other threads may be opening it, one after another
         if not self._lock.acquire(timeout=min(max(0.0, left_s), threading.TIMEOUT_MAX)):
-            raise exceptions.TimeoutError("the cluster does not tell its topology")
+            raise exceptions.TimeoutError("the cluster did not report its topology in time")
         try:
             if self._client is None:
                 self._client = self._open()
@@ -281,8 +282,8 @@ class _LazyCluster:
 def describe_server(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts:
     """Return version, memory policy and clock of the server, for ``doctor``.
 
-    Opens a connection of its own. Describes one node of a cluster. Raises ``StoreUnavailable``;
-    commands that the ACL denies are listed in the facts.
+    Opens a separate connection. Describes one node of a cluster. Raises ``StoreUnavailable``; the
+    facts list commands that the ACL denies.
     """
     client = connect_redis(config.index_url, config)
     try:
@@ -293,16 +294,16 @@ def describe_server(config: Config, *, clock: Callable[[], float] = time.time) -
 
 
 def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time) -> ServerFacts:
-    """The facts of one server, by ``INFO`` and ``TIME`` (ACL: ``+info +time``)."""
+    """Return the facts of one server, read with ``INFO`` and ``TIME`` (ACL: ``+info +time``)."""
     denied: list[str] = []
     info: Mapping[str, Any] = _allowed(node.info, "INFO", denied) or {}
     before_s = clock()
-    told = _allowed(node.time, "TIME", denied)
+    reply = _allowed(node.time, "TIME", denied)
     after_s = clock()
     skew_s = None
-    if told is not None:
-        server_s = told[0] + told[1] / 1e6
-        # It looked at its clock at any moment in between: a late answer is no wrong clock.
+    if reply is not None:
+        server_s = reply[0] + reply[1] / 1e6
+        # The server read its clock at some moment in between: a late reply is not a wrong clock.
         skew_s = round(server_s - min(max(server_s, before_s), after_s), 3)
     valkey = info.get("valkey_version")
     return ServerFacts(

@@ -1,6 +1,6 @@
-"""Reads the keys that payloads are sealed with: from files, or from commands.
+"""Reads the keys that seal payloads, from files or from commands.
 
-A key is in nothing that this module says: errors tell the file, the line and what to change.
+No message of this module contains a key: errors name the file, the line and the change to make.
 """
 
 import os
@@ -22,11 +22,12 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 def open_seal(
     config: Config, *, tenant: str | None = None, seals: tuple[str, ...] | None = None
 ) -> Seal | None:
-    """The seal of ``tenant``, by default the configured one; None where none is asked for.
+    """Return the seal of ``tenant``, by default the configured one; None if payloads are not
+    sealed.
 
-    ``seals``: in which of the ways ``signed`` and ``encrypted``; by default as configured. Reads
-    key files and runs key commands, once each. Raises ``ConfigError``, also where keys for one of
-    these ways are not configured.
+    ``seals``: the ways to seal, ``signed`` and ``encrypted``; by default as configured. Reads key
+    files and runs key commands, once each. Raises ``ConfigError``, also if keys for one of these
+    ways are not configured.
     """
     seals = config.seals if seals is None else seals
     if not seals:
@@ -38,13 +39,13 @@ def open_seal(
         return Seal(signing, encryption)
     except ImportError as exc:
         raise ConfigError(
-            "payloads are to be encrypted, and the library for that is missing: pip install "
+            "encryption needs a library that is not installed: pip install "
             f'"objkv[encryption]" ({exc.name})'
         ) from None
 
 
 def _keys(kind: str, config: Config, tenant: str) -> list[SealKey]:
-    """Of ``signing`` or ``encryption``."""
+    """``kind`` is ``signing`` or ``encryption``."""
     file, command = (getattr(config, f"{kind}_keys_{source}") for source in ("file", "command"))
     if file is not None:
         name = f"{kind}_keys_file {file}"
@@ -54,27 +55,27 @@ def _keys(kind: str, config: Config, tenant: str) -> list[SealKey]:
         text = _run(name, command, config.keys_command_deadline_ms / 1000)
     else:
         raise ConfigError(
-            f"payloads are sealed, and their keys are not here: set {kind}_keys_file or "
-            f"{kind}_keys_command"
+            f"payloads are sealed, but the {kind} keys are not configured: set "
+            f"{kind}_keys_file or {kind}_keys_command"
         )
     try:
         keys = keys_of(parse_keys(text), tenant)
     except ValueError as exc:
         raise ConfigError(f"{name}: {exc}") from None
     if not keys:
-        raise ConfigError(f"{name}: no key of tenant {tenant!r}, nor of '*'")
+        raise ConfigError(f"{name}: there is no key for tenant {tenant!r} or '*'")
     return keys
 
 
 def _read(name: str, file: Path) -> str:
-    """Raises ``ConfigError`` also for a file that others than its owner may read."""
+    """Raise ``ConfigError`` also for a file that others than its owner may read."""
     try:
-        # A pipe would be waited for until somebody writes into it.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
         raise ConfigError(f"{name}: {exc.strerror}") from None
     try:
-        # What was opened is looked at, not what is there by now.
+        # Check the opened file, not the one that is at the path by now.
         _refuse_shared(name, os.fstat(number))
         content = b""
         while part := os.read(number, KEYS_BYTES_MAX + 1 - len(content)):
@@ -86,21 +87,21 @@ def _read(name: str, file: Path) -> str:
     return _text(name, content)
 
 
-def _refuse_shared(name: str, told: os.stat_result) -> None:
-    if not stat.S_ISREG(told.st_mode):
-        raise ConfigError(f"{name}: not a file")
-    if told.st_mode & _OTHERS:
+def _refuse_shared(name: str, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{name} is not a regular file")
+    if found.st_mode & _OTHERS:
         raise ConfigError(
-            f"{name}: others than its owner may read or change it (mode "
-            f"{stat.S_IMODE(told.st_mode):04o}): chmod 600 it"
+            f"{name}: other users may read or change it (mode "
+            f"{stat.S_IMODE(found.st_mode):04o}): run chmod 600 on it"
         )
-    if told.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{name}: it belongs to another user: chown it")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{name} belongs to another user: run chown on it")
 
 
 def _run(name: str, command: str, deadline_s: float) -> str:
-    """What the command prints; no shell reads it. Raises ``ConfigError``, which tells nothing of
-    what it printed."""
+    """Return the command's output. It runs without a shell. Raises ``ConfigError``, which contains
+    none of the output."""
     try:
         words = shlex.split(command)
     except ValueError as exc:
@@ -114,18 +115,18 @@ def _run(name: str, command: str, deadline_s: float) -> str:
             content = _printed(process, deadline_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"{name}: {words[0]} has not ended within {deadline_s:g} s (keys_command_deadline_ms)"
+            f"{name}: {words[0]} did not finish within {deadline_s:g} s (keys_command_deadline_ms)"
         ) from None
     except OSError as exc:
         raise ConfigError(f"{name}: {words[0]}: {exc.strerror}") from None
     if process.returncode != 0 and len(content) <= KEYS_BYTES_MAX:
-        raise ConfigError(f"{name}: {words[0]} ended with {process.returncode}")
+        raise ConfigError(f"{name}: {words[0]} failed with exit status {process.returncode}")
     return _text(name, content)
 
 
 def _printed(process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
-    """All that it prints, or one byte more than keys may have; it has ended, or is killed. Raises
-    ``TimeoutExpired``, also for a program that it started and that goes on."""
+    """Return all output, or one byte more than keys may have. The process has then ended or is
+    killed. Raises ``TimeoutExpired``, also if a child of the process keeps its output open."""
     assert process.stdout is not None
     ends_s, content = time.monotonic() + deadline_s, b""
     try:
@@ -146,7 +147,7 @@ def _printed(process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
 
 def _text(name: str, content: bytes) -> str:
     if len(content) > KEYS_BYTES_MAX:
-        raise ConfigError(f"{name}: longer than {KEYS_BYTES_MAX} bytes")
-    with suppress(UnicodeDecodeError):  # which holds what it could not read
+        raise ConfigError(f"{name} exceeds {KEYS_BYTES_MAX} bytes")
+    with suppress(UnicodeDecodeError):  # the exception holds the unreadable content
         return content.decode("utf-8-sig")
-    raise ConfigError(f"{name}: not text")
+    raise ConfigError(f"{name} is not UTF-8 text")

@@ -1,4 +1,5 @@
-"""``warm`` put together: who computes, and both ends; for the command and for programs."""
+"""Wires ``warm``: the engines or endpoints that compute, store and index. For the command and for
+programs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -32,27 +33,28 @@ _ENGINE = "objkv.connector.programs.warm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmOptions:
-    """Who computes, and how: ``endpoints``, ``model``, ``llm``, ``promote`` or ``check``."""
+    """The way to compute, with its options: one of ``endpoints``, ``model``, ``llm``, ``promote``,
+    ``check``."""
 
     endpoints: Sequence[str] = ()
     model: str | None = None
-    """A folder or a hub id, for an engine of its own."""
+    """A folder or a hub id; a separate engine is started for it."""
     llm: Any = None
     """A ``vllm.LLM`` with objkv's connector, in this process."""
     promote: bool = False
     check: bool = False
-    """Say what is stored, and compute nothing."""
+    """Report which prompts are stored, without computing."""
     served_model: str | None = None
-    """The base model's name at the endpoints, where they serve several."""
+    """The base model's name at the endpoints, if they serve several."""
     api_key: str | None = field(default=None, repr=False)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Path | str | None = None
     namespace: str | None = None
-    """Or its beginning; by default it is found out."""
+    """A namespace or its prefix; detected by default."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """By name: an adapter's folder, or the digest of what it holds."""
+    """By name: an adapter's folder, or the digest of its content."""
     at_once: int | None = None
-    """Requests at a time, for each endpoint or engine."""
+    """Concurrent requests per endpoint or engine."""
     answer_s: float = 600.0
     patience: WarmLimits = field(default_factory=WarmLimits)
     promote_bytes_max: int | None = None
@@ -69,24 +71,24 @@ def warm(
     check: bool = False,
     **options: Any,
 ) -> WarmReport:
-    """Compute and save ``prompts`` before anybody asks for them; waits until they are stored.
+    """Compute and save ``prompts`` in advance. Waits until they are stored.
 
     Args:
-        prompts: each one text, a list of token ids, a request of OpenAI's API as a dict, or the
-            ``Path`` of a file of such, one in each line.
-        config: settings by name, beside those of the environment.
+        prompts: each one a text, a list of token ids, a request of OpenAI's API as a dict, or the
+            ``Path`` of a file with one of these per line.
+        config: settings by name, in addition to those of the environment.
         endpoints: URLs of OpenAI-compatible servers with objkv's connector.
-        model: a folder or hub id; an engine of its own computes, in a child process.
-        llm: a ``vllm.LLM`` with objkv's connector, which nobody else uses meanwhile.
-        promote: copy what is stored to the hot store, and compute nothing.
-        check: only say what is stored.
+        model: a folder or hub id; a separate engine computes, in a child process.
+        llm: a ``vllm.LLM`` with objkv's connector, without other users meanwhile.
+        promote: copy stored payloads to the hot store, without computing.
+        check: only report which prompts are stored.
         options: see ``WarmOptions``.
 
-    ``report.is_complete`` says whether all of them are stored. Raises ``ConfigError`` and
-    ``StoreError``; an interruption ends it, and the report says so.
+    ``report.is_complete`` is True if all of them are stored. Raises ``ConfigError`` and
+    ``StoreError``. An interruption ends the call, and the report states it.
     """
     if isinstance(prompts, str | bytes | Mapping):
-        raise ConfigError("prompts is a list of prompts, not one")
+        raise ConfigError("prompts must be a list of prompts, not a single one")
     chosen = WarmOptions(
         endpoints=endpoints, model=model, llm=llm, promote=promote, check=check, **options
     )
@@ -99,19 +101,22 @@ def run_warm(
     options: WarmOptions,
     watch: WarmProgress | None = None,
 ) -> WarmReport:
-    """See ``warm``; None instead of prompts: a whole namespace, to be promoted."""
+    """Implement ``warm``. ``prompts`` may be None to promote a whole namespace."""
     config, watch = resolved.config, watch or WarmProgress()
     modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
     if sum(modes) + options.promote + options.check != 1:
         raise ConfigError(
-            "say who computes: --endpoint, or --model for an engine of its own; or --promote or "
-            "--check, which compute nothing"
+            "choose how to compute: --endpoint, or --model to start an engine; or use "
+            "--promote or --check, which do not compute"
         )
     for name in ("bulk_url", "index_url"):
         if getattr(config, name).startswith("memory:"):
-            raise ConfigError(f"{name} is memory:, which only the replica itself sees")
+            raise ConfigError(
+                f"{name} is memory:, which is only visible to the replica "
+                "itself: set a shared store"
+            )
     if options.promote and config.role == "reader":
-        raise ConfigError("promote writes, and role is reader: set role to sweeper")
+        raise ConfigError("role reader does not allow --promote: set role to sweeper")
     digests = {name: _digest(name, value) for name, value in options.adapters.items()}
     with ExitStack() as stack:
         backends = stack.enter_context(open_backends(config, NullRecorder()))
@@ -152,7 +157,7 @@ def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:
         elif isinstance(value, Path):
             yield from read_prompts([str(value)])
         else:
-            # What comes from arrays knows how to become a list.
+            # Arrays are converted to lists.
             yield to_prompt(getattr(value, "tolist", lambda v=value: v)(), f"prompt {number}")
 
 
@@ -187,17 +192,18 @@ def _askers(resolved: Resolved, options: WarmOptions) -> list[Prefiller]:
 
 
 def _environment(resolved: Resolved) -> dict[str, str]:
-    """The settings that are not the defaults, as another process reads them."""
+    """Return the settings that differ from the defaults, as environment variables for another
+    process."""
     values = resolved.config.model_dump(mode="json")
     given = (name for name, source in resolved.sources.items() if source != "default")
-    told = {name: values[name] for name in given if values[name] is not None}
-    # Both places, whatever decided on them.
-    told |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
-    return {f"OBJKV_{name.upper()}": str(value) for name, value in told.items()}
+    passed = {name: values[name] for name in given if values[name] is not None}
+    # Always include both URLs, whatever their source.
+    passed |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
+    return {f"OBJKV_{name.upper()}": str(value) for name, value in passed.items()}
 
 
 def _base(options: WarmOptions) -> frozenset[str]:
-    """Names of the base model, where no endpoint tells them."""
+    """Return the names of the base model, for endpoints that do not report them."""
     names = {options.served_model, options.model}
     if options.model is not None:
         names.add(Path(options.model).name)
@@ -213,31 +219,36 @@ def _digest(name: str, value: str) -> bytes:
     if folder.is_dir():
         digest: bytes | None = import_module(_ENGINE).adapter_content(folder)
         if digest is None:
-            raise ConfigError(f"adapter {name}: {value} holds no weights")
+            raise ConfigError(f"adapter {name}: {value} has no weights")
         return digest
     try:
         digest = bytes.fromhex(value)
     except ValueError:
         digest = b""
     if len(digest) != 32:
-        raise ConfigError(f"adapter {name}: {value} is no folder, and no digest of 64 hex digits")
+        raise ConfigError(
+            f"adapter {name}: {value} is neither a folder nor a digest of 64 hex digits"
+        )
     return digest
 
 
 def _folder(name: str, path: str) -> str:
     if not Path(path).is_dir():
-        raise ConfigError(f"adapter {name}: an engine of its own needs its folder")
+        raise ConfigError(f"adapter {name}: --model needs the adapter's folder, not its digest")
     return path
 
 
 def _identity(view: BackendsView, beginning: str | None) -> Identity:
-    # A complete name needs no right to list the bucket.
+    # A complete name needs no permission to list the bucket.
     complete = beginning is not None and len(beginning) == NAMESPACE_HEX
     known = {} if complete else known_identities(view.bulk)
     name = pick_namespace(sorted(known), beginning)
     identity = known.get(name) or read_identity(view.bulk, name)
     if identity is None:
-        raise ConfigError(f"the bulk store has no {name}/identity.json: no replica has saved there")
+        raise ConfigError(
+            f"{name}/identity.json is missing in the bulk store: no replica has "
+            "saved in this namespace"
+        )
     return identity
 
 

@@ -1,1 +1,1 @@
-"""Which copy: matching, lookups in the background, and the one right order of reads and writes."""
+"""The chunk cache: matching, background lookups, admission, and the order of reads and writes."""

@@ -1,16 +1,18 @@
-"""Which part of a match is sooner loaded than computed, from what this replica measured.
+"""Decides which part of a match loads faster than it computes, from this replica's measurements.
 
-A load takes the latency of each store it touches, and its bytes at that store's speed; computing
-takes a measured time per token. A match that is slower to load is refused; if only its
-tail is slower, the head is loaded. While little is measured everything is loaded, which is how it
-becomes measured; and now and then a load that should lose is let through, since stores and networks
-recover. All estimates are medians of the last few: what is refused is hardly measured any more, so
-that one bad load must not be enough, and a few good ones must be. Attention makes a later token
-dearer than an early one; that is left out, and favours computing by a little on very long prompts.
+A load takes the latency of each store it uses, plus its bytes at that store's speed. Computing
+takes a measured time per token. A match that loads more slowly is refused; if only its tail does,
+the head is loaded. While there are few measurements everything is loaded, which produces them. Now
+and then a load that should lose is admitted, because stores and networks recover.
 
-What one request computes, all that wait behind it wait for, while loads run beside the model: so
-the more requests wait, the more time a load saves (``docs/scaling.md`` shows what ignoring them
-costs).
+All estimates are medians of the last few observations. Refused loads are hardly measured, so one
+bad load must not suffice to refuse the next ones, and a few good ones must suffice to admit them
+again. Attention makes a later token more expensive than an early one. The estimate ignores this,
+which slightly favours computing on very long prompts.
+
+All requests that wait behind a computing request wait for its result, while loads run in parallel
+with the model. So the more requests wait, the more time a load saves (``docs/scaling.md`` shows the
+cost of ignoring them).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,26 +27,26 @@ Tier = Literal["hot", "bulk"]
 Mode = Literal["auto", "always", "never"]
 
 OBSERVATIONS_MIN = 3
-"""Of loads from a tier, and of steps, before either is believed."""
+"""Number of loads from a tier, or of steps, before their estimates are used."""
 STEP_TOKENS_MIN = 64
-"""A step with fewer tokens says how long a step takes, not a token."""
+"""A step with fewer tokens measures the time of a step, not of a token."""
 RETRY_S = 30.0
-"""After so long without a load from a tier, the next one is let through."""
+"""After this time without a load from a tier, the next one is admitted."""
 
 
 class ChunkSize(NamedTuple):
-    """What one chunk of a match would bring."""
+    """Size of one chunk of a match."""
 
     nbytes: int
-    """Of this worker's payloads, as stored."""
+    """Size of this worker's payloads, as stored."""
     tokens: int
-    """That need not be computed."""
+    """Number of tokens that need not be computed."""
     tier: Tier
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTime:
-    """How long a load took, on the worker where it took longest."""
+    """Duration of a load on its slowest worker."""
 
     nbytes: int
     seconds: float
@@ -54,19 +56,19 @@ class LoadTime:
 
 
 class _TierCost:
-    """One store's latency and speed."""
+    """Latency and speed of one store."""
 
     def __init__(self) -> None:
         self.moving = Typical()
-        """Of bytes after the first."""
+        """Time per byte after the first byte."""
         self.latency = Typical()
         self.last_s = 0.0
-        """When a load was last let through, on the clock of ``AdmissionPolicy``."""
+        """Time of the last admitted load, on the clock of ``AdmissionPolicy``."""
 
     def observe(self, load: LoadTime) -> None:
         self.latency.observe(1, max(load.first_s, 1e-9))
-        # Of a small load the bytes after the first take no time that could be measured; all of
-        # it is then the upper bound.
+        # In a small load the time after the first byte is too short to measure. The whole duration
+        # is then the upper bound.
         moving_s = load.seconds - load.first_s
         self.moving.observe(load.nbytes, moving_s if moving_s > 0 else load.seconds)
 
@@ -80,7 +82,8 @@ class _TierCost:
 
 
 class AdmissionPolicy:
-    """Decides, and learns. Used by the scheduler's thread only; never waits."""
+    """Decides about loads, and learns from them. Only the scheduler's thread uses it. Never
+    waits."""
 
     def __init__(
         self, mode: Mode, recorder: Recorder, *, clock: Callable[[], float] = monotonic
@@ -92,23 +95,23 @@ class AdmissionPolicy:
         self._prefill = Typical()
 
     def loaded(self, tier: Tier, load: LoadTime) -> None:
-        """A load, which came from ``tier``, succeeded."""
+        """Record a successful load from ``tier``."""
         if load.nbytes > 0 and 0 <= load.first_s <= load.seconds > 0:
             self._tiers[tier].observe(load)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step computed ``tokens``."""
+        """Record that a step computed ``tokens`` in ``seconds``."""
         if tokens >= STEP_TOKENS_MIN:
             self._prefill.observe(tokens, seconds)
 
     @property
     def decided(self) -> bool | None:
-        """Whether every match is loaded, or none, whatever it is; None where it depends."""
+        """Whether every match is loaded, or none; None if it depends on the match."""
         return None if self._mode == "auto" else self._mode == "always"
 
     def admit(self, chunks: Sequence[ChunkSize], *, waiting: int = 0) -> int:
-        """How many leading chunks to load: those after which the most time is saved, of this
-        request's and of the ``waiting`` requests behind it."""
+        """Return how many leading chunks to load: the number that saves the most time for this
+        request and the ``waiting`` requests behind it."""
         if self.decided is not None or not chunks:
             return len(chunks) if self.decided else 0
         if self._is_due(chunks):
@@ -121,7 +124,7 @@ class AdmissionPolicy:
         return admitted
 
     def describe(self) -> dict[str, float]:
-        """What was measured so far: bytes and tokens per second, and seconds of latency."""
+        """Return the measurements so far: bytes and tokens per second, and seconds of latency."""
         out: dict[str, float] = {}
         for name, cost in self._tiers.items():
             if (moving := cost.moving.seconds_per_unit) is not None:
@@ -135,7 +138,7 @@ class AdmissionPolicy:
         return f"<AdmissionPolicy {self._mode}, {known or 'nothing measured'}>"
 
     def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:
-        """Whether a tier among those needed has to be measured, again or for the first time."""
+        """Whether one of the needed tiers must be measured, again or for the first time."""
         now = self._clock()
         tiers = [self._tiers[tier] for tier in {chunk.tier for chunk in chunks}]
         due = self._prefill.count < OBSERVATIONS_MIN or any(

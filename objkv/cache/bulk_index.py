@@ -1,9 +1,9 @@
-"""A folder that is its own index: a chunk is stored if its payload's file is there.
+"""An index without its own storage: a chunk is stored if its payload's file exists in the folder.
 
-For a shared folder and nothing else beside it, also on a network file system, where SQLite must not
-be used. What costs nothing elsewhere costs something here: a lookup asks for every payload, and
-what operators ask for reads every header. Nothing expires, nothing is counted, and what is pinned
-stands in the documents of ``objkv.cache.pins``.
+For a shared folder without any other service, including network file systems, where SQLite must not
+be used. It costs more than other indexes: a lookup checks every payload's file, and operators'
+queries read every header. Nothing expires and no hits are counted. Pins are in the documents of
+``objkv.cache.pins``.
 """
 
 import time
@@ -26,15 +26,15 @@ from objkv.stores.base import Entry, PruneStore, ReadStore
 _LENGTH_BYTES = 8
 _LOOKS_MAX = 3
 _NOT_READ = "none"
-"""Of a codec that stands in a header nobody has read."""
+"""Placeholder for a codec whose header has not been read."""
 
 
 class BulkIndex:
     """Implements ``PruneIndex`` over the payloads of ``store``, which it closes.
 
-    What ``find`` tells of a payload comes from its file alone: ``raw_bytes`` is its length, and
-    ``header_checksum`` a digest of its length and age. Leases are given to everybody: the store
-    lets one writer win.
+    ``find`` returns only values from a payload's file: ``raw_bytes`` is its length, and
+    ``header_checksum`` a digest of its length and age. Every request for a lease succeeds, because
+    the store lets one writer win.
     """
 
     def __init__(self, store: PruneStore, *, clock: Callable[[], float] = time.time) -> None:
@@ -45,8 +45,8 @@ class BulkIndex:
         return f"<BulkIndex of {self._store!r}>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``; reads the header of every payload of these chunks."""
-        # Shapes are no chunk's, and asked for again and again by every replica.
+        """See ``ReadIndex``. Reads the header of every payload of these chunks."""
+        # Every replica looks up shapes repeatedly, and they have no pins.
         is_for_chunks = any(prefix_hash != SHAPES_HASH for prefix_hash in prefix_hashes)
         pins = read_pins(self._store, namespace) if is_for_chunks else {}
         return [
@@ -57,8 +57,8 @@ class BulkIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """See ``ReadIndex``; one look per payload. It ends at the first chunk that is not stored,
-        as every match does: nothing is told of those that follow it."""
+        """See ``ReadIndex``. Checks each payload's file. Stops at the first missing chunk, as every
+        match does, and returns None for the later ones."""
         parts = [(field, *_group_and_shard(field)) for field in fields]
         found: list[Shards | None] = [None] * len(prefix_hashes)
         for place, prefix_hash in enumerate(prefix_hashes):
@@ -74,17 +74,17 @@ class BulkIndex:
         return found
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``; reads the header of every payload."""
+        """See ``ReadIndex``. Reads the header of every payload."""
         pins = read_pins(self._store, namespace)
         for record in self._records(f"{namespace}/"):
             yield self._pinned(record, pins)
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``; walks the whole store."""
+        """See ``ReadIndex``. Walks the whole store."""
         return sorted({key.namespace for key, _ in self._chunks("")})
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``; walks the whole store, and tells what is there."""
+        """See ``ReadIndex``. Walks the whole store, and counts exactly."""
         totals: dict[str, tuple[int, int]] = {}
         for key, entry in self._chunks(""):
             nbytes, payloads = totals.get(key.namespace, (0, 0))
@@ -101,19 +101,19 @@ class BulkIndex:
         self._store.close()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """Nothing: a payload that can be read is known. Only which shards are in use is no
-        payload's, so an empty file says so. ``ttl_s`` has no effect."""
+        """Does nothing for payloads, which are found by their files. Shards in use get an empty
+        marker file. ``ttl_s`` has no effect."""
         if chunk.prefix_hash == SHAPES_HASH:
             for field in shards:
                 self._store.put_if_absent(shape_path(chunk.namespace, field), b"")
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """Nothing: hits are not counted here."""
+        """Does nothing: hits are not counted."""
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """Delete the payload that ``expected`` was told of: whoever forgets it could not use it,
-        and nothing else can make others stop finding it. A payload written anew meanwhile stays,
-        unless that happened within the call."""
+        """Delete the payload that ``expected`` describes. Its reader could not use it, and only
+        deleting it keeps other readers from finding it. A payload that was rewritten meanwhile
+        stays, unless that happened within this call."""
         path = ChunkKey(namespace, prefix_hash, *_group_and_shard(field)).path()
         entry = self._store.head(path)
         if entry is None:
@@ -125,25 +125,25 @@ class BulkIndex:
         return self._store.delete(path)
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """True: two who save one chunk write the same, and the store keeps the first."""
+        """Return True: two savers of one chunk write the same, and the store keeps the first."""
         return True
 
     def release(self, name: str, owner: str) -> None:
-        """Nothing: nobody else was kept from it."""
+        """Does nothing: leases exclude no other process."""
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """Whether there is such a chunk: its pin's document, of which whoever pins takes care, is
-        all that there is to tell."""
+        """Return whether the chunk exists. The caller writes the pin's document, which is the only
+        record of a pin."""
         return any(self._chunks(_folder(namespace, prefix_hash)))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``: the payloads are deleted."""
+        """See ``PruneIndex``. Deletes the payloads."""
         keys = [entry.key for _, entry in self._chunks(_folder(namespace, prefix_hash))]
         deleted = [self._store.delete(key) for key in keys]
         return any(deleted)
 
     def set_usage(self, usage: Usage) -> None:
-        """Nothing: ``usage`` counts."""
+        """Does nothing: ``usage`` counts exactly."""
 
     def _pinned(self, record: Record, pins: Mapping[bytes, int]) -> Record:
         until_s = pins.get(record.prefix_hash, 0)
@@ -152,7 +152,8 @@ class BulkIndex:
     def _stored(
         self, namespace: str, prefix_hash: bytes, fields: int
     ) -> Callable[[str], Entry | None]:
-        """What tells of a chunk's payloads: by one look each, or, for many, by one at all."""
+        """Return a function that finds a chunk's payloads: one check per payload, or a single scan
+        if there are many."""
         if fields <= _LOOKS_MAX:
             return self._store.head
         entries = self._store.scan(_folder(namespace, prefix_hash))
@@ -162,7 +163,7 @@ class BulkIndex:
         if prefix_hash != SHAPES_HASH:
             return next(self._records(_folder(namespace, prefix_hash)), None)
         shapes = shape_path(namespace, "")
-        # Always young: nothing in a folder expires, and what was written may be read after years.
+        # Always recent: nothing in a folder expires, and the files may be years old.
         young = ShardRecord(0, 0, _NOT_READ, False, "", int(time.time()))
         names = [entry.key.removeprefix(shapes) for entry in self._store.scan(shapes)]
         shards = dict.fromkeys(names, young)
@@ -177,7 +178,7 @@ class BulkIndex:
             yield key, entry
 
     def _records(self, prefix: str) -> Iterator[Record]:
-        # In key order, so that the payloads of one chunk come one after the other.
+        # Key order keeps the payloads of one chunk together.
         for prefix_hash, chunk in groupby(self._chunks(prefix), lambda found: found[0].prefix_hash):
             shards, claim = {}, None
             for key, entry in chunk:
@@ -211,7 +212,7 @@ def _of_file(entry: Entry) -> ShardRecord:
 
 
 def _header(store: ReadStore, entry: Entry) -> Header | None:
-    """The payload's header, or None if it is gone, damaged or cut short."""
+    """Return the payload's header, or None if it is missing, damaged or truncated."""
     try:
         start = store.get_range(entry.key, 0, _LENGTH_BYTES)
         if start is None:

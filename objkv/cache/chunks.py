@@ -1,8 +1,9 @@
-"""Reads and writes over bulk, hot and index, in the one right order.
+"""Reads and writes of payloads over bulk store, hot store and index, in a safe order.
 
-Save: bulk first, then hot, the index record last. Forget: the index record first. So a crash
-leaves orphans, never a record of something unreadable. The bulk store is the truth: a hot copy is
-a shortcut, and an index that does not answer costs sharing, not correctness.
+A save writes the bulk store first, then the hot store, and the index record last. A forget removes
+the index record first. So a crash leaves orphans, but never a record of an unreadable payload. The
+bulk store is authoritative: a hot copy is a shortcut, and an unreachable index costs sharing, not
+correctness.
 """
 
 from collections import OrderedDict
@@ -24,12 +25,12 @@ from objkv.stores.base import Arrived, Buffer, ReadStore, WriteStore
 from objkv.telemetry import Recorder
 
 _PATHS_MAX = 65_536
-"""Paths that each of the sets below remembers; the oldest go."""
+"""Maximum number of paths in each of the sets below; the oldest are removed."""
 
 
 class HotCopies:
-    """The hot copies of payloads, by path: shortcuts, which may be gone any time. A hot store that
-    fails is one without copies: counted, never raised. Safe from many threads."""
+    """The hot copies of payloads, by path. They are shortcuts that may disappear at any time.
+    Errors of the hot store are counted and treated as missing copies, never raised. Thread-safe."""
 
     def __init__(self, store: WriteStore | None, limits: HotLimits, recorder: Recorder) -> None:
         self._store = store
@@ -42,7 +43,7 @@ class HotCopies:
     def get_into(
         self, path: str, buffer: memoryview, arrived: Arrived | None, start: int | None
     ) -> int | None:
-        """What there is of a promised copy, in ``buffer``; None where bulk has to be asked."""
+        """Read a promised copy into ``buffer``. Return None if the caller must read bulk."""
         if self._store is None or self._is_distrusted(path):
             return None
         try:
@@ -53,23 +54,23 @@ class HotCopies:
         self._recorder.count("hot_misses" if nbytes is None else "hot_hits")
         with self._lock:
             self._lost.pop(path, None)
-            if nbytes is None:  # evicted, or its time was over before the record's
+            if nbytes is None:  # evicted, or expired before the record
                 _remember(self._lost, path)
         return nbytes
 
     def distrust(self, path: str) -> None:
-        """A payload that was promised to be hot was corrupt: its copy is not read again until this
-        process has made another, whatever a record promises. Bulk may be fine."""
+        """Do not read this copy again until this process has made another, whatever a record
+        promises: the payload was corrupt. The bulk store's payload may be intact."""
         with self._lock:
             _remember(self._distrusted, path)
 
     def is_lost(self, path: str) -> bool:
-        """Whether a promised copy was not there when it was last read."""
+        """Whether a promised copy was missing when it was last read."""
         with self._lock:
             return path in self._lost
 
     def has(self, path: str, nbytes: int) -> bool:
-        """Whether there is a copy of this size, which costs a round trip."""
+        """Whether there is a copy of this size. Costs a round trip."""
         if self._store is None or nbytes > self._limits.payload_bytes_max:
             return False
         if self._is_distrusted(path):
@@ -82,8 +83,8 @@ class HotCopies:
         return entry is not None and entry.nbytes == nbytes
 
     def put(self, path: str, payload: Buffer, *, suspect: bool) -> bool:
-        """Make a copy if ``payload`` is small; whether there is one now. ``suspect``: the
-        earlier payload was corrupt, perhaps in its hot copy, so that copy is replaced even above
+        """Make a copy if ``payload`` is small. Return whether there is one now. ``suspect``: the
+        earlier payload was corrupt, perhaps in its hot copy, so the copy is replaced even above
         ``save_bytes_max``."""
         if self._store is None:
             return False
@@ -115,8 +116,8 @@ _LENGTH_BYTES = 8
 
 
 def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header | None:
-    """The header of the payload that is stored for ``claim``, or None if it is not usable: cut
-    short, of another claim, or not sealed as ``seal`` wants it. Its frames are not looked at."""
+    """Return the header of the payload stored for ``claim``. None if it is unusable: truncated, of
+    another claim, or not sealed as ``seal`` requires. Does not check its frames."""
     path = claim.key.path()
     try:
         start = bulk.get_range(path, 0, _LENGTH_BYTES)
@@ -135,16 +136,17 @@ def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header 
 
 
 KEEP_S = 30.0
-"""For so long after a save the same chunk is not saved again: requests that were looked up before
-it may still be queued. The price: if the payload vanishes, its next save waits as long."""
+"""After a save the same chunk is not saved again for this time, because requests that were looked
+up before it may still be queued. The cost: if the payload vanishes, its next save is delayed too.
+"""
 
 
 class InFlightSaves:
-    """Chunks that this process is saving, or has just saved, so that it does not save them twice.
+    """Chunks that this process is saving or has just saved, so that it does not save them twice.
 
-    Prompts that arrive together share prefixes that are not stored yet: each was looked up before
-    the first of them was saved, and would gather, encode and upload the same chunks. Bounded; safe
-    from many threads.
+    Prompts that arrive together share prefixes that are not stored yet. Each was looked up before
+    the first of them was saved, and would otherwise gather, encode and upload the same chunks.
+    Bounded and thread-safe.
     """
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
@@ -154,7 +156,7 @@ class InFlightSaves:
         self._saved: OrderedDict[str, float] = OrderedDict()
 
     def begin(self, path: str) -> bool:
-        """Whether to save ``path`` now; after True, ``end`` must follow."""
+        """Return whether to save ``path`` now. If True, the caller must call ``end``."""
         with self._lock:
             until = self._saved.get(path, 0.0)
             if path in self._under_way or self._clock() < until:
@@ -163,7 +165,7 @@ class InFlightSaves:
             return True
 
     def keep(self, path: str) -> None:
-        """It is stored and announced."""
+        """Record that the payload is stored and published."""
         with self._lock:
             self._saved.pop(path, None)
             self._saved[path] = self._clock() + KEEP_S
@@ -171,41 +173,41 @@ class InFlightSaves:
                 self._saved.popitem(last=False)
 
     def end(self, path: str) -> None:
-        """The save that ``begin`` allowed is over, however it went."""
+        """End the save that ``begin`` allowed, whatever its outcome."""
         with self._lock:
             self._under_way.discard(path)
 
     def forget(self, path: str) -> None:
-        """It was found missing or corrupt: save it again."""
+        """Allow another save, because the payload was found missing or corrupt."""
         with self._lock:
             self._saved.pop(path, None)
 
 
 class SaveOutcome(Enum):
-    """What became of one save."""
+    """Outcome of one save."""
 
     SAVED = "saved"
     EXISTED = "existed"
-    """Another writer's payload was there already; its record was published."""
+    """Another writer's payload already existed; its record was published."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """What the cache needs to know of ``Config``."""
+    """The cache's part of ``Config``."""
 
     writer: str
-    """Names this process in leases."""
+    """Identifies this process in leases."""
     ttl_s: int
     lease_ms: int
     hot_payload_bytes_max: int
     hot_save_bytes_max: int = 256 << 10
     hot_promote_loads: int = 3
     hot_promote_bytes_max: int = 0
-    """Bytes within an hour; 0: nothing is promoted."""
+    """Maximum bytes promoted within an hour; 0 disables promotion."""
 
     @property
     def hot_limits(self) -> HotLimits:
-        """The same, as placement wants it."""
+        """The limits of the hot store."""
         return HotLimits(
             self.hot_payload_bytes_max,
             self.hot_save_bytes_max,
@@ -215,7 +217,7 @@ class CacheSettings:
 
 
 class ChunkCache:
-    """Payloads by key. Safe from many threads; raises ``StoreError`` from the bulk store only."""
+    """Payloads by key. Thread-safe. Raises ``StoreError`` only for the bulk store."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class ChunkCache:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.seal = seal
-        """What payloads are sealed with, and without which none is usable; None: they are not."""
+        """Seals payloads, and is required to use them; None if they are not sealed."""
         self._bulk = bulk
         self._room = room or Unlimited()
         self._hot = HotCopies(hot, settings.hot_limits, recorder)
@@ -244,7 +246,7 @@ class ChunkCache:
         promotes = settings.hot_promote_bytes_max > 0
         self._promoter = self._open_promoter(hot) if hot is not None and promotes else None
         self.link = LinkSpeed()
-        """How fast puts and gets of the bulk store were lately."""
+        """Recent speed of puts and gets of the bulk store."""
 
     def _open_promoter(self, hot: WriteStore) -> Promoter:
         return Promoter(
@@ -268,14 +270,13 @@ class ChunkCache:
         on_hot: Callable[[], None] = lambda: None,
         start: int | None = None,
     ) -> int | None:
-        """The payload, or from ``start`` on what of it fits, into ``buffer``: see ``ReadStore``.
-        Unverified: the caller opens it.
+        """Read the payload, or the part from ``start`` that fits, into ``buffer``: see
+        ``ReadStore``. The result is unverified; the caller opens the payload.
 
-        ``hot``: whether the record promised a copy in the hot store, which is then read first.
-        While a hot copy is read, ``arrived`` is called with 0, then once with all bytes: if the hot
-        store fails halfway, bulk overwrites the buffer, while a lane may still be copying what was
-        reported.
-        ``on_hot`` is called if that copy is what was read.
+        ``hot``: whether the record promised a copy in the hot store, which is then read first. A
+        hot copy's progress is reported as 0, and as complete at the end: if the hot store fails
+        halfway, bulk overwrites the buffer, and no lane may be copying reported bytes then.
+        ``on_hot`` is called if the hot copy was read.
         """
         path = key.path()
         if hot:
@@ -288,21 +289,21 @@ class ChunkCache:
         return self._bulk.get_into(path, buffer, arrived, start)
 
     def has_room(self) -> bool:
-        """Whether to save anything at all: not while the place is above its quota."""
+        """Whether to save anything at all: False above the quota."""
         return self._room.has_room()
 
     def begin_save(self, key: ChunkKey) -> bool:
-        """Whether to save ``key``: not if this process is about to, or has just done so. After
-        True, ``end_save`` must follow."""
+        """Return whether to save ``key``: False if this process is saving it or has just done so.
+        If True, the caller must call ``end_save``."""
         return self._saves.begin(key.path())
 
     def end_save(self, key: ChunkKey) -> None:
-        """The save is over, or was given up."""
+        """End a save, whether it finished or was abandoned."""
         self._saves.end(key.path())
 
     def take_lease(self, key: ChunkKey) -> bool:
-        """Whether this process may save ``key`` now. An index that fails says yes: a duplicate is
-        harmless, and bulk is the truth."""
+        """Return whether this process may save ``key`` now. If the index fails the result is True:
+        a duplicate is harmless, and the bulk store is authoritative."""
         try:
             return self._index.lease(
                 key.path(), self._settings.writer, ttl_ms=self._settings.lease_ms
@@ -312,17 +313,17 @@ class ChunkCache:
             return True
 
     def release_lease(self, key: ChunkKey) -> None:
-        """Give the lease back early; if that fails, it expires."""
+        """Give the lease back early. If that fails, it expires."""
         try:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:
             self._recorder.count("lease_errors")
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        """Store ``payload``, then announce it. Call it while holding the lease. ``payload`` is not
-        kept after returning.
+        """Store ``payload``, then publish its record. Call it while holding the lease. No reference
+        to ``payload`` is kept.
 
-        Raises ``StoreError`` if the bulk store did not take it; nothing is announced then.
+        Raises ``StoreError`` if the bulk store fails; no record is published then.
         """
         path = claim.key.path()
         suspect = self._is_suspect(path)
@@ -343,11 +344,12 @@ class ChunkCache:
     def note_load(
         self, claim: Claim, header: Header, *, hot: bool, seconds: float | None = None
     ) -> None:
-        """A payload was loaded, verified and is in its blocks. Never waits, never raises.
+        """Record that a payload was loaded, verified and copied to its blocks. Never waits, never
+        raises.
 
-        ``hot``: whether its record promised a hot copy; if not, or if that copy is gone, it becomes
-        hot when that happens often. ``seconds``: how long bulk took for its bytes, where that is
-        known.
+        ``hot``: whether its record promised a hot copy. Without one, or if that copy is missing,
+        frequent loads make the payload hot. ``seconds``: how long the bulk store took for its
+        bytes, if known.
         """
         if hot and not self._hot.is_lost(claim.key.path()):
             return
@@ -357,14 +359,15 @@ class ChunkCache:
             self._promoter.loaded(claim, header.nbytes)
 
     def close(self, deadline_s: float) -> bool:
-        """End what runs in the background; True if it has ended within the bound. Idempotent."""
+        """End background work. Return True if it ended within ``deadline_s``. Idempotent."""
         self._room.close()
         return self._promoter is None or self._promoter.close(deadline_s)
 
     def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:
-        """A record promised ``key``, and it was missing, or ``corrupt``: forget that record.
+        """Forget the record of ``key``, because the payload was missing or ``corrupt``. Never
+        raises.
 
-        The next save of a corrupt payload by this process replaces it. Never raises.
+        The next save of a corrupt payload by this process replaces it.
         """
         path = key.path()
         self._saves.forget(path)
@@ -392,7 +395,7 @@ class ChunkCache:
     def _put_if_absent(self, path: str, payload: Buffer) -> bool:
         started = self._clock()
         written = self._bulk.put_if_absent(path, payload)
-        if written:  # else nothing, or not all of it, was sent
+        if written:  # otherwise little or nothing was sent
             self.link.puts.observe(len(payload), self._clock() - started)
         return written
 
@@ -407,17 +410,20 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("publish_errors")
         else:
-            if not self._is_suspect(key.path()):  # found corrupt meanwhile: the next save mends it
+            if not self._is_suspect(
+                key.path()
+            ):  # found corrupt meanwhile: the next save repairs it
                 self._saves.keep(key.path())
 
 
 def report_at_end(arrived: Arrived | None) -> Arrived | None:
-    """Reports that bytes come, but none of them: the caller reports all when they are there."""
+    """Return a callback that reports arriving bytes as 0; the caller reports the total at the
+    end."""
     return None if arrived is None else lambda _: arrived(0)
 
 
 def shard_record(header: Header) -> ShardRecord:
-    """What the index keeps of a payload, read from its header alone."""
+    """Return the index record of a payload, computed from its header."""
     return ShardRecord(
         nbytes=header.nbytes,
         raw_bytes=header.raw_bytes,

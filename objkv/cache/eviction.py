@@ -1,11 +1,10 @@
-"""Which chunks to give up when a quota is reached: a pure function of what the index tells.
+"""Chooses which chunks to evict when a quota is reached: a pure function of index records.
 
-A chunk is of use only together with all that come before it in its prompt, so chains lose their
-ends first. Among ends the least valuable go first. What they are worth falls with the time since
-they were last used, as for LRU; it is higher for what was hit often and lower for what is deep in a
-long prompt, but both count only for a while: what nobody has asked for in some times the pause that
-is usual between two hits is judged by its age alone. Measured against others in
-``docs/operations/eviction.md``.
+A chunk is usable only with all chunks before it in its prompt, so chains lose their last chunks
+first. Among these, the least valuable are evicted first. Value falls with the time since the last
+use, as in LRU. Hits raise it, and depth in a long prompt lowers it, but both fade: a chunk without
+hits for several usual pauses between hits is judged by its age alone. ``docs/operations/eviction.md`` compares
+this policy with others.
 """
 
 import heapq
@@ -16,23 +15,23 @@ from dataclasses import dataclass
 _HITS_WEIGHT = 2.0
 _DEPTH_WEIGHT = 0.3
 _HALF_LIFE_PAUSES = 0.7
-"""So many usual pauses after the last use, hits and depth count half as much."""
+"""Number of usual pauses after the last use in which the weight of hits and depth halves."""
 _YOUNG_PAUSES = 0.7
-"""Ages below so many usual pauses hardly differ."""
+"""Ages below this many usual pauses hardly differ."""
 _PAUSE_MIN_S = 1.0
-"""The usual pause where nothing was hit twice, too: then age alone decides."""
+"""Minimum usual pause, also used if no chunk was hit twice: then age alone decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One chunk of one namespace, as far as giving it up goes."""
+    """One chunk of one namespace, with the values that decide about its eviction."""
 
     prefix_hash: bytes
     parent_hash: bytes
     token_start: int
     token_end: int
     nbytes: int
-    """Of all its payloads."""
+    """Size of all its payloads."""
     hits: int
     touched_s: int
     created_s: int
@@ -40,14 +39,15 @@ class Candidate:
 
     @property
     def used_s(self) -> int:
-        """When it was last saved or hit."""
+        """Time of its last save or hit."""
         return max(self.touched_s, self.created_s)
 
 
 Worth = Callable[[Candidate], float]
-"""What a chunk is worth: of ends of chains the one with the least goes first."""
+"""Returns the value of a chunk; among the last chunks of chains, the least valuable is evicted
+first."""
 Policy = Callable[[Sequence[Candidate], float], Worth]
-"""Makes a ``Worth`` for these candidates, at a moment in seconds since the epoch."""
+"""Returns a ``Worth`` for these candidates, at a time in seconds since the epoch."""
 
 
 def choose(
@@ -57,11 +57,12 @@ def choose(
     now_s: float,
     policy: Policy | None = None,
 ) -> list[Candidate]:
-    """What to give up, in this order, until ``free_bytes`` are free, or all that may go is gone.
+    """Return the chunks to evict, in this order, to free ``free_bytes``, or all that may be
+    evicted.
 
-    No chunk is given up before every chunk that continues it; none that is pinned, or that a
-    pinned one continues. Chunks whose beginning is not among the candidates are of no use and go
-    first. The same candidates in any order give the same answer. O(n log n).
+    A chunk is evicted only after every chunk that continues it. Pinned chunks, and chunks that a
+    pinned one continues, are never evicted. Chunks whose predecessors are not among the candidates
+    are useless and come first. The order of candidates does not matter. O(n log n).
     """
     if free_bytes <= 0:
         return []
@@ -71,7 +72,7 @@ def choose(
     kept = _kept(chunks, parents)
     children = dict.fromkeys(known, 0)
     useless: dict[bytes, bool] = {}
-    for one in chunks:  # parents come before what continues them
+    for one in chunks:  # parents come before their children
         parent = parents[one.prefix_hash]
         useless[one.prefix_hash] = one.token_start > 0 if parent is None else useless[parent]
         if parent is not None:
@@ -98,7 +99,8 @@ def choose(
 
 
 def by_use(candidates: Sequence[Candidate], now_s: float) -> Worth:
-    """Recency, frequency, size and depth, each in proportion to the usual pause between hits."""
+    """Value by recency, frequency, size and depth, in proportion to the usual pause between
+    hits."""
     pause_s = usual_pause_s(candidates)
 
     def worth(one: Candidate) -> float:
@@ -114,8 +116,9 @@ def by_use(candidates: Sequence[Candidate], now_s: float) -> Worth:
 
 
 def usual_pause_s(candidates: Iterable[Candidate]) -> float:
-    """The mean time between two hits of a chunk, over those that were hit and are not the first of
-    their prompt: beginnings that everybody shares would hide how others are used."""
+    """Return the average time between two hits of a chunk. It covers chunks that were hit and are
+    not the first of their prompt, because widely shared beginnings would hide how others are used.
+    """
     pauses = [
         max(0, one.touched_s - one.created_s) / one.hits
         for one in candidates
@@ -132,8 +135,8 @@ def _order(one: Candidate) -> tuple[object, ...]:
 
 
 def _parent(one: Candidate, known: Mapping[bytes, Candidate]) -> bytes | None:
-    """The chunk that it continues, None if that is not known. It ends where this one starts, so
-    records that lie cannot make a loop."""
+    """Return the chunk that it continues, or None if that is unknown. The parent must end where
+    this chunk starts, so false records cannot form a loop."""
     parent = known.get(one.parent_hash)
     if parent is None or parent.token_end != one.token_start:
         return None
@@ -141,7 +144,7 @@ def _parent(one: Candidate, known: Mapping[bytes, Candidate]) -> bytes | None:
 
 
 def _kept(chunks: Sequence[Candidate], parents: Mapping[bytes, bytes | None]) -> set[bytes]:
-    """What is pinned, and what that continues."""
+    """Return pinned chunks and all their predecessors."""
     kept: set[bytes] = set()
     for one in reversed(chunks):
         if one.pinned or one.prefix_hash in kept:

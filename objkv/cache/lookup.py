@@ -1,8 +1,8 @@
-"""Lookups on background threads, memoised per request, bounded, with a deadline.
+"""Background lookups, memoised per request, bounded, with a deadline.
 
-``ask`` never waits and does no work on the prompt: it answers None ("ask again") until the index
-has answered or the deadline has passed, and from then on the same answer, to which only what a
-grown prompt adds is asked for. A failed, late or refused lookup is "no match".
+``ask`` never waits and does no work on the prompt. It returns None ("retry later") until the index
+has replied or the deadline has passed. From then on it returns the same answer; if the prompt
+grows, only its new part is looked up. A failed, late or refused lookup is "no match".
 """
 
 from collections.abc import Callable, Sequence
@@ -21,43 +21,45 @@ from objkv.tracing import NO_TRACING, Span, Tracing
 
 T = TypeVar("T")
 Records = tuple[Shards | None, ...]
-"""What was found of each chunk of a prompt, in order."""
+"""The found shards of each chunk of a prompt, in order."""
 _THREADS = 4
-"""Redis answers a prompt in one round trip; a few threads hide one slow answer from the others."""
+"""Redis replies for a whole prompt in one round trip; a few threads keep one slow reply from
+delaying the others."""
 _CLOSE_S_MAX = 5.0
 
 
 class Hashes(Protocol):
-    """The prefix hashes of a prompt, perhaps yet to be computed."""
+    """The prefix hashes of a prompt, possibly not computed yet."""
 
     def __len__(self) -> int:
-        """How many there are; at once."""
+        """Return their number, without computing them."""
 
     def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
-        """Some of them. May take long, and is called on lookup threads only."""
+        """Return some of them. May take long; called only on lookup threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupLimits:
-    """How long, how many, how old."""
+    """Limits of time, number and age."""
 
     deadline_s: float
-    """After which a lookup is no match; ``close`` waits as long for those under way, or 5 s."""
+    """After this time a lookup counts as a miss. ``close`` waits this long for lookups in flight,
+    at most 5 s."""
     queue_max: int
-    """Jobs that wait or run at once."""
+    """Maximum number of jobs that wait or run."""
     age_max_s: float = inf
-    """A request that still waits so long after its answer is looked up anew."""
+    """If a request still waits this long after its answer, the lookup is repeated."""
 
 
 @dataclass(slots=True)
 class _Memo:
     known: Records
-    """Of the leading chunks, from an earlier answer."""
+    """Results for the leading chunks from an earlier answer."""
     count: int
     deadline: float
     future: Future[list[Shards | None]] | None = None
     answer: Records | None = None
-    told: float = 0.0
+    answered_at: float = 0.0
 
     @property
     def no_match(self) -> Records:
@@ -65,29 +67,27 @@ class _Memo:
 
 
 class _Job(Generic[T]):
-    """Work whose outcome is asked for later, and which can be cancelled until it begins."""
+    """Work whose outcome is read later. It can be cancelled until it starts."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.future: Future[T] = Future()
         self._work = work
 
     def run(self) -> None:
-        """Do it; what it raises is the future's."""
+        """Do the work; its exceptions go to the future."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
             outcome = self._work()
-        except BaseException as exc:  # whoever asks for the outcome gets it
+        except BaseException as exc:  # raised where the outcome is read
             self.future.set_exception(exc)
         else:
             self.future.set_result(outcome)
 
 
 class LookupService:
-    """Asks an index in the background for what of each chunk is stored in ``fields``.
-
-    ``ask`` and ``forget`` are called by one thread only.
-    """
+    """Looks up the stored ``fields`` of each chunk in the background. Only one thread may call
+    ``ask`` and ``forget``."""
 
     def __init__(
         self,
@@ -106,20 +106,20 @@ class LookupService:
         self._clock = clock
         self._tracing = tracing
         self._slots = BoundedSemaphore(limits.queue_max)
-        # Started now: that takes longer than all else that ``ask`` does.
+        # Started here, because starting takes longer than the rest of ``ask``.
         self._pool: Pool[_Job[Any]] = Pool("objkv-lookup", _THREADS, _Job.run)
         self._memos: dict[str, _Memo] = {}
 
     def ask(
         self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
     ) -> Records | None:
-        """What was found of each chunk, in order, or None while it is not known yet. ``trace``: the
-        trace to which a lookup belongs."""
+        """Return the found shards of each chunk in order, or None while the lookup is in flight.
+        ``trace``: the trace that the lookup belongs to."""
         memo = self._memos.get(request_id)
         if memo is None:
             memo = self._start(request_id, namespace, hashes, trace=trace)
         elif (answer := memo.answer) is not None:
-            if self._clock() - memo.told > self._limits.age_max_s:
+            if self._clock() - memo.answered_at > self._limits.age_max_s:
                 memo = self._start(request_id, namespace, hashes, trace=trace)
             elif len(hashes) > memo.count:
                 memo = self._start(request_id, namespace, hashes, answer, trace=trace)
@@ -128,14 +128,14 @@ class LookupService:
         return memo.answer
 
     def forget(self, request_id: str) -> None:
-        """Drop what is remembered of a request. A lookup that waits gives its place to others; one
-        under way ends by itself."""
+        """Forget a request. Cancels a queued lookup; a running one finishes unused."""
         memo = self._memos.pop(request_id, None)
         if memo is not None and memo.future is not None:
             memo.future.cancel()
 
     def deadline(self) -> float:
-        """Until when, on this service's clock, what is asked now is worth waiting for."""
+        """Return the time, on this service's clock, until which a lookup started now is worth
+        waiting for."""
         return self._clock() + self._limits.deadline_s
 
     def is_late(self, deadline: float) -> bool:
@@ -143,8 +143,8 @@ class LookupService:
         return self._clock() >= deadline
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` on a lookup thread; False if the queue is full. A ``StoreError`` that it
-        raises is counted and forgotten."""
+        """Run ``job`` on a lookup thread. Return False if the queue is full. A ``StoreError`` of
+        the job is counted and dropped."""
 
         def run() -> None:
             try:
@@ -155,16 +155,16 @@ class LookupService:
         return self._submit(run) is not None
 
     def wait(self, seconds: float) -> None:
-        """Block until some answer that is awaited is there, at most so long; not at all if none is.
-        For a thread that has nothing better to do."""
+        """Block at most ``seconds`` until a pending lookup finishes. Return at once if there is
+        none. For a thread without other work."""
         futures = [memo.future for memo in self._memos.values() if memo.future is not None]
-        # One that is done may be of a request that nobody asks about, for a while.
+        # A finished lookup may belong to a request that is not polled for a while.
         if awaited := [future for future in futures if not future.done()]:
             wait(awaited, seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Stop taking lookups and end the threads. A job that outlasts the deadline is left to end
-        by itself, within the index's own time-outs."""
+        """Refuse further lookups and end the threads. A job that outlasts the deadline ends by the
+        index's own time-outs."""
         seconds = min(self._limits.deadline_s, _CLOSE_S_MAX)
         self._pool.close(seconds, give_up=lambda jobs: [job.future.cancel() for job in jobs])
 
@@ -183,10 +183,10 @@ class LookupService:
     ) -> _Memo:
         memo = _Memo(known, len(hashes), self.deadline())
         self._memos[request_id] = memo
-        # By identity: asking each record whether it equals None takes eight times as long.
+        # By identity: comparing each record with None takes eight times as long.
         if memo.count == len(known) or any(one is None for one in known):
-            # A match ends at the first chunk that is not stored: what follows does not matter.
-            self._tell(memo, memo.no_match)
+            # A match ends at the first missing chunk, so the later ones do not matter.
+            self._answer(memo, memo.no_match)
             return memo
         started = self._clock()
         span = self._tracing.begin("objkv.lookup", trace, request_id=request_id)
@@ -205,7 +205,7 @@ class LookupService:
         if memo.future is None:
             self._recorder.count("lookup_refused")
             span.end("refused: the queue is full", namespace=namespace)
-            self._tell(memo, memo.no_match)
+            self._answer(memo, memo.no_match)
         return memo
 
     def _submit(self, job: Callable[[], T]) -> Future[T] | None:
@@ -225,25 +225,25 @@ class LookupService:
         elif memo.future.cancelled() or self.is_late(memo.deadline):
             memo.future.cancel()
             self._recorder.count("lookup_deadlines")
-            self._tell(memo, memo.no_match)
+            self._answer(memo, memo.no_match)
 
     def _take(self, memo: _Memo, future: Future[list[Shards | None]]) -> None:
         error = future.exception()
         if error is None:
-            self._tell(memo, memo.known + tuple(future.result()))
+            self._answer(memo, memo.known + tuple(future.result()))
             return
         self._recorder.count("lookup_errors")
-        self._tell(memo, memo.no_match)
+        self._answer(memo, memo.no_match)
         if not isinstance(error, StoreError):
             raise error
 
-    def _tell(self, memo: _Memo, answer: Records) -> None:
-        memo.answer, memo.told, memo.future = answer, self._clock(), None
+    def _answer(self, memo: _Memo, answer: Records) -> None:
+        memo.answer, memo.answered_at, memo.future = answer, self._clock(), None
 
 
 def _end(span: Span, namespace: str, chunks: int, found: list[Shards | None] | None) -> None:
     if not span.is_on:
         return
     stored = 0 if found is None else sum(one is not None for one in found)
-    error = "the index did not answer" if found is None else None
+    error = "the lookup failed" if found is None else None
     span.end(error, namespace=namespace, chunks=chunks, chunks_found=stored)

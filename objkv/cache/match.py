@@ -1,7 +1,7 @@
-"""How many leading chunks of a prompt a reader can use, decided from what was found alone.
+"""Computes how many leading chunks of a prompt a reader can use, from the found shards alone.
 
-What a model needs of the tokens before the end of a match, to go on from there, depends on the kind
-of each of its groups; a payload holds only the blocks that some such end needs.
+The tokens that a model needs from before the end of a match depend on the kind of each of its
+groups. A payload holds only the blocks that some possible end needs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Shard
 
 Stored = Callable[[Shards, int, GroupIdentity], bool]
-"""Whether the shards that were found of a chunk hold all that a reader needs of one group."""
+"""Returns whether the found shards of a chunk hold everything that a reader needs of one group."""
 
 
 def usable_chunks(
@@ -20,18 +20,18 @@ def usable_chunks(
     chunk_tokens: int,
     stored: Stored | None = None,
 ) -> int:
-    """The length, in chunks, of the longest prefix that all groups can be loaded for.
+    """Return the length, in chunks, of the longest prefix that can be loaded for all groups.
 
     Args:
-        found: one per chunk of the prompt, in order, None where nothing is stored.
-        stored: what the reader needs of a group; by default all of its layers and heads.
+        found: one per chunk of the prompt, in order; None if nothing is stored.
+        stored: the reader's need of a group; by default all of its layers and heads.
     """
     stored = stored or covered
     whole = [(g, group) for g, group in enumerate(groups) if keeps_all(group)]
     others = [(g, group) for g, group in enumerate(groups) if not keeps_all(group)]
     usable = 0
-    # Of each other group, how many chunks in a row up to this one are stored: a prompt may have
-    # thousands of chunks, so each is looked at once.
+    # For each other group, the number of consecutive stored chunks up to this one. A prompt may
+    # have thousands of chunks, so each is visited once.
     runs = [0] * len(others)
     for end, shards in enumerate(found, start=1):
         held = shards or {}
@@ -51,13 +51,13 @@ def usable_chunks(
 
 
 def keeps_all(group: GroupIdentity) -> bool:
-    """Whether what follows any token needs all tokens before it."""
+    """Whether each later token needs all tokens before it."""
     return group.kind in ("full", "mla")
 
 
 def needed_from(group: GroupIdentity, end: int) -> int:
-    """The first of the tokens before ``end`` whose KV, or state, is needed to compute what follows;
-    ``end`` if none is.
+    """Return the first token before ``end`` whose KV or state is needed to compute later tokens;
+    ``end`` if there is none.
 
     Source: vLLM 0.31-0.33, ``get_num_skipped_tokens``, ``v1/core/single_type_kv_cache_manager.py``.
     """
@@ -88,7 +88,7 @@ def covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:
 
 
 def shards_of(shards: Shards, group_id: int) -> Iterable[Shard]:
-    """The shards of one group among these; fields of another form are ignored."""
+    """Yield the shards of one group. Ignores fields of another form."""
     for field in shards:
         group, _, text = field.partition(".")
         if group != str(group_id):
@@ -100,9 +100,9 @@ def shards_of(shards: Shards, group_id: int) -> Iterable[Shard]:
 
 
 def stored_blocks(group: GroupIdentity, chunk_tokens: int) -> int:
-    """Blocks of one chunk that a payload of the group holds, always its last ones: those that a
-    match which ends with this chunk, or a later one, can need. 0 if none ever is; the group then
-    has no payloads."""
+    """Return how many blocks of one chunk a payload of the group holds. These are always the last
+    ones: those that a match ending with this or a later chunk can need. 0 means that the group has
+    no payloads."""
     blocks = chunk_tokens // group.block_size
     match group.kind:
         case "sliding_window":

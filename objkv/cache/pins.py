@@ -1,8 +1,8 @@
-"""Pins, written down in the bulk store: which chunks are to be kept, and until when.
+"""Pins in the bulk store: documents that list which chunks to keep, and until when.
 
-One document per pinned prefix, ``<namespace>/pins/<hash of its last chunk>.json``, which names all
-chunks up to it. It stands there before the index is told, and longer: whoever rebuilds an index, or
-deletes payloads, reads these documents first.
+Each pinned prefix has one document, ``<namespace>/pins/<hash of its last chunk>.json``, which lists
+all chunks up to the last. It is written before the index is updated and outlives the index:
+anything that rebuilds an index or deletes payloads reads these documents first.
 """
 
 import json
@@ -17,12 +17,12 @@ from objkv.stores.base import ReadStore
 FORMAT = 1
 UNTIL_S_MAX = 1 << 40
 DOCUMENT_BYTES_MAX = 4 << 20
-"""Of a chain of 90,000 chunks; what is longer was not written by objkv."""
+"""Size for a chain of 90,000 chunks; objkv writes no longer one."""
 _COMMAS_MAX = 100_000
-"""In a document of so many bytes; what has more is not taken apart."""
+"""Maximum number of commas in a document; one with more is not parsed."""
 _PINS_MAX = 100_000
 _CHUNKS_MAX = 1 << 22
-"""Of all pins of a namespace together: 10^9 tokens in chunks of 256."""
+"""Chunks in all pins of a namespace together: 10^9 tokens in chunks of 256."""
 _HASH = re.compile(f"[0-9a-f]{{{2 * PREFIX_HASH_BYTES}}}")
 
 
@@ -32,7 +32,7 @@ class Pin:
 
     namespace: str
     chunks: tuple[bytes, ...]
-    """Prefix hashes of all its chunks, the first one first."""
+    """Prefix hashes of all its chunks, in order."""
     tokens: int
     until_s: int
     """Seconds since the epoch."""
@@ -44,15 +44,15 @@ class Pin:
 
     @property
     def leaf(self) -> bytes:
-        """The hash of its last chunk, which names it."""
+        """The hash of its last chunk, which names the document."""
         return self.chunks[-1]
 
     def path(self) -> str:
-        """Where its document lies."""
+        """Return the path of its document."""
         return pin_path(self.namespace, self.leaf)
 
     def document(self) -> bytes:
-        """What its document says."""
+        """Return the content of its document."""
         values = {
             "format": FORMAT,
             "namespace": self.namespace,
@@ -65,20 +65,20 @@ class Pin:
 
 
 def pins_folder(namespace: str) -> str:
-    """What all pins of a namespace begin with."""
+    """Return the common prefix of all pins' paths in a namespace."""
     return f"{namespace}/pins/"
 
 
 def pin_path(namespace: str, leaf: bytes) -> str:
-    """Where the document of the prefix lies that ends with ``leaf``."""
+    """Return the path of the document of the prefix that ends with ``leaf``."""
     return f"{pins_folder(namespace)}{leaf.hex()}.json"
 
 
 def parse_pin(document: bytes, path: str) -> Pin:
-    """The pin that ``document`` spells, which lies at ``path``. Raises ``PayloadError`` for
-    anything that ``Pin.document`` does not write, or does not write there."""
+    """Parse the pin ``document`` at ``path``. Raises ``PayloadError`` if ``Pin.document`` would not
+    write this content at this path."""
     try:
-        # Lists in lists take fifty times their own size.
+        # Nested lists take fifty times their own size in memory.
         if document.count(b"[") + document.count(b"{") > 2 or document.count(b",") > _COMMAS_MAX:
             raise ValueError
         values = json.loads(document)
@@ -92,25 +92,26 @@ def parse_pin(document: bytes, path: str) -> Pin:
         pin = Pin(values["namespace"], chunks, **numbers)
         if pin.path() != path:
             raise ValueError
-    # The document is somebody else's: whatever the values' own checks say of it is its fault.
+    # The document is untrusted, so any failed check of its values is its fault.
     except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
-        raise PayloadError(f"{path}: not a pin of objkv") from exc
+        raise PayloadError(f"{path} is not a pin of objkv") from exc
     return pin
 
 
 def read_pin(bulk: ReadStore, path: str) -> Pin | None:
-    """The pin at ``path``, None if there is none. Raises ``PayloadError``."""
+    """Return the pin at ``path``, or None if it does not exist. Raises ``PayloadError``."""
     entry = bulk.head(path)
     if entry is None:
         return None
     if entry.nbytes > DOCUMENT_BYTES_MAX:
-        raise PayloadError(f"{path}: not a pin of objkv: {entry.nbytes} bytes")
+        raise PayloadError(f"{path} is not a pin of objkv: {entry.nbytes} bytes")
     document = bulk.get_range(path, 0, DOCUMENT_BYTES_MAX)
     return None if document is None else parse_pin(document, path)
 
 
 def scan_pins(bulk: ReadStore, namespace: str) -> Iterator[Pin | PayloadError]:
-    """All pins of a namespace, ended ones too; an error for each document that cannot be read."""
+    """Yield all pins of a namespace, including ended ones, and an error for each unreadable
+    document."""
     for entry in bulk.scan(pins_folder(namespace)):
         try:
             pin = read_pin(bulk, entry.key)
@@ -122,10 +123,10 @@ def scan_pins(bulk: ReadStore, namespace: str) -> Iterator[Pin | PayloadError]:
 
 
 def read_pins(bulk: ReadStore, namespace: str) -> dict[bytes, int]:
-    """Until when each pinned chunk is, by its prefix hash; also those whose time is over.
+    """Return the end of each pinned chunk's pin by its prefix hash, including ended pins.
 
-    Documents that cannot be read pin nothing: ``objkv pin --list`` names them. Raises
-    ``StoreDenied`` for more than anybody pins: to leave some out would have them deleted.
+    Unreadable documents pin nothing; ``objkv pin --list`` reports them. Raises ``StoreDenied``
+    above the limits, because a partial result would let pinned chunks be deleted.
     """
     until: dict[bytes, int] = {}
     chunks = 0
@@ -133,8 +134,8 @@ def read_pins(bulk: ReadStore, namespace: str) -> dict[bytes, int]:
         chunks += len(pin.chunks) if isinstance(pin, Pin) else 0
         if count > _PINS_MAX or chunks > _CHUNKS_MAX:
             raise StoreDenied(
-                f"{pins_folder(namespace)}: more than {_PINS_MAX} pins or {_CHUNKS_MAX} chunks in "
-                "them: objkv pin --list shows them; remove those that nobody needs"
+                f"{pins_folder(namespace)} has more than {_PINS_MAX} pins or {_CHUNKS_MAX} "
+                "chunks: list them with `objkv pin --list` and remove unneeded ones"
             )
         if isinstance(pin, Pin):
             for prefix_hash in pin.chunks:

@@ -1,9 +1,9 @@
-"""Copies payloads that are loaded often from the bulk to the hot store, beside the loads.
+"""Copies frequently loaded payloads from the bulk store to the hot store, in the background.
 
-One thread, a bounded queue; what does not fit is dropped and counted. Order: hot first, the record
-that promises it last, so that a crash leaves a copy that nobody asks for, and which expires. The
-record is changed under the lease that savers and sweeps take: what a sweep deletes meanwhile is not
-announced again.
+It has one thread and a bounded queue. Payloads that do not fit are dropped and counted. It writes
+the hot copy first and the record that promises it last, so a crash leaves only an unused copy,
+which expires. The record is changed under the lease that savers and sweeps take, so a payload that
+a sweep deletes meanwhile is not published again.
 """
 
 from collections import OrderedDict, deque
@@ -25,22 +25,23 @@ from objkv.telemetry import Recorder
 HOUR_S = 3600.0
 _PATHS_MAX = 65_536
 _BUCKET_S = 60.0
-"""The budget of an hour is kept in pieces of this length."""
+"""Interval in which the budget of an hour is tracked."""
 
 
 @dataclass(frozen=True, slots=True)
 class HotLimits:
-    """What the hot store takes, of ``Config``: small payloads when they are saved, larger ones when
-    they are loaded often. Redis pays for every megabyte twice, in memory and in its one thread."""
+    """The hot store's limits from ``Config``: small payloads are copied when they are saved, larger
+    ones when they are loaded often. A megabyte costs Redis twice: memory, and time of its single
+    thread."""
 
     payload_bytes_max: int
-    """Larger payloads never become hot; 0: none does."""
+    """Larger payloads never become hot; 0 disables the hot store for all."""
     save_bytes_max: int
     """Payloads up to this size become hot when they are saved."""
     promote_loads: int
-    """So many loads from bulk within an hour make a payload hot."""
+    """This many loads from bulk within an hour make a payload hot."""
     promote_bytes_max: int
-    """Bytes that this process promotes within an hour."""
+    """Maximum bytes that this process promotes within an hour."""
 
 
 def belongs_in_hot(payload_bytes: int, limits: HotLimits) -> bool:
@@ -49,7 +50,7 @@ def belongs_in_hot(payload_bytes: int, limits: HotLimits) -> bool:
 
 
 class OftenLoaded:
-    """Counts loads from bulk, to find what deserves to be hot. Bounded; safe from many threads."""
+    """Counts loads from bulk, to find payloads that should be hot. Bounded and thread-safe."""
 
     def __init__(self, limits: HotLimits, *, clock: Callable[[], float] = monotonic) -> None:
         assert limits.promote_loads >= 1
@@ -60,8 +61,9 @@ class OftenLoaded:
         self._spent: deque[tuple[float, int]] = deque()
 
     def note(self, path: str, nbytes: int) -> bool:
-        """``path``, a payload of ``nbytes``, was loaded from bulk; True if it should become hot
-        now. Says so once an hour at most, and only within the budget, which is charged then."""
+        """Record that ``path``, a payload of ``nbytes``, was loaded from bulk. Return True if it
+        should become hot now. That happens at most once an hour per payload, and only within the
+        budget, which is then charged."""
         limits = self._limits
         if nbytes > min(limits.payload_bytes_max, limits.promote_bytes_max):
             return False
@@ -72,7 +74,7 @@ class OftenLoaded:
                 count, since = 0, now
             due = count + 1 == limits.promote_loads
             promoted = due and self._spend(nbytes, now)
-            if promoted or not due:  # without budget, the next load asks again
+            if promoted or not due:  # without budget, the next load tries again
                 count = min(count + 1, limits.promote_loads)
             self._loads[path] = count, since
             while len(self._loads) > _PATHS_MAX:
@@ -80,7 +82,7 @@ class OftenLoaded:
             return promoted
 
     def forget(self, path: str) -> None:
-        """It did not become hot after all: count again."""
+        """Restart the count of a payload that did not become hot."""
         with self._lock:
             self._loads.pop(path, None)
 
@@ -101,7 +103,8 @@ _QUEUE_MAX = 64
 
 
 class Promoter:
-    """Safe from many threads; nothing here raises or waits, except ``close``."""
+    """Copies payloads on its own thread. Thread-safe; only ``close`` and ``drain`` wait, and
+    nothing raises."""
 
     def __init__(
         self,
@@ -116,7 +119,9 @@ class Promoter:
         seal: Seal | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._owner = f"promoter-{uuid4().hex}"  # a saver of this process must wait, too
+        self._owner = (
+            f"promoter-{uuid4().hex}"  # its own name, so that a saver of this process must wait too
+        )
         self._lease_ms = lease_ms
         self._clock = clock
         self._bulk = bulk
@@ -132,7 +137,7 @@ class Promoter:
         )
 
     def loaded(self, claim: Claim, nbytes: int) -> None:
-        """A payload of ``nbytes`` was loaded from bulk, because it has no hot copy, or no more."""
+        """Record that a payload of ``nbytes`` was loaded from bulk, because it had no hot copy."""
         path = claim.key.path()
         if not self._often.note(path, nbytes):
             return
@@ -141,11 +146,12 @@ class Promoter:
             self._recorder.count("hot_promote_drops")
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait until nothing is left to copy, at most so long; True if nothing is."""
+        """Wait at most ``deadline_s`` until the queue is empty. Return True if it is."""
         return self._pool.drain(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
-        """Drop what waits, and end the thread; True if it has ended within the bound."""
+        """Drop queued payloads and end the thread. Return True if it ended within
+        ``deadline_s``."""
         return not self._pool.close(deadline_s)
 
     def _failed(self, claim: Claim, error: Exception) -> None:
@@ -160,8 +166,8 @@ class Promoter:
             return  # withdrawn meanwhile
         if shard.hot and self._hot.head(key.path()) is not None:
             return  # promoted by another replica
-        # Read once more: the bytes that were loaded lie in a slab that the load needs back.
-        # No more of them than the record promised, whatever lies there now.
+        # Read once more, because the load needs its slab back. Read no more bytes than the record
+        # promised, whatever is stored now.
         room = memoryview(bytearray(shard.nbytes))
         nbytes = self._bulk.get_into(key.path(), room)
         if nbytes is None:
@@ -171,7 +177,9 @@ class Promoter:
         if header.claim != claim or header.checksum != shard.header_checksum:
             return
         if header.nbytes != len(payload):
-            raise PayloadError(f"{len(payload)} bytes where the header says {header.nbytes}")
+            raise PayloadError(
+                f"the payload has {len(payload)} bytes, its header announces {header.nbytes}"
+            )
         check_frames(header, payload)
         self._hot.put(key.path(), payload)
         if self._announce(claim, shard):
@@ -183,10 +191,10 @@ class Promoter:
         end_s = self._clock() + self._lease_ms / 1000
         if not self._index.lease(key.path(), self._owner, ttl_ms=self._lease_ms):
             self._often.forget(key.path())
-            return False  # somebody saves or deletes it right now
+            return False  # another process is saving or deleting it
         try:
             if self._record(key) != shard or self._clock() >= end_s:
-                return False  # what was withdrawn, or replaced, meanwhile is not brought back
+                return False  # it was withdrawn or replaced meanwhile
             chunk = ChunkEntry(
                 key.namespace,
                 key.prefix_hash,
@@ -202,7 +210,7 @@ class Promoter:
     def _release(self, key: ChunkKey) -> None:
         try:
             self._index.release(key.path(), self._owner)
-        except StoreError:  # it ends by itself
+        except StoreError:  # the lease expires
             self._recorder.count("lease_errors")
 
     def _record(self, key: ChunkKey) -> ShardRecord | None:

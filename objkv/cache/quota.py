@@ -1,8 +1,8 @@
-"""Saves stop before a place is full: whoever saves asks here first, and never waits.
+"""Stops saves before a store is full. Savers check here first, without waiting.
 
-How much is stored is read in the background, every half minute while something is to be saved.
-What this process saves in between is added; what others save is not, so a quota may be exceeded by
-what the fleet saves in half a minute. What cannot be read changes nothing.
+A background thread reads how much is stored, every half minute while there is something to save. In
+between, this process's own saves are added, but not those of others. So a quota may be exceeded by
+the fleet's saves of half a minute. A failed reading changes nothing.
 """
 
 import hashlib
@@ -23,53 +23,53 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 30.0
 _SHARE_MAX = 1 / 50
-"""Of the time that reading may take, where it walks a folder."""
+"""Maximum share of time spent reading, if that walks a folder."""
 _DOCUMENT_BYTES_MAX = 1 << 20
 _CLOSE_S = 1.0
 
 
 class Room(Protocol):
-    """Tells whether there is room for what is to be saved."""
+    """Decides whether there is room for saves."""
 
     def has_room(self) -> bool:
-        """Whether to save at all. Never waits; safe from many threads."""
+        """Whether to save at all. Never waits. Thread-safe."""
 
     def add(self, nbytes: int) -> None:
-        """So much was saved."""
+        """Record that ``nbytes`` were saved."""
 
     def close(self) -> None:
-        """Nobody asks any more. Idempotent."""
+        """Release resources. Idempotent."""
 
 
 class Relieving(Protocol):
-    """Makes room where it can."""
+    """Makes room if it can."""
 
     def __call__(self) -> bool:
-        """May take minutes; False if nothing was tried."""
+        """Try to make room. May take minutes. Return False if nothing was attempted."""
 
     def close(self) -> None:
-        """End it soon. Idempotent."""
+        """Stop soon. Idempotent."""
 
 
 class Unlimited:
     """``Room`` without a quota."""
 
     def has_room(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def add(self, nbytes: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Quota:
-    """``Room`` until ``limit_bytes`` are used, as ``used`` tells.
+    """``Room`` until ``used`` returns at least ``limit_bytes``.
 
-    ``used`` is called by a thread of its own, which begins with the first question and does nothing
-    while nobody asks; it raises ``StoreError`` only.
+    A separate thread calls ``used``. It starts with the first call of ``has_room`` and is idle
+    without further calls. ``used`` must raise only ``StoreError``.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Quota:
         relief: Relieving | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``relief`` is called by that thread while there is no room."""
+        """``relief`` is called on that thread while there is no room."""
         assert limit_bytes > 0
         self._used = used
         self._limit_bytes = limit_bytes
@@ -94,8 +94,8 @@ class Quota:
         self._thread: Thread | None = None
 
     def has_room(self) -> bool:
-        """See ``Room``; there is until the first reading."""
-        if not self._asked:  # without the lock: the forward thread asks for every step
+        """See ``Room``. Returns True until the first reading."""
+        if not self._asked:  # without the lock: the forward thread calls this in every step
             with self._changed:
                 self._asked = True
                 if self._thread is None and not self._closed:
@@ -112,7 +112,7 @@ class Quota:
                 self._judge()
 
     def close(self) -> None:
-        """See ``Room``; waits a second at most for a reading under way."""
+        """See ``Room``. Waits at most a second for a reading in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -126,10 +126,10 @@ class Quota:
         return f"<Quota {self._bytes} of {self._limit_bytes} bytes>"
 
     def read(self) -> None:
-        """Read how much is used. For the thread, and for tests instead of it."""
+        """Read how much is used. For the thread, and for tests in its place."""
         try:
             used = self._used()
-        except StoreError:  # then as before
+        except StoreError:  # keep the previous state
             self._recorder.count("quota_errors")
             return
         with self._changed:
@@ -147,7 +147,7 @@ class Quota:
             try:
                 self.read()
                 self._relieve()
-            except Exception:  # a bug; without this thread, nobody would ever read again
+            except Exception:  # a bug; without this thread there would be no further readings
                 self._recorder.count("quota_errors")
                 if not self._has_failed:
                     self._has_failed = True
@@ -166,14 +166,14 @@ class Quota:
         is_full = self._bytes >= self._limit_bytes
         if is_full != self._is_full:
             self._is_full = is_full
-            words = "quota reached, saving nothing more" if is_full else "below quota, saving again"
+            words = "quota reached, saves stopped" if is_full else ("below quota, saves resumed")
             logger.warning("%s used_bytes=%d limit_bytes=%d", words, self._bytes, self._limit_bytes)
 
 
 class TenantUsage:
-    """How many bytes of what is stored are one tenant's, by the namespaces' identity documents.
+    """Sums the stored bytes of one tenant, using the namespaces' identity documents.
 
-    A namespace whose document is missing, or is not the one that names it, is nobody's.
+    A namespace whose document is missing or does not match its name belongs to no tenant.
     """
 
     def __init__(self, usage: Callable[[], Iterable[Usage]], bulk: ReadStore, tenant: str) -> None:
@@ -183,7 +183,8 @@ class TenantUsage:
         self._tenants: dict[str, str] = {}
 
     def __call__(self) -> int:
-        """Bytes. One document is read for each namespace that is new. Raises ``StoreError``."""
+        """Return the number of bytes. Reads one document per new namespace. Raises
+        ``StoreError``."""
         return sum(u.nbytes for u in self._usage() if self._tenant_of(u.namespace) == self._tenant)
 
     def _tenant_of(self, namespace: str) -> str | None:
@@ -196,7 +197,7 @@ class TenantUsage:
 
 
 def read_tenant(bulk: ReadStore, namespace: str) -> str | None:
-    """The tenant of a namespace, or None without a document whose digest is its name."""
+    """Return the tenant of a namespace, or None if no document matches its name."""
     document = bulk.get_range(identity_path(namespace), 0, _DOCUMENT_BYTES_MAX)
     if document is None or hashlib.sha256(document).hexdigest()[:NAMESPACE_HEX] != namespace:
         return None

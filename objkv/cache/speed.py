@@ -1,6 +1,6 @@
-"""How fast something was lately: a meter of bytes and seconds, of bounded size, for decisions.
+"""Meters of recent speed, in bytes and seconds, of bounded size, for decisions.
 
-Nothing here reads a clock: whoever did the work says how long it took.
+Nothing here reads a clock: callers pass the duration of their work.
 """
 
 from collections import deque
@@ -8,17 +8,17 @@ from math import ceil
 from threading import Lock
 
 _RECENT_MAX = 128
-"""Durations kept for percentiles."""
+"""Number of durations kept for percentiles."""
 _GETS_MIN = 8
-"""Gets before which puts say more."""
+"""Number of gets below which puts are the better estimate."""
 _WEIGHT_MAX = 4
-"""What a large piece of work counts for at most, in pieces of the usual size."""
+"""Maximum weight of a large piece of work, in pieces of the usual size."""
 
 
 class Meter:
-    """Bytes per second, and the spread of durations, of recent pieces of work.
+    """Throughput and the distribution of durations of recent pieces of work. Thread-safe.
 
-    Safe from many threads. What is ``half_life`` observations old counts half.
+    The weight of an observation halves after ``half_life`` later ones.
     """
 
     def __init__(self, half_life: int = 16) -> None:
@@ -30,12 +30,12 @@ class Meter:
         self._recent: deque[float] = deque(maxlen=_RECENT_MAX)
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """``nbytes`` took ``seconds``. What took no time, or moved nothing, says nothing."""
+        """Record that ``nbytes`` took ``seconds``. Ignores zero durations and zero bytes."""
         if nbytes <= 0 or not seconds > 0:
             return
         with self._lock:
-            # Both sums decay, so a large piece weighs more than a small one, as it should: the
-            # quotient is the time that bytes take, not the mean of two speeds.
+            # Both sums decay, so that a large piece weighs more than a small one. Their quotient is
+            # the time per byte, not the average of two speeds.
             self._bytes = self._bytes * self._keep + nbytes
             self._seconds = self._seconds * self._keep + seconds
             self._recent.append(seconds)
@@ -48,13 +48,13 @@ class Meter:
 
     @property
     def count(self) -> int:
-        """How many observations there are, 128 at most."""
+        """Number of observations, at most 128."""
         with self._lock:
             return len(self._recent)
 
     def seconds_percentile(self, q: float) -> float | None:
-        """The duration that a share ``q`` (0 to 1) of the last 128 observations did not exceed;
-        None before the first."""
+        """Return the duration that a share ``q`` (0 to 1) of the last 128 observations did not
+        exceed; None before the first."""
         assert 0 <= q <= 1
         with self._lock:
             recent = sorted(self._recent)
@@ -68,23 +68,23 @@ class Meter:
 
 
 class Typical:
-    """Seconds that one unit of work (a byte, a token) typically took lately: the median, by units,
-    of the last ``recent_max`` pieces of work.
+    """The typical recent time for one unit of work (a byte, a token): the median, weighted by
+    units, of the last ``recent_max`` pieces of work. Not thread-safe.
 
-    For decisions after which there is little to measure: an average would remember one piece that
-    took a hundred times too long for as long as a hundred others take to come. One thread.
+    For decisions that leave little to measure. With an average, one piece that took a hundred times
+    too long would dominate until a hundred others follow.
     """
 
     def __init__(self, recent_max: int = 9) -> None:
         assert recent_max > 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=recent_max)
         self.count = 0
-        """How many pieces of work there were."""
+        """Number of pieces of work."""
         self.seconds_per_unit: float | None = None
-        """None before the first."""
+        """None before the first observation."""
 
     def observe(self, units: int, seconds: float) -> None:
-        """``units`` took ``seconds``. What took no time, or had no units, says nothing."""
+        """Record that ``units`` took ``seconds``. Ignores zero durations and zero units."""
         if units <= 0 or not seconds > 0:
             return
         self.count += 1
@@ -99,7 +99,7 @@ class Typical:
             half -= weight
             if half <= 0:
                 return pace
-        return paces[-1][0]  # never, but for rounding
+        return paces[-1][0]  # only because of rounding
 
     def __repr__(self) -> str:
         pace = self.seconds_per_unit
@@ -107,8 +107,8 @@ class Typical:
 
 
 class LinkSpeed:
-    """What one process sees of the way to the bulk store, one call at a time, of those that it has
-    under way at once. Told by whoever puts and gets."""
+    """One process's view of the link to the bulk store: the speed of a single call among its
+    concurrent ones. Callers that put and get report to it."""
 
     def __init__(self) -> None:
         self.puts = Meter()
@@ -116,8 +116,8 @@ class LinkSpeed:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of a get, once a few were seen, because loading is what shall be fast; until then of a
-        put. None while nothing is known."""
+        """Speed of a get after a few gets, because loads must be fast; before that, of a put. None
+        if neither was measured."""
         gets = self.gets.bytes_per_s if self.gets.count >= _GETS_MIN else None
         return self.puts.bytes_per_s if gets is None else gets
 

@@ -21,16 +21,13 @@ COMMANDS: Final = {
         "Report stored chunks: owner, age, usage, cost and faults.",
     ),
     "completion": ("completion:completion", "Print the completion script of a shell."),
-    "demo": ("demo:demo", "Show one replica answering with KV that another computed."),
-    "doctor": ("doctor:doctor", "Explain the settings, probe both ends, and say what to fix."),
-    "exporter": (
-        "exporter:exporter",
-        "Tell Prometheus what is stored, and whether both ends answer.",
-    ),
+    "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
+    "doctor": ("doctor:doctor", "Check settings, bulk store and index, and suggest fixes."),
+    "exporter": ("exporter:exporter", "Serve store and index metrics to Prometheus."),
     "ls": ("ls:ls", "List namespaces, or the prefixes stored in one."),
     "show": ("show:show", "Show the payloads of one chunk and verify every byte."),
     "size": ("size:size", "Estimate what a fleet stores, requests and pays."),
-    "top": ("top:top", "Show what a fleet does now: hits, bytes, refusals, prefixes."),
+    "top": ("top:top", "Show live hit rates, traffic and errors of a fleet."),
     "match": ("match:match", "Show how much of a prompt is stored and would be served."),
     "export": (
         "export:export",
@@ -42,15 +39,12 @@ COMMANDS: Final = {
     ),
     "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
     "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
-    "warm": (
-        "warm:warm",
-        "Compute and save prompts before anybody asks for them, and wait until they are stored.",
-    ),
+    "warm": ("warm:warm", "Compute and store prompts before users send them."),
     "diff": ("diff:diff", "Explain why two namespaces or replicas do not share."),
-    "verify": ("verify:verify", "Check stored payloads: every byte, claim and record."),
-    "sweep": ("sweep:sweep", "Find what nobody can use, and with --apply remove it."),
-    "rebuild": ("rebuild:rebuild", "Restore the index from the bulk store: records, pins, totals."),
-    "bench": ("bench:bench", "Measure objkv against what is possible on this machine."),
+    "verify": ("verify:verify", "Verify stored payloads and their index records."),
+    "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),
+    "rebuild": ("rebuild:rebuild", "Rebuild the index from the bulk store."),
+    "bench": ("bench:bench", "Benchmark objkv against what this machine and store allow."),
 }
 """Each subcommand's module and function, and the first sentence of its help."""
 

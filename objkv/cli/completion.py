@@ -23,7 +23,7 @@ def completion(
 ) -> None:
     """Print the completion script of a shell.
 
-    In ~/.bashrc: eval "$(objkv completion bash)"
+    Add eval "$(objkv completion bash)" to ~/.bashrc.
     """
     raise typer.Exit(print_script(shell, debug=bool(ctx.obj)))
 

@@ -1,1 +1,1 @@
-"""."""
+"""The payload format: encoding, verification, compression and sealing."""

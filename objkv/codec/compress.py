@@ -1,8 +1,9 @@
-"""Codecs: the pages of one layer to the bytes of one frame, and back into a given buffer.
+"""Codecs: encode the pages of one layer as the bytes of one frame, and decode them into a given
+buffer.
 
-Everything here is safe from many threads at once and releases the GIL while it computes. Beware:
-the first use of ``blosc`` or ``blosclz4`` calls ``blosc2.set_releasegil(True)``, which holds for
-the whole process; blosc2's own thread count is not changed, every call here uses one thread.
+All functions are thread-safe and release the GIL while they compute. Warning: the first use of
+``blosc`` or ``blosclz4`` calls ``blosc2.set_releasegil(True)``, which affects the whole process.
+blosc2's global thread count stays unchanged; every call here uses one thread.
 """
 
 import ctypes
@@ -22,46 +23,48 @@ Buffer = bytes | bytearray | memoryview
 
 CODECS: Final = ("none", "lz4", "zstd", "blosc", "blosclz4")
 GAIN_MIN: Final = 0.10
-"""A codec that saves less than this share of a frame is not worth decoding: the frame is stored
-as it is."""
+"""A codec must save at least this share of a frame to be worth decoding; otherwise the frame is
+stored uncompressed."""
 
 PRIVATE_NAMES: Final = {"lz4.block": ("_block",)}
-"""The binding's extension module, for the library inside it. Without it lz4 copies each frame."""
+"""The binding's extension module, used to find the library inside it. Without it lz4 copies each
+frame."""
 _ZSTD_LEVEL = 1
 _ZSTD_WINDOW_BYTES_MAX = 8 << 20
 _INT_MAX = 2**31 - 1
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
 _BLOSC_BLOCK_BYTES_MAX = 16 << 20
-"""The decoder's buffers are a few blocks long. Our encoder's blocks end at 4 MiB."""
+"""The decoder's buffers are a few blocks long. objkv's encoder uses blocks of at most 4 MiB."""
 _BLOSC_RUNS_MAX = 3
-"""Zeros, not-a-numbers, or one value; the next kind would leave the buffer unchanged."""
+"""Zeros, NaNs, or one value; the next kind would leave the buffer unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shuffled:
-    """One way to use blosc2: shuffled bytes and a compressor."""
+    """A configuration of blosc2: shuffled bytes and a compressor."""
 
     name: str
-    """As blosc2 spells it."""
+    """Spelled as in blosc2."""
     level: int
     block_bytes_max: int
-    """Of the blocks that a frame is cut into; 0 leaves it to blosc2."""
+    """Maximum size of the blocks of a frame; blosc2 chooses if it is 0."""
     flag: int
-    """Of the compressor in the chunk's flags."""
+    """The compressor in the chunk's flags."""
     number: int
-    """The same in the chunk's own byte."""
+    """The compressor in the chunk's own byte."""
 
 
-# Chosen by measuring on normally distributed BF16. Bitshuffle before lz4 makes frames 5 % smaller,
-# and takes 50 % longer to decode, which is what lz4 is chosen for. Zstandard decodes a third
-# faster from blocks of 1 MiB than from blosc2's own choice (2-core x86, blosc2 4.14, 2026-11).
+# Chosen by measurements with normally distributed BF16. Bitshuffle before lz4 makes frames 5 %
+# smaller, but takes 50 % longer to decode, and lz4 is chosen for its speed. Zstandard decodes a
+# third faster from blocks of 1 MiB than from blosc2's own choice (2-core x86, blosc2 4.14,
+# 2026-11).
 _ZSTD = _Shuffled("ZSTD", level=1, block_bytes_max=1 << 20, flag=4, number=5)
 _LZ4 = _Shuffled("LZ4", level=9, block_bytes_max=0, flag=1, number=1)
 
 
 class _Contexts(threading.local):
-    """One zstd context of each kind per thread: they must not be shared."""
+    """One zstd context of each kind per thread, because threads must not share them."""
 
     def __init__(self) -> None:
         self.encoder = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
@@ -72,11 +75,11 @@ _contexts = _Contexts()
 
 
 def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffer]:
-    """The frame of ``pages`` and the codec it ended up with: ``codec``, or ``none`` if that gains
-    less than ``GAIN_MIN``, in which case the frame is ``pages`` itself, not a copy.
+    """Return the frame of ``pages`` and its actual codec: ``codec``, or ``none`` if that saves less
+    than ``GAIN_MIN``. In that case the frame is ``pages`` itself, not a copy.
 
-    ``item_bytes`` is the size of one element, by which ``blosc`` shuffles. Raises KeyError for an
-    unknown codec.
+    ``item_bytes`` is the size of one element, which ``blosc`` needs for shuffling. Raises KeyError
+    for an unknown codec.
     """
     if codec == "none":
         return "none", pages
@@ -87,10 +90,10 @@ def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffe
 
 
 def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
-    """Decode ``frame`` to exactly fill ``out``. What ``out`` holds after an error is undefined.
+    """Decode ``frame`` to exactly fill ``out``. After an error the content of ``out`` is undefined.
 
-    Allocates nothing that a number inside ``frame`` asks for. Raises ``PayloadError`` for a frame
-    that is broken or decodes to another length, and for an unknown codec.
+    Never allocates memory by a length from inside ``frame``. Raises ``PayloadError`` for a frame
+    that is corrupt or decodes to another length, and for an unknown codec.
     """
     if codec not in _DECOMPRESS:
         raise PayloadError(f"unknown codec {codec!r}")
@@ -107,18 +110,18 @@ def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
     if decode is None or max(len(frame), out.nbytes) > _INT_MAX:
         _decompress_lz4_copying(frame, out)
         return
-    import numpy as np  # late: a command line that only prints does without
+    import numpy as np  # imported late: commands that only print do not need it
 
-    # numpy gives addresses of read-only buffers as well; both arrays live until the call is over.
+    # numpy also gives addresses of read-only buffers; both arrays live until the call returns.
     source, target = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8)
     done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)
     if done < 0:
-        raise PayloadError("lz4: the frame is broken, or longer than the layer")
+        raise PayloadError("lz4: the frame is corrupt, or longer than the layer")
     _check_length("lz4", done, out)
 
 
 def _decompress_lz4_copying(frame: memoryview, out: memoryview) -> None:
-    # The binding cannot decode into a buffer; it allocates as much as ``out`` has.
+    # The binding cannot decode into a buffer; it allocates as much memory as ``out`` has.
     try:
         pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
     except (lz4.block.LZ4BlockError, ValueError) as exc:
@@ -129,8 +132,8 @@ def _decompress_lz4_copying(frame: memoryview, out: memoryview) -> None:
 
 @cache
 def _lz4_decoder() -> Callable[[int, int, int, int], int] | None:
-    """``LZ4_decompress_safe`` of the library inside the binding, called without the GIL; None where
-    the binding hides it. It neither reads nor writes beyond the two lengths it is given."""
+    """Return ``LZ4_decompress_safe`` from the library inside the binding, to call it without the
+    GIL. None if the binding hides it. It neither reads nor writes past the two given lengths."""
     try:
         library = ctypes.CDLL(lz4.block._block.__file__)
         decode = library.LZ4_decompress_safe
@@ -146,7 +149,7 @@ def _compress_zstd(pages: memoryview, _item_bytes: int) -> Buffer:
 
 
 def _decompress_zstd(frame: memoryview, out: memoryview) -> None:
-    # ``ZstdDecompressor.decompress`` would allocate whatever length the frame claims.
+    # ``ZstdDecompressor.decompress`` would allocate any length that the frame claims.
     done = 0
     try:
         _check_length("zstd", zstandard.get_frame_parameters(frame).content_size, out)
@@ -185,43 +188,45 @@ def _decompress_blosc(way: _Shuffled, frame: memoryview, out: memoryview) -> Non
 
 
 def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
-    """Refuse every chunk that our encoder would not write.
+    """Refuse every chunk that objkv's encoder would not write.
 
-    blosc2 writes as many bytes as the chunk's own header says, whatever the buffer's length, and
-    loads plugins for filters and codecs that it does not know: both must be ruled out before.
+    blosc2 writes as many bytes as the chunk's own header claims, whatever the buffer's length, and
+    loads plugins for unknown filters and codecs. Both must be excluded first.
     """
     if len(frame) < _BLOSC_HEADER_BYTES:
-        raise PayloadError(f"blosc: a frame of {len(frame)} bytes")
+        raise PayloadError(f"blosc: the frame has only {len(frame)} bytes")
     header = bytes(frame[:_BLOSC_HEADER_BYTES])
     known = (
         header[0] <= _BLOSC_VERSION_MAX
         and header[2] & 0b101 == 0b101  # the long header
         and header[2] >> 5 == way.flag
-        and set(header[16:22]) <= {0, 1}  # no filter but shuffle
+        and set(header[16:22]) <= {0, 1}  # no filter except shuffle
         and header[22] == way.number
         and header[30] == 0
-        and header[31] & 0x0F == 0  # no dictionary, nothing lazy
+        and header[31] & 0x0F == 0  # no dictionary, not lazy
         and header[31] >> 4 <= _BLOSC_RUNS_MAX
     )
     if not known:
-        raise PayloadError(f"blosc: not a chunk of shuffled {way.name.lower()}")
+        raise PayloadError(f"blosc: the frame is not a chunk of shuffled {way.name.lower()}")
     if int.from_bytes(header[12:16], "little") != len(frame):
-        raise PayloadError("blosc: the frame's length is not the chunk's")
+        raise PayloadError("blosc: the frame's length differs from the chunk's")
     if int.from_bytes(header[4:8], "little") != nbytes:
-        raise PayloadError("blosc: decodes to another length than the layer's")
+        raise PayloadError("blosc: the chunk's decoded length differs from the layer's")
     block_bytes = int.from_bytes(header[8:12], "little")
     if not 0 < block_bytes <= min(nbytes, _BLOSC_BLOCK_BYTES_MAX):
-        raise PayloadError(f"blosc: blocks of {block_bytes} bytes")
+        raise PayloadError(f"blosc: a block length of {block_bytes} bytes is invalid")
 
 
 def _check_length(codec: str, nbytes: int, out: memoryview) -> None:
     if nbytes != out.nbytes:
-        raise PayloadError(f"{codec}: decodes to {nbytes} bytes, the layer has {out.nbytes}")
+        raise PayloadError(
+            f"{codec}: the frame decodes to {nbytes} bytes, the layer has {out.nbytes}"
+        )
 
 
 @cache
 def _blosc2() -> ModuleType:
-    # Imported late: it takes 0.4 s, and most processes never meet a compressed payload.
+    # Imported late: it takes 0.4 s, and most processes never read a compressed payload.
     import blosc2
 
     blosc2.set_releasegil(True)

@@ -1,8 +1,8 @@
-"""The safetensors header of a payload: written canonically, read with distrust.
+"""The safetensors header of a payload, written canonically and parsed defensively.
 
-It is written here rather than by ``safetensors.serialize`` because the library sorts tensors by
-dtype and name, which puts ``layers.10`` before ``layers.2``, and knows neither our alignment nor
-our checksum. Specified in ``docs/format.md``.
+``safetensors.serialize`` is not used, because it sorts tensors by dtype and name, which puts
+``layers.10`` before ``layers.2``, and supports neither objkv's alignment nor its checksum.
+``docs/format.md`` specifies the header.
 """
 
 import json
@@ -48,18 +48,18 @@ ALIGNMENT: Final = 4096
 """Data starts at a multiple of this, so that pages can be mapped and read directly."""
 HEADER_BYTES_MAX: Final = 4 << 20
 TOKENS_MAX: Final = HEADER_BYTES_MAX // 11
-"""Token ids that a payload may carry: so many of ten digits fit into a header."""
+"""Maximum number of token ids in a payload: this many ids of ten digits fit in a header."""
 PARTS_MAX: Final = 1 << 17
-"""Of values in one document: each may take 200 bytes of memory, whatever its length is. A layer has
-twelve, so that over 10,000 layers fit."""
+"""Maximum number of values in one document. Each may take 200 bytes of memory, whatever its length.
+A layer has twelve, so over 10,000 layers fit."""
 _FIXED_BYTES_MAX = 4096
-"""Of JSON besides layers, writer and tokens."""
+"""JSON outside layers, writer and tokens."""
 _FRAME_BYTES_MAX = 640
-"""Of JSON per layer besides its name."""
+"""JSON per layer, without its name."""
 _BLANK = b"0" * 32
 
-# What a valid header says: the names in its metadata, in the order in which they are written, each
-# with its form. Both readers and both writers (here and in ``known_header``) follow these.
+# The metadata of a valid header: names in the order in which they are written, each with its form.
+# Both readers and both writers (here and in ``known_header``) use these.
 _DIGEST = re.compile("[0-9a-f]{64}")
 _INT = re.compile("(?:0|[1-9][0-9]{0,18})")
 CLAIM_FORMS: Final = {
@@ -84,17 +84,17 @@ _ONLY_INT = frozenset((int,))
 
 
 def claim_values(claim: Claim) -> tuple[str, str, int, int]:
-    """The values of ``CLAIM_FORMS``."""
+    """Return the values of ``CLAIM_FORMS``."""
     return claim.key.path(), claim.parent_hash.hex(), claim.token_start, claim.token_end
 
 
 def provenance_values(provenance: Provenance) -> tuple[str, str, int]:
-    """The values of ``PROVENANCE_FORMS``."""
+    """Return the values of ``PROVENANCE_FORMS``."""
     return provenance.token_digest, provenance.writer, provenance.created_s
 
 
 def frame_metadata(number: int, frame: Frame) -> dict[str, str]:
-    """The metadata of a frame, in its order."""
+    """Return the metadata of a frame, in order."""
     shape = "x".join(map(str, frame.layer.shape))
     parts = [frame.codec, frame.layer.dtype, shape, frame.checksum]
     encrypted = frame.codec.endswith(ENCRYPTED)
@@ -111,85 +111,90 @@ def frame_metadata(number: int, frame: Frame) -> dict[str, str]:
 
 
 def tensor_of(frame: Frame) -> dict[str, Any]:
-    """The tensor that holds the frame."""
+    """Return the tensor that holds the frame."""
     dtype, shape = _stored_as(frame.layer, frame.codec, frame.nbytes)
     span = [frame.offset, frame.offset + frame.nbytes]
     return {"dtype": dtype, "shape": shape, "data_offsets": span}
 
 
 def _stored_as(layer: LayerSpec, codec: str, nbytes: int) -> tuple[str, list[int]]:
-    """Dtype and shape of the tensor that holds the frame, as any safetensors reader sees it."""
+    """Return dtype and shape of the tensor that holds the frame, as any safetensors reader sees
+    it."""
     if codec == "none" and layer.dtype in TYPED_BYTES:
         return layer.dtype, list(layer.shape)
     return "U8", [nbytes]
 
 
 def read_frames(tensors: dict[str, Any], metadata: dict[str, str], data_start: int) -> Frames:
-    """Frames in the order of their offsets, with neither gap nor overlap. Raises ``PayloadError``
-    for anything else."""
+    """Return the frames in order of their offsets, without gaps or overlaps. Raises
+    ``PayloadError`` for anything else."""
     spans = sorted((_span(name, tensor), name) for name, tensor in tensors.items())
     if not spans:
-        raise PayloadError("a payload without layers")
+        raise PayloadError("the payload has no layers")
     frames: list[Frame] = []
     expected = raw_bytes = 0
     for number, ((start, end), name) in enumerate(spans):
         if start != expected or end <= start:
-            raise PayloadError(f"layer {name!r}: bytes {start}-{end} where {expected} was due")
+            raise PayloadError(
+                f"layer {name!r} has bytes {start}-{end}, expected a start at {expected}"
+            )
         expected = end
         frames.append(_frame(name, number, metadata, data_start + start, end - start))
         raw_bytes += frames[-1].layer.nbytes
         if raw_bytes > RAW_BYTES_MAX:
-            raise PayloadError(f"more than {RAW_BYTES_MAX} bytes of pages")
+            raise PayloadError(f"the pages exceed {RAW_BYTES_MAX} bytes")
         dtype, shape = _stored_as(frames[-1].layer, frames[-1].codec, end - start)
         tensor = tensors[name]
         if (tensor["dtype"], tensor["shape"]) != (dtype, shape):
-            raise PayloadError(f"layer {name!r}: tensor and frame disagree")
+            raise PayloadError(f"layer {name!r}: the tensor contradicts its frame")
     return Frames.of(frames)
 
 
 def _span(name: str, tensor: Any) -> tuple[int, int]:
     if not 0 < len(name) <= NAME_CHARS_MAX:
-        raise PayloadError(f"a layer's name of {len(name)} characters")
+        raise PayloadError(
+            f"a layer's name has {len(name)} characters, allowed are 1 to {NAME_CHARS_MAX}"
+        )
     if not isinstance(tensor, dict) or tensor.keys() != _TENSOR:
-        raise PayloadError(f"layer {name!r}: not a tensor")
+        raise PayloadError(f"layer {name!r} is not a tensor")
     span, shape = tensor["data_offsets"], tensor["shape"]
-    # ``type`` and not ``isinstance``: True is an int to Python, and 1 == 1.0 == True.
+    # ``type`` instead of ``isinstance``: True is an int in Python, and 1 == 1.0 == True.
     are_lists = isinstance(span, list) and isinstance(shape, list)
     if not are_lists or not {*map(type, span), *map(type, shape)} <= _ONLY_INT:
         raise PayloadError(f"layer {name!r}: shape and offsets must be lists of integers")
     if len(span) != 2:
-        raise PayloadError(f"layer {name!r}: {len(span)} offsets")
+        raise PayloadError(f"layer {name!r} has {len(span)} offsets, expected 2")
     return span[0], span[1]
 
 
 def _frame(name: str, number: int, metadata: dict[str, str], offset: int, nbytes: int) -> Frame:
     match = _FRAME.fullmatch(metadata.get(f"frame.{number}", ""))
     if match is None:
-        raise PayloadError(f"layer {name!r}: its frame is missing or malformed")
+        raise PayloadError(f"layer {name!r}: the frame's metadata is missing or malformed")
     codec, dtype, encrypted = match["codec"], match["dtype"], match["encrypted"] or ""
     if codec not in CODECS or dtype not in DTYPE_BYTES:
         raise PayloadError(f"layer {name!r}: unknown codec {codec!r} or dtype {dtype!r}")
     scales = metadata.get(f"scales.{number}")
     if scales is not None and not is_scales(scales):
-        raise PayloadError(f"layer {name!r}: malformed scales")
+        raise PayloadError(f"layer {name!r} has malformed scales")
     layer, layer_bytes = _layer(name, dtype, match["shape"], scales or "")
     if layer_bytes > LAYER_BYTES_MAX:
-        raise PayloadError(f"layer {name!r}: {layer_bytes} bytes")
+        raise PayloadError(f"layer {name!r} has {layer_bytes} bytes, allowed are {LAYER_BYTES_MAX}")
     if nbytes != layer_bytes if codec == "none" else nbytes >= layer_bytes:
-        raise PayloadError(f"layer {name!r}: {nbytes} bytes stored for {layer_bytes}")
+        raise PayloadError(f"layer {name!r} stores {nbytes} bytes for {layer_bytes} bytes of pages")
     sums = match["sums"].split(" ")
     if len(sums) != 1 + (codec != "none") + bool(encrypted):
-        raise PayloadError(f"layer {name!r}: malformed frame")
+        raise PayloadError(f"layer {name!r}: the frame's metadata is malformed")
     proof = sums[-1] if encrypted else metadata.get(f"sha256.{number}", "")
     if not encrypted and proof and _DIGEST.fullmatch(proof) is None:
-        raise PayloadError(f"layer {name!r}: malformed digest")
+        raise PayloadError(f"layer {name!r}: the frame's SHA-256 is malformed")
     raw_checksum = sums[0] if codec == "none" else sums[1]
     return Frame(layer, codec + encrypted, offset, nbytes, sums[0], raw_checksum, proof)
 
 
 @lru_cache(maxsize=4096)
 def _layer(name: str, dtype: str, shape: str, scales: str) -> tuple[LayerSpec, int]:
-    """A layer and its bytes: the payloads of one model have the same ones over and over."""
+    """Return a layer and its size. Cached, because all payloads of a model have the same layers."""
     layer = LayerSpec(name, dtype, tuple(map(int, shape.split("x"))), scales)
     return layer, layer.nbytes
 
@@ -198,11 +203,12 @@ def check_parts(text: bytes | bytearray) -> None:
     """Raise ``PayloadError`` if ``text`` may have more than ``PARTS_MAX`` values."""
     parts = text.count(b",") + text.count(b"[") + text.count(b"{")
     if parts > PARTS_MAX:
-        raise PayloadError(f"a header of {parts} parts; at most {PARTS_MAX} are allowed")
+        raise PayloadError(f"the header has {parts} parts, allowed are {PARTS_MAX}")
 
 
 def load_object(text: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object ``text``: ASCII, no name twice. Raises ``PayloadError`` for anything else."""
+    """Parse the JSON object ``text``, which must be ASCII without duplicate names. Raises
+    ``PayloadError``."""
     check_parts(text)
     try:
         document = json.loads(text.decode("ascii"), object_pairs_hook=_unique)
@@ -221,7 +227,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def digest(content: Buffer) -> str:
-    """The checksum used everywhere in a payload: xxh3_128 (seed 0), canonical, as 32 hex digits."""
+    """Return the checksum used everywhere in a payload: xxh3_128 (seed 0), canonical, as 32 hex
+    digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -232,20 +239,23 @@ def render(
     marks: Marks = UNSEALED,
     seal: Seal | None = None,
 ) -> bytes:
-    """The header, length and padding included; ``Frame.offset`` counts from the first frame here,
-    because where that starts is known only afterwards. Raises ``PayloadError`` if too long.
+    """Return the header, including length and padding. ``Frame.offset`` counts from the first
+    frame, because the header's length is still unknown.
 
-    ``marks`` and ``frames`` are as ``seal`` made them; it signs.
+    ``seal`` made ``marks`` and ``frames``, and signs the header. Raises ``PayloadError`` if the
+    header is too long.
     """
     metadata = {"checksum": _BLANK.decode(), **seal_metadata(marks)}
     metadata["format"] = FORMAT_NAME
     metadata |= zip(CLAIM_FORMS, map(str, claim_values(claim)), strict=True)
     metadata |= zip(PROVENANCE_FORMS, map(str, provenance_values(provenance)), strict=True)
     if sum(frame.layer.nbytes for frame in frames) > RAW_BYTES_MAX:
-        raise PayloadError(f"more than {RAW_BYTES_MAX} bytes of pages")
+        raise PayloadError(f"the pages exceed {RAW_BYTES_MAX} bytes")
     if provenance.tokens is not None:
         if len(provenance.tokens) > TOKENS_MAX:
-            raise PayloadError(f"{len(provenance.tokens)} token ids; at most {TOKENS_MAX} fit")
+            raise PayloadError(
+                f"the payload has {len(provenance.tokens)} token ids, allowed are {TOKENS_MAX}"
+            )
         metadata["tokens"] = " ".join(map(str, provenance.tokens))
     document: dict[str, Any] = {METADATA_NAME: metadata}
     for number, frame in enumerate(frames):
@@ -256,11 +266,11 @@ def render(
 
 
 def finished(text: bytes, seal: Seal | None = None) -> tuple[bytes, str]:
-    """The header whose JSON is ``text``, with its length, its padding, its signature and its
-    checksum; and that. Raises ``PayloadError`` if it is too long."""
+    """Complete the JSON ``text`` with length, padding, signature and checksum. Return the header
+    and its checksum. Raises ``PayloadError`` if it is too long."""
     total = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     if total > HEADER_BYTES_MAX:
-        raise PayloadError(f"a header of {total} bytes; at most {HEADER_BYTES_MAX} are allowed")
+        raise PayloadError(f"the header has {total} bytes, allowed are {HEADER_BYTES_MAX}")
     check_parts(text)
     header = bytearray((total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little"))
     header += text.ljust(total - LENGTH_BYTES)
@@ -272,52 +282,55 @@ def finished(text: bytes, seal: Seal | None = None) -> tuple[bytes, str]:
 
 
 def checksum_of(header: bytes) -> str:
-    """The checksum that a rendered header carries, unverified."""
+    """Return the checksum in a rendered header, unverified."""
     return header[CHECKSUM_AT:CHECKSUM_END].decode("ascii")
 
 
 def bytes_max(layers: Sequence[LayerSpec], tokens: int) -> int:
-    """Upper bound of the header of a payload of ``layers`` that carries ``tokens`` token ids."""
+    """Return an upper bound of the header's length for ``layers`` and ``tokens`` token ids."""
     names = sum(len(json.dumps(layer.name)) + _FRAME_BYTES_MAX for layer in layers)
     text = _FIXED_BYTES_MAX + 2 * WRITER_CHARS_MAX + names + 11 * tokens
     return min(HEADER_BYTES_MAX, text + ALIGNMENT - text % ALIGNMENT)
 
 
 def bytes_needed(prefix: Buffer) -> int:
-    """How long the header is, from its first 8 bytes. Raises ``PayloadError`` if absurd."""
+    """Return the header's length from its first 8 bytes. Raises ``PayloadError`` if it is
+    implausible."""
     if len(prefix) < LENGTH_BYTES:
-        raise PayloadError(f"{len(prefix)} bytes are no payload")
+        raise PayloadError(f"the payload has only {len(prefix)} bytes")
     total = int.from_bytes(prefix[:LENGTH_BYTES], "little") + LENGTH_BYTES
     if total % ALIGNMENT or not 0 < total <= HEADER_BYTES_MAX:
-        raise PayloadError(f"a header of {total} bytes")
+        raise PayloadError(f"the header announces an invalid length of {total} bytes")
     return total
 
 
 def parse(payload: memoryview, seal: Seal | None = None) -> Header:
-    """The header at the beginning of ``payload``, which may end anywhere after it.
+    """Parse the header at the start of ``payload``, which may end anywhere after it.
 
-    Raises ``PayloadError`` for anything but a header that ``render`` could have written, and for
-    one that is not sealed as ``seal`` wants it.
+    Raises ``PayloadError`` unless ``render`` could have written the header, and unless it is sealed
+    as ``seal`` requires.
     """
     text = verified_text(payload, seal)
     return opened(parse_verified(text), seal)
 
 
 def opened(header: Header, seal: Seal | None) -> Header:
-    """``header``, of a text that was verified with ``seal``, with what its frames are compared
-    with. Raises ``PayloadError`` if it is not sealed as ``seal`` requires."""
+    """Return ``header``, whose text was verified with ``seal``, with the means to verify its
+    frames. Raises ``PayloadError`` if it is not sealed as ``seal`` requires."""
     return header if seal is None else replace(header, opened=seal.open(header))
 
 
 def verified_text(payload: memoryview, seal: Seal | None = None) -> VerifiedText:
-    """A copy of the header's text. Raises ``PayloadError`` unless its checksum matches, and its
-    signature where ``seal`` wants one."""
+    """Return a copy of the header's text. Raises ``PayloadError`` unless its checksum matches, and
+    its signature if there is a ``seal``."""
     total = bytes_needed(payload)
     if len(payload) < total:
-        raise PayloadError(f"cut short: {len(payload)} bytes of a header of {total}")
+        raise PayloadError(
+            f"the payload is truncated: {len(payload)} bytes, the header alone has {total}"
+        )
     raw = bytearray(payload[:total])
     if raw[LENGTH_BYTES:CHECKSUM_AT] != OPENING:
-        raise PayloadError("not a payload of objkv")
+        raise PayloadError("the data is not an objkv payload")
     checksum = bytes(raw[CHECKSUM_AT:CHECKSUM_END])
     raw[CHECKSUM_AT:CHECKSUM_END] = _BLANK
     if checksum != digest(raw).encode():
@@ -328,11 +341,11 @@ def verified_text(payload: memoryview, seal: Seal | None = None) -> VerifiedText
 
 
 def parse_verified(text: VerifiedText) -> Header:
-    """``parse`` for a text whose checksum was verified."""
+    """Parse a text whose checksum was verified."""
     document = load_object(text.raw[LENGTH_BYTES:])
     metadata = _metadata(document.pop(METADATA_NAME, None))
     if metadata.pop("format", "") != FORMAT_NAME:
-        raise PayloadError("not payload format 1")
+        raise PayloadError("the payload format is not version 1")
     frames = read_frames(document, metadata, len(text.raw))
     claim, provenance = _claim(metadata), _provenance(metadata)
     return Header(claim, frames, text.checksum, provenance, read_marks(metadata))
@@ -340,7 +353,7 @@ def parse_verified(text: VerifiedText) -> Header:
 
 def _metadata(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise PayloadError("metadata must be text to text")
+        raise PayloadError("the header's metadata is not a map of strings")
     return value
 
 
@@ -354,7 +367,7 @@ def _text(metadata: dict[str, str], name: str, form: re.Pattern[str]) -> str:
 def _claim(metadata: dict[str, str]) -> Claim:
     path, parent, start, end = (_text(metadata, *item) for item in CLAIM_FORMS.items())
     if int(start) >= int(end):
-        raise PayloadError(f"an empty token range {start}-{end}")
+        raise PayloadError(f"the token range {start}-{end} is empty")
     try:
         return Claim(ChunkKey.parse(path), bytes.fromhex(parent), int(start), int(end))
     except ValueError as exc:
@@ -365,7 +378,7 @@ def _provenance(metadata: dict[str, str]) -> Provenance:
     tokens = None
     if "tokens" in metadata:
         if metadata["tokens"].count(" ") >= TOKENS_MAX:
-            raise PayloadError(f"more than {TOKENS_MAX} token ids")
+            raise PayloadError(f"the payload has more than {TOKENS_MAX} token ids")
         text = metadata["tokens"] and _text(metadata, "tokens", _TOKENS)
         tokens = tuple(map(int, text.split()))
     token_digest, writer, created_s = (_text(metadata, *item) for item in PROVENANCE_FORMS.items())

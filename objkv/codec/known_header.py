@@ -1,10 +1,10 @@
-"""The header of a payload whose claim and layers are already known, read and written without JSON.
+"""Reads and writes, without JSON, the header of a payload whose claim and layers are known.
 
-A loader knows both before the header comes, and nearly every header it reads is of them, and new
-only in its provenance and its checksums. A header that is byte for byte what ``render`` writes,
-uncompressed and without token ids, is taken apart in its fixed places. One that differs in a single
-byte goes to ``header.parse_verified``, which alone decides what is valid; both begin with the
-header's own checksum. A saver writes the same header over and over, in the same places.
+A loader knows both in advance, and nearly every header it reads matches them; only provenance and
+checksums are new. A header that equals the output of ``render`` byte for byte, uncompressed and
+without token ids, is parsed at fixed positions. A header that differs in a single byte goes to
+``header.parse_verified``, which alone decides about validity. Both first verify the header's own
+checksum. A saver writes the same header repeatedly, at the same positions.
 """
 
 import re
@@ -50,19 +50,19 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 
 FORMS_MAX: Final = 512
-"""Tuples of layers whose form is kept, about 10 KiB each; a process reads those of its own groups,
-which are few, and of shards of other shapes, which may be dozens."""
+"""Number of layer tuples whose form is kept, about 10 KiB each. A process reads those of its own
+few groups, and of shards of other shapes, which can be dozens."""
 
 
 def _joined(names: Iterable[str], values: Iterable[str]) -> str:
-    """Metadata from the end of one value up to that of the last, as JSON has it."""
+    """Return metadata as JSON text, from the end of one value to the end of the last."""
     return "".join(f'","{name}":"{value}' for name, value in zip(names, values, strict=True))
 
 
 _BEGINNING = OPENING + b"0" * 32
 _CLAIM_TEXT = _joined(("format", *CLAIM_FORMS), (FORMAT_NAME, *["%s"] * len(CLAIM_FORMS)))
 _PROVENANCE_TEXT = _joined(PROVENANCE_FORMS, ["%s"] * len(PROVENANCE_FORMS)) + '"'
-# A writer is printable ASCII that JSON writes as it is.
+# A writer's name is printable ASCII that JSON does not escape.
 _PLAIN_WRITER = rf"[ !#-\[\]-~]{{0,{WRITER_CHARS_MAX}}}"
 _PROVENANCE = re.compile(
     (
@@ -79,7 +79,7 @@ _MARKS = re.compile(
 )
 _HEX = b"0123456789abcdef"
 _ANY = "f" * 32
-"""Stands for a frame's checksum in a form; nothing else between claim and tensors equals it."""
+"""Placeholder of a frame's checksum in a form. It occurs nowhere else between claim and tensors."""
 _SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0, Shard(0, 1, 0, 1)), bytes(20), 0, 1)
 
 Style = Literal["plain", "signed", "encrypted"]
@@ -93,20 +93,20 @@ _PROOF_HEX: dict[Style, int] = {"plain": 0, "signed": 64, "encrypted": 32}
 
 
 class Form:
-    """What the headers of uncompressed payloads of ``layers`` have in common."""
+    """The constant parts of the headers of uncompressed payloads of ``layers``."""
 
     def __init__(self, layers: tuple[LayerSpec, ...], style: Style = "plain") -> None:
-        """Raises ``PayloadError`` for layers that no header, or only another one, can describe."""
+        """Raises ``PayloadError`` if no header can describe the layers, or only a different one."""
         self.layers = layers
         self._style = style
         self.room = bytes_max(layers, 0)
-        """Upper bound of such a header."""
+        """Upper bound of the header's length."""
         self.ends = tuple(accumulate((layer.nbytes for layer in layers), initial=0))
-        """Where each layer's pages begin after the header, and where the last one's end."""
+        """Start of each layer's pages after the header, then the end of the last."""
         self._codecs = ("none" + ENCRYPTED * (style == "encrypted"),) * len(layers)
         tail, total = self._example()
-        # Of 32 digits each, so two for a SHA-256. The first ones are those of the frames: names,
-        # which may hold anything, come after all frames.
+        # Each is 32 digits, so a SHA-256 takes two. The frames' come first: names, which may
+        # contain anything, follow all frames.
         self._holes = 1 + _PROOF_HEX[style] // 32
         self._fixed = tuple(tail.split(_ANY.encode(), self._holes * len(layers)))
         places = "32s".join(f"{len(piece)}s" for piece in self._fixed)
@@ -119,7 +119,7 @@ class Form:
         self._placed = self._place(total)
 
     def _example(self) -> tuple[bytes, int]:
-        """What ``render`` writes after the provenance, and the length of such a header."""
+        """Return the output of ``render`` after the provenance, and the length of such a header."""
         marks, proof = _SOME_MARKS[self._style], "f" * _PROOF_HEX[self._style]
         frames = [
             Frame(layer, codec, start, layer.nbytes, _ANY, _ANY, proof)
@@ -127,9 +127,9 @@ class Form:
         ]
         rendered = render(_SOME_CLAIM, frames, Provenance("0" * 64, "", 0), marks)
         text = verified_text(memoryview(rendered))
-        # Names that JSON or a dict does not keep apart, and layers beyond the format's bounds.
+        # JSON or a dict may merge names, and layers may exceed the format's limits.
         if parse_verified(text).frames.layers != self.layers:
-            raise PayloadError("layers that a header does not tell apart")
+            raise PayloadError("layers that a header cannot distinguish")
         opening = _opening(_SOME_CLAIM, marks)
         assert text.raw.startswith(opening, LENGTH_BYTES)
         provenance = _PROVENANCE.match(text.raw, LENGTH_BYTES + len(opening))
@@ -137,17 +137,17 @@ class Form:
         return rendered[provenance.end() :].rstrip(b" "), len(rendered)
 
     def _template_of(self, tail: bytes) -> str:
-        """``tail`` with ``%s`` for every checksum and proof."""
+        """Return ``tail`` with ``%s`` for every checksum and proof."""
         proof = "f" * _PROOF_HEX[self._style] or _ANY
         template = tail.decode("ascii").replace("%", "%%")
-        # Digits of a SHA-256 first, in which those of a checksum are found as well.
+        # Digits of a SHA-256 first, because they contain those of a checksum.
         for hole in sorted({_ANY, proof}, reverse=True):
             count = (1 + (self._style == "encrypted")) * len(self.layers)
             template = template.replace(hole, "%s", count)
         return template
 
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
-        """The header ``text`` is, or None if it is not exactly of this form, or of another
+        """Return the header in ``text``, or None if it does not have exactly this form and this
         claim."""
         raw, total = text.raw, len(text.raw)
         claimed = (_CLAIM_TEXT % claim_values(claim)).encode()
@@ -177,7 +177,7 @@ class Form:
         return Header(claim, frames, text.checksum, provenance, marks)
 
     def provenance_text(self, provenance: Provenance) -> bytes | None:
-        """What ``render`` writes for the provenance; None if it does not fit the form."""
+        """Return the provenance as ``render`` writes it; None if it does not fit the form."""
         text = (_PROVENANCE_TEXT % provenance_values(provenance)).encode()
         fits = provenance.tokens is None and _PROVENANCE.fullmatch(text) is not None
         return text if fits else None
@@ -188,7 +188,7 @@ class Form:
         sums: tuple[tuple[str, ...], tuple[str, ...]],
         sealing: Sealing,
     ) -> tuple[bytes, Header]:
-        """What ``render`` writes, and the header it is.
+        """Return the output of ``render``, and the header it describes.
 
         Args:
             provenance_text: ``self.provenance_text(sealing.provenance)``.
@@ -209,20 +209,20 @@ class Form:
         return Frames(self.layers, self._codecs, starts, ends, checksums, checksums, proofs)
 
     def _place(self, total: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Of a header of ``total`` bytes: it, and where frames begin and end after it."""
+        """Return ``total``, a header's length, and the starts and ends of the frames after it."""
         ends = tuple(total + end for end in self.ends)
         return total, ends[:-1], ends[1:]
 
 
 def _opening(claim: Claim, marks: Marks) -> bytes:
-    """What ``render`` writes up to the provenance, unsigned."""
+    """Return the output of ``render`` up to the provenance, unsigned."""
     sealed = seal_metadata(marks)
     claimed = _joined(sealed, sealed.values()) + _CLAIM_TEXT % claim_values(claim)
     return _BEGINNING + claimed.encode()
 
 
 def _read_marks(raw: bytearray) -> tuple[Marks, int]:
-    """The seal's metadata, and where it ends."""
+    """Return the seal's metadata, and its end position."""
     match = _MARKS.match(raw, CHECKSUM_END)
     assert match is not None
     signed_by, salt, encrypted_by = (part.decode() for part in match.groups(b""))
@@ -236,8 +236,8 @@ def _style_of(marks: Marks) -> Style:
 
 
 _forms: dict[tuple[int, Style], tuple[tuple[LayerSpec, ...], Form | None]] = {}
-"""By the identity of the layers, which it keeps alive: to hash them takes longer than to read a
-header. No form for layers that cannot have one."""
+"""Keyed by the identity of the layers, which this keeps alive: hashing them takes longer than
+reading a header. The form is None for layers that cannot have one."""
 _making = Lock()
 
 
@@ -247,11 +247,11 @@ def parse_known(
     layers: tuple[LayerSpec, ...],
     seal: Seal | None = None,
 ) -> Header:
-    """What ``header.parse`` returns or raises for ``payload``; faster if it is the header of
-    ``claim`` and ``layers``, which are then the very objects in the result.
+    """Return or raise the same as ``header.parse``. Faster if the header is of ``claim`` and
+    ``layers``; these very objects are then in the result.
 
-    They are not compared: a valid header of others is returned too. ``layers`` should be the same
-    object every time, and is kept.
+    They are not compared: a valid header of another claim is returned too. Pass the same ``layers``
+    object each time; it is kept.
     """
     text = verified_text(payload, seal)
     style: Style = "plain"
@@ -263,9 +263,9 @@ def parse_known(
 
 
 def form_of(layers: tuple[LayerSpec, ...], marks: Marks = UNSEALED) -> Form | None:
-    """The form of uncompressed payloads of ``layers``, which should be the same object every time,
-    and is kept; sealed as ``marks`` say. None for layers that no header can describe, or only
-    another one."""
+    """Return the form of uncompressed payloads of ``layers`` with the sealing of ``marks``. None if
+    no header can describe the layers, or only a different one. Pass the same ``layers`` object each
+    time; it is kept."""
     return _form(layers, _style_of(marks))
 
 

@@ -1,8 +1,8 @@
 """Payload format 1: one chunk of one shard as one immutable, self-describing safetensors file.
 
-Pure: values in, bytes out, and back. Everything that is returned was verified: length, header
-checksum, claim and layers by ``open_payload``, each frame by ``frame_pages``. For any bytes,
-reading raises ``PayloadError`` and nothing else. Specified in ``docs/format.md``.
+Pure functions between values and bytes. Everything returned was verified: ``open_payload`` checks
+length, header checksum, claim and layers, and ``frame_pages`` checks each frame. For any bytes,
+reading raises ``PayloadError`` and nothing else. ``docs/format.md`` specifies the format.
 """
 
 from bisect import bisect_right
@@ -49,17 +49,17 @@ def encode(
     provenance: Provenance,
     seal: Seal | None = None,
 ) -> memoryview:
-    """The whole payload, contiguous, in memory of its own.
+    """Return the whole payload, contiguous, in newly allocated memory.
 
-    ``pages[i]`` are the ``layers[i].nbytes`` raw bytes of that layer, C-contiguous; they are not
-    kept. A frame that ``codec`` would make less than 10 % smaller is stored as ``none``. Raises
-    ``PayloadError`` if a layer or the header would exceed the format's bounds.
+    ``pages[i]`` holds the ``layers[i].nbytes`` raw bytes of that layer, C-contiguous; no reference
+    is kept. A frame that ``codec`` would shrink by less than 10 % is stored as ``none``. Raises
+    ``PayloadError`` if a layer or the header would exceed the format's limits.
     """
-    import numpy as np  # late: a command line that only prints does without
+    import numpy as np  # imported late: commands that only print do not need it
 
     assert len(layers) == len(pages)
     start = header_room(layers, tokens=len(provenance.tokens or ()))
-    # numpy copies without the GIL, and leaves fresh memory as it is; bytearray does neither, and
+    # numpy copies without the GIL and does not initialize new memory. bytearray does neither, and
     # stalled every other thread for 78 ms per 32 MiB (2 cores, 2026-11).
     buffer = np.empty(start + sum(layer.nbytes for layer in layers), dtype=np.uint8)
     offset = start
@@ -83,14 +83,15 @@ def encode_in_place(
     provenance: Provenance,
     seal: Seal | None = None,
 ) -> tuple[memoryview, Header]:
-    """The payload made where its pages lie, and its header as ``read_header`` would read it.
+    """Build the payload in the buffer that holds its pages. Return it, and its header as
+    ``read_header`` would parse it.
 
     ``buffer`` (writable, contiguous, format ``B``, owned by the caller) holds the raw pages of all
-    layers, one after the other, from byte ``header_room(layers, tokens=...)`` on. They are
-    overwritten, and the payload is a view of ``buffer`` that may begin after its first byte. At
-    most one frame at a time is in memory of its own, and none with codec ``none``. The payload is
-    the one that ``encode`` returns for the same pages, except for the salt where ``seal`` encrypts;
-    token ids must not be in ``provenance`` then. Raises ``PayloadError`` as ``encode`` does.
+    layers in order, from byte ``header_room(layers, tokens=...)`` on. They are overwritten. The
+    payload is a view of ``buffer`` that may start after its first byte. At most one frame at a time
+    is in separate memory, and none with codec ``none``. The payload equals that of ``encode`` for
+    the same pages, except for the salt if ``seal`` encrypts; ``provenance`` must not have token ids
+    then. Raises ``PayloadError`` like ``encode``.
     """
     assert codec in CODECS
     assert layers
@@ -104,12 +105,14 @@ def encode_in_place(
     start = header_room(layers, tokens=len(provenance.tokens or ()))
     assert buffer.nbytes >= start + sum(layer.nbytes for layer in layers)
     frames: list[Frame] = []
-    # A frame is never longer than its pages, so the frames up to here end before the pages of the
-    # next layer begin: no page is overwritten before it was read.
+    # A frame is never longer than its pages, so the frames so far end before the next layer's pages
+    # begin. No page is overwritten before it is read.
     source = target = start
     for number, layer in enumerate(layers):
         if layer.nbytes > LAYER_BYTES_MAX:
-            raise PayloadError(f"layer {layer.name!r}: {layer.nbytes} bytes")
+            raise PayloadError(
+                f"layer {layer.name!r} has {layer.nbytes} bytes, allowed are {LAYER_BYTES_MAX}"
+            )
         raw = buffer[source : source + layer.nbytes]
         used, content = compress(codec, raw, layer.item_bytes)
         raw_checksum = None if used == "none" else digest(raw)
@@ -128,7 +131,7 @@ def encode_in_place(
 def _encode_plain(
     form: Form, buffer: memoryview, sealing: Sealing, provenance_text: bytes
 ) -> tuple[memoryview, Header]:
-    """``encode_in_place`` where no page moves and only a header is added."""
+    """Do the work of ``encode_in_place`` if no page moves and only a header is added."""
     start = form.room
     assert buffer.nbytes >= start + form.ends[-1]
     pages = buffer[start : start + form.ends[-1]]
@@ -141,16 +144,16 @@ def _encode_plain(
 
 
 def header_room(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
-    """Where the pages begin in a buffer for ``encode_in_place``: a multiple of ``ALIGNMENT``, and
-    an upper bound of the header of a payload that carries ``tokens`` token ids."""
+    """Return the position of the pages in a buffer for ``encode_in_place``: a multiple of
+    ``ALIGNMENT``, and an upper bound of the header's length with ``tokens`` token ids."""
     if not tokens and isinstance(layers, tuple) and (form := form_of(layers)) is not None:
         return form.room
     return bytes_max(layers, tokens)
 
 
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
-    """Upper bound of a payload of ``layers`` in any codec, with ``tokens`` token ids in its
-    provenance: the size of a slab."""
+    """Return an upper bound of the length of a payload of ``layers`` in any codec, with ``tokens``
+    token ids in its provenance: the size of a slab."""
     return bytes_max(layers, tokens) + sum(layer.nbytes for layer in layers)
 
 
@@ -187,17 +190,18 @@ __all__ = [
 
 
 def header_bytes_needed(prefix: Buffer) -> int:
-    """How many bytes ``read_header`` needs, from the payload's first 8.
+    """Return how many bytes ``read_header`` needs, from the payload's first 8 bytes.
 
-    At most ``HEADER_BYTES_MAX``; raises ``PayloadError`` if the number is absurd.
+    The result is at most ``HEADER_BYTES_MAX``. Raises ``PayloadError`` if the number is
+    implausible.
     """
     return bytes_needed(_view(prefix))
 
 
 def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
-    """The header of ``payload``, of which the beginning is enough.
+    """Return the header of ``payload``, whose start is enough.
 
-    The header's own checksum is verified, nothing is compared with what the reader expects. Raises
+    Verifies the header's own checksum, but compares nothing with a reader's expectations. Raises
     ``PayloadError``.
     """
     return parse(_view(payload), seal)
@@ -206,47 +210,50 @@ def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
 def read_claimed(
     payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
 ) -> Header:
-    """``read_header`` where the claim and most probably the layers are known: much faster for an
-    uncompressed payload of these layers. ``layers`` should be the same object every time, and is
-    kept. The caller compares length and layers. Raises ``PayloadError``, also for another claim."""
+    """Return the header of a payload whose claim, and most probably its layers, are known. Much
+    faster than ``read_header`` for an uncompressed payload of these layers.
+
+    Pass the same ``layers`` object each time; it is kept. The caller compares length and layers.
+    Raises ``PayloadError``, also for another claim.
+    """
     header = parse_known(_view(payload), claim, layers, seal)
     if header.claim is not claim and header.claim != claim:
-        raise PayloadError(f"claims to be {header.claim}, expected {claim}")
+        raise PayloadError(f"the payload claims to be {header.claim}, expected {claim}")
     return header
 
 
 def open_payload(
     payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
 ) -> Header:
-    """``read_claimed`` for a complete payload: layers and length are compared too. Raises
-    ``PayloadError``, which names the first difference.
+    """Return the header of a complete payload. Compares layers and length, along with the claim.
+    Raises a ``PayloadError`` that names the first difference.
 
-    The frames are not read: ``frame_pages`` verifies each.
+    Does not read the frames: ``frame_pages`` verifies each.
     """
     header = read_claimed(payload, claim, layers, seal=seal)
     check_layers(header.frames.layers, layers)
     nbytes = memoryview(payload).nbytes
     if header.nbytes != nbytes:
-        raise PayloadError(f"{nbytes} bytes where the header says {header.nbytes}")
+        raise PayloadError(f"the payload has {nbytes} bytes, its header announces {header.nbytes}")
     return header
 
 
 def frame_pages(
     header: Header, index: int, payload: Buffer, scratch: memoryview | None
 ) -> memoryview:
-    """The raw pages of layer ``index``: exactly ``layer.nbytes`` verified bytes.
+    """Return the raw pages of layer ``index``: exactly ``layer.nbytes`` verified bytes.
 
-    ``payload`` starts with the payload's first byte and reaches at least to the end of this frame.
-    Codec ``none``: a view of ``payload``, nothing is copied and ``scratch`` may be None. Otherwise
-    the frame is decoded into the beginning of ``scratch`` (writable, contiguous, at least
-    ``layer.nbytes`` long, owned by the caller) and a view of that is returned. Raises
-    ``PayloadError``; what ``scratch`` holds then is undefined.
+    ``payload`` starts with the payload's first byte and extends at least to the end of this frame.
+    With codec ``none`` the result is a view of ``payload``: nothing is copied, and ``scratch`` may
+    be None. Otherwise the frame is decoded into the start of ``scratch`` (writable, contiguous, at
+    least ``layer.nbytes`` long, owned by the caller), and the result is a view of that. Raises
+    ``PayloadError``; the content of ``scratch`` is then undefined.
     """
     frames = header.frames
     start, end = frames.starts[index], frames.ends[index]
     stored = _view(payload)[start:end]
     if len(stored) != end - start:
-        raise PayloadError(f"cut short in layer {frames.layers[index].name!r}")
+        raise PayloadError(f"the payload is truncated in layer {frames.layers[index].name!r}")
     if header.opened is not None and header.opened.cipher is not None:
         return _decrypted(header, index, stored, _room(header, index, scratch))
     if header.opened is not None or digest(stored) != frames.checksums[index]:
@@ -255,16 +262,20 @@ def frame_pages(
     if codec == "none":
         return stored
     if codec.endswith(ENCRYPTED):
-        raise PayloadError(f"layer {frames.layers[index].name!r} is encrypted, and no key is here")
+        raise PayloadError(
+            f"layer {frames.layers[index].name!r} is encrypted, but this process has no key"
+        )
     pages = _room(header, index, scratch)
     decompress_into(codec, stored, pages)
     if digest(pages) != frames.raw_checksums[index]:
-        raise PayloadError(f"layer {frames.layers[index].name!r} was decoded wrongly")
+        raise PayloadError(
+            f"layer {frames.layers[index].name!r}: the checksum of the decoded pages does not match"
+        )
     return pages
 
 
 def _decrypted(header: Header, index: int, stored: memoryview, pages: memoryview) -> memoryview:
-    """``frame_pages`` of an encrypted frame: its tag stands for its bytes as they are stored."""
+    """Return the pages of an encrypted frame. Its tag verifies the stored bytes."""
     frames = header.frames
     assert header.opened is not None
     cipher = header.opened.cipher
@@ -278,7 +289,9 @@ def _decrypted(header: Header, index: int, stored: memoryview, pages: memoryview
     cipher.decrypt(place, stored, frame, tag)
     decompress_into(codec, frame, pages)
     if cipher.blinded(index, digest(pages)) != frames.raw_checksums[index]:
-        raise PayloadError(f"layer {place.layer.name!r} was decoded wrongly")
+        raise PayloadError(
+            f"layer {place.layer.name!r}: the checksum of the decoded pages does not match"
+        )
     return pages
 
 
@@ -292,8 +305,8 @@ def _room(header: Header, index: int, scratch: memoryview | None) -> memoryview:
 
 
 def _check_stored(header: Header, index: int, stored: memoryview) -> None:
-    """Raises ``PayloadError`` unless the frame's bytes, as stored, match the header. Where that was
-    signed, and they are not encrypted, they cannot have been forged."""
+    """Raise ``PayloadError`` unless the frame's bytes, as stored, match the header. If the header
+    is signed and the frame is not encrypted, this also excludes forgery."""
     frames = header.frames
     is_signed = header.opened is not None and header.opened.cipher is None
     if is_signed:
@@ -305,11 +318,11 @@ def _check_stored(header: Header, index: int, stored: memoryview) -> None:
 
 
 def check_frames(header: Header, payload: Buffer, first: int = 0) -> int:
-    """Compare the checksums of all frames from ``first`` on that lie in ``payload`` whole; nothing
-    is decoded.
+    """Compare the checksums of all complete frames in ``payload``, from ``first`` on, without
+    decoding.
 
-    ``payload`` starts with the payload's first byte. Returns the first frame that was not checked
-    because it is incomplete. Raises ``PayloadError``.
+    ``payload`` starts with the payload's first byte. Return the number of the first frame that was
+    not checked because it is incomplete. Raises ``PayloadError``.
     """
     whole, frames = _view(payload), header.frames
     until = bisect_right(frames.ends, len(whole))

@@ -1,7 +1,8 @@
-"""Seals: payloads that only holders of a key can make (signed), and only they can read (encrypted).
+"""Seals: signing restricts who can create payloads to holders of a key, encryption also who can
+read them.
 
 Without a seal (None) nothing is signed, checked or encrypted. With one, every payload that is not
-sealed accordingly is refused. Specified in ``docs/format.md``.
+sealed accordingly is refused. ``docs/format.md`` specifies seals.
 """
 
 import base64
@@ -43,12 +44,12 @@ _MARK = re.compile(rf"([0-9a-f]{{64}}) ({KEY_ID})")
 
 @dataclass(frozen=True, slots=True)
 class SealKey:
-    """One key, of one tenant or of all."""
+    """A key of one tenant, or of all."""
 
     id: str
-    """Stands in payloads, in clear."""
+    """Appears in payloads in clear text."""
     tenant: str
-    """``*``: of every tenant without a key of its own."""
+    """``*`` means every tenant without a key of its own."""
     secret: bytes = field(repr=False)
     """``KEY_BYTES`` random bytes."""
 
@@ -58,7 +59,7 @@ class SealKey:
 
 
 class Seal:
-    """What one tenant's payloads are signed and encrypted with. Safe from many threads."""
+    """The keys that sign and encrypt one tenant's payloads. Thread-safe."""
 
     def __init__(
         self,
@@ -67,14 +68,12 @@ class Seal:
         *,
         random: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """The first key of each kind seals, all of them open; without keys of a kind payloads are
-        not sealed in that way. Raises ImportError if there is no library to encrypt with.
-
-        ``random``: the source of salts; others than the system's own are for tests.
-        """
+        """The first key of each kind seals, and all of them open. Without keys of a kind, payloads
+        are not sealed in that way. Raises ImportError if the encryption library is missing. Only
+        tests pass another ``random``, the source of salts."""
         assert signing or encryption
         self._kinds = {"signing": signing, "encryption": encryption}
-        # An encrypted payload is signed as well: else a forged header would not be detected.
+        # An encrypted payload is signed too: otherwise a forged header would not be detected.
         signing = signing or [_signing_key(key) for key in encryption]
         self._signing = {key.id: key for key in signing}
         self._encryption = {key.id: key for key in encryption}
@@ -88,14 +87,14 @@ class Seal:
 
     @property
     def encrypts(self) -> bool:
-        """Whether payloads are encrypted, and refused where a frame is not."""
+        """Whether payloads are encrypted, and refused if a frame is not."""
         return self._encrypter is not None
 
     def begin(
         self, claim: Claim, provenance: Provenance, frames: int
     ) -> tuple[Marks, Provenance, Opened]:
-        """For a new payload of ``frames`` frames: the seal's marks in its header, its provenance as
-        the header may reveal it, and the cipher of its frames."""
+        """Return the values for a new payload of ``frames`` frames: the seal's marks in its header,
+        its provenance as the header may reveal it, and the cipher of its frames."""
         if self._encrypter is None:
             return Marks(self._signer.id), provenance, Opened(None)
         assert provenance.tokens is None, "token ids are the prompt: they stay secret"
@@ -106,46 +105,58 @@ class Seal:
         return Marks(self._signer.id, self._encrypter.id, salt.hex()), blinded, Opened(cipher)
 
     def sign(self, header: bytearray) -> None:
-        """Write the signature into a whole header with zeros in its place, and its checksum's."""
+        """Write the signature into a complete header that has zeros in place of signature and
+        checksum."""
         header[SIGNATURE_AT:SIGNATURE_END] = _signature(self._signer, header)
 
     def verify(self, header: bytearray) -> None:
-        """Raises ``PayloadError`` unless ``header``, with zeros where its checksum was, is signed
-        with a known key; leaves zeros where the signature was."""
+        """Raise ``PayloadError`` unless ``header``, with zeros in place of its checksum, is signed
+        with a known key. Overwrites the signature with zeros."""
         match = _SIGNATURE.match(header, CHECKSUM_END)
         if match is None:
-            raise PayloadError("not signed, and only signed payloads are loaded here")
+            raise PayloadError(
+                "the payload is not signed, but this process loads only signed payloads"
+            )
         signature, key_id = bytes(match[1]), match[2].decode()
         key = self._signing.get(key_id)
         if key is None:
-            raise KeyMismatch(f"signed with key {key_id!r}, which is not known here")
+            raise KeyMismatch(
+                f"the payload is signed with key {key_id!r}, which this process does not have"
+            )
         header[SIGNATURE_AT:SIGNATURE_END] = _BLANK
         if not hmac.compare_digest(signature, _signature(key, header)):
             raise KeyMismatch(f"the signature of key {key_id!r} does not match")
 
     def open(self, header: Header) -> Opened:
-        """What the frames of ``header``, whose text went through ``verify``, are verified with.
+        """Return the means to verify the frames of ``header``, whose text has passed ``verify``.
         Raises ``PayloadError`` for frames that are not sealed as required."""
         frames, marks = header.frames, header.marks
         encrypted = [codec.endswith(ENCRYPTED) for codec in frames.codecs]
         if self._encrypter is None:
             if any(encrypted):
-                raise PayloadError("encrypted, and no payload is here")
+                raise PayloadError(
+                    "the payload is encrypted, but this process has no encryption key"
+                )
             if not all(frames.proofs):
-                raise PayloadError("signed, but not every frame of it")
+                raise PayloadError("the payload is signed, but not all of its frames are")
             return Opened(None)
         if not all(encrypted):
-            raise PayloadError("not encrypted, and only encrypted payloads are loaded here")
+            raise PayloadError(
+                "the payload is not encrypted, but this process loads only encrypted payloads"
+            )
         key = self._encryption.get(marks.encrypted_by)
         if key is None:
-            raise KeyMismatch(f"encrypted with key {marks.encrypted_by!r}, which is not known here")
+            raise KeyMismatch(
+                f"the payload is encrypted with key {marks.encrypted_by!r}, "
+                "which this process does not have"
+            )
         cipher = AesFrames(key.secret, bytes.fromhex(marks.salt), header.claim, len(frames))
         cipher.bind(header.provenance.token_digest)
         return Opened(cipher)
 
     @property
     def key_ids(self) -> str:
-        """The ids of its keys, the sealing one of each kind first; no secret."""
+        """The ids of its keys, without secrets; the sealing key of each kind is first."""
         kinds = [f"{kind} {[key.id for key in keys]}" for kind, keys in self._kinds.items() if keys]
         return ", ".join(kinds)
 
@@ -154,12 +165,13 @@ class Seal:
 
 
 def proof_of(stored: Buffer) -> str:
-    """What a signature covers of an unencrypted frame: its SHA-256, 64 hex digits."""
+    """Return the part of an unencrypted frame that a signature covers: its SHA-256, 64 hex
+    digits."""
     return hashlib.sha256(stored).hexdigest()
 
 
 def seal_metadata(marks: Marks) -> dict[str, str]:
-    """The seal's metadata, which follows the checksum; not signed yet."""
+    """Return the seal's metadata, which follows the checksum; not yet signed."""
     metadata = {}
     if marks.signed_by:
         metadata["signature"] = f"{_BLANK.decode()} {marks.signed_by}"
@@ -169,7 +181,7 @@ def seal_metadata(marks: Marks) -> dict[str, str]:
 
 
 def read_marks(metadata: dict[str, str]) -> Marks:
-    """The marks in metadata. Raises ``PayloadError`` if they are malformed."""
+    """Return the marks in metadata. Raises ``PayloadError`` if they are malformed."""
     _, signed_by = _mark(metadata, "signature")
     salt, encrypted_by = _mark(metadata, "encryption")
     return Marks(signed_by, encrypted_by, salt) if signed_by or encrypted_by else UNSEALED
@@ -186,7 +198,7 @@ def _mark(metadata: dict[str, str], name: str) -> tuple[str, str]:
 
 
 def _signing_key(key: SealKey) -> SealKey:
-    """The key that signs where only an encryption ``key`` is given."""
+    """Return the signing key that is derived if only an encryption ``key`` is given."""
     return replace(key, secret=hkdf(key.secret, bytes(KEY_BYTES), _DERIVED_INFO, KEY_BYTES))
 
 
@@ -197,17 +209,17 @@ def _signature(key: SealKey, header: bytearray) -> bytes:
 # Key documents: the content of a key file, or the output of a key command. Errors name a line or an
 # entry and its fault, never its content.
 KEYS_BYTES_MAX: Final = 1 << 20
-"""Of a document."""
+"""Limit for a document."""
 EVERY_TENANT: Final = "*"
 _TENANT = re.compile(r"\*|[A-Za-z0-9._-]{1,64}")
 _FIELDS = ("id", "tenant", "key")
 _DISTINCT_MIN = 8
-"""Different bytes that a random key has at least, but for one in 10^36."""
+"""Minimum number of different bytes in a random key; it has fewer once in 10^36."""
 
 
 def parse_keys(text: str) -> list[SealKey]:
-    """The keys of a document, in its order: lines of id, tenant and key, separated by blanks, with
-    ``#`` before comments; or a JSON array of objects with these three names.
+    """Return the keys of a document, in order. It has lines of id, tenant and key, separated by
+    blanks, with ``#`` before comments; or it is a JSON array of objects with these three names.
 
     Raises ValueError.
     """
@@ -227,8 +239,8 @@ def parse_keys(text: str) -> list[SealKey]:
 
 
 def keys_of(keys: Sequence[SealKey], tenant: str) -> list[SealKey]:
-    """The keys of a tenant; the first one seals, all open: its own, or the common ones if it has
-    none. Never both: a signature that every tenant can make proves nothing."""
+    """Return the keys of a tenant: its own, or the common ones if it has none. The first one seals,
+    all open. Never both kinds: a signature that every tenant can make proves nothing."""
     own = [key for key in keys if key.tenant == tenant]
     return own or [key for key in keys if key.tenant == EVERY_TENANT]
 
@@ -242,24 +254,24 @@ def _lines(text: str) -> _Entries:
         if not parts:
             continue
         if len(parts) != len(_FIELDS):
-            raise ValueError(f"line {number}: {len(parts)} words where id, tenant and key are due")
+            raise ValueError(f"line {number} has {len(parts)} words, expected id, tenant and key")
         yield f"line {number}", (parts[0], parts[1], parts[2])
 
 
 def _json_entries(text: str) -> _Entries:
     document: Any = None
-    with suppress(ValueError, RecursionError):  # whose text holds the document
+    with suppress(ValueError, RecursionError):  # the exception's text holds the document
         document = json.loads(text)
     if document is None:
-        raise ValueError("it looks like JSON, and is none")
+        raise ValueError("the document starts like JSON, but is not valid JSON")
     if not isinstance(document, list):
-        raise ValueError("JSON must be an array of keys")
+        raise ValueError("the JSON document must be an array of keys")
     for number, entry in enumerate(document, 1):
         if not isinstance(entry, dict) or entry.keys() != set(_FIELDS):
-            raise ValueError(f"entry {number}: not an object of id, tenant and key")
+            raise ValueError(f"entry {number} must be an object with id, tenant and key")
         values = [entry[name] for name in _FIELDS]
         if not all(isinstance(value, str) for value in values):
-            raise ValueError(f"entry {number}: id, tenant and key must be text")
+            raise ValueError(f"entry {number}: id, tenant and key must be strings")
         yield f"entry {number}", (values[0], values[1], values[2])
 
 

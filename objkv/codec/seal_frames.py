@@ -1,8 +1,8 @@
 """Encrypted frames: AES-256-GCM with one derived key per payload.
 
-Because the key is derived, a tenant's key can encrypt any amount of data: each payload has a random
-salt, and under its key every frame has one nonce, its number. Nothing is decrypted into memory that
-the model reads before its tag was verified.
+Deriving keys lets a tenant's key encrypt any amount of data: each payload has a random salt, and
+under its key every frame has one nonce, its number. Memory that the model reads receives no
+decrypted bytes before their tag is verified.
 """
 
 import hmac
@@ -21,18 +21,17 @@ _FRAME_INFO = "objkv-frame-1\n"
 _NONCE_BYTES = 12
 _TAG_HEX = 32
 _KEPT_BYTES_MAX = 8 << 20
-"""Of memory that a thread keeps to decrypt compressed frames; larger ones get their own."""
+"""Memory that a thread keeps for decrypting compressed frames; larger frames get their own."""
 
 
 class AesFrames:
-    """The frames of one payload: implements ``FrameCipher``."""
+    """The frames of one payload. Implements ``FrameCipher``."""
 
     def __init__(self, secret: bytes, salt: bytes, claim: Claim, frames: int) -> None:
-        """
-        Args:
-            secret: the tenant's key.
-            salt: ``SALT_BYTES``, random, in the payload's header.
-            frames: how many the payload has.
+        """Args:
+        secret: the tenant's key.
+        salt: ``SALT_BYTES``, random, from the payload's header.
+        frames: the payload's number of frames.
         """
         path = claim.key.path()
         assert len(salt) == SALT_BYTES
@@ -49,7 +48,8 @@ class AesFrames:
         return f"<AesFrames {self._frames} frames>"
 
     def bind(self, token_digest: str) -> None:
-        """Called before any frame: the header's token digest belongs to the claim."""
+        """Bind the cipher to the header's token digest, which belongs to the claim. Call it before
+        any frame."""
         self._claim += f"{token_digest}\n"
 
     def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
@@ -65,8 +65,8 @@ class AesFrames:
     def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
         """See ``FrameCipher``."""
         lib = load_aes()
-        if len(tag) != _TAG_HEX:  # never a shorter one, which would be easier to guess
-            raise PayloadError(f"layer {place.layer.name!r}: no tag")
+        if len(tag) != _TAG_HEX:  # a shorter tag would be easier to guess
+            raise PayloadError(f"layer {place.layer.name!r}: the frame's tag is missing")
         mode = lib.modes.GCM(_nonce(place.number), bytes.fromhex(tag))
         context = lib.Cipher(self._aes, mode).decryptor()
         context.authenticate_additional_data(self._about(place))
@@ -75,7 +75,8 @@ class AesFrames:
             context.finalize()
         except lib.InvalidTag:
             raise KeyMismatch(
-                f"layer {place.layer.name!r} is not what was encrypted for this place"
+                f"layer {place.layer.name!r} was not encrypted for this claim and position, "
+                "or with another key"
             ) from None
 
     def blinded(self, number: int, checksum: str) -> str:
@@ -84,12 +85,13 @@ class AesFrames:
         return hmac.digest(self._blind, message, "sha256")[:16].hex()
 
     def blinded_tokens(self, token_digest: str) -> str:
-        """The token digest as a header may reveal it, 64 hex digits each: guesses cannot be
-        compared with it."""
+        """Return the token digest in the form that a header may reveal, 64 hex digits each. Guessed
+        tokens cannot be compared with it."""
         return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
 
     def _about(self, place: FramePlace) -> bytes:
-        """Identity and content type of a frame: authenticated with its bytes."""
+        """Return a frame's identity and content type, which are authenticated along with its
+        bytes."""
         layer = place.layer
         text = (
             f"{self._claim}{place.number} {self._frames}\n"
@@ -106,9 +108,9 @@ _kept = _Kept()
 
 
 def compressed_memory(nbytes: int) -> memoryview:
-    """Memory of this thread for one frame between decrypting and decoding it, until the next
-    call."""
-    import numpy as np  # late: a command line that only prints does without
+    """Return memory of this thread for one frame between decryption and decoding, valid until the
+    next call."""
+    import numpy as np  # imported late: commands that only print do not need it
 
     if nbytes > _KEPT_BYTES_MAX:
         return np.empty(nbytes, np.uint8).data
@@ -119,7 +121,8 @@ def compressed_memory(nbytes: int) -> memoryview:
 
 @cache
 def load_aes() -> Any:
-    """The library's names. Imported only where there is an encryption key; raises ImportError."""
+    """Return the library's names. Imported only if there is an encryption key; raises
+    ImportError."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -127,7 +130,7 @@ def load_aes() -> Any:
 
 
 def hkdf(secret: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
-    """HKDF-SHA256 (RFC 5869)."""
+    """Return key material by HKDF-SHA256 (RFC 5869)."""
     base = hmac.digest(salt, secret, "sha256")
     out = last = b""
     for count in range(1, -(-nbytes // 32) + 1):

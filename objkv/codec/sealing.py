@@ -1,6 +1,6 @@
-"""Seals the frames of one new payload in place, and makes its header's values.
+"""Seals the frames of one new payload in place, and collects its header's values.
 
-Nothing here takes memory as long as a frame.
+Nothing here allocates memory of a frame's size.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from objkv.codec.values import (
 
 
 class Sealing:
-    """Seals one new payload of ``claim`` and ``frames`` frames, or leaves it unsealed without
-    ``seal``. Belongs to one thread."""
+    """Seals one new payload of ``claim`` with ``frames`` frames, or leaves it unsealed without
+    ``seal``. Not thread-safe."""
 
     def __init__(
         self, claim: Claim, provenance: Provenance, frames: int, seal: Seal | None
@@ -35,7 +35,7 @@ class Sealing:
         self.seal = seal
         self.marks: Marks = UNSEALED
         self.provenance = provenance
-        """As it stands in the header."""
+        """As it appears in the header."""
         self.opened: Opened | None = None
         if seal is not None:
             self.marks, self.provenance, self.opened = seal.begin(claim, provenance, frames)
@@ -43,12 +43,12 @@ class Sealing:
     def store(
         self, place: FramePlace, content: Buffer, raw_checksum: str | None, room: memoryview
     ) -> Frame:
-        """Write a frame into ``room``, as long as ``content``, which may overlap it; the frame, at
-        offset 0.
+        """Write a frame into ``room``, which is as long as ``content`` and may overlap it. Return
+        the frame, with offset 0.
 
         Args:
-            place: with the codec that ``content`` is in.
-            raw_checksum: of the decoded pages; None where ``content`` are the pages.
+            place: includes the codec of ``content``.
+            raw_checksum: checksum of the decoded pages; None if ``content`` is the pages.
         """
         cipher = None if self.opened is None else self.opened.cipher
         if cipher is None:
@@ -69,7 +69,7 @@ class Sealing:
     def store_pages(
         self, layers: Sequence[LayerSpec], pages: Sequence[memoryview]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Frames that are the layers' pages, where they lie: their checksums and their proofs."""
+        """Seal the layers' pages in place as frames. Return their checksums and their proofs."""
         if self.opened is None:
             return tuple([digest(raw) for raw in pages]), ("",) * len(layers)
         frames = [
@@ -79,13 +79,13 @@ class Sealing:
         return tuple([frame.checksum for frame in frames]), tuple([f.proof for f in frames])
 
     def header(self, frames: Frames, checksum: str) -> Header:
-        """The header of the payload as it would be read with the seal."""
+        """Return the header of the payload, as a reader with the seal would parse it."""
         return Header(self.claim, frames, checksum, self.provenance, self.marks, self.opened)
 
 
 def _move(source: Buffer, target: memoryview) -> None:
     """Copy bytes that may overlap, without the GIL."""
-    import numpy as np  # late: a command line that only prints does without
+    import numpy as np  # imported late: commands that only print do not need it
 
     content, place = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     if content.ctypes.data != place.ctypes.data:

@@ -1,4 +1,4 @@
-"""What a payload says: the claim, its layers and frames, where it comes from. Plain values."""
+"""The values in a payload's header: claim, layers, frames and provenance. Plain values."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,15 @@ _SCALES = re.compile(rf"({_NUMBER}) ({_NUMBER})")
 
 
 def scales_text(k_scale: float, v_scale: float) -> str:
-    """The scales of K and V of a quantised layer as ``<k> <v>``, each number in its shortest form;
-    raises ValueError unless both are finite and positive.
+    """Return the scales of K and V of a quantised layer as ``<k> <v>``, each number in its shortest
+    form. Raises ValueError unless both are finite and positive.
 
-    Pages of such a layer mean nothing without them: a value is the page's number times the scale.
-    They are text so that two are equal exactly when their numbers are: no floats are compared.
+    Pages of such a layer are meaningless without them: a value is the stored number times the
+    scale. Text makes equality exact, without comparing floats.
     """
     for scale in (k_scale, v_scale):
         if not (isfinite(scale) and scale > 0):
-            raise ValueError(f"{scale!r} is no scale")
+            raise ValueError(f"{scale!r} is not a finite positive scale")
     return f"{float(k_scale)!r} {float(v_scale)!r}"
 
 
@@ -39,14 +39,14 @@ def is_scales(text: str) -> bool:
 
 METADATA_NAME: Final = "__metadata__"
 LAYER_BYTES_MAX: Final = 1 << 30
-"""Bound on the pages of one layer in one payload; lz4 and blosc2 end shortly below 2 GiB."""
+"""Limit for the pages of one layer in one payload; lz4 and blosc2 fail just below 2 GiB."""
 RAW_BYTES_MAX: Final = 16 << 30
-"""Bound on the pages of all layers in one payload, however few bytes store them."""
+"""Limit for the pages of all layers in one payload, however well they compress."""
 NAME_CHARS_MAX: Final = 512
-"""Of a layer's name."""
+"""Limit for a layer's name."""
 WRITER_CHARS_MAX: Final = 256
 ENCRYPTED: Final = "+aes256gcm"
-"""Ends the codec's name of an encrypted frame, so that readers without the key refuse it."""
+"""Suffix of an encrypted frame's codec, so that readers without the key refuse it."""
 TYPED_BYTES: Final = {
     "U8": 1,
     "I8": 1,
@@ -63,14 +63,14 @@ TYPED_BYTES: Final = {
     "U64": 8,
     "F64": 8,
 }
-"""Bytes per element of the dtypes that every safetensors reader knows."""
+"""Bytes per element of the dtypes that every safetensors reader supports."""
 DTYPE_BYTES: Final = TYPED_BYTES | {"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1}
 """Bytes per element of all dtypes a layer may have; those not typed are stored as ``U8``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a payload says it is; compared whole on reading."""
+    """The chunk that a payload claims to hold; readers compare the whole claim."""
 
     key: ChunkKey
     parent_hash: bytes
@@ -85,7 +85,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The pages of one layer, as they are before compression."""
+    """The pages of one layer before compression."""
 
     name: str
     dtype: str
@@ -93,8 +93,8 @@ class LayerSpec:
     shape: tuple[int, ...]
     """``[blocks, heads, block_size, content]``."""
     scales: str | None = ""
-    """What K and V were divided by before they were quantised, as ``scales_text`` writes it; empty
-    where nothing was. None in a layer that a reader expects: any scales match."""
+    """The divisors of K and V before quantisation, as ``scales_text`` writes them; empty if not
+    quantised. None in a layer that a reader expects matches any scales."""
 
     def __post_init__(self) -> None:
         assert self.name != METADATA_NAME
@@ -111,38 +111,38 @@ class LayerSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages of the layer."""
+        """Size of all pages of the layer."""
         return prod(self.shape) * self.item_bytes
 
 
 class Frame(NamedTuple):
-    """Where one layer's bytes are in the payload, and how they are stored."""
+    """Position of one layer's bytes in the payload, and their encoding."""
 
     layer: LayerSpec
     codec: str
     offset: int
-    """From the payload's first byte."""
+    """Counted from the payload's first byte."""
     nbytes: int
-    """As stored."""
+    """Size as stored."""
     checksum: str
     """xxh3_128 of the bytes as stored, 32 hex digits."""
     raw_checksum: str
-    """xxh3_128 of the decoded pages, of an encrypted frame blinded; equal to ``checksum`` where
-    nothing was compressed."""
+    """xxh3_128 of the decoded pages, blinded for an encrypted frame. Equals ``checksum`` if nothing
+    was compressed."""
     proof: str = ""
-    """What a signature vouches for: of an encrypted frame its tag, 32 hex digits; else SHA-256 of
-    the bytes as stored, 64; empty where nothing is sealed."""
+    """The value that a signature covers: an encrypted frame's tag, 32 hex digits, or otherwise the
+    SHA-256 of the bytes as stored, 64 hex digits. Empty if the payload is not sealed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a payload in forward order of the layers, by columns: readers of thousands of
-    payloads a second use columns, and a ``Frame`` is made only on demand."""
+    """The frames of a payload in forward order of the layers, stored as columns. Readers of
+    thousands of payloads per second use the columns; a ``Frame`` is built only on demand."""
 
     layers: tuple[LayerSpec, ...]
     codecs: tuple[str, ...]
     starts: tuple[int, ...]
-    """From the payload's first byte."""
+    """Counted from the payload's first byte."""
     ends: tuple[int, ...]
     checksums: tuple[str, ...]
     raw_checksums: tuple[str, ...]
@@ -150,7 +150,7 @@ class Frames:
 
     @classmethod
     def of(cls, frames: Iterable[Frame]) -> "Frames":
-        """The columns of ``frames``, at least one."""
+        """Return the columns of ``frames``, which must not be empty."""
         layers, codecs, starts, sizes, checksums, raw_checksums, proofs = zip(*frames, strict=True)
         ends = tuple(start + size for start, size in zip(starts, sizes, strict=True))
         return cls(layers, codecs, starts, ends, checksums, raw_checksums, proofs)
@@ -168,29 +168,30 @@ class Frames:
 
 
 def check_layers(found: tuple[LayerSpec, ...], expected: tuple[LayerSpec, ...]) -> None:
-    """Raises ``PayloadError`` that names the first difference."""
+    """Raise a ``PayloadError`` that names the first difference."""
     if found is expected:
         return
     if len(found) != len(expected):
-        raise PayloadError(f"has {len(found)} layers, expected {len(expected)}")
+        raise PayloadError(f"the payload has {len(found)} layers, expected {len(expected)}")
     for one, layer in zip(found, expected, strict=True):
         wanted = replace(layer, scales=one.scales) if layer.scales is None else layer
         if one != wanted:
-            raise PayloadError(f"has {one}, expected {layer}")
+            raise PayloadError(f"the payload has {one}, expected {layer}")
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a payload comes from: for audits, never for decisions."""
+    """Origin of a payload. For audits, never for decisions."""
 
     token_digest: str
     """SHA-256 of the chunk's encoded tokens, 64 hex digits."""
     writer: str
-    """Who wrote it, e.g. host and process: printable ASCII, at most ``WRITER_CHARS_MAX``."""
+    """The writing process, e.g. host and process id: printable ASCII, at most
+    ``WRITER_CHARS_MAX``."""
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
     tokens: tuple[int, ...] | None = None
-    """The chunk's token ids, only with ``store_tokens``: they are the prompt."""
+    """The chunk's token ids, only with ``store_tokens``, because they are the prompt."""
 
     def __post_init__(self) -> None:
         assert len(self.token_digest) == 64
@@ -201,14 +202,15 @@ class Provenance:
 
 
 class Marks(NamedTuple):
-    """What a header says about its seal: only a claim until a ``Seal`` has verified it."""
+    """A header's statement about its seal: only a claim until a ``Seal`` has verified it."""
 
     signed_by: str = ""
-    """Id of the key; empty where nothing is signed."""
+    """Id of the signing key; empty if the payload is not signed."""
     encrypted_by: str = ""
-    """The same; what is encrypted is signed as well."""
+    """Id of the encryption key; empty if the payload is not encrypted. Encrypted payloads are
+    signed too."""
     salt: str = ""
-    """That the key of this payload alone was derived with, 64 hex digits; empty where nothing is
+    """The salt from which this payload's own key was derived, 64 hex digits; empty if it is not
     encrypted."""
 
 
@@ -216,82 +218,84 @@ UNSEALED: Final = Marks()
 
 
 class FramePlace(NamedTuple):
-    """Which frame of its payload something is, and what it holds: an encrypted frame can be
-    decrypted at no other place."""
+    """A frame's position and content type in its payload. An encrypted frame can be decrypted only
+    at its own position."""
 
     number: int
     codec: str
-    """As it stands in the header."""
+    """As it appears in the header."""
     layer: LayerSpec
 
 
 class FrameCipher(Protocol):
-    """The frames of one payload, encrypted with its own key. Safe from many threads."""
+    """Encrypts and decrypts the frames of one payload with its own key. Thread-safe."""
 
     def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
-        """``source`` into ``target`` of the same length, which may be the same memory, but must not
-        overlap otherwise; the tag, 32 hex digits."""
+        """Encrypt ``source`` into ``target``, which has the same length. Return the tag, 32 hex
+        digits. The two may be the same memory, but must not overlap otherwise."""
 
     def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
-        """``stored`` into ``out`` of the same length, elsewhere. Raises ``PayloadError`` if it is
-        not what was encrypted for this claim and place; what ``out`` holds then is undefined."""
+        """Decrypt ``stored`` into ``out``, which has the same length and does not overlap. Raises
+        ``PayloadError`` unless it was encrypted for this claim and place; ``out`` is then
+        undefined."""
 
     def blinded(self, number: int, checksum: str) -> str:
-        """What a header may reveal of the ``checksum`` of decoded pages, 32 hex digits each."""
+        """Return the form of a decoded page's ``checksum`` that a header may reveal; 32 hex digits
+        each."""
 
 
 class Opened(NamedTuple):
-    """Of a header whose signature was verified: its frames are what their proofs say."""
+    """The result of verifying a header's signature: its frames match if their proofs match."""
 
     cipher: FrameCipher | None
-    """None where nothing is encrypted."""
+    """None if the payload is not encrypted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Everything a payload says about itself."""
+    """All information in a payload's header."""
 
     claim: Claim
     frames: Frames
     checksum: str
-    """xxh3_128 of the header itself, which holds every frame's: 32 hex digits that stand for the
-    whole payload."""
+    """xxh3_128 of the header itself, 32 hex digits. It covers the whole payload, because the header
+    holds every frame's checksum."""
     provenance: Provenance
     marks: Marks = UNSEALED
     opened: Opened | None = field(default=None, repr=False, compare=False)
-    """None if it was read without a seal."""
+    """None if the header was read without a seal."""
 
     @property
     def data_start(self) -> int:
-        """Bytes before the first frame: the length of the header."""
+        """Length of the header: the bytes before the first frame."""
         return self.frames.starts[0]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole payload."""
+        """Size of the whole payload."""
         return self.frames.ends[-1]
 
     @property
     def raw_bytes(self) -> int:
-        """Of all pages before compression."""
+        """Size of all pages before compression."""
         return sum(layer.nbytes for layer in self.frames.layers)
 
     @property
     def codec(self) -> str:
-        """The one codec of all frames, or ``mixed``."""
+        """The common codec of all frames, or ``mixed``."""
         codecs = set(self.frames.codecs)
         return codecs.pop() if len(codecs) == 1 else "mixed"
 
 
 class VerifiedText(NamedTuple):
-    """A header's text as its writer wrote it, whatever it says."""
+    """A header's text as written, with a verified checksum but unverified content."""
 
     raw: bytearray
-    """From the payload's first byte, padding included, with zeros where its checksum was."""
+    """From the payload's first byte, including padding, with zeros in place of its checksum."""
     checksum: str
 
 
-# Places in a header that are read before its JSON is.
+# Positions in a header that are read before its JSON is parsed.
 
 LENGTH_BYTES: Final = 8
 OPENING: Final = f'{{"{METADATA_NAME}":{{"checksum":"'.encode()
@@ -299,5 +303,5 @@ CHECKSUM_AT: Final = LENGTH_BYTES + len(OPENING)
 CHECKSUM_END: Final = CHECKSUM_AT + 32
 SIGNATURE_OPENING: Final = b'","signature":"'
 SIGNATURE_AT: Final = CHECKSUM_END + len(SIGNATURE_OPENING)
-"""Of a signed payload."""
+"""Only in a signed payload."""
 SIGNATURE_END: Final = SIGNATURE_AT + 64

@@ -1,5 +1,5 @@
-"""vLLM's connectors to objkv. ``{"kv_connector": "ObjKVConnector"}`` finds one through the plugin;
-``"kv_connector_module_path": "objkv.connector"`` finds it here. Imports vLLM on first use only."""
+"""The connectors for vLLM. vLLM finds ``{"kv_connector": "ObjKVConnector"}`` through the plugin,
+and ``"kv_connector_module_path": "objkv.connector"`` here. Imports vLLM on first use only."""
 
 from typing import Any
 

@@ -25,8 +25,8 @@ BREAKER_COUNTERS = {
 }
 _QUOTA = {
     "quota_errors": "Failed reads of a tenant's usage.",
-    "sweeps": "Sweeps of the default folder, started because it was full.",
-    "sweep_errors": "Failed sweeps of the default folder.",
+    "sweeps": "Automatic sweeps of a local folder that was full.",
+    "sweep_errors": "Automatic sweeps that failed.",
 }
 COUNTERS = {
     "queries": "Requests to which vLLM gave blocks. A preempted request counts again.",

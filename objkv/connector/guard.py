@@ -1,4 +1,4 @@
-"""A bug in objkv costs a miss, not the engine; and its log lines reach vLLM's log."""
+"""Keeps bugs in objkv from stopping the engine, and sends its log lines to vLLM's log."""
 
 import copy
 import functools
@@ -13,10 +13,10 @@ R = TypeVar("R")
 
 
 def guarded(instead: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return ``instead``, and log the trace, where the wrapped method would raise.
+    """Wrap a method so that it logs any exception and returns ``instead``.
 
-    Only for methods where doing nothing is safe. Where it is not (a load that vLLM already counts
-    on), the error must become a failed block further down.
+    Only for methods that may safely do nothing. In a load on which vLLM already relies, an error
+    must become a failed block instead.
     """
 
     def wrap(method: Callable[P, R]) -> Callable[P, R]:
@@ -24,7 +24,7 @@ def guarded(instead: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return method(*args, **kwargs)
-            except Exception:  # the engine must live on whatever this is
+            except Exception:  # no error of objkv may stop the engine
                 logger.exception("objkv failed, continuing without it method=%s", method.__name__)
                 return instead
 
@@ -34,7 +34,7 @@ def guarded(instead: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def speak_as_vllm() -> None:
-    """Send objkv's log lines where vLLM's go, unless the application has decided otherwise."""
+    """Send objkv's log lines to vLLM's handlers, unless the application has configured others."""
     ours, theirs = logging.getLogger("objkv"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -44,7 +44,7 @@ def speak_as_vllm() -> None:
 
 
 class _Named(logging.Handler):
-    """Prefixes objkv's lines with its name: vLLM's lines name only files."""
+    """Prefixes objkv's lines with its name, because vLLM's lines show only file names."""
 
     def __init__(self, inner: logging.Handler) -> None:
         super().__init__(inner.level)
@@ -53,7 +53,7 @@ class _Named(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except Exception:  # arguments that cannot be formatted: reported as logging does
+        except Exception:  # the arguments do not fit the format: report it as logging does
             self.handleError(record)
             return
         if not text.startswith("objkv"):

@@ -1,11 +1,11 @@
-"""What objkv patches in vLLM, which of its private names it uses, and what it does to its blocks.
+"""The methods that objkv patches in vLLM, the private names it uses, and its changes to blocks.
 
-EngineCore carries out calls that change weights or adapters between steps, on the thread that
-schedules. It informs a connector only where it also drops its own prefix cache: ``sleep`` and a
-pause call ``reset_cache``. After a weight update without a pause
-(``collective_rpc("reload_weights")``, ``update_weights``, any function that is sent to the workers)
-KV of the old weights would go on being loaded. So these methods of vLLM's classes are wrapped;
-nothing that happens in a wrapper raises into them. ``vllm_patches=false`` wraps none.
+EngineCore executes calls that change weights or adapters between steps, on the scheduler's thread.
+It informs a connector only if it also drops its own prefix cache: ``sleep`` and a pause call
+``reset_cache``. After a weight update without a pause (``collective_rpc("reload_weights")``,
+``update_weights``, or any function sent to the workers) KV of the old weights would still be
+loaded. objkv therefore wraps these methods of vLLM's classes. The wrappers never raise into them.
+``vllm_patches=false`` wraps none.
 """
 
 import functools
@@ -39,7 +39,7 @@ PATCHED = {
     "wake_up": _WORKER,
     "discard": _WORKER,
 }
-"""By method, the module and the class in it. Read against vLLM 0.31-0.33."""
+"""Module and class of each patched method. Read against vLLM 0.31-0.33."""
 _KV, _EC = "distributed.kv_transfer.kv_connector.", "distributed.ec_transfer.ec_connector."
 PRIVATE = {
     "_registry": (f"{_KV}factory", f"{_EC}factory"),
@@ -72,18 +72,17 @@ def evict_failed(
     ended: Iterable[Sequence[int]],
     failed: set[int],
 ) -> set[int]:
-    """Evict from vLLM's prefix cache, of each request, the first block that a load failed to fill
-    and all after it; single-group models. Returns what was evicted.
+    """Evict each request's first failed block and all later ones from vLLM's prefix cache.
 
-    vLLM hashes blocks that a load within a step is to fill, and those computed after them, before
-    it knows of the failure, and with ``recompute`` leaves the hashes to the request that computes
-    them again in the next step. A preemption or an abort right there would leave them to the next
-    request with that prefix. Source: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``,
-    ``_handle_invalid_blocks``; aborts that came during a step are carried out before its output is
-    looked at, ``v1/engine/core.py``, ``step``.
+    For single-group models. Returns the evicted blocks. vLLM hashes blocks that a load within a
+    step will fill, and blocks computed after them, before the failure is known. With ``recompute``
+    it keeps the hashes, because the request computes the blocks again in the next step. After a
+    preemption or an abort at this moment, the next request with that prefix would hit them. Source:
+    vLLM 0.31-0.33, ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``; ``step`` in
+    ``v1/engine/core.py`` executes aborts that came during a step before it processes the output.
 
-    ``ended``: blocks of those that ended in the step that failed. The others' blocks stay with
-    their requests.
+    ``ended``: blocks of requests that ended in the failed step. The blocks of other requests stay
+    with them.
     """
     evicted = set(failed)
     tables = [manager.get_block_ids(request_id)[0] for request_id in request_ids]
@@ -96,38 +95,38 @@ def evict_failed(
 
 
 def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
-    """Give the blocks of requests back whose whole load failed, and ended on all workers.
+    """Free the blocks of requests whose whole load failed, and ended on all workers.
 
-    vLLM does so itself, but one request after the other as each is scheduled again: if the first
-    then needs more blocks than are free, because it computes what a window need not have loaded, it
-    waits for ever for those behind it. Source: vLLM 0.31-0.33, ``schedule`` and
-    ``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``; freeing twice is harmless.
+    vLLM frees them too, but only when it schedules each request again. The first request may need
+    more blocks than are free, because it computes tokens whose load a window could skip. It would
+    then wait for ever for the requests behind it. Source: vLLM 0.31-0.33, ``schedule`` and
+    ``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``. Freeing twice is harmless.
     """
     for request in requests:
-        # Not of one that was aborted, nor where its load's failure is its end: vLLM frees those.
+        # vLLM itself frees aborted requests, and requests that the failed load has ended.
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         if waits and request.num_computed_tokens == 0:
             manager.free(request)
 
 
 def holds_nothing(manager: "KVCacheManager | None") -> bool:
-    """Whether no request holds a block, so that vLLM can have dropped its whole prefix cache."""
+    """Whether no request has a block, so that vLLM could drop its whole prefix cache."""
     return manager is not None and manager.usage == 0
 
 
 def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
-    """Whether vLLM's own prefix cache is empty and stays so: no request holds a block that could
-    still get in. Source: vLLM 0.31-0.33, ``BlockPool`` in ``v1/core/block_pool.py``."""
+    """Whether vLLM's own prefix cache is empty and stays empty, because no request has a block that
+    could still enter it. Source: vLLM 0.31-0.33, ``BlockPool`` in ``v1/core/block_pool.py``."""
     if manager is None or manager.usage != 0:
         return False
     return len(manager.block_pool.cached_block_hash_to_block) == 0
 
 
 _CHANGES = re.compile(r"weight|param|apply_model|load_|checkpoint|state_dict|refit", re.IGNORECASE)
-"""Calls on all workers that may change weights: vLLM's own, and those of training frameworks
-(``update_weights_from_ipc``, ``load_weights``), by their names."""
+"""Names of calls on all workers that may change weights: vLLM's own calls, and those of training
+frameworks (``update_weights_from_ipc``, ``load_weights``)."""
 KEEPS_WEIGHTS = "objkv_keeps_weights"
-"""An attribute that marks functions as leaving weights alone."""
+"""An attribute of functions that do not change weights."""
 _CHANGES_NOTHING = frozenset(
     {
         "compute_weight_checksums",
@@ -140,38 +139,38 @@ _CHANGES_NOTHING = frozenset(
 
 
 class Sleeper(Protocol):
-    """A worker's side that lets go of the paged cache while its memory is away."""
+    """A worker's side that does not touch the paged cache while its memory is unmapped."""
 
     def unregister_kv_caches(self) -> None:
-        """Touch it no more. Idempotent."""
+        """Stop touching the paged cache. Idempotent."""
 
     def restore_kv_caches(self) -> None:
-        """It is back. Idempotent."""
+        """Use the paged cache again. Idempotent."""
 
 
 class Listener(Protocol):
-    """A scheduler's side."""
+    """A scheduler's side that is informed of changes of weights and adapters."""
 
     adapters: "Adapters"
-    """What it knows of adapters."""
+    """The adapters in use."""
 
     @property
     def open(self) -> bool:
-        """False while it neither loads nor saves because of what vLLM itself holds."""
+        """False while loads and saves are stopped, because vLLM may have blocks of old weights."""
 
     def reset(self, *, clean: bool) -> bool:
-        """Use nothing that was stored so far."""
+        """Stop using everything stored so far."""
 
 
 class EncoderListener(Protocol):
     """A scheduler's side of the encoder cache."""
 
     def outputs_dropped(self) -> bool:
-        """vLLM dropped all of its own outputs."""
+        """Record that vLLM dropped all of its own outputs."""
 
 
 class EngineHooks:
-    """Forwards what vLLM reports to no connector to the scheduler's side of one."""
+    """Forwards changes that vLLM does not report to connectors to a connector's scheduler side."""
 
     def __init__(
         self,
@@ -180,8 +179,8 @@ class EngineHooks:
         *,
         patches: bool = True,
     ) -> None:
-        """``manager``: vLLM's, or None until the connector was bound to it. ``patches``: whether
-        vLLM's classes may be wrapped."""
+        """``manager``: returns vLLM's manager, or None until the connector is bound to it.
+        ``patches``: whether vLLM's classes may be wrapped."""
         self._side = side
         self._manager = manager
         _engine_hooks.add(self)
@@ -193,31 +192,31 @@ class EngineHooks:
         if not wrapped or not all(wrapped):
             logger.warning(
                 "weights that change in place are not noticed in this version of vLLM, or with "
-                "these settings: reset_prefix_cache(reset_connector=True) after each change"
+                "these settings: call reset_prefix_cache(reset_connector=True) after each change"
             )
 
     @guarded(None)
     def weights_changed(self, how: str) -> None:
-        """Use nothing that was stored so far. Blocks that vLLM itself keeps are of the old weights:
-        while it has any, nothing is loaded or saved."""
+        """Stop using everything stored so far. Blocks that vLLM keeps are of the old weights, so
+        nothing is loaded or saved while it has any."""
         logger.warning("weights may have changed in place by=%s", how)
         self._side.reset(clean=holds_no_prefix(self._manager()))
 
     @guarded(None)
     def reopen(self) -> None:
-        """If nothing is loaded or saved because vLLM held blocks of the old weights: it may have
-        dropped them since, without a call to the connector."""
+        """Resume loads and saves if vLLM has dropped its blocks of old weights. vLLM may do so
+        without a call to the connector."""
         if not self._side.open and holds_no_prefix(self._manager()):
             self._side.reset(clean=True)
 
     @guarded(None)
     def adapter_loaded(self, lora_request: Any) -> None:
-        """vLLM is about to read an adapter's files."""
+        """Forward that vLLM is about to read an adapter's files."""
         self._side.adapters.loaded(lora_request)
 
     @guarded(None)
     def adapter_unloaded(self, number: int) -> None:
-        """vLLM has put an adapter away."""
+        """Forward that vLLM has unloaded an adapter."""
         self._side.adapters.unloaded(number)
 
 
@@ -227,9 +226,9 @@ _sleepers: WeakSet[Any] = WeakSet()
 
 
 def follow_sleep(sleeper: Sleeper, *, patches: bool = True) -> None:
-    """Have a worker's side called before its paged cache is unmapped and after it is mapped again.
+    """Call a worker's side before its paged cache is unmapped and after it is mapped again.
 
-    vLLM 0.33 does that by itself.
+    vLLM 0.33 makes these calls itself.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -242,8 +241,7 @@ def follow_sleep(sleeper: Sleeper, *, patches: bool = True) -> None:
 
 
 def follow_encoder_resets(listener: EncoderListener, *, patches: bool = True) -> None:
-    """Have a side called when vLLM drops its own encoder outputs, as it does after weights
-    changed."""
+    """Call a side when vLLM drops its own encoder outputs, as it does after weights changed."""
     if patches:
         _encoder_listeners.add(listener)
         wrap("reset_encoder_cache", after=_on_encoder_reset)
@@ -253,9 +251,9 @@ def may_change_weights(method: Any, args: Any = ()) -> bool:
     """Whether a call on all workers may change the model's weights.
 
     Args:
-        method: a name, a function, or a pickled function. Functions may do anything: each counts
-            as a change, unless its ``objkv_keeps_weights`` is True.
-        args: those of the call; the only one of ``apply_model`` is such a function.
+        method: a name, a function, or a pickled function. A function is treated as a change unless
+            its ``objkv_keeps_weights`` is True.
+        args: the call's arguments. ``apply_model`` has one, which is such a function.
 
     Source: vLLM 0.31-0.33, ``run_method`` in ``v1/serial_utils.py`` and ``apply_model`` in
     ``v1/engine/llm_engine.py``.
@@ -315,8 +313,9 @@ def wrap(
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
 ) -> bool:
-    """Have ``before`` and ``after`` called with the arguments of a method in ``PATCHED``, once per
-    class, even if the call between them fails. False if this vLLM has no such method."""
+    """Wrap a method in ``PATCHED``, once per class, so that ``before`` and ``after`` are called
+    with its arguments, even if it raises. Returns False if this version of vLLM lacks the
+    method."""
     module, owner_name = PATCHED[name]
     owner = getattr(import_module(module), owner_name)
     original = owner.__dict__.get(name)
@@ -331,7 +330,7 @@ def wrap(
         call_before(*args, **kwargs)
         try:
             return original(self, *args, **kwargs)
-        finally:  # a change that failed half-way is a change
+        finally:  # a change that failed half-way is still a change
             call_after(*args, **kwargs)
 
     call.wrapped_by_objkv = True  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The connectors' numbers in vLLM's statistics: logged per interval, and as Prometheus metrics.
 
-vLLM wants classes of its own kinds from each connector: they share the implementation here, and
-differ in their ``MetricTable``.
+vLLM requires its own classes from each connector. They share the implementation here and differ in
+their ``MetricTable``.
 """
 
 from collections.abc import Mapping
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 _TIER_UNPREFIXED = ("breaker_", "quota_", "sweep")
-"""What counts these does not know that it is part of a tier."""
+"""Prefixes of numbers that are counted by code shared with the connectors, without ``tier_``."""
 
 
 class TableStats:
-    """Numbers since the last report; sums add up over workers and steps; of ``_max`` and levels
-    the largest counts. What is shown as a histogram is a list of single observations."""
+    """Numbers since the last report. Sums are added over workers and steps; for ``_max`` and levels
+    the largest value is kept. Histograms are lists of single observations."""
 
     table: ClassVar[MetricTable]
     logged_prefix: ClassVar = ""
     data: dict[str, Any]
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear all numbers."""
         self.data = {}
 
     def aggregate(self, other: Any) -> Self:
-        """Add another worker's, or another step's, numbers to these."""
-        # Into a dict of its own: vLLM hands the same report to all of its loggers, each of which
-        # adds the next ones to it. Source: vLLM 0.32, ``KVConnectorLogging`` in
+        """Add the numbers of another worker or step."""
+        # Use a new dict: vLLM passes the same report to all of its loggers, and each of them adds
+        # later reports to it. Source: vLLM 0.32, ``KVConnectorLogging`` in
         # ``distributed/kv_transfer/kv_connector/v1/metrics.py``.
         sampled = self.table.histograms
         samples = {
@@ -57,7 +57,7 @@ class TableStats:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM logs for an interval."""
+        """Return the numbers that vLLM logs for an interval."""
         known = self.table.counters.keys() | self.table.gauges.keys()
         shown = {
             name: value
@@ -70,13 +70,13 @@ class TableStats:
         return {f"{self.logged_prefix}{name}": round(shown[name], 3) for name in sorted(shown)}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Whether nothing was recorded."""
         return not self.data
 
 
 class TableMetrics:
-    """The metrics of a table, as Prometheus metrics per engine. Mixed into one of vLLM's kinds,
-    whose constructor sets these attributes."""
+    """A table's Prometheus metrics per engine. A mix-in for vLLM's classes, whose constructor sets
+    these attributes."""
 
     table: ClassVar[MetricTable]
     per_engine_labelvalues: dict[int, list[object]]
@@ -111,7 +111,7 @@ class TableMetrics:
                 *self._gauges.values(),
                 *self._histograms.values(),
             ):
-                metric.labels(*labels)  # at 0: Prometheus sees no increase in a series from 1
+                metric.labels(*labels)  # start at 0, otherwise Prometheus misses the first increase
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
@@ -127,19 +127,19 @@ class TableMetrics:
 
 
 class ObjKVStats(TableStats, KVConnectorStats):
-    """Of the KV connector."""
+    """Statistics of the KV connector."""
 
     table = KV_METRICS
 
 
 class ObjKVPromMetrics(TableMetrics, KVConnectorPromMetrics):
-    """Of the KV connector."""
+    """Prometheus metrics of the KV connector."""
 
     table = KV_METRICS
 
 
 def tier_metric_definitions() -> dict[str, "OffloadingMetricMetadata"]:
-    """The metrics of a secondary tier, by full name."""
+    """Return the metrics of a secondary tier, by full name."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     table = TIER_METRICS
@@ -150,7 +150,7 @@ def tier_metric_definitions() -> dict[str, "OffloadingMetricMetadata"]:
 
 
 def tier_stats(numbers: Mapping[str, float]) -> "OffloadingConnectorStats | None":
-    """Those of a tier's ``numbers`` that are defined above; None if there are none."""
+    """Return the statistics of a tier's ``numbers`` that have a metric. None if there are none."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )

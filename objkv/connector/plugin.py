@@ -1,11 +1,11 @@
-"""What vLLM's plugin entry point calls, in every process of an engine, maybe more than once."""
+"""vLLM's plugin entry point. vLLM calls it in every process of an engine, possibly repeatedly."""
 
 CONNECTOR_NAME = "ObjKVConnector"
 ENCODER_CONNECTOR_NAME = "ObjKVECConnector"
 
 
 def register() -> None:
-    """Make objkv's connectors known to vLLM by name; their classes are imported when used."""
+    """Register objkv's connectors with vLLM by name. Their classes are imported when used."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

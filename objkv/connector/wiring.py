@@ -1,4 +1,4 @@
-"""Opens what every connector needs from its settings: stores, a cache, a name. Imports no vLLM."""
+"""Opens stores and a cache from the settings, for every connector. Imports no vLLM."""
 
 import os
 import socket
@@ -15,12 +15,12 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def writer_name(connector: object) -> str:
-    """Names a connector of this process in leases and payloads."""
+    """Return a connector's name for leases and payloads."""
     return f"{socket.gethostname()}:{os.getpid()}:{id(connector):x}"
 
 
 def open_checked_backends(config: Config, recorder: Recorder) -> Backends:
-    """The stores and the index, after one round trip to each; see ``check_backends``."""
+    """Open the stores and the index, and check each with one call; see ``check_backends``."""
     backends = open_backends(config, recorder)
     check_backends(backends, config)
     return backends
@@ -29,11 +29,11 @@ def open_checked_backends(config: Config, recorder: Recorder) -> Backends:
 def open_cache(
     config: Config, backends: Backends, writer: str, recorder: Recorder, *, read_once: bool = False
 ) -> ChunkCache:
-    """Payloads by key. Reads the keys that payloads are sealed with; raises ``ConfigError``.
+    """Open the cache of payloads, including the keys for sealing. Raises ``ConfigError``.
 
     Args:
-        writer: names this process in leases.
-        read_once: payloads are read once, as a rule: none is promoted, and there is no quota.
+        writer: the name of this process in leases.
+        read_once: payloads are usually read once, so none is promoted and no quota applies.
     """
     settings = CacheSettings(
         writer,
@@ -56,26 +56,26 @@ def open_cache(
 
 
 def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:
-    """Whether this replica stores anything; with the rights of a reader it does not try.
+    """Whether this replica saves. A reader does not.
 
     Args:
-        producer: whether vLLM's configuration has it save (``kv_role``, ``ec_role``).
-        consumer: whether it has it load.
+        producer: whether vLLM's role of the replica (``kv_role``, ``ec_role``) includes saving.
+        consumer: whether that role includes loading.
 
-    Raises ``ConfigError`` for a replica that would then do nothing at all.
+    Raises ``ConfigError`` if the replica would neither save nor load.
     """
     if config.role != "reader":
         return producer
     if producer and not consumer:
         raise ConfigError(
-            "role is reader, and vLLM's role of this replica is that of a producer, which only "
-            "saves: set role to writer, or let the replica load"
+            "role is reader, but vLLM's role of this replica is a producer, which only saves: set "
+            "role to writer, or give the replica a vLLM role that loads"
         )
     return False
 
 
 def is_far(config: Config) -> bool:
-    """Whether payloads cross a network, where compressing them may pay. A directory counts as near:
-    its disk makes puts slow, not loads, which mostly come from memory."""
+    """Whether payloads cross a network, so that compression may pay. A directory does not count,
+    because loads from it mostly come from memory, even if its disk makes puts slow."""
     host = urlsplit(config.s3_endpoint_url or "").hostname
     return config.bulk_url.startswith("s3:") and host not in _THIS_MACHINE

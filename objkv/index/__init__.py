@@ -1,1 +1,2 @@
-"""Is it there: records of what the stores hold. A hint that can be rebuilt from the bulk store."""
+"""Indexes: records of the payloads in the stores. An index is a hint and can be rebuilt from the
+bulk store."""

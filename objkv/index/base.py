@@ -1,7 +1,9 @@
-"""What an index promises. One record per chunk, one field per shard; every entry expires.
+"""The contract of an index: one record per chunk, one field per shard, and every entry expires.
 
-The index is a hint: losing it costs hits, a wrong entry costs one failed get, nothing more.
-Every method is safe from many threads, raises ``StoreError`` (and subclasses) and nothing else.
+The index is a hint. Losing it costs hits, and a wrong entry costs one failed get.
+
+Every method may be called from many threads. It blocks until it returns, or raises ``StoreError``
+(or a subclass) and nothing else.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,65 +13,67 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One stored payload of a chunk. Equality is what compare-and-delete compares."""
+    """One stored payload of a chunk. Compare-and-delete uses the equality of these records."""
 
     nbytes: int
-    """Length of the whole payload, header included."""
+    """Length of the whole payload, including the header."""
     raw_bytes: int
     """Length of its pages before compression."""
     codec: str
     hot: bool
-    """Whether a copy was put in the hot store as well; the bulk store always has it."""
+    """Whether the hot store received a copy too; the bulk store always has one."""
     header_checksum: str
-    """The payload header's own checksum, 32 hex digits: tells two writers' payloads apart."""
+    """The payload header's own checksum, 32 hex digits. It distinguishes payloads of two writers.
+    """
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of one chunk."""
+    """All that the index holds about one chunk."""
 
     prefix_hash: bytes
     parent_hash: bytes
     token_start: int
     token_end: int
     shards: Mapping[str, ShardRecord]
-    """By shard field, ``<group>.<shard>``, e.g. ``0.L0-32_H0-8``."""
+    """Keyed by shard field, ``<group>.<shard>``, e.g. ``0.L0-32_H0-8``."""
     hits: int = 0
     touched_s: int = 0
-    """Seconds since the epoch of the last touch, by the toucher's clock; 0 if never."""
+    """Seconds since the epoch of the last touch, by the clock of the touching process; 0 if never.
+    """
     pinned_until_s: int = 0
-    """Seconds since the epoch when its pin ends; 0 where there is none, or none any longer."""
+    """Seconds since the epoch when its pin ends; 0 if it has no pin or the pin has ended."""
 
     @property
     def pinned(self) -> bool:
-        """Whether it is kept for now, however little it is used."""
+        """Whether a pin currently protects the chunk from eviction."""
         return self.pinned_until_s > 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its payloads."""
+        """Total size of its payloads."""
         return sum(shard.nbytes for shard in self.shards.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How much of a namespace is stored, by its index."""
+    """How much of a namespace is stored, according to its index."""
 
     namespace: str
     nbytes: int
-    """Bytes of the payloads that are published, and neither forgotten nor dropped."""
+    """Bytes of the payloads that are published and neither forgotten nor dropped."""
     payloads: int
     counted_s: int
-    """Seconds since the epoch when this was last counted rather than added up, by the clock of
-    who counted; 0 if never. Records that expired, were evicted or were published by a process that
-    was killed since may make it wrong."""
+    """Seconds since the epoch of the last exact count, by the counting process's clock; 0 if never.
+    Since then this is a running total. Records that expired or were evicted, or were published by a
+    process that was then killed, can make it wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """Names one chunk in calls to the index."""
+    """Identifies one chunk in calls to the index."""
 
     namespace: str
     prefix_hash: bytes
@@ -79,84 +83,94 @@ class ChunkEntry:
 
 
 Shards = Mapping[str, ShardRecord]
-"""Some shard records of one chunk by field, as a reader asked for them; may decode each only when
-it is read."""
+"""The requested shard records of one chunk, by field. An implementation may decode them only when
+they are read."""
 
 
 class ReadIndex(Protocol):
-    """An index that can be asked."""
+    """An index that can be read."""
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """The records of a whole prompt, in order, None where there is none.
+        """Return the records of a whole prompt, in order, with None for missing ones.
 
-        One pipelined round trip whatever the length (one per node on a cluster).
+        Takes one pipelined round trip for any length (one per node on a cluster).
         """
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """What a reader needs of a whole prompt, in order: of each chunk those of the shard
-        ``fields`` that its record has, None where it has none of them.
+        """Return the requested shards of a whole prompt, in order: for each chunk, those of
+        ``fields`` that its record has, or None if it has none of them.
 
-        Round trips as ``lookup``; made for requests, where every microsecond a chunk counts.
+        Takes as many round trips as ``lookup``. Requests use it, so each microsecond per chunk
+        matters.
         """
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """All records of a namespace, in no order; may miss or repeat what changes meanwhile."""
+        """Yield all records of a namespace in no order. May miss or repeat concurrent changes."""
 
     def namespaces(self) -> list[str]:
-        """Namespaces that have records, sorted. May take long: for operators, not for requests."""
+        """Return the sorted namespaces that have records. May be slow: for operators, not for
+        requests."""
 
     def usage(self) -> list[Usage]:
-        """How much is stored, by namespace, sorted; the records that say which shapes are in use do
-        not count. An index that can tell exactly does; others keep running totals. One round trip,
-        except where the index is the store itself: there it walks all of it."""
+        """Return how much is stored per namespace, sorted by namespace. Records of the shapes in
+        use are not counted.
+
+        An index that can count exactly does so; others keep running totals. Takes one round trip,
+        except when the store itself is the index: that one walks the whole store.
+        """
 
     def check(self) -> None:
-        """One cheap round trip. ``StoreDenied`` with what to fix, or ``StoreUnavailable``."""
+        """Make a cheap round trip. Raises ``StoreDenied`` with the fix or ``StoreUnavailable``."""
 
     def close(self) -> None:
         """Release connections. Idempotent."""
 
 
 class WriteIndex(ReadIndex, Protocol):
-    """An index that can also be told."""
+    """An index that can also be written."""
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """Add or replace these shard fields of the chunk's record, and give the record ``ttl_s``
-        seconds from now (a pinned one lives until its pin ends, if that is later). Called only
-        after the payloads can be read. Atomic per record: readers see all of these fields or
-        none."""
+        """Add or replace these shard fields of the chunk's record. The record then lives for
+        ``ttl_s`` seconds from now, or until its pin ends if that is later.
+
+        Call this only after the payloads can be read. Atomic per record: readers see all of these
+        fields or none.
+        """
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """Count one hit for each record that exists and renew its time to live."""
+        """Count one hit for each record that exists, and renew its time to live."""
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """Compare-and-delete one shard field; True if it was there, equal, and is gone now.
+        """Delete one shard field if it equals ``expected``. Return True if this call deleted it.
 
-        Hits, touches and pins do not count in the comparison. A record without fields disappears.
+        The comparison ignores hits, touches and pins. A record without fields disappears.
         """
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """Take the lease ``name`` if nobody holds it; True if ``owner`` holds it now.
+        """Take the lease ``name`` if it is free. Return True if ``owner`` holds it now.
 
-        A lease ends by itself after ``ttl_ms``. Whoever holds it already gets True again.
+        A lease expires after ``ttl_ms``. Its current owner gets True again.
         """
 
     def release(self, name: str, owner: str) -> None:
-        """Give a lease back early; nothing happens if ``owner`` does not hold it."""
+        """Give back a lease early. Does nothing if ``owner`` does not hold it."""
 
 
 class PruneIndex(WriteIndex, Protocol):
     """An index that operators may change by hand."""
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """Pin until ``until_s``, seconds since the epoch, or, with 0, unpin; False if there is no
-        such record. It lives for ``ttl_s`` from now, and at least until its pin ends."""
+        """Pin the record until ``until_s``, in seconds since the epoch; 0 unpins it. Return False
+        if the record does not exist.
+
+        The record lives for ``ttl_s`` from now, and at least until its pin ends.
+        """
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """Remove a whole record whatever it says; True if there was one."""
+        """Remove a whole record, whatever its content. Return True if it existed."""
 
     def set_usage(self, usage: Usage) -> None:
-        """Replace a namespace's running totals by what was counted. An index that is exact by
-        itself ignores it."""
+        """Replace a namespace's running totals with an exact count. An index that always counts
+        exactly ignores it."""

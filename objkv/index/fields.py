@@ -1,7 +1,7 @@
-"""How one shard record is written in Redis and SQLite: a compact JSON array, one encoding each.
+"""The encoding of one shard record in Redis and SQLite: a compact JSON array, in exactly one form.
 
-A value that is not exactly what this module would write is read as absent, because
-compare-and-delete compares the written bytes. Specified in ``docs/indexes.md``.
+A value that this module would not write itself is read as absent, because compare-and-delete
+compares the written bytes. ``docs/indexes.md`` specifies the form.
 """
 
 import re
@@ -14,16 +14,18 @@ _NUMBER = "(?:0|[1-9][0-9]{0,17}+)"
 _NAME = "[A-Za-z0-9._:+-]{0,128}+"
 _PARTS = (_NUMBER, _NUMBER, f'"{_NAME}"', "[01]", f'"{_NAME}"', _NUMBER)
 SHARD_PATTERN = rf"\[{','.join(_PARTS)}\]".encode("ascii")
-"""Regular expression of what ``encode_shard`` writes, without groups; matches no line end."""
-# A pattern rather than a JSON parser: it admits no second encoding, and takes 2 us a shard where
-# json.loads and writing it again to compare takes 7 (2-core x86, 2026-11-20).
+"""Regular expression that matches the output of ``encode_shard``. It has no groups and matches no
+line end."""
+# A pattern instead of a JSON parser: it admits no second encoding and takes 2 us per shard.
+# json.loads plus encoding the result again for comparison takes 7 us (2-core x86, 2026-11-20).
 _VALUE = re.compile(
     rf'\[({_NUMBER}),({_NUMBER}),"({_NAME})",([01]),"({_NAME})",({_NUMBER})\]'.encode("ascii")
 )
 
 
 def encode_shard(shard: ShardRecord) -> bytes:
-    """``[nbytes,raw_bytes,"codec",hot,"header_checksum",created_s]``: ASCII, no spaces, hot 0 or 1.
+    """Return ``[nbytes,raw_bytes,"codec",hot,"header_checksum",created_s]``: ASCII, no spaces, hot
+    0 or 1.
 
     Codec and checksum consist of letters, digits and ``._:+-``.
     """
@@ -37,7 +39,8 @@ def encode_shard(shard: ShardRecord) -> bytes:
 
 
 def decode_shard(value: bytes) -> ShardRecord | None:
-    """The shard record written as ``value``; None for what ``encode_shard`` never writes."""
+    """Return the shard record encoded in ``value``; None for anything that ``encode_shard`` never
+    writes."""
     match = _VALUE.fullmatch(value)
     if match is None:
         return None
@@ -53,14 +56,14 @@ def decode_shard(value: bytes) -> ShardRecord | None:
 
 
 class WrittenShards(Mapping[str, ShardRecord]):
-    """Shards as they were read, decoded when the first of them is looked at: a reader finds more
-    chunks than it loads."""
+    """Encoded shards that are decoded together on first access, because a reader finds more chunks
+    than it loads."""
 
     __slots__ = ("_decoded", "_fields", "_values")
 
     def __init__(self, fields: tuple[str, ...], values: Sequence[bytes]) -> None:
-        """``values``: one for each of ``fields``, matching ``SHARD_PATTERN``, or empty for a field
-        that is absent; one of them is not."""
+        """``values`` has one item for each of ``fields``. An item matches ``SHARD_PATTERN``, or is
+        empty for an absent field. At least one is not empty."""
         self._fields = fields
         self._values = values
         self._decoded: dict[str, ShardRecord] | None = None
@@ -69,13 +72,13 @@ class WrittenShards(Mapping[str, ShardRecord]):
         return self._shards()[field]
 
     def __iter__(self) -> Iterator[str]:
-        return compress(self._fields, self._values)  # decodes none
+        return compress(self._fields, self._values)  # decodes nothing
 
     def __contains__(self, field: object) -> bool:
         return field in self._fields and bool(self._values[self._fields.index(field)])
 
     def values(self) -> ValuesView[ShardRecord]:
-        """At once: the inherited view asks for one field after the other."""
+        """All shard records, decoded together; the inherited view gets them one by one."""
         return self._shards().values()
 
     def __len__(self) -> int:
@@ -85,7 +88,7 @@ class WrittenShards(Mapping[str, ShardRecord]):
         return repr(self._shards())
 
     def _shards(self) -> dict[str, ShardRecord]:
-        if self._decoded is None:  # twice by two threads is the same twice
+        if self._decoded is None:  # two threads may both decode: the result is the same
             pairs = zip(self._fields, self._values, strict=True)
             self._decoded = {
                 field: shard for field, value in pairs if (shard := decode_shard(value))
@@ -94,12 +97,13 @@ class WrittenShards(Mapping[str, ShardRecord]):
 
 
 def shards_of(record: Record | None, fields: Sequence[str]) -> Shards | None:
-    """Those of ``fields`` that the record has, None if it has none; see ``ReadIndex.find``."""
+    """Return those of ``fields`` that the record has, or None if it has none. See
+    ``ReadIndex.find``."""
     if record is None:
         return None
     return {name: record.shards[name] for name in fields if name in record.shards} or None
 
 
 def is_shard_field(field: str) -> bool:
-    """Whether a record's field names a shard, ``<group>.<shard>``; the others have no dot."""
+    """Whether a record's field names a shard, ``<group>.<shard>``. Other fields have no dot."""
     return "." in field

@@ -1,7 +1,7 @@
-"""An index whose calls pass a guard: the breakers, deadlines and counters of one place.
+"""An index whose calls go through a guard: breakers, deadlines and counters.
 
-Also the base of indexes that change a few verbs of another one: without a guard all others pass
-through as they are.
+Also the base of indexes that override a few verbs of another index. Without a guard every verb
+passes straight through.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from objkv.index.base import (
 )
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.net.guard import Unguarded, Verb
+from objkv.net.guard import CallPolicy, Verb
 
 _CALLS: Final = ("calls", "errors")
 
@@ -37,23 +37,22 @@ INDEX_VERBS: Final[Mapping[str, Verb]] = {
     "usage": Verb("read", _CALLS, walks=True),
     **{verb: Verb("write", _CALLS) for verb in ("publish", "touch", "forget", "lease", "release")},
 }
-"""What an index's guard counts: over all verbs but scans ``index_calls`` and ``index_errors``, over
-all lookups ``index_records_found`` and ``index_records_missing``. A scan is guarded and counted per
-record."""
+"""The counters of an index's guard: ``index_calls`` and ``index_errors`` over all verbs except
+scans, ``index_records_found`` and ``index_records_missing`` over all lookups. A scan is guarded and
+counted per record."""
 
 
 class GuardedIndex:
-    """``inner`` behind ``guard``, whose owner it becomes: closing it closes ``inner``.
+    """``inner`` behind ``guard``. Closing this index closes ``inner``.
 
-    A ``WriteIndex``: what operators do by hand goes to the index itself. So do ``check`` and
-    ``close``. For the read-only role nothing is published, touched or forgotten, and no lease is
-    granted, so that savers do not save: what a replica writes to an index are hints that others can
-    do without, so this is no error.
+    A ``WriteIndex``: operators change the inner index directly. ``check`` and ``close`` skip the
+    guard too. In the read-only role, writes do nothing and no lease is granted, so savers do not
+    save. This is not an error, because a replica writes only hints to an index.
     """
 
-    def __init__(self, inner: WriteIndex, guard: Unguarded | None = None) -> None:
+    def __init__(self, inner: WriteIndex, guard: CallPolicy | None = None) -> None:
         self._inner = inner
-        self._guard = guard or Unguarded()
+        self._guard = guard or CallPolicy()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
@@ -83,8 +82,8 @@ class GuardedIndex:
         return self._guard.call("usage", self._inner.usage)
 
     def check(self) -> None:
-        """See ``ReadIndex``. The read-only role looks up one record: an index may try to write
-        when it is checked."""
+        """See ``ReadIndex``. The read-only role looks up one record instead, because an index's
+        check may write."""
         if not self._guard.may_write:
             self.lookup("0" * NAMESPACE_HEX, [bytes(PREFIX_HASH_BYTES)])
             return
@@ -124,8 +123,8 @@ class GuardedIndex:
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:
-    """The index on which operators pin, drop and count; None is the read-only role's. Raises
-    ``StoreDenied``."""
+    """Return the index on which operators pin, drop and count. Raises ``StoreDenied`` for None, the
+    read-only role's index."""
     if admin is None:
-        raise StoreDenied("role is reader, and this would write: set role to sweeper")
+        raise StoreDenied("role reader does not allow writes: set role to sweeper")
     return admin

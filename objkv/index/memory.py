@@ -1,4 +1,4 @@
-"""An index in this process's memory: for ``memory:`` and for tests; nobody else sees it."""
+"""An index in this process's memory, for ``memory:`` and for tests. No other process sees it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ _NEVER: tuple[Record | None, float] = (None, 0.0)
 
 
 class MemoryIndex:
-    """Implements ``PruneIndex``; ``clock`` tells seconds since the epoch."""
+    """Implements ``PruneIndex``; ``clock`` returns seconds since the epoch."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class MemoryIndex:
         return [shards_of(record, fields) if ends_s > now else None for record, ends_s in kept]
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``; shows the records of the moment it is first advanced."""
+        """See ``ReadIndex``. Yields the records that exist at the first step."""
         with self._lock:
             found = [self._live(key) for key in list(self._records) if key[0] == namespace]
         yield from (record for record in found if record is not None)
@@ -64,10 +64,10 @@ class MemoryIndex:
         return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
 
     def check(self) -> None:
-        """Nothing can be wrong with it."""
+        """Always succeeds."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing."""
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""
@@ -147,7 +147,7 @@ class MemoryIndex:
             return there
 
     def set_usage(self, usage: Usage) -> None:
-        """Nothing: ``usage`` counts."""
+        """Does nothing: ``usage`` counts exactly."""
 
     def _live(self, key: tuple[str, bytes]) -> Record | None:
         record, ends_s = self._records.get(key, _NEVER)
@@ -162,7 +162,7 @@ class MemoryIndex:
         self._records[key] = (record, max(self._clock() + ttl_s, record.pinned_until_s))
 
     def _purge(self) -> None:
-        # Only when the index has doubled since the last time, so that it costs a constant each.
+        # Only when the index has doubled since the last purge, so the amortized cost is constant.
         if len(self._records) + len(self._leases) < self._purge_at:
             return
         now = self._clock()

@@ -1,7 +1,7 @@
-"""A cache of records in this process, so that hot prefixes are found without a round trip.
+"""An in-process cache of index records, which finds hot prefixes without a round trip.
 
-A record is believed for a while. That a chunk is not stored is believed for much less: only so long
-that many requests with one new prompt ask once.
+It serves a record for a while. It remembers a missing chunk for much less time: just enough for
+many simultaneous requests with one new prompt to share one query.
 """
 
 import time
@@ -14,26 +14,28 @@ from objkv.index.base import ChunkEntry, ShardRecord, Shards, WriteIndex
 from objkv.index.guarded import GuardedIndex
 
 SETTLE_S = 5
-"""Records with a younger shard are not kept: other ranks may still be adding theirs. The
-writers' clocks decide; one that is wrong costs round trips, or hits for ``ttl_s``."""
+"""Records with a younger shard are not kept, because other ranks may still be adding theirs. The
+writers' clocks decide. A wrong clock costs round trips, or hits for ``ttl_s``."""
 
 _SECOND_CHANCES = 64
-"""Used records that are passed over for one that is not; bounds how long the lock is held."""
+"""Maximum number of recently used records to spare in one eviction; bounds how long the lock is
+held."""
 
 
 class NearIndex(GuardedIndex):
-    """Keeps up to ``records_max`` records of ``inner``, each for ``ttl_s``; the least used go.
+    """Keeps up to ``records_max`` records of ``inner``, each for ``ttl_s``. The least used are
+    evicted first.
 
-    Only what is found with exactly these ``fields``, all of them, and of the namespace that was
-    asked for last; whatever else is asked for every time. A record that was removed elsewhere is
-    still answered for up to ``ttl_s``: whoever finds that it lied calls ``forget`` or
-    ``invalidate``.
+    Keeps only records that a lookup with exactly these ``fields`` returned and that have all of
+    them, and only those of the namespace looked up last. Other lookups always go to ``inner``. A
+    record that was removed elsewhere is still returned for up to ``ttl_s``; a caller that notices
+    calls ``forget`` or ``invalidate``.
 
-    The first chunk that a prompt was found to lack is remembered for ``miss_ttl_s``. It ends every
-    match, so what follows it is answered None without being asked for.
+    The first missing chunk of a prompt is remembered for ``miss_ttl_s``. It ends every match, so
+    the chunks after it are returned as None without a query.
 
-    ``clock`` tells seconds since the epoch. Thread-safe; no lock is held while ``inner`` is asked,
-    and none taken to answer what is kept.
+    ``clock`` returns seconds since the epoch. Thread-safe. No lock is held while ``inner`` is
+    queried, and none is taken to return kept records.
     """
 
     def __init__(
@@ -64,8 +66,8 @@ class NearIndex(GuardedIndex):
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """As the inner index, which is asked once, for what is not kept; nothing is asked for from
-        the first chunk on that is known to be missing."""
+        """Return kept records, and look up the rest in one query of ``inner``. Chunks from the
+        first one known to be missing are not queried."""
         if len(fields) != len(self._fields) or not self._fields.issuperset(fields):
             return self._inner.find(namespace, prefix_hashes, fields)
         asked_s = self._clock()
@@ -80,22 +82,22 @@ class NearIndex(GuardedIndex):
         return found
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """As the inner index."""
+        """Publish in ``inner``, and discard the kept record."""
         try:
             self._inner.publish(chunk, shards, ttl_s=ttl_s)
         finally:
             self.invalidate(chunk.namespace, chunk.prefix_hash)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """As the inner index."""
+        """Forget in ``inner``, and discard the kept record."""
         try:
             return self._inner.forget(namespace, prefix_hash, field, expected)
         finally:
             self.invalidate(namespace, prefix_hash)
 
     def invalidate(self, namespace: str, *prefix_hashes: bytes) -> None:
-        """Believe nothing of these chunks any longer, neither that they are stored nor that they
-        are not, also if a lookup in flight is about to bring it."""
+        """Discard all knowledge of these chunks, stored or missing, including results of lookups in
+        flight."""
         with self._lock:
             for asking in self._asking:
                 if asking.book.namespace == namespace:
@@ -106,23 +108,24 @@ class NearIndex(GuardedIndex):
                     self._book.missing.pop(prefix_hash, None)
 
     def keep_only(self, fields: Collection[str], complete: Callable[[Shards], bool]) -> None:
-        """From now on keep what is found with exactly these fields, and is ``complete``; nothing of
-        what was kept before."""
+        """From now on keep records that are found with exactly these fields and that are
+        ``complete``. Discards all kept records."""
         with self._lock:
             self._fields, self._complete = frozenset(fields), complete
             self._book = _Book(self._book.namespace)
 
     def clear(self) -> None:
-        """Keep nothing of what is kept now, nor of what lookups in flight bring."""
+        """Discard all kept records, and results of lookups in flight."""
         with self._lock:
             self._book = _Book(self._book.namespace)
 
     def _kept(
         self, namespace: str, prefix_hashes: Sequence[bytes], now: float
     ) -> tuple[list[Shards | None], list[int]]:
-        """What is kept of each chunk, and the places of those to ask for.
+        """Return the kept records, and the positions of the chunks to query.
 
-        Without the lock: what another thread takes out meanwhile was there when this began.
+        Takes no lock: a record that another thread removes meanwhile was valid when this call
+        began.
         """
         book = self._book
         if book.namespace != namespace:
@@ -133,7 +136,7 @@ class NearIndex(GuardedIndex):
         places = []
         for prefix_hash in prefix_hashes:
             kept = get(prefix_hash)
-            # Of what ends later than what is kept now, the clock has been set back meanwhile.
+            # An end beyond the maximum means that the clock was set back meanwhile.
             if kept is not None and now < kept.ends_s <= now + ttl_s:
                 kept.used = True
                 found.append(kept.shards)
@@ -162,7 +165,7 @@ class NearIndex(GuardedIndex):
         ]
         lacked = next((h for h, s in zip(prefix_hashes, fresh, strict=True) if s is None), None)
         with self._lock:
-            book = asking.book  # if all was cleared meanwhile, nobody reads it any more
+            book = asking.book  # if the cache was cleared meanwhile, this book is no longer read
             for prefix_hash, entry in kept:
                 if prefix_hash not in asking.spoiled:
                     book.records[prefix_hash] = entry
@@ -186,7 +189,7 @@ class NearIndex(GuardedIndex):
 
 
 class _Kept:
-    """What is kept of one chunk."""
+    """The kept record of one chunk."""
 
     __slots__ = ("ends_s", "shards", "used")
 
@@ -197,16 +200,16 @@ class _Kept:
 
 
 class _Book:
-    """What is kept of one namespace; another one begins another book."""
+    """The kept records of one namespace; another namespace starts a new book."""
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.records: OrderedDict[bytes, _Kept] = OrderedDict()
         self.missing: OrderedDict[bytes, float] = OrderedDict()
-        """Until when each of these chunks is believed not to be stored, the next to end first."""
+        """Until when each of these chunks is assumed missing; the first to expire comes first."""
 
     def shrink(self, records_max: int) -> None:
-        """Drop the oldest records above ``records_max``, those that were not used before others."""
+        """Evict the oldest records above ``records_max``, unused ones first."""
         chances = _SECOND_CHANCES
         while len(self.records) > records_max:
             prefix_hash, kept = self.records.popitem(last=False)
@@ -216,7 +219,7 @@ class _Book:
                 chances -= 1
 
     def lack(self, prefix_hash: bytes, now: float, ends_s: float, missing_max: int) -> None:
-        """Remember that a chunk is not stored; of more than ``missing_max`` the oldest go."""
+        """Remember that a chunk is missing. Above ``missing_max``, the oldest are forgotten."""
         self.missing[prefix_hash] = ends_s
         self.missing.move_to_end(prefix_hash)
         while len(self.missing) > missing_max or next(iter(self.missing.values())) <= now:

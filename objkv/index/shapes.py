@@ -1,11 +1,12 @@
-"""Which shards a namespace's replicas write: so that one asks for what others of other shapes save.
+"""The shards that a namespace's replicas write, so that a reader also finds chunks of other shapes.
 
-A reader asks an index for the shard fields it knows, never for whole records: it finds thousands of
-chunks with one request. Replicas of another TP or PP size write other fields, which nobody could
-guess. So each replica announces its own, in one record per namespace that is no chunk's: its hash
-is ``SHAPES_HASH``, its fields are those that are in use, with empty shard records. Who finds chunks
-of another shape keeps its fields alive, as a hit keeps chunks alive; what nobody writes or finds is
-forgotten. In a fleet of one shape all that is a round trip now and then, in the background.
+A reader queries an index by shard field instead of reading whole records, because one query covers
+thousands of chunks. Replicas with another TP or PP size write other fields, which a reader cannot
+guess. So each replica announces its own fields in one special record per namespace. Its hash is
+``SHAPES_HASH``, and its fields are the ones in use, with empty shard records. A reader that finds
+chunks of another shape keeps its fields alive, just as hits keep chunks alive. Fields that no
+replica writes or finds expire. In a fleet with one shape this costs an occasional round trip in the
+background.
 """
 
 import hashlib
@@ -21,26 +22,26 @@ from objkv.index.near import NearIndex
 
 SHAPES_HASH: Final = hashlib.sha256(b"objkv-shapes-1").digest()[:20]
 FIELDS_MAX: Final = 512
-"""Of all shapes together; more than that would make every lookup slow."""
+"""Maximum number of fields of all shapes together; more would slow down every lookup."""
 _REFRESH_S = 30.0
-"""For so long replicas may not know of a shape that is new to the fleet."""
+"""How long replicas may be unaware of a shape that is new to the fleet."""
 _RETRY_S = 2.0
 
 
 def shape_path(namespace: str, field: str) -> str:
-    """Where a bulk store that is its own index says that a shard is in use."""
+    """Return the path at which a bulk store that is its own index marks a shard as in use."""
     return f"{namespace}/shapes/{field}"
 
 
 def is_shapes(record: Record) -> bool:
-    """Whether the record is no chunk's but says which shards are in use."""
+    """Whether the record lists the shards in use instead of describing a chunk."""
     return record.prefix_hash == SHAPES_HASH
 
 
 class ShapesIndex(GuardedIndex):
-    """Asks ``near`` for the fields of all shapes in use, whichever it is asked for itself.
+    """Queries ``near`` for the fields of all shapes in use, whatever fields the caller requests.
 
-    Thread-safe; ``find`` is for background threads, and may ask the index once more.
+    Thread-safe. ``find`` is for background threads and may make one more query.
     """
 
     def __init__(
@@ -54,12 +55,11 @@ class ShapesIndex(GuardedIndex):
         ttl_s: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
-        Args:
-            own: the fields that this replica writes.
-            readable: whether a field of others can be one of this model at all.
-            complete: whether some shards of a chunk are all that this replica needs.
-            writes: whether to announce ``own``.
+        """Args:
+        own: the fields that this replica writes.
+        readable: whether another replica's field can belong to this model at all.
+        complete: whether some shards of a chunk are all that this replica needs.
+        writes: whether to announce ``own``.
         """
         super().__init__(near)
         self._near = near
@@ -74,15 +74,16 @@ class ShapesIndex(GuardedIndex):
         self._known = self._asking = False
         self._fields = self._own
         self._found: set[str] = set()
-        """Fields of others that lookups found lately."""
+        """Fields of other replicas that lookups found recently."""
         self._due_s = 0.0
         self.mixed = False
-        """Whether other shapes have been seen: until then all that is found is this replica's."""
+        """Whether other shapes have been seen. Until then, everything found belongs to this
+        replica's shape."""
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """As the inner index, of the fields in use."""
+        """Find the shards of all fields in use."""
         found = self._near.find(namespace, prefix_hashes, self._in_use(namespace))
         if self.mixed and found and found[0]:
             self._found.update(found[0])
@@ -93,16 +94,17 @@ class ShapesIndex(GuardedIndex):
 
     def _in_use(self, namespace: str) -> tuple[str, ...]:
         with self._changed:
-            # Who comes first asks; as long as nothing is known, the answer decides on all hits.
+            # The first caller queries the index. Until anything is known, the others wait, because
+            # the result decides about all hits.
             self._changed.wait_for(lambda: self._is_known(namespace) or not self._asking)
             if self._is_known(namespace) and (self._asking or self._is_early()):
                 return self._fields
             self._known &= namespace == self._namespace
             self._namespace, self._asking = namespace, True
         fields, wait_s = None, _RETRY_S
-        try:  # without the lock: others go on with what is known
+        try:  # without the lock: other threads continue with the known fields
             fields, wait_s = self._ask(namespace), _REFRESH_S
-        except StoreError:  # then as before; what is asked next will tell who cares
+        except StoreError:  # continue as before; the next query reports the error to its caller
             pass
         finally:
             with self._changed:
@@ -118,18 +120,18 @@ class ShapesIndex(GuardedIndex):
 
     def _is_early(self) -> bool:
         now = self._clock()
-        # Of what is due later than it can be, the clock has been set back meanwhile.
+        # A due time beyond the maximum means that the clock was set back meanwhile.
         return now < self._due_s <= now + _REFRESH_S
 
     def _take(self, fields: tuple[str, ...]) -> None:
         if fields != self._fields:
-            self.mixed |= len(fields) > len(self._own)  # before anything of theirs is found
+            self.mixed |= len(fields) > len(self._own)  # before any of their chunks are found
             self._fields = fields
             self._near.keep_only(fields, self._complete)
 
     def _ask(self, namespace: str) -> tuple[str, ...]:
-        """The fields in use; and announce this replica's, and those it found, where they get
-        old."""
+        """Return the fields in use. Announce this replica's fields, and those it found, when they
+        get old."""
         (record,) = self._near.lookup(namespace, [SHAPES_HASH])
         now_s = int(self._clock())
         ages = {f: now_s - s.created_s for f, s in (record.shards if record else {}).items()}
@@ -143,6 +145,6 @@ class ShapesIndex(GuardedIndex):
         ages |= dict.fromkeys(stale, 0)
         others = [f for f in ages if f not in self._own and self._readable(f)]
         alive = sorted(f for f in others if ages[f] < self._ttl_s)
-        # Too many: those that somebody wrote or found last.
+        # If there are too many, keep those that were written or found last.
         youngest = sorted(alive, key=lambda f: ages[f])[:FIELDS_MAX]
         return (*self._own, *sorted(youngest))

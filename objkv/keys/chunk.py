@@ -15,7 +15,7 @@ _PATH = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """Names one payload, in the bulk store, the hot store and its own header."""
+    """Identifies one payload in the bulk store, the hot store and its own header."""
 
     namespace: str
     prefix_hash: bytes
@@ -33,13 +33,14 @@ class ChunkKey:
         return f"{self.group}.{self.shard}"
 
     def path(self) -> str:
-        """``<namespace>/<aa>/<hash>/<group>.<shard>.safetensors``: hash first, so S3 spreads."""
+        """Return ``<namespace>/<aa>/<hash>/<group>.<shard>.safetensors``. The hash comes early so
+        that S3 spreads the load."""
         digest = self.prefix_hash.hex()
         return f"{self.namespace}/{digest[:2]}/{digest}/{self.field}.safetensors"
 
     @classmethod
     def parse(cls, path: str) -> "ChunkKey":
-        """The key whose path is ``path``. Raises ValueError for any other path.
+        """Return the key whose path is ``path``. Raises ValueError for any other path.
 
         >>> key = ChunkKey("0" * 32, bytes(20), 0, Shard(0, 28, 0, 4))
         >>> ChunkKey.parse(key.path()) == key
@@ -49,13 +50,13 @@ class ChunkKey:
         """
         match = _PATH.fullmatch(path)
         if match is None or match["fan"] != match["hash"][:2]:
-            raise ValueError(f"not the path of a chunk: {path!r}")
+            raise ValueError(f"invalid chunk path: {path!r}")
         shard = Shard.parse(match["shard"])
         return cls(match["namespace"], bytes.fromhex(match["hash"]), int(match["group"]), shard)
 
 
 def effective_chunk_tokens(wish: int, block_sizes: tuple[int, ...]) -> int:
-    """The smallest common multiple of all block sizes that reaches ``wish`` tokens.
+    """Return the smallest common multiple of all block sizes that is at least ``wish`` tokens.
 
     >>> effective_chunk_tokens(256, (16,)), effective_chunk_tokens(256, (16, 160))
     (256, 320)

@@ -1,10 +1,10 @@
-"""Names of encoder outputs: an identity of their own, and a hash per image, sound or video.
+"""Names of encoder outputs: their own kind of identity, and a hash per image, sound or video.
 
     root = SHA-256(field("objkv-encoder-1") field(namespace))[:20]
     hash = SHA-256(field("objkv-encoder-1") field(namespace) field(identifier) field(extras))[:20]
 
 ``field(x)`` is the length of ``x`` as 8 bytes little-endian, then ``x``. An output is stored as a
-chunk of group 0 whose one shard is the whole of it. Specified in ``docs/keyspace.md``.
+chunk of group 0 with a single shard. ``docs/keyspace.md`` specifies these names.
 """
 
 import hashlib
@@ -26,20 +26,22 @@ ENCODER_FIELD = f"{ENCODER_GROUP}.{ENCODER_SHARD}"
 
 @dataclass(frozen=True, slots=True)
 class EncoderIdentity:
-    """The identity behind a namespace of encoder outputs. Replicas with equal identities share.
+    """The identity behind a namespace of encoder outputs. Replicas with equal identities share
+    outputs.
 
-    It says nothing about the KV cache: an encoder's output does not depend on blocks or chunks.
+    It does not describe the KV cache, because an encoder's output does not depend on blocks or
+    chunks.
     """
 
     model: str
     """A hub id, or the last component of a local path."""
     weights: str
-    """Digest of the weights, or the revision where no weights can be read."""
+    """Digest of the weights, or the revision if no weights can be read."""
     processor: str
-    """Digest of the processor's files, or the revision where they cannot be read."""
+    """Digest of the processor's files, or the revision if they cannot be read."""
     quantization: str | None
     dtype: str
-    """Of the output, e.g. ``bfloat16``."""
+    """The output's dtype, e.g. ``bfloat16``."""
     weights_epoch: int
     tenant: str
     extra: tuple[tuple[str, str], ...] = ()
@@ -50,30 +52,32 @@ class EncoderIdentity:
         assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
-        """The document as plain JSON values; ``hash`` distinguishes it from the KV's."""
+        """Return the document as plain JSON values. ``hash`` distinguishes it from a KV
+        identity."""
         return {"format": FORMAT, "hash": ENCODER_SCHEME, **asdict(self)}
 
     def canonical(self) -> bytes:
-        """The document's one encoding, as the KV's."""
+        """Return the document's canonical encoding."""
         return canonical_json(self.document())
 
     def namespace(self) -> str:
-        """First 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
+        """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
         return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
 
 
 def encoder_root(namespace: str) -> bytes:
-    """The parent of every output in the namespace, 20 bytes."""
+    """Return the parent of every output in the namespace, 20 bytes."""
     return field_digest(ENCODER_SCHEME.encode("ascii"), namespace.encode("ascii"))
 
 
 def encoder_hash(
     namespace: str, identifier: str, *, lora_digest: bytes | None = None, salt: str | None = None
 ) -> bytes:
-    """The name of one item's output, 20 bytes.
+    """Return the hash of one item's output, 20 bytes.
 
-    ``identifier``: vLLM's, whatever a client sent included: no text raises, no two encode alike.
-    ``lora_digest``: of the adapter that the encoder ran with, if any. ``salt``: of the request.
+    ``identifier`` is vLLM's and may contain any text from a client: no text raises, and no two
+    texts encode alike. ``lora_digest`` is of the adapter that the encoder ran with, if any.
+    ``salt`` is the request's.
     """
     extras = []
     if lora_digest is not None:
@@ -89,5 +93,5 @@ def encoder_hash(
 
 
 def encoder_key(namespace: str, item_hash: bytes) -> ChunkKey:
-    """The key of the output's payload."""
+    """Return the key of the output's payload."""
     return ChunkKey(namespace, item_hash, ENCODER_GROUP, ENCODER_SHARD)

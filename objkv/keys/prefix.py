@@ -1,12 +1,12 @@
-"""objkv's own prefix hash: a chain over chunks of token ids, and of what else changes their KV.
+"""objkv's own prefix hash: a chain over chunks of token ids and of other inputs to their KV.
 
     h_(-1) = SHA-256(field("objkv-prefix-1") field(namespace))[:20]
     h_i    = SHA-256(field(h_(i-1)) field(tokens_i) field(extra_i))[:20]
 
-``field(x)`` is the length of ``x`` as 8 bytes little-endian, then ``x``; tokens are 4 bytes each,
-little-endian; ``extra_i`` is a sequence of ``Extra`` values, each field length-prefixed, so no
-two distinct inputs encode alike. It depends on no block size, no version of vLLM, no
-``PYTHONHASHSEED`` and no pickle: any tool can compute it. Specified in ``docs/keyspace.md``.
+``field(x)`` is the length of ``x`` as 8 bytes little-endian, then ``x``. Tokens are 4 bytes each,
+little-endian. ``extra_i`` is a sequence of ``Extra`` values, with each field length-prefixed, so no
+two distinct inputs encode alike. The hash depends on no block size, vLLM version,
+``PYTHONHASHSEED`` or pickle, so any tool can compute it. ``docs/keyspace.md`` specifies it.
 """
 
 import hashlib
@@ -21,21 +21,22 @@ _SCHEME = b"objkv-prefix-1"
 _TOKEN_BYTES = 4
 _PARENT_LENGTH = PREFIX_HASH_BYTES.to_bytes(8, "little")
 _PIECE_CHUNKS = 16
-"""Encoded at once: a conversion for each chunk costs a quarter more, one for all of a long prompt
-would not let another thread run before it ends."""
+"""Chunks encoded at once. Converting each chunk separately costs a quarter more; converting a long
+prompt at once would block other threads until it ends."""
 
 ExtraKind = Literal["lora", "salt", "mm", "embeds"]
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Something besides token ids that changes the KV of a chunk.
+    """An input besides token ids that changes the KV of a chunk.
 
-    ``lora``: (content digest of the adapter,); in chunk 0, the chain carries it on.
-    ``salt``: (cache_salt as UTF-8, lone surrogates encoded like any code point,); in chunk 0.
-    ``mm``: (identifier of the item, its start relative to the chunk's start as 8 bytes signed
-    little-endian, its length in tokens as 8 bytes); in every chunk that it overlaps.
-    ``embeds``: (SHA-256 of the prompt embeddings of this chunk's tokens,).
+    * ``lora``: (content digest of the adapter,); in chunk 0, and the chain carries it on.
+    * ``salt``: (cache_salt as UTF-8, with lone surrogates encoded like any code point,); in chunk
+      0.
+    * ``mm``: (identifier of the item, its start relative to the chunk's start as 8 bytes signed
+      little-endian, its length in tokens as 8 bytes); in every chunk that it overlaps.
+    * ``embeds``: (SHA-256 of the prompt embeddings of this chunk's tokens,).
     """
 
     kind: ExtraKind
@@ -53,7 +54,7 @@ class MultimodalItem:
 
 @dataclass(frozen=True, slots=True)
 class PromptExtras:
-    """What besides token ids identifies a prompt's KV."""
+    """The inputs besides token ids that identify a prompt's KV."""
 
     lora_digest: bytes | None = None
     salt: str | None = None
@@ -62,12 +63,12 @@ class PromptExtras:
     """SHA-256 of the embeddings of chunk ``i``'s tokens, for chunks given by embeddings."""
 
     def __post_init__(self) -> None:
-        # Sorted once here, so that two equal prompts are equal whatever order the items came in.
+        # Sorted once here, so that equal prompts compare equal whatever the order of their items.
         ordered = sorted(self.items, key=lambda item: (item.start, item.identifier, item.length))
         object.__setattr__(self, "items", tuple(ordered))
 
     def of_chunk(self, chunk: int, chunk_tokens: int) -> tuple[Extra, ...]:
-        """The extras of chunk ``chunk``, in their one order."""
+        """Return the extras of chunk ``chunk``, in their fixed order."""
         if chunk and not self.items and not self.embeds:
             return ()
         start, end = chunk * chunk_tokens, (chunk + 1) * chunk_tokens
@@ -75,7 +76,7 @@ class PromptExtras:
         if chunk == 0 and self.lora_digest is not None:
             extras.append(Extra("lora", (self.lora_digest,)))
         if chunk == 0 and self.salt is not None:
-            # A salt is whatever a client sent: no text may raise here, or two encode alike.
+            # A salt is any text from a client: none may raise here, and no two may encode alike.
             extras.append(Extra("salt", (self.salt.encode("utf-8", "surrogatepass"),)))
         for item in self.items:
             if item.start >= end:
@@ -90,12 +91,12 @@ class PromptExtras:
 
 
 def root_hash(namespace: str) -> bytes:
-    """The hash before the first chunk: the parent of chunk 0."""
+    """Return the hash before the first chunk: the parent of chunk 0."""
     return field_digest(_SCHEME, namespace.encode("ascii"))
 
 
 def next_hash(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> bytes:
-    """The hash of the chunk whose encoded tokens are ``tokens``, 20 bytes."""
+    """Return the hash of the chunk whose encoded tokens are ``tokens``, 20 bytes."""
     assert len(parent) == PREFIX_HASH_BYTES
     length = len(tokens).to_bytes(8, "little")
     fields = (_PARENT_LENGTH, parent, length, tokens, _field(encode_extras(extras)))
@@ -103,7 +104,8 @@ def next_hash(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> byt
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as 4 bytes each, little-endian. Raises OverflowError outside ``[0, 2**32)``."""
+    """Return token ids as 4 bytes each, little-endian. Raises OverflowError outside ``[0,
+    2**32)``."""
     encoded = array("I", tokens)
     assert encoded.itemsize == _TOKEN_BYTES
     if byteorder == "big":
@@ -112,7 +114,8 @@ def encode_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def encode_extras(extras: Iterable[Extra]) -> bytes:
-    """Per extra: field(kind), number of fields as 8 bytes, each field length-prefixed."""
+    """Return, per extra, field(kind), the number of fields as 8 bytes, and each field
+    length-prefixed."""
     out = bytearray()
     for extra in extras:
         out += _field(extra.kind.encode("ascii"))
@@ -125,9 +128,9 @@ def encode_extras(extras: Iterable[Extra]) -> bytes:
 def prefix_hashes(
     namespace: str, tokens: Sequence[int], chunk_tokens: int, extras: PromptExtras | None = None
 ) -> list[bytes]:
-    """The hash of every whole chunk of ``tokens``; a partial last chunk has none.
+    """Return the hash of every whole chunk of ``tokens``; a partial last chunk has none.
 
-    Prompts that begin alike have the same first hashes, whatever follows:
+    Prompts with the same beginning have the same first hashes, whatever follows:
 
     >>> [one.hex()[:8] for one in prefix_hashes("0" * 32, range(600), 256)]
     ['67aa94dd', '75f6e94c']
@@ -139,10 +142,10 @@ def prefix_hashes(
 
 
 class PrefixChain:
-    """The hashes of one growing prompt, computed once each.
+    """The hashes of one growing prompt, each computed once.
 
-    One thread at a time may extend it; any may read what has been reached. ``digests``: whether it
-    computes the chunks' token digests along with them.
+    Only one thread at a time may extend it; any thread may read the existing hashes. With
+    ``digests`` it also computes the chunks' token digests.
     """
 
     def __init__(
@@ -156,13 +159,14 @@ class PrefixChain:
         self._digests: list[bytes] | None = [] if digests else None
 
     def __len__(self) -> int:
-        """How many chunks ``extend`` has reached."""
+        """Return the number of chunks so far."""
         return len(self._hashes)
 
     def extend(self, tokens: Sequence[int], known: int) -> list[bytes]:
-        """Hashes of all whole chunks of ``tokens[:known]``, which only ever grows.
+        """Return the hashes of all whole chunks of ``tokens[:known]``, which must only grow.
 
-        The list is the chain's own: it grows with the next call, and the caller must not change it.
+        The list belongs to the chain: it grows with the next call, and the caller must not change
+        it.
         """
         assert known <= len(tokens)
         size, whole = self._chunk_tokens, known // self._chunk_tokens
@@ -175,38 +179,39 @@ class PrefixChain:
                 extras = self._extras.of_chunk(chunk, size)
                 if self._digests is not None:
                     self._digests.append(hashlib.sha256(piece).digest())
-                # Last: who sees the hash, on another thread, finds the rest.
+                # Last, so that another thread that sees the hash also finds the rest.
                 self._hashes.append(next_hash(self.parent(chunk), piece, extras))
         return self._hashes
 
     def hashes(self, start: int, end: int) -> list[bytes]:
-        """The hashes of chunks ``[start, end)`` that ``extend`` has reached."""
+        """Return the hashes of chunks ``[start, end)``, which must exist."""
         assert end <= len(self._hashes)
         return self._hashes[start:end]
 
     def find(self, wanted: Set[bytes]) -> list[int]:
-        """The chunks that ``extend`` has reached and whose hashes are among ``wanted``; looks at
-        each hash once, however many are wanted."""
+        """Return the existing chunks whose hashes are in ``wanted``. Reads each hash once, however
+        many are wanted."""
         if wanted.isdisjoint(self._hashes):
             return []
         return [chunk for chunk, one in enumerate(self._hashes) if one in wanted]
 
     def hash(self, chunk: int) -> bytes:
-        """The hash of a chunk that ``extend`` has reached."""
+        """Return the hash of an existing chunk."""
         return self._hashes[chunk]
 
     def parent(self, chunk: int) -> bytes:
-        """The hash that chunk ``chunk`` continues."""
+        """Return the hash that precedes chunk ``chunk``."""
         return self._hashes[chunk - 1] if chunk else self._root
 
     def token_digest(self, chunk: int) -> str:
-        """``token_digest`` of a chunk that ``extend`` has reached, of a chain with ``digests``."""
+        """Return the token digest of an existing chunk. Only for a chain with ``digests``."""
         assert self._digests is not None
         return self._digests[chunk].hex()
 
 
 def token_digest(tokens: Sequence[int]) -> str:
-    """SHA-256 of the encoded tokens, hex: lets an audit compare prompts without storing them."""
+    """Return the SHA-256 of the encoded tokens as hex. It lets an audit compare prompts without
+    storing them."""
     return hashlib.sha256(encode_tokens(tokens)).hexdigest()
 
 
@@ -215,7 +220,7 @@ def _field(value: bytes) -> bytes:
 
 
 def field_digest(*fields: bytes) -> bytes:
-    """SHA-256 of the length-prefixed fields, shortened to ``PREFIX_HASH_BYTES``."""
+    """Return the SHA-256 of the length-prefixed fields, shortened to ``PREFIX_HASH_BYTES``."""
     digest = hashlib.sha256()
     for value in fields:
         digest.update(_field(value))

@@ -1,4 +1,4 @@
-"""Shards: which layers and which KV heads one payload holds, whatever the TP and PP shape."""
+"""Shards: the layers and KV heads that one payload holds, whatever the TP and PP shape."""
 
 import heapq
 import re
@@ -8,7 +8,7 @@ from itertools import accumulate
 
 _SHARD = re.compile(
     r"L(0|[1-9][0-9]*)-(0|[1-9][0-9]*)_H(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"
-)  # not \d, which also matches the digits of other scripts
+)  # not \d, which also matches digits of other scripts
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,18 +32,18 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> "Shard":
-        """The shard that prints as ``text``. Raises ValueError."""
+        """Return the shard that prints as ``text``. Raises ValueError."""
         match = _SHARD.fullmatch(text)
         if match is None:
-            raise ValueError(f"not a shard: {text!r}")
+            raise ValueError(f"invalid shard: {text!r}")
         layer_start, layer_end, head_start, head_end = map(int, match.groups())
         if layer_start >= layer_end or head_start >= head_end:
-            raise ValueError(f"an empty shard: {text!r}")
+            raise ValueError(f"empty shard: {text!r}")
         return cls(layer_start, layer_end, head_start, head_end)
 
     @property
     def cells(self) -> int:
-        """Layers times heads: what its payload weighs, in units of one head of one layer."""
+        """Layers times heads: the payload's size, in units of one head of one layer."""
         return (self.layer_end - self.layer_start) * (self.head_end - self.head_start)
 
     def overlaps(self, other: "Shard") -> bool:
@@ -54,7 +54,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is read of one stored payload."""
+    """The part of one stored payload that is read."""
 
     source: Shard
     take: Shard
@@ -62,22 +62,24 @@ class Part:
 
 
 _PAYLOADS_PER_NEED = 16
-"""One payload more is worth this part of the reader's need in bytes not fetched in vain: a 16th of
-what is needed is still fetched by itself where the alternative is a payload twice as large."""
+"""Cost of one more payload as a fraction of the reader's need: a separate payload with a 16th of
+the need is still read if the alternative is one payload of twice the size."""
 
 
 def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
-    """Which parts of ``held`` are together exactly ``need``; None if they do not reach.
+    """Return the parts of ``held`` that together are exactly ``need``, or None if they do not
+    suffice.
 
-    No two parts overlap; they are ordered by layer, then by head; a source whose share is not one
-    rectangle has several. The order of ``held`` does not matter, and its shards may overlap.
+    No two parts overlap. They are ordered by layer, then by head. A source whose share is not one
+    rectangle has several parts. The order of ``held`` does not matter, and its shards may overlap.
 
-    ``need`` itself is taken alone if it is there. Else greedily, by what a source adds for what it
-    costs: all its bytes, needed or not, and a sixteenth of ``need`` for being one payload more. So
-    sources inside ``need`` come first, the largest of them before others; in the end those that
-    the rest makes superfluous are dropped again.
+    ``need`` itself is used alone if it is held. Otherwise sources are chosen greedily by the cells
+    they add relative to their cost: all their bytes, needed or not, plus a sixteenth of ``need``
+    per payload. So sources inside ``need`` come first, the largest of them before others. In the
+    end, sources that the others make redundant are dropped.
 
-    A rank of a replica with two of them, of what one with four wrote, or with one:
+    For example, a rank of a replica with two ranks reads from one with four, then from one with
+    one:
 
     >>> four = [Shard(0, 32, head, head + 2) for head in (0, 2, 4, 6)]
     >>> [str(part.source) for part in cover(Shard(0, 32, 4, 8), four) or ()]
@@ -101,7 +103,7 @@ def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
 
 
 def _chosen(need: Shard, masks: dict[Shard, int]) -> list[Shard] | None:
-    """Enough of the sources, the best first; None if all are not enough."""
+    """Return enough of the sources, the best first, or None if all do not suffice."""
 
     def worth(source: Shard) -> float:
         cost = _PAYLOADS_PER_NEED * source.cells + need.cells
@@ -109,7 +111,7 @@ def _chosen(need: Shard, masks: dict[Shard, int]) -> list[Shard] | None:
 
     left = _mask(need, need)
     chosen = []
-    # What a source adds only shrinks, so that only the first in line has to be looked at again.
+    # A source's gain only shrinks, so only the first in line must be computed again.
     line = [(worth(source), source) for source in masks]
     heapq.heapify(line)
     while left:
@@ -144,17 +146,19 @@ def _without_superfluous(chosen: list[Shard], masks: dict[Shard, int]) -> list[S
 
 
 def _mask(need: Shard, source: Shard) -> int:
-    """The cells of ``need`` that ``source`` has, a bit each: heads of its first layer lowest."""
+    """Return the cells of ``need`` that ``source`` has, one bit each, with the heads of its first
+    layer lowest."""
     width = need.head_end - need.head_start
     first, last = max(need.layer_start, source.layer_start), min(need.layer_end, source.layer_end)
     start, end = max(need.head_start, source.head_start), min(need.head_end, source.head_end)
     row = (1 << (end - start)) - 1 << (start - need.head_start)
-    rows = ((1 << width * (last - first)) - 1) // ((1 << width) - 1)  # its first bit, in each row
+    rows = ((1 << width * (last - first)) - 1) // ((1 << width) - 1)  # the lowest bit of each row
     return row * rows << width * (first - need.layer_start)
 
 
 def _rectangles(need: Shard, mask: int) -> Iterator[Shard]:
-    """The cells of a mask: equal rows that follow one another together, each run of heads."""
+    """Yield the cells of a mask as rectangles: consecutive equal rows together, and each run of
+    heads."""
     width = need.head_end - need.head_start
     layers = need.layer_end - need.layer_start
     rows = [(mask >> width * layer) & (1 << width) - 1 for layer in range(layers)]
@@ -174,7 +178,7 @@ def _rectangles(need: Shard, mask: int) -> Iterator[Shard]:
 
 
 def _runs(row: int) -> Iterator[tuple[int, int]]:
-    """``[start, end)`` of each run of ones."""
+    """Yield ``[start, end)`` of each run of ones."""
     place = 0
     while row:
         zeros = (row & -row).bit_length() - 1
@@ -187,14 +191,15 @@ def _runs(row: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What one rank holds of a group, and its place among the ranks that hold the same."""
+    """The shard that one rank holds of a group, and its number among the ranks that hold the
+    same."""
 
     shard: Shard
     replica: int
     replicas: int
 
     def writes(self, prefix_hash: bytes) -> bool:
-        """Whether this rank saves the chunk: replicated KV is saved once, the writer rotating."""
+        """Whether this rank saves the chunk. Replicated KV is saved once; the writer rotates."""
         return prefix_hash[0] % self.replicas == self.replica
 
 
@@ -206,13 +211,13 @@ def rank_shard(
     tp_size: int,
     layer_range: tuple[int, int] | None = None,
 ) -> RankShard:
-    """The shard of TP rank ``tp_rank``; KV heads are split evenly, or replicated when there are
-    more ranks than heads. Raises ValueError where vLLM itself could not split them so.
+    """Return the shard of TP rank ``tp_rank``. KV heads are split evenly, or replicated if there
+    are more ranks than heads. Raises ValueError if vLLM itself could not split them this way.
 
     Args:
         heads: KV heads over all TP ranks; 1 for MLA, whose latent every rank holds whole.
-        layer_range: ``[start, end)`` of the ``layers`` that its PP rank has, at least one; by
-            default all of them.
+        layer_range: ``[start, end)`` of the ``layers`` that its PP rank has, at least one. Default:
+            all.
     """
     assert 0 <= tp_rank < tp_size
     start, end = layer_range or (0, layers)
@@ -238,18 +243,20 @@ def rank_shard(
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How one replica's KV of one group lies on its ranks: which rank holds, saves and reads what.
-    Raises ValueError for sizes that vLLM could not run. Ranks are numbered as vLLM does:
-    ``pp_rank * tp_size + tp_rank``.
+    """How one replica's KV of one group is distributed over its ranks: which rank holds, saves and
+    reads which part.
 
-    It answers the questions of vLLM's ``TpKVTopology``, but for stored shards instead of live
-    peers; so a reader needs no ratio to find its sources, and sizes without one can still share.
+    Raises ValueError for sizes that vLLM could not run. Ranks are numbered as in vLLM: ``pp_rank *
+    tp_size + tp_rank``.
+
+    It corresponds to vLLM's ``TpKVTopology``, with stored shards instead of live peers. So a
+    reader needs no ratio to find its sources, and sizes without an integer ratio can still share.
     """
 
     tp_size: int
     heads: int
-    """KV heads over all TP ranks; 1 for MLA, whatever the model's configuration says: its latent
-    cannot be split."""
+    """KV heads over all TP ranks; 1 for MLA, whatever the model's configuration states, because its
+    latent cannot be split."""
     layers: tuple[int, ...]
     """How many of the group's layers each PP rank has, in forward order; see ``pp_layers``."""
     block_size: int = 16
@@ -261,77 +268,81 @@ class Topology:
         assert self.block_size > 0
         if min(self.layers, default=-1) < 0 or not any(self.layers):
             raise ValueError(
-                f"layers {self.layers} on the ranks of a pipeline: give each its number of layers, "
-                "at least one in all"
+                f"pipeline ranks have {self.layers} layers: pass one number per rank, with at "
+                "least one layer in total"
             )
         self._share(0, (0, 1))
 
     @property
     def pp_size(self) -> int:
-        """Stages of the pipeline."""
+        """Number of pipeline stages."""
         return len(self.layers)
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.tp_size * self.pp_size
 
     @property
     def replicas(self) -> int:
-        """How many TP ranks hold the same; 1 where each has heads of its own."""
+        """How many TP ranks hold the same data; 1 if each has its own heads."""
         return max(1, self.tp_size // self.heads)
 
     @property
     def replicated(self) -> bool:
-        """Whether several TP ranks hold the same. With as many ranks as heads none do, though some
-        versions of vLLM's ``is_kv_replicated`` say so."""
+        """Whether several TP ranks hold the same data. With as many ranks as heads none do,
+        although ``is_kv_replicated`` of some vLLM versions is then True."""
         return self.replicas > 1
 
     def tp_ratio(self, other: "Topology") -> int:
-        """TP ranks here for each one there; negative, ranks there for each one here, where the
-        other has more. Raises ValueError if neither size is a multiple of the other.
+        """Return the number of TP ranks here per TP rank of ``other``; if ``other`` has more, the
+        negative number of its ranks per rank here. Raises ValueError if neither size is a multiple
+        of the other.
 
-        The sign is the one that vLLM documents, and gives since 0.32; before, 2 meant both ways.
+        The sign follows vLLM's documentation, and its behaviour since 0.32; earlier, 2 meant both.
         Source: ``distributed/kv_transfer/kv_connector/utils.py``.
         """
         return _ratio(self.tp_size, other.tp_size, "tensor_parallel_size")
 
     def pp_ratio(self, other: "Topology") -> int:
-        """As ``tp_ratio``, of the stages of the pipelines."""
+        """Return the ratio of pipeline stages, like ``tp_ratio``."""
         return _ratio(self.pp_size, other.pp_size, "pipeline_parallel_size")
 
     def block_ratio(self, other: "Topology") -> int:
-        """As ``tp_ratio``, of tokens per block. Replicas of different block sizes have different
-        namespaces, so this says only whether the one's KV could be cut into the other's blocks."""
+        """Return the ratio of tokens per block, like ``tp_ratio``. Replicas with different block
+        sizes have different namespaces, so this only shows whether one's KV could be cut into the
+        other's blocks."""
         return _ratio(self.block_size, other.block_size, "block_size")
 
     def rank(self, pp_rank: int, tp_rank: int) -> int:
-        """The number of a rank."""
+        """Return the number of a rank."""
         assert 0 <= pp_rank < self.pp_size
         assert 0 <= tp_rank < self.tp_size
         return pp_rank * self.tp_size + tp_rank
 
     def layer_range(self, pp_rank: int) -> tuple[int, int]:
-        """The layers ``[start, end)`` of a stage; equal where it has none."""
+        """Return the layers ``[start, end)`` of a stage; both are equal if it has none."""
         end = list(accumulate(self.layers))[pp_rank]
         return end - self.layers[pp_rank], end
 
     def held(self, rank: int) -> RankShard | None:
-        """What a rank holds of the group; None if its stage has no layer of it."""
+        """Return the shard that a rank holds of the group, or None if its stage has no layer of
+        it."""
         pp_rank, tp_rank = divmod(rank, self.tp_size)
         start, end = self.layer_range(pp_rank)
         return self._share(tp_rank, (start, end)) if start < end else None
 
     def writers(self, prefix_hash: bytes) -> tuple[int, ...]:
-        """The ranks that save a chunk; together every layer and head of it exactly once."""
+        """Return the ranks that save a chunk. Together they save every layer and head of it exactly
+        once."""
         shares = ((rank, self.held(rank)) for rank in range(self.size))
         return tuple(rank for rank, share in shares if share and share.writes(prefix_hash))
 
     def target_ranks(self, rank: int, writer: "Topology", prefix_hash: bytes) -> tuple[int, ...]:
-        """The ranks of ``writer`` that saved what ``rank`` here needs of a chunk.
+        """Return the ranks of ``writer`` that saved the parts of a chunk that ``rank`` here needs.
 
-        Of ranks that hold the same it is the one that saved it. vLLM's ``get_target_remote_ranks``
-        names all of them, and takes stages to be of one length.
+        Among ranks that hold the same data, this is the one that saved it. vLLM's
+        ``get_target_remote_ranks`` returns all of them, and assumes stages of equal length.
         """
         assert sum(writer.layers) == sum(self.layers)
         assert writer.heads == self.heads
@@ -352,10 +363,10 @@ class Topology:
 
 
 def pp_layers(layers: int, pp_size: int) -> tuple[int, ...]:
-    """How many of a model's layers each PP rank has, unless VLLM_PP_LAYER_PARTITION says otherwise.
+    """Return how many of a model's layers each PP rank has, without VLLM_PP_LAYER_PARTITION.
 
-    What does not divide evenly goes to the ranks before the last, one layer each. Source: vLLM
-    0.31-0.33, ``get_pp_indices`` in ``distributed/utils.py``.
+    If the division leaves a remainder, the ranks before the last get one more layer each. Source:
+    vLLM 0.31-0.33, ``get_pp_indices`` in ``distributed/utils.py``.
     """
     assert layers >= 0
     assert pp_size > 0
@@ -368,7 +379,4 @@ def _ratio(here: int, there: int, what: str) -> int:
         return here // there
     if there % here == 0:
         return -(there // here)
-    raise ValueError(
-        f"{what} {here} here and {there} there: neither divides the other, set one to a multiple "
-        "of the other"
-    )
+    raise ValueError(f"{what} is {here} here and {there} there: set one to a multiple of the other")

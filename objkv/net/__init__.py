@@ -1,1 +1,1 @@
-"""Sockets that end in time, the circuit breaker, and how RESP is read."""
+"""Deadlines, circuit breakers, guards and RESP connections."""

@@ -1,8 +1,8 @@
-"""Circuit breakers: a server that keeps failing gets no calls for a while, so none waits in vain.
+"""Circuit breakers: a server that keeps failing gets no calls for a while, so callers do not wait
+for it.
 
-One breaker each for reads and for writes: a full disk, a replica that may only read, a primary that
-is gone stop writes, and reads go on. No lock is held during a call. See ``docs/decisions/0020`` and
-``0026``.
+Reads and writes have separate breakers: a full disk, a read-only replica or a lost primary stops
+writes, and reads continue. No lock is held during a call. See ``docs/decisions/0020`` and ``0026``.
 """
 
 import math
@@ -21,8 +21,8 @@ from objkv.telemetry import Recorder
 
 
 class Burst:
-    """Whether ``times`` events lie within ``seconds`` and within ``calls``: what happens again and
-    again, not now and then. Safe from many threads."""
+    """Detects ``times`` events within ``seconds`` and within ``calls``, as opposed to occasional
+    ones. Thread-safe."""
 
     def __init__(self, times: int, *, seconds: float, calls: int) -> None:
         self._seconds = seconds
@@ -31,8 +31,8 @@ class Burst:
         self._lock = Lock()
 
     def add(self, now_s: float, number: int) -> bool:
-        """It happened to call ``number`` of all calls; True if that completes a burst, after which
-        the next one begins."""
+        """Record an event at call ``number`` of all calls. Return True if it completes a burst; the
+        next burst then starts from zero."""
         with self._lock:
             self._seen.append((now_s, number))
             (first_s, first), is_full = self._seen[0], len(self._seen) == self._seen.maxlen
@@ -45,15 +45,15 @@ class Burst:
 Direction = Literal["read", "write"]
 DIRECTIONS: tuple[Direction, ...] = ("read", "write")
 _PROBES_MAX = 2
-"""Probes that do not return before further ones become rare: a file system that hangs keeps the
+"""Number of hanging probes after which further ones become rare: a file system that hangs keeps the
 thread of every call."""
 _SELDOM = 10
-"""Longest pauses between such further probes."""
+"""Interval between such further probes, in longest pauses."""
 _CUT_SHARE = 1 / 4
-"""In the last part of a caller's time no attempt begins (``objkv.stores.s3.client``)."""
+"""In this last part of a caller's time no attempt starts (``objkv.stores.s3.client``)."""
 _BUSY_MAX = 3
-"""Reads answered ``StoreBusy`` close to each other before writes pause. One alone says little:
-servers that grow, and those with many clients, answer so now and then."""
+"""Number of nearby ``StoreBusy`` replies to reads that pauses writes. A single one means little:
+servers that scale up or have many clients send it now and then."""
 _BUSY_WITHIN_S = 3.0
 _BUSY_WITHIN_READS = 30
 
@@ -63,43 +63,43 @@ class Patience:
     """When a circuit opens, and when it is probed."""
 
     failures: int = 5
-    """Failures in a row that open it."""
+    """Consecutive failures that open it."""
     reset_s: float = 1.0
-    """The longest first pause. Each pause is at most twice as long as the one before."""
+    """Maximum first pause. Each pause is at most twice as long as the previous one."""
     reset_max_s: float = 15.0
-    """The longest pause: the latest time after a server is back when it is probed."""
+    """Maximum pause: a recovered server is probed within this time."""
     enough_s: float = 1.0
-    """A call that ends with its caller's time, which was less than this, says nothing of the
-    server."""
+    """If a call had less time than this and its caller's deadline ended it, it does not count as a
+    failure of the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One breaker opened or closed."""
+    """A breaker opened or closed."""
 
     end: str
     """``bulk``, ``hot`` or ``index``."""
     direction: Direction
     error: StoreError | None
-    """Why it opened; None: it closed."""
+    """Why it opened; None if it closed."""
 
 
 OnChange = Callable[[Change], None]
-"""Called when a circuit opens, when a probe is refused rather than unanswered, and when it closes.
-From any thread, under a lock: it only logs or counts."""
+"""Called when a circuit opens or closes, and when a probe is refused instead of unanswered. Any
+thread may call it while holding a lock, so it must only log or count."""
 
 
 class Breaker:
-    """After enough failures in a row, answers ``LeftAlone`` at once.
+    """After enough consecutive failures, raises ``LeftAlone`` at once.
 
-    A failure is an error that time may mend, or a denial; any other error proves that the server
-    answers, and counts as success. After a pause one call is let through as a probe: if it succeeds
-    the circuit closes, if not the next pause is longer, up to ``reset_max_s``. A probe that does
-    not return is not waited for: another follows. Each pause is drawn from its upper half, so that
-    many replicas do not probe in step. Safe from many threads.
+    A transient error or a denial is a failure. Any other error proves that the server responds, and
+    is a success. After a pause one call passes as a probe. If it succeeds the circuit closes;
+    otherwise the next pause is longer, up to ``reset_max_s``. A probe that hangs does not block the
+    next one. Each pause is drawn from its upper half, so that many replicas do not probe in step.
+    Thread-safe.
 
-    A call that its caller's own ``EndsBy`` cuts short is neither failure nor success, unless the
-    caller had at least ``enough_s``; then the server counts as failed.
+    A call that its caller's own ``EndsBy`` cuts short is neither a failure nor a success, unless
+    the caller had at least ``enough_s``; then the server counts as failed.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class Breaker:
         self.now_s: Callable[[], float] = time.monotonic
         """The clock of ``EndsBy``."""
         self.draw: Callable[[], float] = random.random
-        """A number in [0, 1)."""
+        """Returns a random number in [0, 1)."""
         self.state: Literal["closed", "open", "half-open"] = "closed"
         self._failures = 0
-        """In a row, while it is closed."""
+        """Consecutive failures while it is closed."""
         self._lock = Lock()
         self._numbers = count()
         self._probes: set[int | None] = set()
         self._pauses = 0
         self._pauses_kept: int | None = None
-        """Those of before, while it is open for a moment only."""
+        """The number of pauses before it opened briefly."""
         self._again_s = 0.0
         self._seldom_s = 0.0
         self._closed_s = -math.inf
@@ -135,11 +135,12 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused, but for probes."""
+        """Whether all calls except probes are refused."""
         return self.state != "closed"
 
     def enter(self, verb: str) -> int | None:
-        """The number of the probe about to be made; None if the circuit is closed."""
+        """Return the number of the probe that the caller may make, or None if the circuit is
+        closed. Raises ``LeftAlone``."""
         with self._lock:
             if not self.is_open:
                 return None
@@ -150,18 +151,18 @@ class Breaker:
                 what = self._change
                 self._recorder.count(f"breaker_refused_{what.end}_{what.direction}")
                 raise LeftAlone(
-                    f"{verb}: {what.end} {what.direction}s keep failing and are left alone for a "
-                    "while"
+                    f"{verb}: {what.end} {what.direction}s keep failing, so they are paused "
+                    "(circuit open)"
                 )
             probe = next(self._numbers)
             self._probes.add(probe)
             self._seldom_s = now_s + _SELDOM * self._patience.reset_max_s
-            self._pause()  # as if it failed: it may never return
+            self._pause()  # as if it had failed: it may never return
             self.state = "half-open"
             return probe
 
     def leave(self, probe: int | None, error: StoreError | None) -> None:
-        """The call is over."""
+        """Record the outcome of a call."""
         if error is None and probe is None and not self._failures:
             return  # the usual case, without a lock
         failed = error is not None and (error.transient or isinstance(error, StoreDenied))
@@ -183,22 +184,24 @@ class Breaker:
                 self._close()
 
     def is_cut(self, error: StoreError, given_s: float) -> bool:
-        """Whether the caller's own deadline ended the call; it had ``given_s`` at its beginning."""
+        """Whether the caller's own deadline ended the call, which started with ``given_s`` seconds
+        left."""
         if not error.transient or isinstance(error, StoreBusy):
-            return False  # an answer
+            return False  # the server replied
         left_s = ends_s() - self.now_s()
         return given_s < self._patience.enough_s and left_s <= given_s * _CUT_SHARE
 
     def let_go(self, probe: int | None, *, at_once: bool = False) -> None:
-        """A call ended and says nothing; if it was a probe another follows, after its pause."""
+        """Record a call without an outcome. If it was a probe, another follows after its pause, or
+        ``at_once``."""
         with self._lock:
             self._probes.discard(probe)
             if at_once and probe is not None:
                 self._again_s = self.clock()
 
     def open(self, error: StoreError, *, briefly: bool = False) -> None:
-        """Open now, however many calls failed. ``briefly``: for the first pause, and if the server
-        answers then, all is as if it had not been opened."""
+        """Open now, regardless of failures. ``briefly``: for the first pause; if the server
+        responds after it, restore the earlier state."""
         with self._lock:
             if not self.is_open:
                 self._open(error, briefly=briefly)
@@ -206,7 +209,7 @@ class Breaker:
     def _open(self, error: StoreError | None, *, briefly: bool = False) -> None:
         self.state = "open"
         if self.clock() - self._closed_s > self._patience.reset_max_s:
-            self._pauses = 0  # else it was closed for a moment only
+            self._pauses = 0  # otherwise it had been closed only briefly
         self._pauses_kept = self._pauses if briefly else None
         self._pauses = 0 if briefly else self._pauses
         self._pause()
@@ -220,7 +223,7 @@ class Breaker:
             self._closed_s = self.clock()
         else:
             self._pauses, self._pauses_kept = self._pauses_kept, None
-        self._probes.clear()  # those that still hang belong to an outage that is over
+        self._probes.clear()  # probes that still hang belong to the previous outage
         self._denied = False
         self._report(None)
 
@@ -238,8 +241,8 @@ class Breaker:
 
 
 class Attempt:
-    """A context manager around one call. Entering it raises ``LeftAlone`` if the call is not to be
-    made; leaving it reports the outcome to the breaker, and ``on_busy`` of a ``StoreBusy``."""
+    """A context manager around one call. Entering it raises ``LeftAlone`` if the call must not be
+    made. Leaving it reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
 
     __slots__ = ("_breaker", "_given_s", "_number", "_on_busy", "_probe", "_trial", "_verb")
 
@@ -257,7 +260,7 @@ class Attempt:
         breaker = self._breaker
         self._probe = breaker.enter(self._verb) if breaker.is_open else None
         self._given_s = ends_s() - breaker.now_s()
-        if self._probe is not None:  # sent once: many calls may wait for its outcome
+        if self._probe is not None:  # not retried: many calls may wait for its outcome
             self._trial = Trial()
             self._trial.__enter__()
 
@@ -267,7 +270,7 @@ class Attempt:
             self._trial.__exit__()
         if error is None:
             breaker.leave(probe, None)
-        elif not isinstance(error, StoreError):  # says nothing of the server
+        elif not isinstance(error, StoreError):  # it proves nothing about the server
             breaker.let_go(probe, at_once=isinstance(error, KeyboardInterrupt))
         elif breaker.is_cut(error, self._given_s):
             breaker.let_go(probe)
@@ -278,10 +281,10 @@ class Attempt:
 
 
 class Breakers:
-    """The two breakers of one store or index: failing reads do not stop writes, nor the reverse.
+    """The two breakers of one store or index: failing reads do not stop writes, and vice versa.
 
-    A server that answers ``StoreBusy`` gets no writes for a pause: requests wait for reads. One
-    such answer to a write is enough; reads need several, and stop writes for a moment only.
+    A server that replies ``StoreBusy`` gets no writes for a pause, because requests wait for reads.
+    One such reply to a write is enough. Reads need several, and stop writes only briefly.
     """
 
     def __init__(
@@ -300,7 +303,7 @@ class Breakers:
         self._busy = Burst(_BUSY_MAX, seconds=_BUSY_WITHIN_S, calls=_BUSY_WITHIN_READS)
 
     def attempt(self, direction: Direction, verb: str) -> Attempt:
-        """For one call."""
+        """Return the context manager for one call."""
         if direction == "read":
             return Attempt(self.read, verb, self._busy_read, next(self._reads))
         return Attempt(self.write, verb, self._busy_write, 0)

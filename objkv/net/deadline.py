@@ -1,9 +1,9 @@
-"""Deadlines of calls, and sockets that keep them.
+"""Deadlines of calls, and sockets that respect them.
 
-A client library knows only time-outs, each for one piece that is sent or received: a server that
-sends a byte now and then never lets one pass. Its connections are therefore made of deadline
-sockets (``docs/decisions/0020``). objkv's own readers wait in the kernel instead: one call where
-Python would poll, receive a little and begin again (``docs/decisions/0009``).
+A client library supports only time-outs, each for one piece that is sent or received: a server that
+sends a byte now and then never exceeds one. So clients use deadline sockets
+(``docs/decisions/0020``). objkv's own readers wait in the kernel instead: one call, while Python
+would poll, receive a little and repeat (``docs/decisions/0009``).
 """
 
 import math
@@ -16,20 +16,21 @@ from contextvars import ContextVar, Token
 from typing import Any, Final
 
 WAITS_IN_KERNEL: Final = sys.platform == "linux"
-"""Whether ``bound_waits`` may be used: the layout of its options is Linux's."""
+"""Whether ``bound_waits`` may be used: its options have Linux's layout."""
 
 
 def can_wait(sock: socket.socket) -> bool:
-    """Whether ``bound_waits`` works for ``sock``: TLS has a state of its own between two calls."""
+    """Whether ``bound_waits`` works for ``sock``. It does not for TLS, which keeps state between
+    calls."""
     return WAITS_IN_KERNEL and not isinstance(sock, ssl.SSLSocket)
 
 
 def bound_waits(sock: socket.socket, seconds: float) -> None:
-    """From now on a single call on ``sock`` waits in the kernel, at most ``seconds``; 0 is forever.
+    """Make each call on ``sock`` wait in the kernel for at most ``seconds``; 0 waits forever.
 
-    A call whose time is over returns what it has done, or raises BlockingIOError if that is
-    nothing. One that a signal interrupts begins again: a timer that fires more often than
-    ``seconds`` in the same thread, as profilers have, keeps it waiting.
+    A call that reaches the limit returns its partial result, or raises BlockingIOError if there is
+    none. A signal restarts the wait: a timer that fires more often than ``seconds`` in the same
+    thread, such as a profiler's, prolongs it indefinitely.
     """
     whole, part = divmod(seconds, 1)
     bound = struct.pack("ll", int(whole), int(part * 1e6))
@@ -43,8 +44,8 @@ _IS_TRIAL: ContextVar[bool] = ContextVar("is_trial", default=False)
 
 
 class EndsBy:
-    """A context manager: what this thread does on deadline sockets inside ends by ``ends_s``, a
-    time of ``time.monotonic``, or by the earlier deadline of an outer ``EndsBy``."""
+    """A context manager that ends this thread's calls on deadline sockets by ``ends_s``, a time of
+    ``time.monotonic``, or by an outer ``EndsBy`` if that is earlier."""
 
     __slots__ = ("_ends_s", "_token")
 
@@ -59,13 +60,14 @@ class EndsBy:
 
 
 def ends_s() -> float:
-    """The deadline of this thread's call, a time of ``time.monotonic``; infinite if it has none."""
+    """Return the deadline of this thread's call, a time of ``time.monotonic``; infinite if there is
+    none."""
     return _ENDS_S.get()
 
 
 class Trial:
-    """A context manager: this thread's calls inside only test whether a server is back, and are
-    not retried."""
+    """A context manager that marks this thread's calls as tests of whether a server has recovered.
+    They are not retried."""
 
     __slots__ = ("_token",)
 
@@ -77,7 +79,7 @@ class Trial:
 
 
 def is_trial() -> bool:
-    """Whether this thread only tests a server."""
+    """Whether this thread's calls only test a server."""
     return _IS_TRIAL.get()
 
 
@@ -88,8 +90,8 @@ def check_end() -> None:
 
 
 def deadline_socket(sock: socket.socket) -> socket.socket:
-    """The same connection as a socket that keeps ``EndsBy``; use only the result. A TLS connection
-    is converted once its handshake is over."""
+    """Return the same connection as a socket that respects ``EndsBy``. Do not use ``sock``
+    afterwards. Convert a TLS connection only after its handshake."""
     timeout_s = sock.gettimeout()
     if isinstance(sock, ssl.SSLSocket):
         sock.__class__ = _DeadlineTlsSocket
@@ -101,7 +103,7 @@ def deadline_socket(sock: socket.socket) -> socket.socket:
 
 
 class _DeadlineSocket(socket.socket):
-    """Keeps ``EndsBy`` wherever Python keeps the time, not while calls wait in the kernel."""
+    """Respects ``EndsBy`` if Python does the waiting, but not while calls wait in the kernel."""
 
     _usual_s: float | None = None
     _is_hurried = False
@@ -128,7 +130,7 @@ class _DeadlineSocket(socket.socket):
         super().sendall(*args)
 
     def _hurry(self) -> None:
-        """The next call waits no longer than the deadline allows, nor than usual."""
+        """Limit the next call's wait to the deadline, and to the usual time-out."""
         end_s = _ENDS_S.get()
         if end_s == math.inf:
             if self._is_hurried:
@@ -145,4 +147,4 @@ class _DeadlineSocket(socket.socket):
 
 
 class _DeadlineTlsSocket(_DeadlineSocket, ssl.SSLSocket):
-    """The same methods before those of TLS."""
+    """The same methods, ahead of those of TLS."""

@@ -1,10 +1,10 @@
-"""One guard around each store and index: what every call passes, in one method and one order.
+"""A guard around each store and index: all calls pass it in one method and one order.
 
     read-only role → slot → circuit breaker → recorder → deadline → the store or index itself
 
-A call that the role forbids does nothing else. Waiting for a slot is neither recorded nor held
-against the server: only this process is busy. Metrics count the calls that reach the store, not
-those that a breaker refuses. The deadline is innermost, so that it bounds the call alone. See
+A call that the role forbids goes no further. Waiting for a slot is neither recorded nor counted
+against the server, because only this process is busy. Metrics count calls that reach the store, and
+not those that a breaker refuses. The deadline is innermost, so it bounds only the call itself. See
 ``docs/decisions/0026``.
 """
 
@@ -25,10 +25,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Outcome = Callable[[Any, tuple[Any, ...]], Iterable[tuple[str, float]]]
-"""The counters to add to after a call, from its result and its arguments."""
+"""Returns the counters to increase after a call, given its result and its arguments."""
 
 _WALK_FACTOR = 12
-_READER = "role is reader, and this would write: set role to writer or sweeper where it may"
+_READER = "role reader does not allow writes: set role to writer or sweeper"
 _NOTHING: Final = nullcontext()
 
 
@@ -38,20 +38,20 @@ class Verb:
 
     direction: Direction
     totals: tuple[str, str] | None = None
-    """Counters of all calls of this kind, and of those that failed."""
+    """Counters of all calls of this kind, and of the failed ones."""
     walks: bool = False
-    """Operators' calls that may look at many keys of others before they find one."""
+    """An operator's call that may read many unrelated keys before it finds one."""
     outcome: Outcome | None = None
 
 
-class Unguarded:
-    """Makes calls as they are. The base of what stands in a guard's place: retries, faults."""
+class CallPolicy:
+    """Makes each call directly. The base of guards, retries and fault injection."""
 
     may_write = True
 
     @property
     def state(self) -> str:
-        """One line, for ``repr``."""
+        """One line for ``repr``."""
         return "unguarded"
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -62,13 +62,14 @@ class Unguarded:
         """Raise ``StoreDenied`` if the role forbids ``call``."""
 
     def deadline(self) -> AbstractContextManager[None]:
-        """The bound on one call, for calls that nothing else guards."""
+        """Return a context manager that bounds one call, for calls that skip the guard."""
         return _NOTHING
 
 
 class Slots:
-    """At most ``calls_max`` calls at once, of which half may write, so that loads never wait for
-    saves; a call that waits longer than ``wait_s`` for either is ``StoreUnavailable``."""
+    """Limits concurrent calls to ``calls_max``. At most half of them may write, so that loads never
+    wait for saves. A call that waits longer than ``wait_s`` for a slot raises ``StoreUnavailable``.
+    """
 
     def __init__(self, calls_max: int, wait_s: float) -> None:
         assert calls_max > 0
@@ -79,13 +80,14 @@ class Slots:
         self._writes = _tokens(max(1, calls_max // 2))
 
     def of(self, verb: str, direction: Direction) -> AbstractContextManager[None]:
-        """Holds a slot for one call of ``verb``; may be entered by many threads."""
+        """Return a context manager that holds a slot during one call of ``verb``. Many threads may
+        enter it."""
         pools = (self._all,) if direction == "read" else (self._writes, self._all)
         return _Slot(self, verb, pools)
 
 
 def _tokens(count: int) -> "SimpleQueue[None]":
-    # A queue rather than a semaphore: it is written in C, and takes a tenth of the time.
+    # A queue takes a tenth of a semaphore's time, because it is written in C.
     tokens: SimpleQueue[None] = SimpleQueue()
     for _ in range(count):
         tokens.put(None)
@@ -115,7 +117,7 @@ class _Slot:
         try:
             pool.get(timeout=min(wait_s, max(0.0, ends_s() - monotonic())))
         except Empty:
-            limit = f"{self._slots.calls_max} calls under way for {wait_s:g} s"
+            limit = f"no free slot within {wait_s:g} s, {self._slots.calls_max} calls in progress"
             raise StoreUnavailable(f"{self._verb}: {limit}") from None
 
     def __exit__(self, *_: object) -> None:
@@ -123,16 +125,16 @@ class _Slot:
             pool.put(None)
 
 
-class Guard(Unguarded):
+class Guard(CallPolicy):
     """Guards the calls of one store or index, and counts them under ``name``. Thread-safe.
 
-    Per verb: ``<name>_<verb>_seconds`` observed, failed calls included, and
-    ``<name>_<verb>_errors``, by class too: ``<name>_<verb>_errors_StoreDenied``; the rest is in
-    ``verbs``. Names are made here once, not for each call.
+    Per verb it observes ``<name>_<verb>_seconds``, including failed calls, and counts
+    ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``. ``verbs``
+    defines the other counters. All names are built here once.
 
-    ``slots``: None where the place has a limit of its own. ``seconds``: the deadline of a call
-    (twelve times as long for one that walks), heeded by punctual sockets; None where the place has
-    its own. ``may_write``: False for the read-only role.
+    ``slots``: None if the backend has its own limit. ``seconds``: the deadline of a call (twelve
+    times as long for one that walks), which deadline sockets respect; None if the backend has its
+    own. ``may_write``: False for the read-only role.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class Guard(Unguarded):
         return ", ".join(parts + ([] if self.may_write else ["read-only"]))
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make ``call`` as the module says, or raise ``StoreError`` without making it."""
+        """Make ``call`` in the module's order, or raise ``StoreError`` without making it."""
         row = self._rows[verb]
         if not self.may_write and row.direction == "write":
             self.check_may_write(f"{verb} {args[0]}")
@@ -182,17 +184,17 @@ class Guard(Unguarded):
         return result
 
     def check_may_write(self, call: str) -> None:
-        """See ``Unguarded``."""
+        """See ``CallPolicy``."""
         if not self.may_write:
             raise StoreDenied(f"{call}: {_READER}")
 
     def deadline(self) -> AbstractContextManager[None]:
-        """See ``Unguarded``."""
+        """See ``CallPolicy``."""
         return _NOTHING if self._seconds is None else EndsBy(monotonic() + self._seconds)
 
 
 class _Names(dict[str, str]):
-    """Counters with the guard's name in front."""
+    """Counters prefixed with the guard's name."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -203,7 +205,7 @@ class _Names(dict[str, str]):
 
 
 class _Row:
-    """One verb of one guard, with all names made."""
+    """One verb of one guard, with all names built."""
 
     __slots__ = ("bound_s", "direction", "errors", "outcome", "seconds", "slot", "totals")
 
@@ -219,7 +221,7 @@ class _Row:
 
 
 class _Recorded:
-    """A context manager: one call, counted and timed."""
+    """A context manager that counts and times one call."""
 
     __slots__ = ("_begun_s", "_guard", "_row")
 

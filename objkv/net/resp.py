@@ -1,10 +1,9 @@
-"""Connections of redis-py whose sockets are written and read directly.
+"""Direct reads and writes on the sockets of redis-py's connections.
 
-redis-py makes the connections and knows where they lead: log-in, TLS, retries, topology. A call
-that moves a payload, or looks up a thousand chunks, sends its command and reads the answer on the
-socket itself, because the client reads every answer through buffers and objects of its own.
-Whatever is out of the ordinary is left to the client: a call that gets no connection here is made
-with the client, which knows what to do about it.
+redis-py makes and routes the connections: login, TLS, retries, topology. A call that moves a
+payload, or looks up a thousand chunks, uses the socket directly, because the client reads every
+reply through its own buffers and objects. Anything unusual goes through the client: a caller that
+gets no connection here repeats its call there.
 """
 
 import os
@@ -25,11 +24,11 @@ from objkv.net.deadline import bound_waits, can_wait, check_end, deadline_socket
 
 Arrived = Callable[[int], None]
 Pool = Any
-"""A connection pool of redis-py, which has no types for what is used here."""
+"""A connection pool of redis-py, whose types do not cover its use here."""
 KEEP_S = 10.0
-"""How long a connection is lent before its pool sees it again, which may replace it."""
+"""How long a connection is lent before it returns to its pool, which may replace it."""
 CLIENT_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
-"""All that redis-py raises."""
+"""All exceptions of redis-py."""
 PRIVATE_NAMES: Final = {
     "connection": (
         "_sock",
@@ -42,24 +41,24 @@ PRIVATE_NAMES: Final = {
     "connection class": ("_connect",),
     "pool": ("pool", "max_connections", "connection_class", "get_connection", "release"),
 }
-"""What is used here of redis-py that it does not document, by owner. The calls of a connection that
-lacks one of its names are left to the client."""
+"""The undocumented names of redis-py that this module uses, by owner. If a connection lacks one,
+its calls go through the client."""
 _IS_KNOWN = tuple(map(int, redis.__version__.split(".")[:2])) >= (5, 3)
-"""Earlier, getting a connection took the command as argument, among other differences."""
+"""Earlier versions differ, for example in the arguments for getting a connection."""
 _LINE_BYTES_MAX = 4_096
 _RECEIVE_BYTES = 65_536
 _PIECE_BYTES = 524_288
-"""``arrived`` is called for each: its bytes are still in the cache, and the server goes on sending
-meanwhile."""
+"""``arrived`` is called after each piece: its bytes are still in the cache, and the server keeps
+sending meanwhile."""
 _CRLF = b"\r\n"
 _CLOSED = "Connection closed by server."
 
 
 class RespConnection:
-    """A connection of ``pool``, lent to one thread at a time. Raises redis-py's exceptions for lost
-    ones.
+    """A connection of ``pool``, lent to one thread at a time. Raises redis-py's exceptions for a
+    lost connection.
 
-    ``clean`` is False from the first byte sent to the last one read.
+    ``clean`` is False from the first byte sent until the last one is read.
     """
 
     def __init__(self, pool: Pool, connection: Any) -> None:
@@ -73,13 +72,13 @@ class RespConnection:
         self._rest = b""
         self._poll = select.poll()
         self._poll.register(self.sock, select.POLLIN)
-        # One system call less for each receive: Python polls before it where it keeps the time.
+        # Saves a system call per receive: with a time-out, Python polls before each.
         self._blocking = can_wait(self.sock)
         if self._blocking:
             bound_waits(self.sock, self._timeout_s or 0.0)
 
     def is_fresh(self) -> bool:
-        """Whether it may be used again."""
+        """Whether the connection may be reused."""
         connection = self._connection
         return (
             connection._sock is self.sock
@@ -90,7 +89,7 @@ class RespConnection:
         )
 
     def _is_quiet(self) -> bool:
-        """Whether it has neither ended nor received anything but answers to its commands."""
+        """Whether it has received nothing except replies to its commands, and no end of stream."""
         if self._rest:
             return False
         if self.tls and self.sock.pending():  # type: ignore[attr-defined]  # an SSLSocket's
@@ -98,9 +97,9 @@ class RespConnection:
         return not self._poll.poll(0)
 
     def end(self) -> None:
-        """Give the connection back to its pool, closed unless it is clean."""
+        """Return the connection to its pool; close it first unless it is clean."""
         if self._connection.pid != os.getpid():
-            return  # a parent process's
+            return  # it belongs to the parent process
         if not self.clean or not self._is_quiet():
             self._connection.disconnect()
         elif self._blocking and self._connection._sock is self.sock:
@@ -108,7 +107,7 @@ class RespConnection:
         self.pool.release(self._connection)
 
     def send(self, *parts: bytes | memoryview) -> None:
-        """Send all of ``parts``, one after the other, without copying them together."""
+        """Send all ``parts`` in order, without copying them together."""
         self.clean = False
         try:
             check_end()
@@ -128,12 +127,13 @@ class RespConnection:
         if not self._blocking:
             self.sock.sendall(memoryview(part)[sent:])
             return
-        while sent < len(part):  # not sendall: of a socket without a time-out that waits for ever
+        while sent < len(part):  # not sendall: it would wait forever on a socket without a time-out
             check_end()
             sent += self.sock.send(memoryview(part)[sent:])
 
     def offer(self, data: memoryview) -> int:
-        """Send as much of ``data`` as is taken at once; with TLS all of it. Returns how much."""
+        """Send as much of ``data`` as the socket accepts at once; all of it with TLS. Return the
+        number of bytes."""
         self.clean = False
         try:
             if self._blocking:
@@ -146,12 +146,12 @@ class RespConnection:
             raise _lost(exc) from exc
 
     def wait_to_receive(self) -> bool:
-        """After an offer of which nothing was taken: wait until there is something to receive, or
-        room to send; whether it is the former."""
+        """Wait until the socket is readable or writable, after an offer that sent nothing. Return
+        whether it is readable."""
         poll = select.poll()
         try:
             poll.register(self.sock, select.POLLIN | select.POLLOUT)
-        except ValueError as exc:  # closed with its client, by another thread
+        except ValueError as exc:  # another thread closed it together with its client
             raise exceptions.ConnectionError(_CLOSED) from exc
         timeout_s = self._timeout_s
         ready = poll.poll(None if timeout_s is None else 1000 * timeout_s)
@@ -160,7 +160,7 @@ class RespConnection:
         return ready[0][1] & ~select.POLLOUT != 0
 
     def receive(self, nbytes: int = _RECEIVE_BYTES) -> bytes:
-        """Some bytes, at least one and at most ``nbytes``."""
+        """Return at least one and at most ``nbytes`` bytes."""
         try:
             check_end()
             data = self.sock.recv(nbytes)
@@ -171,8 +171,8 @@ class RespConnection:
         return data
 
     def read_line(self, nbytes: int) -> bytes:
-        """The next line, without its end. At most ``nbytes`` are received at first: what follows
-        the line is to be received where it belongs."""
+        """Return the next line, without its line end. Requests only ``nbytes`` at first, so that
+        the data after the line can be received straight into its target."""
         data = self._rest or self.receive(nbytes)
         while (end := data.find(_CRLF)) < 0:
             if len(data) > _LINE_BYTES_MAX:
@@ -182,10 +182,10 @@ class RespConnection:
         return data[:end]
 
     def read_bulk(self, head: bytes, buffer: memoryview, arrived: Arrived | None) -> None:
-        """Receive the value that line ``head`` announced into ``buffer``, which is as long.
+        """Receive the value that ``head`` announces into ``buffer``, which has exactly its length.
 
-        ``arrived`` gets the whole length only when nothing can fail any more: the caller may then
-        use the buffer, which another store would fill anew after an error.
+        ``arrived`` gets the whole length only when the read can no longer fail. The caller may then
+        use the buffer, which a fallback would otherwise overwrite after an error.
         """
         nbytes = len(buffer)
         got, end = 0, self._rest
@@ -208,7 +208,9 @@ class RespConnection:
         while len(end) < 2:
             end += self.receive(2 - len(end))
         if end != _CRLF:
-            raise exceptions.InvalidResponse(f"{head!r} announced another length")
+            raise exceptions.InvalidResponse(
+                f"the value's length differs from the announced {head!r}"
+            )
         if arrived is not None:
             arrived(nbytes)
 
@@ -220,7 +222,7 @@ def _lost(exc: OSError) -> exceptions.RedisError:
 
 
 def packed(*words: bytes | int) -> bytes:
-    """A command as it is sent."""
+    """Return a command in its wire format."""
     parts = [b"*%d\r\n" % len(words)]
     for word in words:
         text = b"%d" % word if isinstance(word, int) else word
@@ -229,11 +231,11 @@ def packed(*words: bytes | int) -> bytes:
 
 
 class RespConnections:
-    """Lends connections of ``client``, and keeps some of them from one call to the next.
+    """Lends connections of ``client``, and keeps some of them between calls.
 
-    Taking a connection from its pool and bringing it back costs as much as a small value does. So
-    up to half of a pool's connections stay here, and never the last one, for which another thread
-    may be waiting; a pool whose connections are all in use gets every one of them back.
+    Taking a connection from its pool and returning it costs as much as reading a small value. So up
+    to half of a pool's connections stay here, but never the last one, which another thread may be
+    waiting for. A pool whose connections are all in use gets every one back.
     """
 
     def __init__(self, client: Any) -> None:
@@ -243,7 +245,8 @@ class RespConnections:
         self._closed = Event()
 
     def pool_of(self, key: str) -> Pool | None:
-        """The pool of the server that has ``key``; None where connections cannot be lent."""
+        """Return the pool of the server that has ``key``; None if its connections cannot be
+        lent."""
         client = self._client
         if not _IS_KNOWN:
             return None
@@ -252,9 +255,11 @@ class RespConnections:
         return client.connection_pool if client.connection is None else None
 
     def take(self, key: str) -> RespConnection | None:
-        """A connection to the server of ``key``, for ``give``. None: left to the client.
+        """Return a connection to the server of ``key``, to pass to ``give``; None if the caller
+        must use the client.
 
-        Raises redis-py's exceptions, but on a cluster, whose client then looks for the server.
+        Raises redis-py's exceptions. On a cluster it returns None instead, and the client finds the
+        server.
         """
         try:
             return self.take_from(self.pool_of(key))
@@ -264,8 +269,8 @@ class RespConnections:
             raise
 
     def take_from(self, pool: Pool | None) -> RespConnection | None:
-        """A connection of ``pool``, for ``give``. None where the pool's connections are not as we
-        know them: no sockets (in tests, with a cache), another protocol."""
+        """Return a connection of ``pool``, to pass to ``give``. None if the pool's connections are
+        of an unknown kind: without sockets (in tests, with a cache), or with another protocol."""
         if pool is None:
             return None
         kept = self._kept.get(pool)
@@ -276,7 +281,7 @@ class RespConnections:
         return _opened(pool)
 
     def give(self, one: RespConnection) -> None:
-        """The end of a call. What is not clean is closed."""
+        """Take back a connection after a call. Closes it unless it is clean."""
         pool = one.pool
         if not one.clean or self._closed.is_set() or not _has_more(pool):
             one.end()
@@ -289,19 +294,20 @@ class RespConnections:
             one.end()
             return
         kept.append(one)
-        if self._closed.is_set():  # meanwhile
+        if self._closed.is_set():  # closed meanwhile
             self.close()
 
     def close(self) -> None:
-        """Bring everything back. Idempotent; what is lent goes back when its call ends."""
+        """Return all connections to their pools. Lent ones follow when their calls end.
+        Idempotent."""
         self._closed.set()
         for kept in list(self._kept.values()):
             while one := _popped(kept):
                 one.end()
 
     def _end_old(self) -> None:
-        """Bring back unused connections: those to nodes that have left a cluster are not taken
-        again. Empty queues stay, because another thread may be about to fill one."""
+        """Return unused connections to their pools, for example those to nodes that have left the
+        cluster. Empty queues stay, because another thread may be about to fill one."""
         for kept in list(self._kept.values()):
             while (one := _popped(kept)) and not one.is_fresh():
                 one.end()
@@ -310,14 +316,14 @@ class RespConnections:
 
 
 def can_lend(connection: Any) -> bool:
-    """Whether a connected connection is as we know them: RESP2 on a socket of its own."""
+    """Whether a connected connection is of the known kind: RESP2 on its own socket."""
     is_socket = isinstance(getattr(connection, "_sock", None), socket.socket)
     is_known = all(hasattr(connection, name) for name in PRIVATE_NAMES["connection"])
     return is_socket and is_known and str(getattr(connection, "protocol", None)) == "2"
 
 
 def _opened(pool: Pool) -> RespConnection | None:
-    """A connection of ``pool``, which waits for one and connects it."""
+    """Return a connection of ``pool``, connected, waiting for a free one if necessary."""
     connection = pool.get_connection()
     try:
         connection.check_health()
@@ -331,8 +337,9 @@ def _opened(pool: Pool) -> RespConnection | None:
 
 
 def _has_more(pool: Pool) -> bool:
-    """Whether the pool can lend another one at once: then no thread is waiting for this one."""
-    free = getattr(pool, "pool", None)  # of a BlockingConnectionPool; looked at without its lock
+    """Whether the pool can lend another connection at once; then no thread is waiting for this
+    one."""
+    free = getattr(pool, "pool", None)  # a BlockingConnectionPool's, read without its lock
     return free is None or bool(getattr(free, "queue", ()))
 
 
@@ -344,12 +351,12 @@ def _popped(kept: deque[RespConnection]) -> RespConnection | None:
 
 
 def keep_deadlines(pool: Any) -> None:
-    """``pool``, which has no connection yet, makes its connections of deadline sockets."""
+    """Make ``pool``, which must have no connection yet, use deadline sockets."""
     pool.connection_class = _deadline_class(pool.connection_class)
 
 
 class DeadlinePool(redis.BlockingConnectionPool):
-    """Makes such connections from the beginning: the pool class of a cluster's client."""
+    """A pool with deadline sockets from the start: the pool class of a cluster's client."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # type: ignore[no-untyped-call]  # its base class is
@@ -357,7 +364,7 @@ class DeadlinePool(redis.BlockingConnectionPool):
 
 
 class _Deadline:
-    """Mixed in before a class of connections."""
+    """A mix-in for connection classes."""
 
     socket_connect_timeout: float
 

@@ -1,1 +1,1 @@
-"""Where payloads are: places that hold immutable bytes under a key."""
+"""Stores: backends that hold payloads, immutable bytes under a key."""

@@ -1,13 +1,13 @@
-"""A store whose calls pass a guard: the breakers, limits, deadlines and counters of one place.
+"""A store whose calls go through a guard: breakers, limits, deadlines and counters.
 
-Also the base of stores that change a few verbs of another one: without a guard all others pass
-through as they are.
+Also the base of stores that override a few verbs of another store. Without a guard every verb
+passes straight through.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from objkv.net.guard import Unguarded, Verb
+from objkv.net.guard import CallPolicy, Verb
 from objkv.stores.base import Arrived, Buffer, Entry, PruneStore, Unfinished
 
 _READS: Final = ("reads", "read_errors")
@@ -28,7 +28,7 @@ def _read(verb: str) -> Verb:
 
 
 def _put(result: Any, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
-    if result is False:  # ``put_if_absent`` that found the key
+    if result is False:  # ``put_if_absent`` found an existing key
         return (("duplicates", 1),)
     return (("written_bytes", len(args[1])),)
 
@@ -41,22 +41,26 @@ STORE_VERBS: Final[Mapping[str, Verb]] = {
     "put": Verb("write", _WRITES, outcome=_put),
     "delete": Verb("write"),
 }
-"""What a store's guard counts. ``get_into`` with a start counts as ``get_range_into``. By verb:
-``<name>_<verb>_misses`` of reads that found nothing. Over all: ``<name>_reads``, ``_read_errors``,
-``_writes``, ``_write_errors``, ``_read_bytes``, ``_written_bytes`` (of puts that wrote) and
-``_duplicates`` (``put_if_absent`` that found the key). A scan is guarded and counted per entry."""
+"""The counters of a store's guard. ``get_into`` with a start counts as ``get_range_into``.
+
+Per verb: ``<name>_<verb>_misses`` counts reads of missing keys. Per store: ``<name>_reads``,
+``_read_errors``, ``_writes``, ``_write_errors``, ``_read_bytes``, ``_written_bytes`` (only puts
+that wrote) and ``_duplicates`` (``put_if_absent`` calls that found an existing key). A scan is
+guarded and counted per entry.
+"""
 
 
 class GuardedStore:
-    """``inner`` behind ``guard``, whose owner it becomes: closing it closes ``inner``.
+    """``inner`` behind ``guard``. Closing this store closes ``inner``.
 
-    ``check``, ``close`` and the verbs for leftovers go to the place itself: an operator wants its
-    own answer. A scan passes the guard once per entry: its consumer holds no slot while it works.
+    ``check``, ``close`` and the verbs for leftovers skip the guard, because an operator needs the
+    backend's own answer. A scan passes the guard once per entry, so its consumer holds no slot
+    while it works.
     """
 
-    def __init__(self, inner: PruneStore, guard: Unguarded | None = None) -> None:
+    def __init__(self, inner: PruneStore, guard: CallPolicy | None = None) -> None:
         self._inner = inner
-        self._guard = guard or Unguarded()
+        self._guard = guard or CallPolicy()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
@@ -112,7 +116,7 @@ class GuardedStore:
         return self._inner.discard(unfinished)
 
     def check(self) -> None:
-        """See ``ReadStore``; within the guard's deadline."""
+        """See ``ReadStore``. Ends within the guard's deadline."""
         with self._guard.deadline():
             self._inner.check()
 

@@ -1,12 +1,13 @@
 """A store in a directory: one file per value, shared by every process that can reach the folder.
 
-Values are files named by their key. A value is written to a temporary file beside its place, synced
-to the disk, and only then linked or renamed to its name, so no crash leaves half a value under
-a key. The folder is synced as well, so that a finished put stays: that is 0.2-0.5 ms of the 7-8 ms
-that a put of 2 MiB into a folder of its own takes (ext4, 2026-11-20). A killed writer leaves its
-temporary file; ``sweep_temporary`` removes it.
-Works on any POSIX file system with hard links (NFS, CephFS and Lustre included); how long a call
-takes when a network mount hangs is the mount's affair, and no deadline here can shorten it.
+Files are named by their key. A put writes a temporary file in the same folder, syncs it to disk,
+and only then links or renames it, so a crash never leaves half a value under a key. The put also
+syncs the folder, so a finished put survives a crash. That takes 0.2-0.5 ms of the 7-8 ms for a put
+of 2 MiB into a new folder (ext4, 2026-11-20). A killed writer leaves its temporary file, which
+``sweep_temporary`` removes.
+
+Works on any POSIX file system with hard links, including NFS, CephFS and Lustre. If a network mount
+hangs, calls take as long as the mount lets them: no deadline here can interrupt them.
 """
 
 import errno
@@ -33,41 +34,41 @@ from objkv.stores.base import (
 from objkv.stores.local_paths import FOLDER, PLACE, VALUE, Beneath
 
 _SLICE_BYTES = 2 << 20
-"""About how much is read at once for a caller that verifies bytes as they arrive: it is still in
-the processor's caches then."""
+"""Approximate read size for a caller that verifies bytes as they arrive: the bytes are then still
+in the processor's caches."""
 _FIX = {
     errno.EACCES: "give this user read, write and search permission on the folder",
-    errno.EPERM: "the file system refuses this; it must allow hard links and belong to this user",
+    errno.EPERM: "the file system refused the operation; it must allow hard links, and this "
+    "user must own the files",
     errno.EROFS: "the file system is mounted read-only",
-    errno.ENOSPC: "the disk is full: free space, or remove old payloads",
-    errno.EDQUOT: "the quota is used up: raise it, or remove old payloads",
-    errno.EEXIST: "a file stands where a folder is needed",
-    errno.ENOTDIR: "a file stands where a folder is needed",
-    errno.EISDIR: "a folder stands where a value is needed",
+    errno.ENOSPC: "the disk is full: free space, or evict payloads",
+    errno.EDQUOT: "the quota is used up: raise it, or evict payloads",
+    errno.EEXIST: "remove the file whose path must be a folder",
+    errno.ENOTDIR: "remove the file whose path must be a folder",
+    errno.EISDIR: "remove the folder whose path must be a file",
     errno.EOPNOTSUPP: "the file system has no hard links: choose another folder",
     errno.ENAMETOOLONG: "the path of the folder is too long: choose a shorter one",
-    errno.ELOOP: "remove the symbolic link in the folder, where none is followed; or the folder's "
-    "own path is a loop of them",
+    errno.ELOOP: "remove the symbolic link below the store's folder, or the loop of links in "
+    "the folder's own path",
 }
 ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV))
-"""What opening says where no value is; the last two, of sockets and of devices that are not there.
-"""
+"""Errors of open for a missing value. The last two are for sockets and for missing devices."""
 _MENDS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
 
 
 def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrived | None) -> None:
-    """Fill ``buffer`` with the file's bytes from ``start`` on; raises ``StoreError``, and what
-    ``arrived`` raises."""
+    """Fill ``buffer`` with the file's bytes from ``start`` on. Raises ``StoreError``, and the
+    exceptions of ``arrived``."""
     at, size = 0, len(buffer)
     count = 1 if arrived is None else max(1, round(size / _SLICE_BYTES))
-    step = -(-size // count)  # of equal length: a short one at the end costs as much as a long one
+    step = -(-size // count)  # equal lengths: a short last read costs as much as a long one
     while at < size:
         try:
             got = os.preadv(fd, [buffer[at : at + step]], start + at)
         except OSError as exc:
             raise failed("get_into", key, exc) from exc
         if not got:
-            raise StoreError(f"get_into {key}: the file became shorter while being read")
+            raise StoreError(f"get_into {key}: the file was truncated during the read; retry")
         at += got
         if arrived is not None:
             arrived(at)
@@ -76,9 +77,9 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
 
 
 def some_of(part: bytes, key: str) -> bytes:
-    """``part``, which is not the end of the file."""
+    """Return ``part``, or raise if the file ended early."""
     if not part:
-        raise StoreError(f"get {key}: the file became shorter while being read")
+        raise StoreError(f"get {key}: the file was truncated during the read; retry")
     return part
 
 
@@ -92,7 +93,7 @@ def translated(verb: str, key: str) -> Iterator[None]:
 
 
 def failed(verb: str, key: str, exc: OSError) -> StoreError:
-    """The ``StoreError`` for the file system's ``exc``."""
+    """Return the ``StoreError`` for an ``OSError``."""
     reason = f"{verb} {key}: {exc.strerror or exc}"
     if exc.errno in _MENDS:
         return StoreUnavailable(reason)
@@ -104,27 +105,27 @@ def failed(verb: str, key: str, exc: OSError) -> StoreError:
 logger = logging.getLogger(__name__)
 _LEFT_OUT = {errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
 Listed = list[tuple[str, os.stat_result | None]]
-"""Names; None for folders; of a symbolic link, what it is itself."""
+"""Names with their stat result: None for folders, and a symbolic link's own result for a link."""
 
 
 class Walks:
-    """Walks one store's folders, in the order of keys; thread-safe.
+    """Walks one store's folders in key order. Thread-safe.
 
-    Others may write below a shared folder. Nothing that they plant there ends a walk: it enters no
-    folder that no key can name, so none that is nested deeper than a key is long, and leaves out
-    those that this user may not read.
+    Others may write below a shared folder, but nothing they create can stop a walk. It enters only
+    folders that a key can name, which also limits the depth to a key's length. It skips folders
+    that this user may not read.
     """
 
     def __init__(self, beneath: Beneath) -> None:
         self._beneath = beneath
-        self._has_told = False
+        self._has_logged = False
 
     def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """All that is under ``folder`` and may start with ``prefix``, but for folders, in key
-        order: a folder sorts as the keys in it do, with its ``/``.
+        """Yield all files under ``folder`` whose key may start with ``prefix``, in key order: a
+        folder sorts by its name plus ``/``.
 
-        One folder's listing is in memory at a time (per level). A folder inside that this user may
-        not read is left out, which the log tells once. Raises ``StoreError``.
+        Holds one folder's listing per level in memory. Skips a folder that this user may not read,
+        and logs a warning the first time. Raises ``StoreError``.
         """
         levels = [self._ordered(folder, prefix, self.listed(folder))]
         while levels:
@@ -133,11 +134,13 @@ class Walks:
                 yield key, found
             elif not key:
                 levels.pop()
-            elif is_key(f"{key}x"):  # it ends with "/": else no key can be in it
+            elif is_key(
+                f"{key}x"
+            ):  # a folder, because it ends with "/"; skipped if no key can be in it
                 levels.append(self._ordered(key[:-1], prefix, self._inside(key[:-1])))
 
     def listed(self, folder: str) -> Listed:
-        """What is in ``folder``; nothing if there is none. Raises ``StoreError``."""
+        """Return the content of ``folder``; empty if it does not exist. Raises ``StoreError``."""
         try:
             return self._list(folder)
         except OSError as exc:
@@ -149,10 +152,11 @@ class Walks:
         except OSError as exc:
             if exc.errno not in _LEFT_OUT:
                 raise failed("scan", folder, exc) from exc
-            if not self._has_told:
-                self._has_told = True
+            if not self._has_logged:
+                self._has_logged = True
                 logger.warning(
-                    "left out a folder that cannot be read, and any other path=%s/%s error=%s",
+                    "skipped a folder that cannot be read, and all others like it path=%s/%s "
+                    "error=%s",
                     self._beneath.root,
                     folder,
                     exc.strerror,
@@ -180,24 +184,25 @@ class Walks:
         return listed
 
 
-# "~" is not allowed in keys, so a temporary file can neither be read nor collide with a value.
+# Keys cannot contain "~", so a temporary file can neither be read nor collide with a value.
 _TEMPORARY = "~tmp-"
 _FOLDER_TRIES = 10
 
 
 class LocalStore:
-    """Values as files under ``root``, which is created by the first put or ``check``.
+    """Values as files under ``root``. The first put or ``check`` creates ``root``.
 
-    Files and folders get the modes that the umask leaves (as with ``cp``), so a group can share a
-    folder by its umask. Nothing leads out of ``root``, whose own path may go through symbolic
-    links: below it they are refused, and no scan tells of them. What is neither a file nor a folder
-    is no value, and nobody waits for it.
+    The umask decides the modes of files and folders (as with ``cp``), so a group can share a folder
+    through its umask. The path of ``root`` itself may contain symbolic links. Below it they are
+    refused, so nothing leads out of ``root``, and scans omit them. Anything that is neither a file
+    nor a folder is not a value, and opening it never blocks.
     """
 
     def __init__(
         self, root: Path, *, private: Path | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        """``private``: a folder above ``root`` that nobody else may enter, if it is made here."""
+        """``private`` is a folder above ``root`` that only this user may enter, if this store
+        creates it."""
         self._root = os.path.abspath(root)
         self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
         self._walks = Walks(self._beneath)
@@ -207,7 +212,7 @@ class LocalStore:
         return f"<LocalStore {self._root}>"
 
     def get(self, key: str) -> bytes | None:
-        """The whole file, or None."""
+        """Return the whole file, or None."""
         with translated("get", key), self._opened(key) as opened:
             if opened is None:
                 return None
@@ -218,7 +223,7 @@ class LocalStore:
             return value
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Bytes ``[start, end)`` of the file, or None."""
+        """Return bytes ``[start, end)`` of the file, or None."""
         with translated("get_range", key), self._opened(key) as opened:
             if opened is None:
                 return None
@@ -232,7 +237,7 @@ class LocalStore:
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Read the file, or a part of it, straight into ``buffer``: no copy in between."""
+        """Read the file, or a part of it, straight into ``buffer`` without an intermediate copy."""
         with self._opened(key) as opened:
             if opened is None:
                 return None
@@ -245,7 +250,7 @@ class LocalStore:
             return len(part)
 
     def head(self, key: str) -> Entry | None:
-        """Size and age of the file, or None."""
+        """Return size and age of the file, or None."""
         check_key(key)
         try:
             fd = self._beneath.open(key, PLACE)
@@ -262,21 +267,21 @@ class LocalStore:
         return Entry(key, found.st_size, found.st_mtime)
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Entries in key order; see ``Walks``."""
+        """Yield entries in key order; see ``Walks``."""
         check_prefix(prefix)
         for key, found in self._walks.walk(prefix.rpartition("/")[0], prefix):
             if stat.S_ISREG(found.st_mode) and is_key(key):
                 yield Entry(key, found.st_size, found.st_mtime)
 
     def folders(self, folder: str) -> list[str]:
-        """One listing."""
+        """Return the folder names from one listing."""
         check_prefix(f"{folder}/" if folder else "")
         listed = self._walks.listed(folder)
         return sorted(name for name, found in listed if found is None and is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """Link a synced temporary file to the key's name; the link fails where a file is."""
-        if self.head(key) is not None:  # spares the write; the link below decides
+        """Link a synced temporary file to the key's name. The link fails if the file exists."""
+        if self.head(key) is not None:  # avoids the write; the link below decides
             return False
         with translated("put_if_absent", key), self._written(key, value) as (fd, temporary):
             name = key.rpartition("/")[2]
@@ -294,13 +299,13 @@ class LocalStore:
             os.fsync(fd)
 
     def delete(self, key: str) -> bool:
-        """Remove the file, or a symbolic link in its place, and the folders left empty."""
+        """Remove the file, or a symbolic link in its place, and the folders that become empty."""
         check_key(key)
         with translated("delete", key):
             return self._removed(*_split(key))
 
     def check(self) -> None:
-        """Create the folder if there is none, and look into it."""
+        """Create the folder if it is missing, and list it."""
         with translated("check", self._root):
             self._beneath.make_folders("")
             with os.scandir(self._root) as found:
@@ -309,26 +314,27 @@ class LocalStore:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def close(self) -> None:
-        """Nothing to release: files are open only within a call."""
+        """Does nothing: files are open only within a call."""
 
     def sweep_temporary(self, older_than_s: float) -> int:
-        """Remove temporary files that killed writers left ``older_than_s`` seconds ago or more.
+        """Remove temporary files of killed writers that are at least ``older_than_s`` old. Return
+        how many.
 
-        Returns how many. Choose an age beyond any save's deadline: a younger file may be in use.
+        Choose an age beyond every save's deadline, because a younger file may be in use.
         """
         limit = self._clock() - older_than_s
         return sum(self.discard(left) for left in self.unfinished() if left.modified_s <= limit)
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Temporary files; of their key nothing but the folder is known."""
+        """Yield temporary files. Only the folder of their key is known."""
         for path, found in self._walks.walk("", ""):
             folder, name = _split(path)
             if name.startswith(_TEMPORARY):
                 yield Unfinished(folder, name, found.st_size, found.st_mtime)
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """Remove the file, and the folders that it leaves empty. Its value, if it became one, has
-        a name of its own."""
+        """Remove the file, and the folders that become empty. If it became a value, that has
+        another name."""
         assert unfinished.name.startswith(_TEMPORARY)
         with translated("discard", unfinished.name):
             return self._removed(unfinished.key, unfinished.name)
@@ -339,7 +345,7 @@ class LocalStore:
                 os.unlink(name, dir_fd=fd)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        with suppress(OSError):  # not empty, or somebody else removed it
+        with suppress(OSError):  # not empty, or removed by another process
             while folder:
                 folder, name = _split(folder)
                 with self._beneath.at(folder, PLACE) as fd:
@@ -348,7 +354,7 @@ class LocalStore:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
-        """The file's descriptor and length in bytes, or None if there is no such file."""
+        """Yield the file's descriptor and length in bytes, or None if the file does not exist."""
         check_key(key)
         try:
             fd = self._beneath.open(key, VALUE)
@@ -367,8 +373,8 @@ class LocalStore:
 
     @contextmanager
     def _written(self, key: str, value: Buffer) -> Iterator[tuple[int, str]]:
-        """The key's folder, and in it the name of a temporary file that holds ``value``, on the
-        disk."""
+        """Yield the descriptor of the key's folder, and the name of a temporary file in it that
+        holds ``value`` on disk."""
         check_key(key)
         temporary = f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
         folder, fd = self._create(key.rpartition("/")[0], temporary)
@@ -388,7 +394,7 @@ class LocalStore:
             os.close(folder)
 
     def _create(self, folder: str, name: str) -> tuple[int, int]:
-        """Descriptors of the folder, and of a new file in it."""
+        """Return descriptors of the folder and of a new file in it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for _ in range(_FOLDER_TRIES):
             try:
@@ -398,9 +404,9 @@ class LocalStore:
                 except BaseException:
                     os.close(fd)
                     raise
-            except FileNotFoundError:  # also when a delete removed the empty folder just now
+            except FileNotFoundError:  # also when a delete just removed the empty folder
                 self._beneath.make_folders(folder)
-        raise StoreUnavailable(f"put: {folder} is removed as fast as it is created")
+        raise StoreUnavailable(f"put: other processes keep removing folder {folder}; retry")
 
 
 def _split(path: str) -> tuple[str, str]:

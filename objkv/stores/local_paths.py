@@ -1,12 +1,12 @@
-"""Opens what lies under a folder, and nothing that a symbolic link leads to.
+"""Opens files under a folder without following symbolic links.
 
-Whoever may write below the folder of a store, and be it one of its namespaces, could otherwise
-plant a link, and have replicas read files of theirs as payloads, or write and delete where only
-they may. The folder's own path is the operator's, and may lead through links.
+Otherwise anyone who may write below a store's folder, even in only one namespace, could plant a
+link. Replicas would then read that user's files as payloads, or write and delete files that only
+the replicas may change. The folder's own path belongs to the operator and may contain links.
 
-Linux resolves a path without links in one call, ``openat2``, which Python does not have. Where it
-is missing (before Linux 5.6, in some sandboxes) every component is opened by itself: 6 us in place
-of 2 for four components (2-core x86, 2026-11-22).
+Linux resolves a path without links in one call, ``openat2``, which Python does not offer. Without
+it (before Linux 5.6, in some sandboxes) each component is opened separately: 6 us instead of 2 us
+for four components (2-core x86, 2026-11-22).
 """
 
 import ctypes
@@ -19,48 +19,50 @@ from functools import cache
 from typing import Any, Final
 
 FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
-"""A folder that can be listed, synced, and named as ``dir_fd``."""
+"""A folder that can be listed, synced, and used as ``dir_fd``."""
 PLACE: Final = os.O_PATH
-"""A file that can only be looked at by ``fstat``, whatever it is."""
+"""A file of any type, only for ``fstat``."""
 VALUE: Final = os.O_RDONLY | os.O_NONBLOCK
-"""A file to be read. Nothing waits for somebody to write into what is a pipe: whoever opens looks
-at once whether it is a regular file, for which the flag means nothing."""
+"""A file to read. Opening a pipe with this flag does not wait for a writer. The caller checks at
+once that it is a regular file; the flag has no effect on those."""
 
 _OPENAT2: Final = 437
-"""The same number on every architecture."""
+"""The number is the same on every architecture."""
 _RESOLVE_NO_SYMLINKS: Final = 0x04
 _HERE: Final = -100
-"""``AT_FDCWD``; the paths that go with it are absolute."""
+"""``AT_FDCWD``; the paths used with it are absolute."""
 
 Opens = Callable[[int, bytes, int], int]
-"""A folder's descriptor, a path from there on, flags: what is there, reached through no link."""
+"""Takes a folder's descriptor, a path relative to it, and flags. Returns a descriptor that was
+reached without following a link."""
 
 
 class Beneath:
-    """Opens by paths relative to ``root``, an absolute path. Thread-safe; keeps nothing open, so
-    that ``root`` may come, go, and be mounted while it is in use."""
+    """Opens paths relative to ``root``, an absolute path. Thread-safe. It keeps nothing open, so
+    ``root`` may be created, removed or mounted while it is in use."""
 
     def __init__(self, root: str, *, private: str | None = None) -> None:
-        """``private``: the one of the folders above ``root`` that is made for this user alone."""
+        """``private`` is the folder above ``root`` that is created for this user alone."""
         self.root = root
         self._private = private
         self._start = os.fsencode(root) + b"/"
         self._opens = kernel_opens()
-        # The kernel refuses links in all of a path. Without one in the root's own that is one call.
+        # The kernel refuses links anywhere in the path. One call suffices if the root's own path
+        # has none.
         self._in_one = self._opens is not None and os.path.realpath(root) == root
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor of what lies at ``path``; the root itself for the empty path.
+        """Return a descriptor of ``path``; the empty path means the root itself.
 
-        ``flags`` is one of the above; ``path`` has no empty, ``.`` or ``..`` component. Raises
-        OSError, with ``ELOOP`` where a symbolic link is on the way or at its end.
+        ``flags`` is one of the constants above. ``path`` has no empty, ``.`` or ``..`` component.
+        Raises OSError, with ``ELOOP`` if any component is a symbolic link.
         """
         if self._in_one and path:
             assert self._opens is not None
             try:
                 return self._opens(_HERE, self._start + _encoded(path), flags)
             except OSError as exc:
-                if exc.errno != errno.ELOOP:  # else perhaps the root has become a link meanwhile
+                if exc.errno != errno.ELOOP:  # otherwise the root may have become a link meanwhile
                     raise
         root = os.open(self.root, (PLACE if path else flags) | os.O_CLOEXEC)
         if not path:
@@ -72,7 +74,7 @@ class Beneath:
 
     @contextmanager
     def at(self, path: str, flags: int) -> Iterator[int]:
-        """``open``, closed afterwards."""
+        """Open the path, and close it afterwards."""
         fd = self.open(path, flags)
         try:
             yield fd
@@ -80,8 +82,8 @@ class Beneath:
             os.close(fd)
 
     def make_folders(self, folder: str) -> None:
-        """Make ``folder`` and those above it, the root's included, where they are missing. The
-        parent of each is synced, so that a crash keeps them. They may be gone again afterwards."""
+        """Create ``folder`` and its missing parents, including the root. Syncs the parent of each,
+        so they survive a crash. Another process may remove them again at any time."""
         self._make_root(self.root)
         with suppress(FileNotFoundError):
             current = os.open(self.root, FOLDER | os.O_CLOEXEC)
@@ -114,7 +116,7 @@ class Beneath:
 
 
 def walking_opens(folder: int, path: bytes, flags: int) -> int:
-    """What ``kernel_opens`` does, one component after the other."""
+    """Open like ``kernel_opens``, one component after another."""
     *folders, name = path.split(b"/")
     current = folder
     try:
@@ -133,7 +135,7 @@ def _open_here(folder: int, name: bytes | str, flags: int) -> int:
     try:
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except NotADirectoryError:
-        # What is said of a link, too, where nothing but a folder will do.
+        # A link also fails with ENOTDIR if a folder is required.
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise _error(errno.ELOOP, name) from None
         raise
@@ -155,7 +157,7 @@ class _How(ctypes.Structure):
 
 @cache
 def kernel_opens() -> Opens | None:
-    """The kernel's own way, or None where there is none."""
+    """Return the function that uses the kernel's ``openat2``, or None if it is unavailable."""
     try:
         call: Any = ctypes.CDLL(None, use_errno=True).syscall
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests and trials. Nothing is shared, nothing survives."""
+"""A store in this process's memory, for tests and trials. It is neither shared nor persistent."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from objkv.stores.base import (
 
 
 class MemoryStore:
-    """Values in a dictionary. Unbounded: whoever fills it watches over the memory."""
+    """Values in a dictionary. It has no size limit; the caller must bound it."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -28,12 +28,12 @@ class MemoryStore:
         return f"<MemoryStore {len(self._values)} values>"
 
     def get(self, key: str) -> bytes | None:
-        """The whole value, or None."""
+        """Return the whole value, or None."""
         found = self._find(key)
         return None if found is None else found[0]
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Bytes ``[start, end)`` of the value, or None."""
+        """Return bytes ``[start, end)`` of the value, or None."""
         found = self._find(key)
         return None if found is None else found[0][start:end]
 
@@ -45,12 +45,12 @@ class MemoryStore:
         return None if found is None else copy_into(key, found[0], buffer, arrived, start)
 
     def head(self, key: str) -> Entry | None:
-        """Size and age of the value, or None."""
+        """Return size and age of the value, or None."""
         found = self._find(key)
         return None if found is None else Entry(key, len(found[0]), found[1])
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Entries in key order; what is deleted meanwhile is left out."""
+        """Yield entries in key order, without those deleted during the scan."""
         check_prefix(prefix)
         with self._lock:
             keys = sorted(key for key in self._values if key.startswith(prefix))
@@ -59,44 +59,44 @@ class MemoryStore:
                 yield entry
 
     def folders(self, folder: str) -> list[str]:
-        """Found by looking at every key."""
+        """Return the folder names; reads every key."""
         check_prefix(f"{folder}/" if folder else "")
         with self._lock:
             return folders_of(list(self._values), folder)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """Keep a copy of ``value`` unless ``key`` exists; True if this call did."""
+        """Keep a copy of ``value`` unless ``key`` exists. Return True if this call stored it."""
         check_key(key)
         kept = bytes(value), self._clock()
         with self._lock:
             return self._values.setdefault(key, kept) is kept
 
     def put(self, key: str, value: Buffer) -> None:
-        """Keep a copy of ``value``, replacing what is there."""
+        """Keep a copy of ``value``, replacing an existing one."""
         check_key(key)
         kept = bytes(value), self._clock()
         with self._lock:
             self._values[key] = kept
 
     def delete(self, key: str) -> bool:
-        """Remove the value; True if there was one."""
+        """Remove the value. Return True if it existed."""
         check_key(key)
         with self._lock:
             return self._values.pop(key, None) is not None
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Nothing is ever left."""
+        """Yield nothing: this store has no leftovers."""
         return iter(())
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """There is nothing to discard."""
+        """Return False: this store has no leftovers."""
         return False
 
     def check(self) -> None:
-        """Always fine."""
+        """Always succeeds."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing."""
 
     def _find(self, key: str) -> tuple[bytes, float] | None:
         check_key(key)

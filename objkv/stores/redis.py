@@ -1,8 +1,8 @@
-"""A store in Redis or Valkey, for small and much-used payloads: every value has a time to live.
+"""A store in Redis or Valkey for small, frequently read payloads. Every value has a time to live.
 
-Values may go earlier than that, by the server's eviction: to readers both are a miss. The client
-keeps connections, TLS, retries, time-outs and topology, whether one server, Sentinel or Cluster;
-payloads pass between its sockets and the caller's buffer: ``RedisValues``.
+The server may evict values earlier; readers see both cases as a miss. The client handles
+connections, TLS, retries, time-outs and topology for one server, Sentinel or Cluster.
+``RedisValues`` moves payloads between the client's sockets and the caller's buffer.
 """
 
 import re
@@ -31,19 +31,20 @@ from objkv.stores.base import (
 )
 
 UNDONE: Final = -1
-"""Nothing was read or written: the call is left to the client, which knows what to do about a
-server that refused, a connection that was lost, a cluster that has changed."""
+"""Nothing was read or written, and the caller must repeat the call through the client. The client
+handles refusals, lost connections and cluster changes."""
 _GET = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
 _WRITTEN = b"+OK"
 _NOTHING = b"$-1"
 
 
 class RedisValues:
-    """Gets and puts through connections of ``client``, which stays its owner's, without a copy.
+    """Reads and writes values on connections of ``client`` without copying. The caller still owns
+    the client.
 
-    The client's own reading of a value assembles it from blocks of 64 KiB and copies it twice more;
-    its packing of a command copies what is sent. Here a value is received into the buffer it is
-    for, and sent from the one it is in. Raises redis-py's exceptions, and what ``arrived`` raises.
+    The client assembles a value from blocks of 64 KiB and copies it twice more, and copies what it
+    sends. This class receives straight into the target buffer and sends straight from the source
+    buffer. Raises redis-py's exceptions, and those of ``arrived``.
     """
 
     def __init__(self, client: Any) -> None:
@@ -52,12 +53,12 @@ class RedisValues:
     def get_into(
         self, name: str, buffer: memoryview, arrived: Arrived | None, start: int | None = None
     ) -> int | None:
-        """The number of bytes read, None if there is no value, or ``UNDONE``.
+        """Return the number of bytes read, None if the key does not exist, or ``UNDONE``.
 
-        Without ``start`` it is the value's length: where that exceeds the buffer, nothing of the
-        value is received.
+        Without ``start`` the result is the value's length. If that exceeds the buffer, no byte of
+        the value is received.
         """
-        # GETRANGE cannot ask for an empty range.
+        # GETRANGE cannot request an empty range.
         is_possible = start is None or len(buffer) > 0
         one = self._connections.take(name) if is_possible else None
         if one is None:
@@ -77,19 +78,20 @@ class RedisValues:
                 head = self._asked(one, head_bytes) if exists in (b":0", b":1") else b""
                 is_missing = exists == b":0"
             if head[:1] != b"$":
-                return UNDONE  # a connection that is not clean is closed: more may be coming
+                return UNDONE  # the connection is not clean, so it is closed: more data may follow
             nbytes = _received(one, head, buffer, None if is_missing else arrived)
             return None if is_missing else nbytes
         finally:
             self._connections.give(one)
 
     def put(self, name: str, value: Buffer, *options: bytes | int) -> bool | None:
-        """SET with ``options``: whether it wrote; None is ``UNDONE``."""
+        """SET with ``options``. Return whether it wrote, or None for ``UNDONE``."""
         one = self._connections.take(name)
         if one is None:
             return None
         try:
-            # Built as one command, then cut where the value belongs, which is not copied.
+            # Build one command, then split it at the value's position, so that the value is not
+            # copied.
             command = packed(b"SET", name.encode(), b"", *options)
             before, after = command.split(b"$0\r\n\r\n", 1)
             before += b"$%d\r\n" % len(value)
@@ -102,12 +104,12 @@ class RedisValues:
             self._connections.give(one)
 
     def close(self) -> None:
-        """Bring the connections back. Idempotent."""
+        """Return the connections to the client. Idempotent."""
         self._connections.close()
 
     def _asked(self, one: RespConnection, nbytes: int, *parts: bytes | memoryview) -> bytes:
-        """The first line of the answer, received by ``nbytes`` at first; empty if the connection
-        was lost before it: the call is left to the client."""
+        """Return the first line of the reply, requesting ``nbytes`` from the socket first. Empty if
+        the connection was lost before it: the caller then falls back to the client."""
         try:
             if parts:
                 one.send(*parts)
@@ -121,10 +123,11 @@ class RedisValues:
 
 
 def _received(one: RespConnection, head: bytes, buffer: memoryview, arrived: Arrived | None) -> int:
-    """Receive what ``head`` announces, unless it is too long. A loss from here on is an error:
-    another value may begin otherwise, and ``arrived`` has been called for this one."""
+    """Receive the value that ``head`` announces, unless it is too long. A connection loss from here
+    on is an error: a retry may read a different value, and ``arrived`` has already reported this
+    one."""
     if not head[1:].isdigit():
-        raise exceptions.InvalidResponse(f"{head[:20]!r} announces no value")
+        raise exceptions.InvalidResponse(f"unexpected Redis reply {head[:20]!r} instead of a value")
     nbytes = int(head[1:])
     if nbytes <= len(buffer):
         one.read_bulk(head, buffer[:nbytes], arrived)
@@ -156,10 +159,10 @@ _LATER_WORDS = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "TRY
 
 
 class RedisStore:
-    """Values under ``<prefix><key>``, each living ``ttl_s`` from its last put.
+    """Values under ``<prefix><key>``, each kept for ``ttl_s`` after its last put.
 
-    ``client`` is open, returns bytes (no ``decode_responses``), and has time-outs: they are this
-    store's deadline. The store closes it with itself.
+    ``client`` is open, returns bytes (no ``decode_responses``) and has time-outs, which are this
+    store's deadline. Closing the store closes the client.
     """
 
     def __init__(
@@ -181,19 +184,19 @@ class RedisStore:
         return f"<RedisStore {self._prefix}* for {self._ttl_s} s>"
 
     def get(self, key: str) -> bytes | None:
-        """The whole value, or None."""
+        """Return the whole value, or None."""
         name = self._name(key)
         with _translated("get", key):
             value: bytes | None = self._client.get(name)
             return value
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Bytes ``[start, end)`` of the value, or None; one round trip."""
+        """Return bytes ``[start, end)`` of the value, or None; one round trip."""
         name = self._name(key)
         with _translated("get_range", key):
             batch = self._client.pipeline(transaction=False)
             batch.exists(name)
-            if start < end:  # the server counts to an end that is included, -1 being the last
+            if start < end:  # Redis ranges include their end, and -1 means the last byte
                 batch.getrange(name, start, end - 1)
             exists, *values = batch.execute()
             return b"".join(values) if exists else None
@@ -201,9 +204,9 @@ class RedisStore:
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """GET, or EXISTS and GETRANGE in one round trip, received into ``buffer``."""
+        """GET, or EXISTS and GETRANGE in one round trip, received straight into ``buffer``."""
         name = self._name(key)
-        try:  # rather than _translated: its generator takes 2 us, a twentieth of a call
+        try:  # not _translated: its generator takes 2 us, a twentieth of a call
             nbytes = self._values.get_into(name, buffer, arrived, start)
         except CLIENT_ERRORS as exc:
             raise _translation(f"get_into {key}: {exc}", exc) from exc
@@ -217,16 +220,16 @@ class RedisStore:
         return nbytes
 
     def head(self, key: str) -> Entry | None:
-        """Size and age, or None. The age is what has passed of this store's ``ttl_s``."""
+        """Return size and age, or None. The age follows from the remaining time of ``ttl_s``."""
         name = self._name(key)
         with _translated("head", key):
             return self._entries([name])[0]
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Entries in no order, of all primaries on a cluster; some may come twice."""
+        """Yield entries in no order, from all primaries of a cluster. Some may be repeated."""
         check_prefix(prefix)
         pattern = _GLOB.sub(r"\\\1", self._prefix + prefix) + "*"
-        with _translated("scan", prefix):  # asks a cluster for its topology
+        with _translated("scan", prefix):  # queries a cluster's topology
             names = self._client.scan_iter(match=pattern, count=SCAN_BATCH)
         while True:
             with _translated("scan", prefix):
@@ -237,12 +240,12 @@ class RedisStore:
             yield from (entry for entry in entries if entry is not None and is_key(entry.key))
 
     def folders(self, folder: str) -> list[str]:
-        """Found by looking at every key."""
+        """Return the folder names; reads every key."""
         keys = (entry.key for entry in self.scan(f"{folder}/" if folder else ""))
         return folders_of(keys, folder)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """SET NX EX; True if this call wrote it."""
+        """SET NX EX. Return True if this call wrote the value."""
         name = self._name(key)
         with _translated("put_if_absent", key):
             written = self._values.put(name, value, b"EX", self._ttl_s, b"NX")
@@ -251,24 +254,24 @@ class RedisStore:
             return written
 
     def put(self, key: str, value: Buffer) -> None:
-        """SET EX, replacing what is there."""
+        """SET EX, replacing an existing value."""
         name = self._name(key)
         with _translated("put", key):
             if not self._values.put(name, value, b"EX", self._ttl_s):
                 self._client.set(name, _plain(value), ex=self._ttl_s)
 
     def delete(self, key: str) -> bool:
-        """UNLINK; True if there was a value."""
+        """UNLINK. Return True if the value existed."""
         name = self._name(key)
         with _translated("delete", key):
             return bool(self._client.unlink(name))
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Nothing is ever left."""
+        """Yield nothing: this store has no leftovers."""
         return iter(())
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """There is nothing to discard."""
+        """Return False: this store has no leftovers."""
         return False
 
     def check(self) -> None:
@@ -287,8 +290,8 @@ class RedisStore:
         return self._prefix + key
 
     def _entries(self, names: list[str]) -> list[Entry | None]:
-        """One round trip (one per node on a cluster). STRLEN cannot tell empty from absent,
-        PTTL can."""
+        """Return one entry per name, in one round trip (one per node on a cluster). STRLEN does not
+        distinguish empty from absent; PTTL does."""
         batch = self._client.pipeline(transaction=False)
         for name in names:
             batch.strlen(name)
@@ -306,7 +309,7 @@ class RedisStore:
 
 
 def _plain(value: Buffer) -> bytes | memoryview:
-    """The client takes no bytearray, and sends a memoryview without a copy."""
+    """The client accepts no bytearray, and sends a memoryview without a copy."""
     return memoryview(value) if isinstance(value, bytearray) else value
 
 
@@ -322,7 +325,7 @@ def _translation(reason: str, exc: Exception) -> StoreError:
     words = str(exc)
     if isinstance(exc, _DENIED) or words.startswith(_DENIED_WORDS):
         return StoreDenied(
-            f"{reason}: check the Redis user, its password and its ACL, which objkv access prints"
+            f"{reason}: check the Redis user, its password and its ACL (see `objkv access`)"
         )
     if isinstance(exc, _LATER) or words.startswith(_LATER_WORDS):
         return StoreUnavailable(reason)

@@ -1,9 +1,10 @@
-"""One get for many: a burst of requests for one new prefix fetches each payload once.
+"""Shares one get among concurrent callers: a burst of requests for a new prefix reads each payload
+once.
 
-The first caller (the leader) makes the call; callers that come while it is under way (followers)
-wait and share its outcome. For ``get_into`` the leader copies its buffer into each follower's,
-under the flight's lock, before it returns: no thread ever reads a buffer whose owner has gone on,
-and none is written after its owner gave up waiting.
+The first caller (the leader) makes the call. Callers that arrive during it (followers) wait and
+share its outcome. For ``get_into`` the leader copies its buffer into each follower's buffer under
+the flight's lock before it returns. So no thread reads a buffer that its owner has taken back, and
+no buffer is written after its owner stopped waiting.
 """
 
 import time
@@ -20,12 +21,12 @@ _Call = tuple[str | int | None, ...]
 
 
 class SharedGets(GuardedStore):
-    """Shares ``head`` and all ``get`` verbs among callers of the same moment.
+    """Shares ``head`` and all ``get`` verbs among concurrent callers.
 
-    A follower waits ``wait_s`` at most, then gets ``StoreUnavailable``; when the store fails the
-    leader, its followers fail with it. What ends a leader otherwise, as its own ``arrived`` may,
-    concerns the leader alone: one of its followers leads then. A read that begins after a put or
-    delete returned sees its effect: it never joins a call that began before.
+    A follower waits at most ``wait_s``, then gets ``StoreUnavailable``. If the store fails for the
+    leader, its followers get the same error. Any other exception, such as one from the leader's
+    ``arrived``, ends only the leader, and one of its followers becomes the new leader. A read that
+    begins after a put or delete returned sees its effect, because it never joins an earlier call.
     """
 
     def __init__(self, inner: PruneStore, *, wait_s: float) -> None:
@@ -39,7 +40,7 @@ class SharedGets(GuardedStore):
         return f"<SharedGets {len(self._flights)} keys under way, of {self._inner!r}>"
 
     def get(self, key: str) -> bytes | None:
-        """See ``ReadStore``; all callers get the same object."""
+        """See ``ReadStore``. All callers get the same object."""
         flight, value = self._join(key, ("get",))
         if flight is not None:
             with flight:
@@ -48,7 +49,7 @@ class SharedGets(GuardedStore):
         return found
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """See ``ReadStore``; all callers get the same object."""
+        """See ``ReadStore``. All callers get the same object."""
         flight, value = self._join(key, ("get_range", start, end))
         if flight is not None:
             with flight:
@@ -59,8 +60,8 @@ class SharedGets(GuardedStore):
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """See ``ReadStore``; shared among buffers of equal length, so that a value which is too
-        long for one is too long for all. A follower's bytes arrive all at once."""
+        """See ``ReadStore``. Only callers with buffers of equal length share a call, so a value
+        that is too long for one is too long for all. A follower receives its bytes all at once."""
         flight, nbytes = self._join(key, ("get_into", start, len(buffer)), buffer)
         if flight is not None:
             with flight:
@@ -107,8 +108,8 @@ class SharedGets(GuardedStore):
     def _join(
         self, key: str, call: _Call, buffer: memoryview | None = None
     ) -> "tuple[_Flight | None, Any]":
-        """A flight of the caller's own, in which to make the call; or None, and the value that
-        another caller's brought."""
+        """Return a new flight in which the caller makes the call, or None and the value that
+        another caller's flight returned."""
         deadline_s = None
         while True:
             with self._lock:
@@ -121,14 +122,16 @@ class SharedGets(GuardedStore):
             if deadline_s is None:
                 deadline_s = min(time.monotonic() + self._wait_s, ends_s())
             if not flight.wait(seat, deadline_s):
-                raise StoreUnavailable(f"{key}: no answer for {self._wait_s:g} s")
+                raise StoreUnavailable(
+                    f"get {key}: another thread's read took longer than {self._wait_s:g} s"
+                )
             if seat.error is not None:
                 raise type(seat.error)(*seat.error.args) from seat.error
             if not seat.again:
                 return None, seat.value
 
     def _land(self, flight: "_Flight") -> None:
-        """Let no further call join."""
+        """Stop further calls from joining."""
         with self._lock:
             flights = self._flights.get(flight.key)
             if flights is not None and flights.get(flight.call) is flight:
@@ -138,7 +141,7 @@ class SharedGets(GuardedStore):
 
 
 class _Seat:
-    """One follower: where its copy goes, and what came of it."""
+    """One follower: its buffer and its outcome."""
 
     def __init__(self, buffer: memoryview | None) -> None:
         self.buffer = buffer
@@ -146,12 +149,12 @@ class _Seat:
         self.value: Any = None
         self.error: StoreError | None = None
         self.again = False
-        """The leader ended without the store's outcome: this follower tries again."""
+        """The leader ended without an outcome from the store, so this follower tries again."""
 
 
 class _Flight:
-    """One call under way and those who wait for it. The leader enters it as a context manager, and
-    sets ``value``; leaving it hands out the outcome."""
+    """One call in progress and its followers. The leader enters it as a context manager and sets
+    ``value``; leaving it distributes the outcome."""
 
     __slots__ = ("_buffer", "_changed", "_seats", "_store", "call", "key", "value")
 
@@ -159,11 +162,11 @@ class _Flight:
         self._store, self.key, self.call, self._buffer = store, key, call, buffer
         self.value: Any = None
         self._changed: Condition | None = None
-        """Made when the first follower boards: most leaders are alone."""
+        """Created for the first follower, because most leaders have none."""
         self._seats: list[_Seat] = []
 
     def board(self, buffer: memoryview | None) -> _Seat:
-        """A seat; called under the store's lock, only while the flight can be joined."""
+        """Return a seat. Call it under the store's lock, while the flight can still be joined."""
         if self._changed is None:
             self._changed = Condition()
         seat = _Seat(buffer)
@@ -172,7 +175,7 @@ class _Flight:
         return seat
 
     def wait(self, seat: _Seat, deadline_s: float) -> bool:
-        """Until the seat's outcome is there, or the deadline has passed: False. The seat's buffer
+        """Wait for the seat's outcome. Return False if the deadline passed first. The seat's buffer
         is not touched after this returns."""
         assert self._changed is not None
         with self._changed:
@@ -191,11 +194,11 @@ class _Flight:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give all followers the value, with the bytes if there are any, or the store's error. Any
-        other error (an interrupt of the leader's thread, the end of its time, what its ``arrived``
-        raised) is the leader's own: its followers try again."""
+        """Give all followers the value (and its bytes, if any) or the store's error. Any other
+        error (an interrupt of the leader's thread, the end of its time, an exception from its
+        ``arrived``) belongs to the leader alone, and its followers try again."""
         self._store._land(self)
-        if self._changed is None:  # and from now on nothing joins
+        if self._changed is None:  # no further follower can join now
             return
         again = error is not None and (
             not isinstance(error, StoreError) or time.monotonic() >= ends_s()

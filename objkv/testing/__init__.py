@@ -1,4 +1,4 @@
-"""Contracts that every store and index is held to, and fakes.
+"""Contract tests for stores and indexes, and fakes.
 
-Shipped, so that a store or an index written elsewhere can be held to the same promises.
+They are part of the package, so that stores and indexes of other projects can use the same tests.
 """

@@ -1,16 +1,16 @@
-"""Time that passes when told to, for everybody's tests."""
+"""A clock that tests set by hand."""
 
 
 class ManualClock:
-    """Seconds since the epoch that pass when told to."""
+    """Seconds since the epoch, which change only through ``advance``."""
 
     def __init__(self, now_s: float = 1_700_000_000.0) -> None:
         self.now_s = now_s
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the current time."""
         return self.now_s
 
     def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass."""
+        """Move the time forward."""
         self.now_s += seconds

@@ -1,7 +1,7 @@
-"""Stores with known defects: for the tests of the commands that find them, and for trying them.
+"""Stores with known defects, for testing and trying the commands that find them.
 
-``python -m objkv.testing.damage --bulk-url URL --index-url URL`` fills both ends, which it expects
-empty, and prints what it planted as one JSON document.
+``python -m objkv.testing.damage --bulk-url URL --index-url URL`` fills an empty store and index,
+and prints the planted defects as one JSON document.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from objkv.telemetry import NullRecorder
 
 CHUNK = 16
 CHAIN_CHUNKS = 8
-"""Chunks of one prompt."""
+"""Chunks per prompt."""
 SHARDS = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
 IDENTITY = Identity(
     model="acme/damaged",
@@ -46,7 +46,7 @@ _CODECS = ("none", "zstd", "blosc")
 
 
 def _planted(count: int, what: str) -> int:
-    """A field of ``Defects``: how many by default, and what its help says."""
+    """Return a field of ``Defects`` with its default count and its help text."""
     made: int = field(default=count, metadata={"help": what})
     return made
 
@@ -55,23 +55,23 @@ def _planted(count: int, what: str) -> int:
 class Defects:
     """How many payloads of each kind to plant."""
 
-    good: int = _planted(64, "Whole and right, with a record.")
-    orphan: int = _planted(0, "Without a record.")
-    ghost: int = _planted(0, "A record without a payload.")
-    old_epoch: int = _planted(0, "Of the same model's epoch before.")
-    stranger: int = _planted(0, "Of a namespace that has no document.")
-    header: int = _planted(0, "A flipped bit in the header.")
-    frame: int = _planted(0, "A flipped bit in a frame.")
-    short: int = _planted(0, "The last byte is missing.")
-    empty: int = _planted(0, "Of no length at all.")
-    foreign: int = _planted(0, "Another chunk's payload, whole and right.")
-    mismatch: int = _planted(0, "A record that says otherwise.")
-    hot: int = _planted(0, "A copy in the hot store with a flipped bit; none without a hot store.")
+    good: int = _planted(64, "Intact payloads with a record.")
+    orphan: int = _planted(0, "Payloads without a record.")
+    ghost: int = _planted(0, "Records without a payload.")
+    old_epoch: int = _planted(0, "Payloads of the same model's previous epoch.")
+    stranger: int = _planted(0, "Payloads of a namespace without an identity document.")
+    header: int = _planted(0, "Payloads with a flipped bit in the header.")
+    frame: int = _planted(0, "Payloads with a flipped bit in a frame.")
+    short: int = _planted(0, "Payloads whose last byte is missing.")
+    empty: int = _planted(0, "Empty payloads.")
+    foreign: int = _planted(0, "Intact payloads of another chunk.")
+    mismatch: int = _planted(0, "Payloads whose record contradicts their header.")
+    hot: int = _planted(0, "Hot copies with a flipped bit; none without a hot store.")
 
 
 @dataclass(slots=True)
 class Planted:
-    """What is where, by kind: paths of payloads."""
+    """Paths of the planted payloads, by kind."""
 
     namespace: str
     paths: dict[str, list[str]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class DamagedStore:
         seal: Seal | None = None,
         seals: tuple[str, ...] = (),
     ) -> None:
-        """``seal``: of all payloads, in the ways that ``seals`` names."""
+        """``seal`` seals all payloads; ``seals`` names the ways it does so."""
         self._ends = ends
         self._seal = seal
         self._identity = replace(IDENTITY, extra=sealed_extra(IDENTITY.extra, seals))
@@ -103,7 +103,7 @@ class DamagedStore:
         self.planted = Planted(self._identity.namespace())
 
     def plant(self, defects: Defects) -> Planted:
-        """Fill both ends."""
+        """Fill the stores and the index."""
         own = self._identity
         old = replace(own, weights_epoch=own.weights_epoch - 1)
         for identity in (own, old) if defects.old_epoch else (own,):
@@ -145,7 +145,7 @@ class DamagedStore:
         return key.path()
 
     def _next(self, namespace: str) -> tuple[ChunkEntry, Sequence[int]]:
-        """The next chunk of prompts that no two calls share."""
+        """Return the next chunk. No two calls return chunks of the same prompt."""
         number, place = divmod(self._made, CHAIN_CHUNKS)
         self._made += 1
         first = self._seed * 1_000_000 + number * CHAIN_CHUNKS * CHUNK
@@ -172,7 +172,7 @@ def make_payload(
     layer_items: int = 32,
     seal: Seal | None = None,
 ) -> bytes:
-    """A payload of pages that only its key and length decide, and that can be compressed."""
+    """Return a compressible payload whose pages depend only on its key and length."""
     heads = key.shard.head_end - key.shard.head_start
     layers = [
         LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, layer_items)) for name in ("l.0", "l.1")
@@ -199,18 +199,24 @@ _SPOILERS: dict[str, Callable[[bytes, Header], bytes]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The script."""
+    """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bulk-url", required=True, help="as objkv takes it; expected empty")
-    parser.add_argument("--index-url", required=True, help="as objkv takes it; expected empty")
-    parser.add_argument("--seed", type=int, default=0, help="another one plants other prompts")
+    parser.add_argument(
+        "--bulk-url", required=True, help="bulk store URL as in objkv's settings; must be empty"
+    )
+    parser.add_argument(
+        "--index-url", required=True, help="index URL as in objkv's settings; must be empty"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="use another seed to plant other prompts"
+    )
     for one in fields(Defects):
         parser.add_argument(
             f"--{one.name.replace('_', '-')}",
             type=int,
             default=one.default,
             metavar="N",
-            help=f"{one.metadata['help']} By default {one.default}.",
+            help=f"{one.metadata['help']} Default: {one.default}.",
         )
     given = vars(parser.parse_args(arguments))
     urls = {"bulk_url": given.pop("bulk_url"), "index_url": given.pop("index_url")}

@@ -1,10 +1,10 @@
-"""A store that fails on request, for everybody's tests."""
+"""A store that fails on request, for tests."""
 
 from collections.abc import Callable
 from threading import Event, Lock
 from typing import ParamSpec, TypeVar
 
-from objkv.net.guard import Unguarded
+from objkv.net.guard import CallPolicy
 from objkv.stores.base import Arrived, PruneStore, copy_into
 from objkv.stores.guarded import GuardedStore
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 GATE_WAIT_S = 60.0
 
 
-class FlakyStore(GuardedStore, Unguarded):
-    """Delegates to ``inner`` except for the faults that were asked for. Thread-safe.
+class FlakyStore(GuardedStore, CallPolicy):
+    """Delegates to ``inner``, except for the requested faults. Thread-safe.
 
-    ``calls`` holds the verbs that arrived so far, in order, those that failed included; a scan
-    arrives once per entry.
+    ``calls`` lists the verbs of all calls so far, in order, including failed ones. A scan adds one
+    verb per entry.
     """
 
     def __init__(self, inner: PruneStore) -> None:
@@ -30,23 +30,23 @@ class FlakyStore(GuardedStore, Unguarded):
         self._spoil: Callable[[bytes], bytes] | None = None
         self.calls: list[str] = []
         self.arrived = Event()
-        """Set by every call before it waits at the gate; clear it to wait for the next."""
+        """Set by every call before it waits at the gate. Clear it to wait for the next call."""
 
     def fail_next(self, error: BaseException, times: int = 1) -> None:
-        """The next ``times`` calls raise ``error``."""
+        """Make the next ``times`` calls raise ``error``."""
         with self._lock:
             self._errors += [error] * times
 
     def fail_until_mended(self, error: BaseException) -> None:
-        """Every call raises ``error`` until ``mend``."""
+        """Make every call raise ``error`` until ``mend``."""
         self._down = error
 
     def hold(self, gate: Event) -> None:
-        """Every call that arrives from now on waits for ``gate`` first, a minute at most."""
+        """Make every later call wait for ``gate`` first, for at most a minute."""
         self._gate = gate
 
     def flip_bit(self, bit: int) -> None:
-        """Values are read back with bit ``bit`` (of those they have, modulo) flipped."""
+        """Flip bit ``bit`` (modulo the length) of every value that is read."""
 
         def spoil(value: bytes) -> bytes:
             flipped = bytearray(value)
@@ -57,25 +57,25 @@ class FlakyStore(GuardedStore, Unguarded):
         self._spoil = spoil
 
     def truncate(self, nbytes: int) -> None:
-        """Values are read back with at most ``nbytes``."""
+        """Cut every value that is read to at most ``nbytes``."""
         self._spoil = lambda value: value[:nbytes]
 
     def drop(self, key: str) -> None:
-        """Lose the value behind everybody's back."""
+        """Delete the value without an entry in ``calls``."""
         self._inner.delete(key)
 
     def mend(self) -> None:
-        """No more faults."""
+        """Remove all faults."""
         with self._lock:
             self._errors.clear()
         self._down = self._gate = self._spoil = None
 
     def get(self, key: str) -> bytes | None:
-        """As the inner store, spoilt if asked for."""
+        """Return the inner store's value, with the requested damage."""
         return self._spoilt(super().get(key))
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """As the inner store; the whole value is spoilt, then cut."""
+        """Return a range of the inner store's value; damage applies to the whole value first."""
         value = self.call("get_range", self._inner.get, key)
         spoilt = self._spoilt(value)
         return None if spoilt is None else spoilt[start:end]
@@ -83,7 +83,7 @@ class FlakyStore(GuardedStore, Unguarded):
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """As the inner store; if asked for the whole value is spoilt, then cut."""
+        """Read from the inner store; damage applies to the whole value before ``start``."""
         if self._spoil is None:
             return super().get_into(key, buffer, arrived, start)
         verb = "get_into" if start is None else "get_range_into"
@@ -91,7 +91,7 @@ class FlakyStore(GuardedStore, Unguarded):
         return None if value is None else copy_into(key, value, buffer, arrived, start)
 
     def check(self) -> None:
-        """As the inner store, unless it is down."""
+        """Check the inner store, or raise the error of ``fail_until_mended``."""
         if self._down is not None:
             raise self._down
         self._inner.check()
@@ -101,11 +101,11 @@ class FlakyStore(GuardedStore, Unguarded):
         return value if value is None or spoil is None else spoil(value)
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Make ``call``, or fail as asked for."""
+        """Make ``call``, or raise the requested error."""
         with self._lock:
             self.calls.append(verb)
             error = self._errors.pop(0) if self._errors else self._down
-            gate = self._gate  # whoever hears of the arrival may mend the store at once
+            gate = self._gate  # a test that waits for ``arrived`` may call ``mend`` at once
         self.arrived.set()
         if gate is not None:
             gate.wait(GATE_WAIT_S)

@@ -1,8 +1,9 @@
-"""What every index promises, one test per promise; subclass it and give the fixtures.
+"""Contract tests for every index, one test per promise. Subclass ``IndexContract`` and add the
+fixtures.
 
-``index`` is an empty ``PruneIndex``, ``clock`` what it reads the time from. An index whose time is
-the server's own overrides ``pass_time`` to wait, with a ``short_s`` to wait for; ``put_garbage``
-spoils a record.
+``index`` is an empty ``PruneIndex``, and ``clock`` is the time that it uses. If the index uses the
+server's own time, override ``pass_time`` to wait, and set ``short_s`` to a time that a test can
+wait for. Override ``put_garbage`` to corrupt a record.
 """
 
 from collections.abc import Callable
@@ -22,17 +23,17 @@ OTHER = "fedcba9876543210fedcba9876543210"
 FIELD = "0.L0-2_H0-4"
 OTHER_FIELD = "0.L0-2_H4-8"
 LONG_S = 1_000
-"""A time to live that no test outlives."""
+"""A time to live that outlasts every test."""
 THREADS = 12
 
 
 def prefix_hash(number: int) -> bytes:
-    """A prefix hash of its own for every number."""
+    """Return a distinct prefix hash for each number."""
     return number.to_bytes(20, "big")
 
 
 def chunk(number: int = 1, namespace: str = NAMESPACE) -> ChunkEntry:
-    """The entry of chunk ``number``, which follows chunk ``number - 1``."""
+    """Return the entry of chunk ``number``, which follows chunk ``number - 1``."""
     return ChunkEntry(
         namespace=namespace,
         prefix_hash=prefix_hash(number),
@@ -43,7 +44,7 @@ def chunk(number: int = 1, namespace: str = NAMESPACE) -> ChunkEntry:
 
 
 def shard(nbytes: int = 4096) -> ShardRecord:
-    """A shard record that differs from those of other sizes."""
+    """Return a shard record that differs from those of other sizes."""
     return ShardRecord(
         nbytes=nbytes,
         raw_bytes=nbytes - 1,
@@ -55,24 +56,24 @@ def shard(nbytes: int = 4096) -> ShardRecord:
 
 
 def get(index: PruneIndex, number: int = 1, namespace: str = NAMESPACE) -> Record | None:
-    """The record of chunk ``number``."""
+    """Return the record of chunk ``number``, or None."""
     return index.lookup(namespace, [prefix_hash(number)])[0]
 
 
 def the(index: PruneIndex, number: int = 1) -> Record:
-    """The record of chunk ``number``, which must be there."""
+    """Return the record of chunk ``number``, which must exist."""
     record = get(index, number)
     assert record is not None
     return record
 
 
 def usage(index: PruneIndex) -> dict[str, tuple[int, int]]:
-    """Bytes and payloads of each namespace."""
+    """Return bytes and payloads of each namespace."""
     return {one.namespace: (one.nbytes, one.payloads) for one in index.usage()}
 
 
 def at_once(calls: list[Callable[[], object]]) -> list[object]:
-    """The results of all calls, started together, each in its own thread."""
+    """Run all calls at the same moment, each on its own thread, and return their results."""
     barrier = Barrier(len(calls))
 
     def run(call: Callable[[], object]) -> object:
@@ -84,14 +85,14 @@ def at_once(calls: list[Callable[[], object]]) -> list[object]:
 
 
 class IndexContract:
-    """Every ``PruneIndex`` passes every one of these."""
+    """Every ``PruneIndex`` passes all of these tests."""
 
     short_s = 100
-    """A time to live that ``pass_time`` outlives, and that no test does."""
+    """A time to live that ends within ``pass_time``, but not during any other part of a test."""
 
     @pytest.fixture
     def clock(self) -> ManualClock:
-        """What the index under test reads the time from."""
+        """The time that the index under test uses."""
         return ManualClock()
 
     def pass_time(self, clock: ManualClock, seconds: float) -> None:
@@ -99,7 +100,8 @@ class IndexContract:
         clock.advance(seconds)
 
     def put_garbage(self, index: PruneIndex, number: int) -> None:
-        """Put something under chunk ``number`` that no objkv wrote, where anybody else can."""
+        """Store something under chunk ``number`` that objkv never writes, if other programs could
+        do so."""
 
     def test_unknown_hashes_are_none_and_no_hashes_nothing(self, index: PruneIndex) -> None:
         assert index.lookup(NAMESPACE, [prefix_hash(1), prefix_hash(2)]) == [None, None]
@@ -280,7 +282,7 @@ class IndexContract:
         index.publish(chunk(1, OTHER), {FIELD: shard()}, ttl_s=LONG_S)
         index.publish(chunk(2, OTHER), {FIELD: shard()}, ttl_s=LONG_S)
         index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
-        index.lease("a lease is no record", "me", ttl_ms=LONG_S * 1000)
+        index.lease("a lease without a record", "me", ttl_ms=LONG_S * 1000)
         assert index.namespaces() == [NAMESPACE, OTHER]
 
     def test_of_many_who_lease_one_wins(self, index: PruneIndex) -> None:
@@ -354,7 +356,7 @@ class IndexContract:
         assert found == [both, {OTHER_FIELD: shard(4)}, None, None]
 
     def test_what_is_found_is_what_is_looked_up(self, index: PruneIndex) -> None:
-        """However late a reader of the mapping decodes it."""
+        """However late the caller decodes the mapping."""
         kinds = [shard(1), replace(shard(), codec="", header_checksum=""), shard(10**17), shard(99)]
         for number, kind in enumerate(kinds):
             index.publish(chunk(number + 1), {FIELD: kind, OTHER_FIELD: shard()}, ttl_s=LONG_S)
@@ -405,7 +407,7 @@ class IndexContract:
     def test_pinned_records_live_until_their_pin_ends(
         self, index: PruneIndex, clock: ManualClock
     ) -> None:
-        """Whatever is published and touched meanwhile: that does not shorten it."""
+        """Publishing and touching meanwhile do not shorten it."""
         index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
         until_s = int(clock()) + 3 * self.short_s
         assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=self.short_s)

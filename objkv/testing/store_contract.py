@@ -1,6 +1,6 @@
-"""What ``objkv.stores.base`` promises, one test per promise: a store's test file is its fixture.
+"""Contract tests for ``objkv.stores.base``, one test per promise.
 
-Subclass ``StoreContract`` in a test file and give it a fixture ``store``, empty for each test.
+Subclass ``StoreContract`` in a test file and add a fixture ``store`` that is empty for each test.
 """
 
 import threading
@@ -20,7 +20,7 @@ WRITERS = 12
 
 
 def at_once(count: int, call: Callable[[int], T]) -> list[T]:
-    """``call(0)`` … ``call(count - 1)``, each on a thread of its own, started at one moment."""
+    """Run ``call(0)`` … ``call(count - 1)`` at the same moment, each on its own thread."""
     barrier = threading.Barrier(count)
 
     def run(number: int) -> T:
@@ -35,27 +35,27 @@ _LARGE = bytes(range(256)) * (5 << 12)
 
 
 class Unwilling(Exception):
-    """What ``refuse`` raises."""
+    """Raised by ``refuse``."""
 
 
 def refuse(_: int) -> None:
-    """A caller that ends the get."""
+    """A progress callback that ends the get."""
     raise Unwilling
 
 
 class Arrivals:
-    """Keeps the numbers that a store reports, and whether each was true at that moment."""
+    """Records the reported byte counts, and whether each was true at that moment."""
 
     def __init__(self, buffer: memoryview, expected: bytes) -> None:
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.true = True
         self._buffer = buffer
         self._expected = expected
 
     def __call__(self, nbytes: int) -> None:
-        seen = self.told[-1] if self.told else 0
+        seen = self.reported[-1] if self.reported else 0
         self.true &= self._buffer[seen:nbytes] == self._expected[seen:nbytes]
-        self.told.append(nbytes)
+        self.reported.append(nbytes)
 
 
 CHUNK = "0" * 32 + "/ab/ab" + "1" * 38 + "/0.L0-32_H0-8.safetensors"
@@ -95,10 +95,10 @@ NOT_KEYS = (
 
 
 class StoreContract:
-    """Every store passes every one of these."""
+    """Every store passes all of these tests."""
 
     scans_in_order = True
-    """Whether the place has an order of keys."""
+    """Whether the backend scans in key order."""
 
     @pytest.fixture
     def store(self) -> PruneStore:
@@ -275,12 +275,12 @@ class StoreContract:
             list(pool.map(lambda key: store.put(key, b""), keys))
         found = [entry.key for entry in store.scan("many/")]
         assert sorted(set(found)) == keys
-        # Where there is no order, a place that is being rearranged may show a key twice.
+        # A backend without an order may return a key twice while it reorganizes itself.
         assert len(found) == len(keys) or not self.scans_in_order
 
     def test_scan_is_in_key_order_where_the_place_has_one(self, store: PruneStore) -> None:
         if not self.scans_in_order:
-            pytest.skip("this place has no order")
+            pytest.skip("this backend has no order")
         keys = ["b/1", "a/x/1", "a.b", "a-b", "a/x.y", "a/x-y", "c", "B", "a0"]
         for key in keys:
             store.put(key, b"")
@@ -319,7 +319,7 @@ class StoreContract:
         store.close()
         store.close()
 
-    # what a caller hears of bytes that arrive
+    # Progress reports of ``get_into``
 
     @pytest.mark.parametrize("value", [b"value", _LARGE, b""], ids=["small", "large", "empty"])
     def test_what_has_arrived_is_told_truly_and_at_rising_numbers(
@@ -330,15 +330,15 @@ class StoreContract:
         arrivals = Arrivals(buffer, value)
         assert store.get_into("k", buffer, arrivals) == len(value)
         assert arrivals.true
-        assert arrivals.told == sorted(arrivals.told)
-        assert arrivals.told[-1] == len(value)
+        assert arrivals.reported == sorted(arrivals.reported)
+        assert arrivals.reported[-1] == len(value)
         assert buffer[: len(value)] == value
 
     def test_nothing_arrives_of_what_is_not_there(self, store: PruneStore) -> None:
         arrivals = Arrivals(memoryview(b""), b"")
         assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
         assert store.get_into("none", memoryview(bytearray(8)), arrivals, start=3) is None
-        assert arrivals.told == []
+        assert arrivals.reported == []
 
     @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
     def test_whoever_watches_may_end_the_get_and_the_store_lives_on(
@@ -377,7 +377,7 @@ class StoreContract:
         assert store.get_into("k", inside, arrivals, start=start) == len(expected)
         assert outside == b".." + expected.ljust(size, b".") + b".."
         assert arrivals.true
-        assert arrivals.told[-1] == len(expected)
+        assert arrivals.reported[-1] == len(expected)
 
     def test_a_large_range_is_exactly_what_was_asked_for(self, store: PruneStore) -> None:
         store.put("k", _LARGE)
@@ -392,7 +392,7 @@ class StoreContract:
         arrivals = Arrivals(memoryview(b""), b"")
         with pytest.raises(ValueTooLong):
             store.get_into("k", memoryview(bytearray(4)), arrivals)
-        assert arrivals.told == []
+        assert arrivals.reported == []
         assert store.get("k") == b"value"
 
     def test_the_buffer_is_let_go_whatever_happens(self, store: PruneStore) -> None:
@@ -404,7 +404,7 @@ class StoreContract:
         store.get_into("k", memoryview(buffer), start=1)
         buffer.clear()  # would raise BufferError if the store still held a view
 
-    # races, each decided the same way whoever comes first
+    # Races: the outcome must not depend on which thread is first
 
     def test_of_many_writers_exactly_one_wins(self, store: PruneStore) -> None:
         for turn in range(3):

@@ -1,1 +1,1 @@
-"""When, and in whose memory: plans, slabs, lanes, and the threads that move payloads."""
+"""Moves payloads between the cache and the engine: plans, slabs, lanes and threads."""

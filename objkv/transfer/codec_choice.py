@@ -45,7 +45,7 @@ _LINK_MAX = 8e9
 class _Sample:
     ratio: float
     decode_s: float
-    """Per raw byte."""
+    """Decoding time per raw byte."""
 
 
 def load_seconds(link: float, ratio: float, decode_s: float, layers: int) -> float:

@@ -176,11 +176,11 @@ class Loader:
     def _work(self, lane: Lane) -> None:
         lane.adopt_thread()
         while (task := self._queue.take()) is not None:
-            since_s = thread_time()
+            began = thread_time()
             try:
                 self._run(lane, task)
             finally:
-                self._queue.finish(thread_time() - since_s)
+                self._queue.finish(thread_time() - began)
             del task  # do not keep it alive while waiting for the next one
 
     def _run(self, lane: Lane, task: Task) -> None:

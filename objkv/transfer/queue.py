@@ -101,7 +101,7 @@ class TaskQueue:
         self._usual_s = 0.0
         self._begun: dict[int, float] = {}
         """Time at which each busy thread took its task, by thread id."""
-        self._progress_s = 0.0
+        self._progress = 0.0
         self._is_watched = False
         self._changed = Condition()
         self._within: list[tuple[int, int, Task]] = []
@@ -126,7 +126,7 @@ class TaskQueue:
         with self._changed:
             room = 0 if self._closed else max(0, self._moves_max - self._moves)
             if not self._begun:
-                self._progress_s = monotonic()
+                self._progress = monotonic()
             taken = 0
             for index in range(len(job.plan.moves)):
                 if (counts := _counts(job, index)) and not room:
@@ -179,8 +179,8 @@ class TaskQueue:
 
     def _next(self) -> Task:
         if self._between and not (self._within and not self._is_overdue()):
-            since_s, task = self._between.popleft()
-            if monotonic() - since_s >= self._overdue_s:
+            queued, task = self._between.popleft()
+            if monotonic() - queued >= self._overdue_s:
                 self._overdue.add(get_ident())
             return task
         return heappop(self._within)[-1]
@@ -196,7 +196,7 @@ class TaskQueue:
             now = monotonic()
             self._overdue.discard(get_ident())
             if now - self._begun.pop(get_ident()) < self._patience_s():
-                self._progress_s = now
+                self._progress = now
             self._usual_s += (busy_s - self._usual_s) / _USUAL_TASKS
 
     def _patience_s(self) -> float:
@@ -204,7 +204,7 @@ class TaskQueue:
 
     def _may_begin(self) -> bool:
         since = monotonic() - self._patience_s()
-        return self._progress_s <= since or self._eager > sum(
+        return self._progress <= since or self._eager > sum(
             begun > since for begun in self._begun.values()
         )
 
@@ -215,11 +215,11 @@ class TaskQueue:
             return
         self._is_watched = True
         try:
-            first = min(self._begun.values(), default=self._progress_s)
-            late_s = min(first, self._progress_s) + self._patience_s()
-            if late_s <= (now := monotonic()):  # already late, but there was no task to take
-                late_s = now + self._patience_s()
-            self._changed.wait(late_s - now)
+            first = min(self._begun.values(), default=self._progress)
+            late = min(first, self._progress) + self._patience_s()
+            if late <= (now := monotonic()):  # already late, but there was no task to take
+                late = now + self._patience_s()
+            self._changed.wait(late - now)
         finally:
             self._is_watched = False
         if len(self) and self._may_begin():

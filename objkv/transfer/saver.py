@@ -224,7 +224,7 @@ class Saver:
         """
         end, give_up = self._clock() + drain_deadline_s, self._give_up
         if not self._copies_end(end + _COPIES_S):
-            logger.error("the device does not end the copies of saves, shutting down without them")
+            logger.error("copies of saves did not finish on the device, shutting down without them")
             give_up = self._strand
         left_s = max(0.0, end - self._clock())
         self._pool.close(left_s, give_up)
@@ -232,15 +232,15 @@ class Saver:
     def __repr__(self) -> str:
         return f"<Saver {self._pool}>"
 
-    def _copies_end(self, until_s: float) -> bool:
-        """Poll until all copies are done. Returns False if ``until_s`` comes first.
+    def _copies_end(self, until: float) -> bool:
+        """Poll until all copies are done. Returns False if the time ``until`` comes first.
 
         Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
         timeout, so this polls.
         """
         mark = self._last_mark
         while mark is not None and not mark.done():
-            if self._clock() >= until_s:
+            if self._clock() >= until:
                 return False
             sleep(_LOOK_S)
         return True

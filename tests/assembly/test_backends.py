@@ -1,4 +1,4 @@
-"""Both ends opened as the settings say, wrapped in the stated order, judged at the start."""
+"""Store and index opened from the settings, wrapped in the stated order, checked at start."""
 
 import logging
 import threading
@@ -192,12 +192,12 @@ def test_by_default_a_change_is_one_line_in_the_log(
 def test_what_only_an_operator_can_mend_is_an_error_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log_change(Change("bulk", "write", StoreDenied("put k: no space left, free some")))
+    log_change(Change("bulk", "write", StoreDenied("put k: the disk is full")))
     log_change(Change("bulk", "write", None))
     assert [(record.levelno, record.message) for record in caplog.records] == [
         (
             logging.ERROR,
-            "bulk writes are refused, serving without them reason=put k: no space left, free some",
+            "bulk writes are refused, serving without them reason=put k: the disk is full",
         ),
         (logging.WARNING, "bulk writes work again"),
     ]
@@ -294,7 +294,8 @@ def test_an_end_that_does_not_answer_is_one_warning(
 def test_an_end_that_hangs_does_not_hang_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a folder on a file system whose server is gone: nobody can call that thread back."""
+    """Hangs like a folder on a file system whose server is gone: its thread cannot be
+    interrupted."""
     gate = threading.Event()
 
     class Hangs(_Bulk):
@@ -305,7 +306,7 @@ def test_an_end_that_hangs_does_not_hang_the_start(
         check_backends(Backends(Hangs(), None, _Index()), config_of(tmp_path, load_deadline_ms=10))
     finally:
         gate.set()
-    assert "no answer for 0.02 s" in caplog.text
+    assert "no response within 0.02 s" in caplog.text
 
 
 def test_strict_refuses_to_start_without_an_end(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_all_ends_are_closed_although_one_fails() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"index_url": "rediss://h:x"}, "is no host:port"),
+        ({"index_url": "rediss://h:x"}, "is not a host:port"),
         ({"index_url": "rediss://h", "redis_ca_file": "/nowhere"}, "redis_ca_file /nowhere"),
         ({"bulk_url": "s3://b", "s3_ca_bundle": "/nowhere"}, "s3_ca_bundle"),
     ],

@@ -1,4 +1,4 @@
-"""What a server says of itself, as far as no real one is needed."""
+"""Facts about a server, as far as tests need no real one."""
 
 from unittest.mock import Mock
 

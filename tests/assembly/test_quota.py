@@ -1,4 +1,4 @@
-"""What counts against a quota, by where things lie."""
+"""The payloads that count against a quota, by kind of store and index."""
 
 from pathlib import Path
 from typing import Any

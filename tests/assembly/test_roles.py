@@ -1,4 +1,4 @@
-"""What the settings make of a role: stores that only read, prefixes, and who may start."""
+"""The effect of a role in the settings: read-only stores, prefixes, and permission to start."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_a_reader_finds_and_gets_and_changes_nothing(tmp_path: Path) -> None:
             lambda ends: for_operators(ends.admin),
         )
         for write in writes:
-            with pytest.raises(StoreDenied, match="role is reader"):
+            with pytest.raises(StoreDenied, match="role reader"):
                 write(ends)
         assert None not in ends.index.lookup(NAMESPACE, hashes)
 
@@ -46,9 +46,9 @@ def test_a_reader_finds_and_gets_and_changes_nothing(tmp_path: Path) -> None:
 def test_no_replica_starts_as_a_sweeper(tmp_path: Path) -> None:
     settings = config(tmp_path, role="sweeper")
     with open_backends(settings, NullRecorder()) as ends:
-        with pytest.raises(ConfigError, match="role is sweeper, which no replica is"):
+        with pytest.raises(ConfigError, match="role sweeper is not for replicas"):
             check_backends(ends, settings)
-        ends.bulk.put("k", b"x")  # to commands it is no hindrance
+        ends.bulk.put("k", b"x")  # it does not hinder commands
 
 
 def test_every_key_in_redis_begins_with_the_prefix() -> None:

@@ -1,4 +1,4 @@
-"""Where keys come from, and what is refused before anything is served."""
+"""The sources of keys, and the refusals before anything is served."""
 
 import builtins
 import os
@@ -37,7 +37,7 @@ def config(**settings: Any) -> Config:
 
 
 def refusal(**settings: Any) -> str:
-    """What the operator is told; never a key."""
+    """Return the message for the operator; it never contains a key."""
     with pytest.raises(ConfigError) as caught:
         open_seal(config(**settings))
     error: BaseException | None = caught.value
@@ -76,12 +76,12 @@ def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> N
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert "No such file" in refusal(encryption_keys_file=tmp_path / "none")
-    assert "not a file" in refusal(encryption_keys_file=tmp_path)
+    assert "not a regular file" in refusal(encryption_keys_file=tmp_path)
     os.mkfifo(tmp_path / "pipe", stat.S_IRUSR | stat.S_IWUSR)
-    assert "not a file" in refusal(encryption_keys_file=tmp_path / "pipe")
-    assert "not text" in refusal(signing_keys_command=f"{sys.executable} -c '{_BYTES}'")
+    assert "not a regular file" in refusal(encryption_keys_file=tmp_path / "pipe")
+    assert "not UTF-8 text" in refusal(signing_keys_command=f"{sys.executable} -c '{_BYTES}'")
     long = key_file(tmp_path, "#" * (1 << 20) + "\n" + LINE)
-    assert "longer than" in refusal(signing_keys_file=long)
+    assert "exceeds 1048576 bytes" in refusal(signing_keys_file=long)
 
 
 _BYTES = 'import sys; sys.stdout.buffer.write(b"\\xff\\xfe")'
@@ -99,7 +99,7 @@ def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     ("text", "told"),
     [
         ("", "no key in it"),
-        (f"key-1 acme {SECRET}", "no key of tenant 'default', nor of '\\*'"),
+        (f"key-1 acme {SECRET}", "there is no key for tenant 'default' or '\\*'"),
         (f"key-1 * {SECRET[:-1]}", "line 1: the key must be 32 bytes"),
     ],
 )
@@ -127,14 +127,14 @@ def test_a_command_that_fails_is_told_without_what_it_said() -> None:
     assert "No such file" in refusal(signing_keys_command="/nowhere/at-all")
     failing = f"import sys; print({SECRET!r}); sys.exit({SECRET!r})"
     told = refusal(signing_keys_command=shlex.join([sys.executable, "-c", failing]))
-    assert told.endswith("ended with 1")
+    assert told.endswith("failed with exit status 1")
     assert "No closing quotation" in refusal(signing_keys_command="cat 'x")
 
 
 def test_a_command_that_does_not_end_is_ended() -> None:
     sleeping = shlex.join([sys.executable, "-c", "import time; time.sleep(600)"])
     told = refusal(signing_keys_command=sleeping, keys_command_deadline_ms=50)
-    assert "has not ended within 0.05 s" in told
+    assert "did not finish within 0.05 s" in told
 
 
 def test_a_command_whose_own_program_goes_on_is_not_waited_for() -> None:
@@ -142,7 +142,7 @@ def test_a_command_whose_own_program_goes_on_is_not_waited_for() -> None:
     told = refusal(
         signing_keys_command="/bin/sh -c 'sleep 5 & echo $0'", keys_command_deadline_ms=300
     )
-    assert "has not ended within 0.3 s" in told
+    assert "did not finish within 0.3 s" in told
 
 
 def test_of_a_command_that_prints_without_end_no_more_is_read_than_keys_have() -> None:
@@ -151,7 +151,7 @@ def test_of_a_command_that_prints_without_end_no_more_is_read_than_keys_have() -
         signing_keys_command=shlex.join([sys.executable, "-c", endless]),
         keys_command_deadline_ms=60_000,
     )
-    assert "longer than" in told
+    assert "exceeds 1048576 bytes" in told
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

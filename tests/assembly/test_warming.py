@@ -46,7 +46,7 @@ def test_a_program_warms_what_it_has_in_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])
 def test_one_prompt_is_not_taken_for_a_list(prompts: object, tmp_path: Path) -> None:
     config = {"bulk_url": f"file://{tmp_path}"}
-    with pytest.raises(ConfigError, match="a list of prompts, not one"):
+    with pytest.raises(ConfigError, match="a list of prompts, not a single one"):
         objkv.warm(prompts, config=config, promote=True)  # type: ignore[arg-type]
 
 

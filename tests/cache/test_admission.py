@@ -1,4 +1,4 @@
-"""Which part of a match is loaded, from what was measured. Time is an argument."""
+"""Which part of a match is loaded, given measurements. Time is an argument."""
 
 import pytest
 from hypothesis import given
@@ -129,7 +129,7 @@ def test_one_load_that_took_very_long_changes_nothing() -> None:
 
 
 def test_a_store_that_was_slow_for_long_is_used_again_after_a_few_good_loads() -> None:
-    """Of a store that is refused only one load in half a minute is measured."""
+    """A store that is refused is measured by only one load in half a minute."""
     clock = ManualClock(1e6)
     admission = taught(clock)
     for _ in range(1_000):

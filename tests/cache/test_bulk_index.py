@@ -1,4 +1,5 @@
-"""A folder that is its own index: what lies in it is found, what is damaged goes, nothing lies."""
+"""A folder as its own index: it finds existing payloads, removes damaged ones, and returns no
+others."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""What is given up: ends first, nothing pinned, enough but not much more, whatever the order."""
+"""The choice of chunks to evict: last chunks first, nothing pinned, enough but not much more, in
+any order."""
 
 import random
 from collections.abc import Sequence
@@ -194,7 +195,7 @@ def test_another_policy_may_rank_ends_but_not_change_their_order_in_a_chain() ->
 
 
 def test_many_chunks_take_no_more_comparisons_than_sorting_them() -> None:
-    """Counted, not timed: a policy is asked once for each chunk that may go."""
+    """Counted, not timed: a policy is called once for each chunk that may be evicted."""
     asked = 0
 
     def counting(candidates: Sequence[Candidate], now_s: float) -> Worth:

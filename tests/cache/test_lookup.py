@@ -28,7 +28,7 @@ LIMITS = LookupLimits(deadline_s=1.0, queue_max=2, age_max_s=30.0)
 
 
 class GatedIndex(MemoryIndex):
-    """Answers when told; counts how often it was asked."""
+    """Replies when the test allows it, and counts calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     Timer(0.05, index.gate.set).start()
     service.wait(PATIENCE_S)
     assert index.gate.is_set()
-    service.wait(PATIENCE_S)  # for nothing: the answer is there
+    service.wait(PATIENCE_S)  # returns at once: the result exists
     assert time.monotonic() - started < PATIENCE_S / 2
     records = answer(lambda: service.ask("r", NS, HASHES))
     assert isinstance(records, tuple)
@@ -150,7 +150,7 @@ def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
 def test_a_request_that_waits_long_after_its_answer_is_looked_up_anew(
     service: LookupService, index: GatedIndex, clock: Clock
 ) -> None:
-    """What is stored may have changed; meanwhile the answer is the same."""
+    """The stored chunks may have changed; meanwhile the answer stays the same."""
     index.gate.set()
     found = answer(lambda: service.ask("r", NS, HASHES))
     index.publish(ChunkEntry(NS, HASHES[1], b"p" * 20, 0, 64), {FIELD: SHARD}, ttl_s=3600)

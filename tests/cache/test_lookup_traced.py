@@ -1,4 +1,4 @@
-"""A lookup is told to the trace of its request: how many chunks were asked for, and found."""
+"""A lookup adds a span to the trace of its request: how many chunks it looked up and found."""
 
 from collections.abc import Sequence
 
@@ -75,7 +75,7 @@ def test_an_index_that_fails_is_told(world: World) -> None:
     world.ask()
     span = world.span()
     world.lookups.close()
-    assert span.status.description == "the index did not answer"
+    assert span.status.description == "the lookup failed"
     assert (span.attributes or {})["objkv.chunks_found"] == 0
 
 

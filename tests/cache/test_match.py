@@ -1,4 +1,4 @@
-"""Which prefix is usable, from what was found alone."""
+"""Which prefix is usable, given the found shards."""
 
 from dataclasses import replace
 from math import lcm
@@ -124,7 +124,7 @@ def mixes(draw: st.DrawFn) -> tuple[list[GroupIdentity], int]:
 
 
 def reads(group: GroupIdentity, reader: int, token: int) -> bool:
-    """Whether computing token ``reader`` reads what was kept of ``token``, one by one."""
+    """Whether computing token ``reader`` reads the kept values of ``token``, one by one."""
     match group.kind:
         case "sliding_window":
             assert group.window is not None
@@ -159,7 +159,7 @@ def test_the_match_is_the_longest_whose_every_read_is_stored(
             if reads(group, end, token)  # later ones read less of it
         )
 
-    # What is in one payload is there whole or not at all, so full groups need all of theirs.
+    # A payload is either complete or missing, so full groups need all of their payloads.
     best = max(end for end in range(len(held) + 1) if serves(end * chunk))
     assert usable_chunks(found, groups, chunk) == best
 

@@ -1,4 +1,4 @@
-"""Pins as documents: what is written is read, and nothing else is."""
+"""Pins as documents: written documents are read, and all others are refused."""
 
 import json
 from typing import Any

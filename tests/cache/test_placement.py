@@ -1,4 +1,4 @@
-"""What becomes hot: small payloads at once, larger ones when they are loaded often."""
+"""Which payloads become hot: small ones at once, larger ones when they are loaded often."""
 
 from dataclasses import replace
 

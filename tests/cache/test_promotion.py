@@ -32,7 +32,7 @@ SETTINGS = CacheSettings(
 
 
 class WatchedStore(MemoryStore):
-    """Tells what was put; a gate and a fault for those who need them."""
+    """Records puts, with a gate and a fault for tests that need them."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class WatchedStore(MemoryStore):
 
 
 class WatchedIndex(MemoryIndex):
-    """Tells what was published."""
+    """Records publishes."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class World:
     log: list[str]
 
     def load(self, times: int, *, hot: bool = False, header: Header = HEADER) -> None:
-        """As a loader tells it; waits for what follows from it."""
+        """Report a load like a loader, and wait for its effects."""
         for _ in range(times):
             self.cache.note_load(CLAIM, header, hot=hot)
         assert self.cache._promoter is not None

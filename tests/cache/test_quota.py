@@ -1,4 +1,4 @@
-"""Saves stop at a quota, by what is read in the background, and go on when there is room again."""
+"""Saves stop at a quota, according to background readings, and resume when there is room again."""
 
 import logging
 from queue import Queue
@@ -20,7 +20,7 @@ OTHER = "f" * 32
 
 
 class Place:
-    """How much is used, as a test says."""
+    """Usage that a test sets."""
 
     def __init__(self) -> None:
         self.used: int | None = 0
@@ -60,8 +60,8 @@ def test_a_full_place_takes_nothing_until_it_has_room(
         quota.read()
         assert quota.has_room() is has_room
     assert [r.getMessage() for r in caplog.records] == [
-        "quota reached, saving nothing more used_bytes=100 limit_bytes=100",
-        "below quota, saving again used_bytes=99 limit_bytes=100",
+        "quota reached, saves stopped used_bytes=100 limit_bytes=100",
+        "below quota, saves resumed used_bytes=99 limit_bytes=100",
     ]
     quota.close()
 

@@ -1,4 +1,4 @@
-"""``objkv audit`` as users run it: what it says, what it ends with, and what scripts rely on."""
+"""``objkv audit`` as users run it: its output, its exit codes, and the keys for scripts."""
 
 import os
 from dataclasses import fields, is_dataclass, replace
@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def progress(home: Path) -> list[Path]:
-    """What audits have left for later."""
+    """Return the files that unfinished audits have left."""
     return list((home / "objkv" / "progress").glob("audit-*"))
 
 
@@ -217,7 +217,7 @@ def test_an_interrupt_while_figures_are_made_keeps_what_was_seen(
 
 
 def interrupt(*_: object) -> Any:
-    """As Ctrl-C."""
+    """Act as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
@@ -233,7 +233,7 @@ def test_a_server_that_fails_in_the_middle_is_3_and_the_next_run_goes_on(
 
 
 def fail(*_: object) -> Any:
-    """As a server that has gone."""
+    """Fail as an unreachable server does."""
     raise StoreUnavailable("scan: HTTP 503")
 
 
@@ -280,7 +280,7 @@ def test_the_keys_of_the_document_are_those_that_are_written_down(
 
 
 def names_in(kind: Any) -> set[str]:
-    """The fields of a dataclass, and of all in it."""
+    """Return the fields of a dataclass and of the dataclasses in it."""
     found: set[str] = set()
     for name, hint in get_type_hints(kind).items():
         found.add(name)

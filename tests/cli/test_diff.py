@@ -21,7 +21,7 @@ NOWHERE = "redis://127.0.0.1:1"
 
 @pytest.fixture
 def two(machine: Machine) -> Machine:
-    """Documents of two replicas, one of which has saved."""
+    """Store the documents of two replicas; only one of them has saved chunks."""
     machine.fill()
     save_identity(machine.bulk, OTHER)
     return machine

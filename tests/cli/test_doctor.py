@@ -58,7 +58,7 @@ def test_a_bulk_store_that_is_no_folder_is_2(run: Run, tmp_path: Path) -> None:
     ran = run("doctor", "--json", "--bulk-url", f"file://{tmp_path}/file/sub")
     assert ran.code == 2
     assert ran.document["verdict"] == "denied"
-    assert "a file stands where a folder is needed" in ran.out
+    assert "remove the file whose path must be a folder" in ran.out
 
 
 def test_wrong_settings_are_2_and_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,10 @@ def test_a_real_server_is_explained_and_its_refusals_too(
         assert (ran.code, ran.document["verdict"], reach) == (0, "warnings", ["reach"])
         ran = run("doctor", "--json", *arguments, "--bulk-url", f"file://{tmp_path}/b")
         assert (ran.code, ran.document["verdict"]) == (0, "ok")
-        for user, words in (("reader:pw", "objkv access prints"), ("replica:no", "redis_password")):
+        for user, words in (
+            ("reader:pw", "`objkv access` prints"),
+            ("replica:no", "redis_password"),
+        ):
             ran = run("doctor", "--json", "--index-url", f"redis://{user}@{place}")
             assert (ran.code, ran.document["verdict"]) == (2, "denied")
             assert words in ran.out

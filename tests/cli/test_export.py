@@ -1,4 +1,4 @@
-"""``objkv export`` and ``objkv import``: out of one cache, into another."""
+"""``objkv export`` and ``objkv import``: from one cache to another."""
 
 import json
 import os
@@ -45,7 +45,7 @@ from tests.support.servers.redis import wait_until
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> tuple[str, str, str, str]:
-    """Options of another, empty cache."""
+    """Return the options of another, empty cache."""
     (tmp_path / "other").mkdir()
     index = f"sqlite://{tmp_path}/other.sqlite"
     return ("--bulk-url", f"file://{tmp_path}/other", "--index-url", index)
@@ -209,7 +209,7 @@ def test_what_was_changed_on_the_way_is_refused_and_the_rest_is_brought_in(
 def test_a_payload_under_another_name_is_refused(
     run: Run, machine: Machine, out: Path, elsewhere: tuple[str, ...]
 ) -> None:
-    """Its SHA-256 is right in the manifest: it is the name that it does not claim."""
+    """The manifest has its correct SHA-256, but its header claims another name."""
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
     first, second, *_ = sorted(out.rglob("*.safetensors"))
@@ -371,7 +371,7 @@ def test_an_import_that_goes_on_believes_the_cache_and_not_what_it_did_before(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Somebody swept the cache between the two."""
+    """A sweep ran between the export and the import."""
     machine.fill()
     exported(run, out, "--namespace", NAMESPACE)
     monkeypatch.setattr("objkv.ops.export.import_._LINES_AT_ONCE", 1)
@@ -510,7 +510,7 @@ def test_what_is_written_is_for_nobody_else_and_an_open_folder_is_told(
 
 
 def save_many(machine: Machine) -> None:
-    """Many chunks at once: no file is synced, and no record is asked for."""
+    """Many chunks at once: no file is synced, and no record is looked up."""
     save_identity(machine.bulk)
     assert list(machine.index.scan(NAMESPACE)) == []
 

@@ -73,7 +73,7 @@ def test_pins_are_listed_for_people(run: Run, machine: Machine, hashes: list[str
     machine.bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
     ran = run("pin", "--list")
     assert ran.code == 1
-    assert f"{'9' * 40}.json: not a pin of objkv" in ran.out
+    assert f"{'9' * 40}.json is not a pin of objkv" in ran.out
 
 
 def test_a_pin_is_ended_by_the_beginning_of_its_leaf(

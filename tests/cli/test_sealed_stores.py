@@ -96,7 +96,7 @@ def test_without_keys_what_is_sealed_is_left_alone(
 ) -> None:
     ran = run("verify", "--all", "--quarantine", "--json")
     assert (ran.code, ran.document["ok"], ran.document["findings"]) == (0, 1, [])
-    assert "keys are not here" in ran.err
+    assert "keys are not configured" in ran.err
     assert all(machine.bulk.get(key.path()) for key in keys.values())
 
 

@@ -113,7 +113,7 @@ def test_who_may_only_read_may_warm_but_not_promote(
 ) -> None:
     monkeypatch.setenv("OBJKV_ROLE", "reader")
     assert run("warm", str(prompts), "--endpoint", server.url).code == 0
-    refused(run("warm", "--promote"), "promote writes, and role is reader")
+    refused(run("warm", "--promote"), "role reader does not allow --promote")
 
 
 def test_what_is_stored_is_checked_without_anybody_who_computes(
@@ -142,11 +142,11 @@ def test_what_is_stored_is_checked_without_anybody_who_computes(
         (("/nowhere.jsonl", "--endpoint", "http://127.0.0.1:9"), "/nowhere.jsonl: no such file"),
         (("/nowhere.jsonl", "--check"), "/nowhere.jsonl: no such file"),
         (("-", "--check", "--promote"), "--check and --promote exclude each other"),
-        (("-",), "say who computes"),
-        (("-", "--endpoint", "x", "--promote"), "say who computes"),
+        (("-",), "choose how to compute"),
+        (("-", "--endpoint", "x", "--promote"), "choose how to compute"),
         (("-", "--endpoint", "x", "--engine-arg", "a=1"), "--engine-arg needs --model"),
         (("-", "--model", "x", "--engine-arg", "a"), "write NAME=VALUE"),
-        (("-", "--endpoint", "x", "--lora", "a=b"), "b is no folder, and no digest"),
+        (("-", "--endpoint", "x", "--lora", "a=b"), "b is neither a folder nor a digest"),
         (("-", "--endpoint", "x", "--index-url", "memory:"), "index_url is memory:"),
         (("--promote",), "the index has no namespaces"),
     ],

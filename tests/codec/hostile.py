@@ -1,6 +1,6 @@
-"""Payloads that an attacker would make: every checksum is right, what is behind it is not.
+"""Payloads that an attacker would make: every checksum is right, but the content is not.
 
-Run as a program it reads all of them with little memory left, and prints what came of each.
+Run as a program it reads all of them with little memory left, and prints each outcome.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ LAYER = LayerSpec("model.layers.0.attn", "BF16", (4, 8, 128, 256))
 """2 MiB, which the reader has room for."""
 N = LAYER.nbytes
 SPARE_BYTES = 160 << 20
-"""Of address space, besides what the reader has anyway."""
+"""Address space in addition to the reader's own."""
 PEAK_BYTES_MAX = 64 << 20
-"""Of memory that reading any of them may take besides: a few times the longest header."""
+"""Memory in addition that reading any of them may take: a few times the longest header."""
 HEADER_JSON_BYTES = (4 << 20) - 4096
 _ZSTD_BLOCK_BYTES = 128 << 10
 
@@ -44,7 +44,7 @@ class Stored(NamedTuple):
 
 
 def document_of(frames: Sequence[Stored]) -> Document:
-    """The JSON of a header that describes ``frames`` as the format wants it."""
+    """Return the JSON of a header that describes ``frames`` in the format's own way."""
     metadata = {
         "checksum": "0" * 32,
         "format": "objkv/1",
@@ -79,8 +79,8 @@ def payload_of(frames: Sequence[Stored]) -> bytes:
 
 
 def zstd_by_hand(blocks: int, told: int | None = N, window: int = 0x68) -> bytes:
-    """A frame of ``blocks`` times 128 KiB of zeros that says it is ``told`` bytes long, and wants a
-    window of so much, by default 8 MiB."""
+    """Return a frame of ``blocks`` times 128 KiB of zeros that announces ``told`` bytes and
+    requires a window of that size, by default 8 MiB."""
     size = b"" if told is None else told.to_bytes(4, "little")
     head = b"\x28\xb5\x2f\xfd" + bytes([0x80 if size else 0, window]) + size
     block = (_ZSTD_BLOCK_BYTES << 3 | 0b10).to_bytes(3, "little") + b"\0"
@@ -117,16 +117,16 @@ def bombs() -> Iterator[tuple[str, str, bytes]]:
     blocks = N // _ZSTD_BLOCK_BYTES
     size = N.to_bytes(4, "little")
     for name, frame in {
-        "longer than it says": zstd_by_hand(1_000_000),
-        "shorter than it says": zstd_by_hand(blocks - 1),
-        "says it is 4 GiB": zstd_by_hand(32_000, told=2**32 - 1),
+        "longer than announced": zstd_by_hand(1_000_000),
+        "shorter than announced": zstd_by_hand(blocks - 1),
+        "announces 4 GiB": zstd_by_hand(32_000, told=2**32 - 1),
         "says nothing": zstd_by_hand(blocks, told=None),
         "a window of 9 MiB": zstd_by_hand(blocks, window=0x69),
         "a window of 2 GiB": zstd_by_hand(blocks, window=0xA8),
         "a window of petabytes": zstd_by_hand(blocks, window=0xF8),
         "a dictionary": b"\x28\xb5\x2f\xfd\x83\x68" + b"\xff" * 4 + size,
         "a frame to be skipped": b"\x50\x2a\x4d\x18" + b"\xff" * 4 + b"x" * 64,
-        "nothing but empty blocks": zstd_by_hand(0)[:-3] + b"\0\0\0" * 1_000_000,
+        "only empty blocks": zstd_by_hand(0)[:-3] + b"\0\0\0" * 1_000_000,
     }.items():
         yield f"zstd: {name}", "zstd", frame
     for name, frame in {
@@ -136,7 +136,7 @@ def bombs() -> Iterator[tuple[str, str, bytes]]:
     }.items():
         yield f"lz4: {name}", "lz4", frame
     for codec in ("blosc", "blosclz4"):
-        yield f"{codec}: says it is 2 GiB", codec, _changed(codec, 4, 2**31 - 1)
+        yield f"{codec}: announces 2 GiB", codec, _changed(codec, 4, 2**31 - 1)
         yield f"{codec}: blocks of 2 GiB", codec, _changed(codec, 8, 2**31 - 1)
         yield f"{codec}: blocks of one byte", codec, _changed(codec, 8, 1)
         yield f"{codec}: blocks of nothing", codec, _changed(codec, 8, 0)
@@ -146,10 +146,10 @@ def bombs() -> Iterator[tuple[str, str, bytes]]:
                 frame = _changed(codec, at, value)
                 yield f"{codec}: the {name} block at {value}", codec, frame
     for name, frame in {
-        "longer, and says so": bytes(_chunk(nbytes=2 * N)),
+        "longer, and announced as such": bytes(_chunk(nbytes=2 * N)),
         "a run that leaves memory as it was": _run(4),
         "a run of nothing known": _run(7),
-        "a run of a value that is not there": _run(3),
+        "a run of a missing value": _run(3),
         "a run of 2 GiB of zeros": _run(1, nbytes=2**31 - 1),
     }.items():
         yield f"blosc: {name}", "blosc", frame
@@ -199,7 +199,7 @@ def headers() -> Iterator[tuple[str, bytes]]:
 
 
 def claimed() -> Iterator[tuple[str, bytes]]:
-    """(name, payload): what says it is more than it should be."""
+    """Yield (name, payload) for payloads that announce more than they should."""
     vast = LayerSpec("vast", "BF16", (1 << 11, 8, 128, 256))
     frame = zstd_by_hand(8192, told=1 << 30)
     yield "a layer of 1 GiB", payload_of([Stored(vast, "zstd", frame)])
@@ -246,7 +246,7 @@ def _make(folder: Path) -> None:
 
 
 def _read_good_ones(scratch: memoryview) -> None:
-    """What a codec loads is there afterwards, and what it keeps."""
+    """Libraries that a codec loads stay loaded, and so does the memory they keep."""
     good = bytes(i // 64 % 256 for i in range(64 << 10)) * (N >> 16)
     for codec in CODECS:
         frame = bytes(compress(codec, memoryview(good), 2)[1])

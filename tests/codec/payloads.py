@@ -1,4 +1,4 @@
-"""What the tests of the codec build payloads from."""
+"""Building blocks for payloads in the tests of the codec."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Keys and seals of the tests. The keys are published: nobody may use them for anything else."""
+"""Keys and seals of the tests. The keys are public and must not be used for anything else."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ def other_seal(kind: str, secret: bytes = b"else" * 8) -> Seal:
 
 
 def reworked(header: dict[str, Any], frames: bytes) -> bytes:
-    """What somebody without a key can make of a payload: any JSON and any frames, with the right
+    """Return a payload that can be made without a key: any JSON and any frames, with the right
     length and the right checksum of the header."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-(len(text) + 8) // 4096) * 4096 - 8)

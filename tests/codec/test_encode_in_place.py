@@ -31,7 +31,7 @@ from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, layer_lists, noise, 
 
 
 def concatenated(layers: Sequence[LayerSpec], pages: Sequence[bytes], codec: str) -> bytes:
-    """The payload as the specification says it, made the obvious way."""
+    """Return the payload as specified, made the obvious way."""
     frames, stored, offset = [], b"", 0
     for layer, page in zip(layers, pages, strict=True):
         used, content = compress(codec, memoryview(page), layer.item_bytes)
@@ -104,7 +104,7 @@ def test_a_header_that_carries_tokens_has_room_for_them() -> None:
 def test_a_header_beyond_the_bound_is_refused_in_place_too() -> None:
     told = Provenance("ef" * 32, "tests", 1, (2**32 - 1,) * (HEADER_BYTES_MAX // 11))
     buffer = np.zeros(2 * HEADER_BYTES_MAX, dtype=np.uint8)
-    with pytest.raises(PayloadError, match="header of"):
+    with pytest.raises(PayloadError, match="the header has"):
         encode_in_place(CLAIM, LAYERS, buffer.data, codec="none", provenance=told)
 
 

@@ -1,7 +1,8 @@
-"""Whoever may write to the bucket, but holds no key, cannot make anybody load what was not saved.
+"""An attacker who may write to the bucket, but has no key, cannot make a reader load forged
+payloads.
 
-What that somebody may do here: take apart payloads that are there, put any bytes anywhere, and make
-every checksum right again, for checksums need no key.
+Here the attacker takes apart existing payloads, puts any bytes anywhere, and makes every checksum
+right again, because checksums need no key.
 """
 
 import json
@@ -133,20 +134,20 @@ CLAIMED: dict[str, Change] = {
     "scales": lambda document: document["__metadata__"].update({"scales.0": "1.0 0.5"}),
     "order": swapped("frame.0", "frame.1"),
 }
-"""Of what a payload says it is."""
+"""Values of the claim."""
 TOLD: dict[str, Change] = {
     "writer": metadata("writer", lambda _: "nobody"),
     "time": metadata("created_s", lambda _: "1"),
     "unknown name": lambda document: document["__metadata__"].update(more="x"),
 }
-"""Of what is for audits: only a signature keeps it."""
+"""Values for audits, which only a signature protects."""
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*CLAIMED, *TOLD])
 def test_nothing_that_a_payload_says_can_be_changed(name: str, kind: str, codec: str) -> None:
-    """Not even for a reader who expects just what it says now."""
+    """Not even for a reader who expects exactly the forged values."""
     seal = SEALS[kind]
     document, frames = split(SAMPLES[kind, codec])
     (CLAIMED | TOLD)[name](document)
@@ -155,7 +156,7 @@ def test_nothing_that_a_payload_says_can_be_changed(name: str, kind: str, codec:
 
 
 def is_refused_by_all(payload: bytes, seal: Seal) -> bool:
-    """Whether reading ends in a PayloadError for whoever expects what the payload says."""
+    """Whether reading raises PayloadError for a reader who expects the payload's own claim."""
     scratch = memoryview(bytearray(1 << 16))
     try:
         told = read_header(payload)
@@ -179,7 +180,7 @@ def test_frames_cannot_be_swapped_between_two_payloads(kind: str) -> None:
     one, other = make(seal), make(seal, pages=OTHER_PAGES)
     assert pages_read(other, seal) == OTHER_PAGES
     assert is_refused(grafted(one, other), seal)
-    # With all that the other header says of its frames, but with the first one's signature.
+    # With all metadata of the other header's frames, but with the first one's signature.
     document, frames = split(one)
     theirs, their_frames = split(other)
     for name, text in theirs["__metadata__"].items():
@@ -272,7 +273,7 @@ def test_a_key_of_one_kind_is_none_of_the_other() -> None:
             assert is_refused(make(maker), reader) == (made != read)
     with pytest.raises(PayloadError, match="not encrypted"):
         read_header(make(ways["signed"]), seal=ways["both"])
-    with pytest.raises(PayloadError, match="no payload is here"):
+    with pytest.raises(PayloadError, match="has no encryption key"):
         read_header(make(ways["both"]), seal=ways["signed"])
 
 
@@ -361,7 +362,7 @@ def test_a_hot_copy_that_was_forged_is_found_before_it_is_made() -> None:
 def test_who_finds_other_bytes_of_the_same_checksum_has_found_nothing(
     kind: str, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checksums are not cryptographic: here every frame has the one that its header tells."""
+    """The checksums are not cryptographic: here every frame has the one in its header."""
     seal, payload = SEALS[kind], bytearray(SAMPLES[kind, codec])
     header = read_header(payload, seal=seal)
     scratch = memoryview(bytearray(LAYERS[0].nbytes))

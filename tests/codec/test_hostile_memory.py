@@ -1,4 +1,4 @@
-"""What an attacker asks a reader to allocate or to decode is refused with little memory."""
+"""An attacker's requests to allocate or decode too much are refused with little memory."""
 
 import json
 import subprocess
@@ -38,10 +38,10 @@ def test_more_pages_than_any_reader_wants_are_refused_and_not_written() -> None:
     many = [LayerSpec(str(i), "BF16", shape) for i in range(RAW_BYTES_MAX // LAYER_BYTES_MAX + 1)]
     stored = [Stored(layer, "zstd", b"x") for layer in many]
     assert read_header(payload_of(stored[:-1])).raw_bytes == RAW_BYTES_MAX
-    with pytest.raises(PayloadError, match="bytes of pages"):
+    with pytest.raises(PayloadError, match="the pages exceed"):
         read_header(payload_of(stored))
     frames = [Frame(layer, "zstd", i, 1, "0" * 32, "0" * 32) for i, layer in enumerate(many)]
-    with pytest.raises(PayloadError, match="bytes of pages"):
+    with pytest.raises(PayloadError, match="the pages exceed"):
         render(CLAIM, frames, PROVENANCE)
 
 

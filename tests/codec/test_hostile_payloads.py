@@ -233,7 +233,7 @@ def test_a_name_twice_in_a_header_that_is_right_otherwise_is_refused(where: str)
 
 
 def test_a_header_beyond_the_bound_is_not_even_parsed() -> None:
-    with pytest.raises(PayloadError, match="header of"):
+    with pytest.raises(PayloadError, match="the header announces"):
         read_header(join(b" " * HEADER_BYTES_MAX))
 
 

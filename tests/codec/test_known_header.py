@@ -75,7 +75,7 @@ def outcome(read: Callable[[memoryview], Header], payload: bytes | bytearray) ->
 def with_layers(
     payload: bytes | bytearray, layers: tuple[LayerSpec, ...] = LAYERS, claim: Claim = CLAIM
 ) -> Header | str | object:
-    """What comes of ``payload``, after a check that it is the same whatever is known of it."""
+    """Return the outcome for ``payload``, after a check that it is the same whatever is known."""
     result = outcome(lambda view: parse_known(view, claim, layers), payload)
     assert result == outcome(parse, payload)
     return result

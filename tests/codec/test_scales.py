@@ -41,7 +41,7 @@ def test_nothing_else_is_taken_for_scales(text: str) -> None:
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
 def test_what_nothing_can_be_divided_by_is_no_scale(number: float) -> None:
-    with pytest.raises(ValueError, match="no scale"):
+    with pytest.raises(ValueError, match="not a finite positive scale"):
         scales_text(1.0, number)
 
 
@@ -59,7 +59,7 @@ def test_the_header_says_the_scales_of_each_layer(codec: str) -> None:
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 def test_pages_of_other_scales_are_refused(layer: int, codec: str) -> None:
-    """Also where one says scales and the other none: what it was divided by is not known."""
+    """Also if only one of them has scales: the divisor is then unknown."""
     for scaled in ("0.5 9.0", ""):
         other = replace(SCALED[layer], scales=scaled)
         others = (*SCALED[:layer], other, *SCALED[layer + 1 :])
@@ -69,7 +69,7 @@ def test_pages_of_other_scales_are_refused(layer: int, codec: str) -> None:
 
 
 def test_who_does_not_know_a_layers_scales_takes_any() -> None:
-    """A rank of another shape: the layer is not its own, and it reads others beside it."""
+    """A rank of another shape: the layer is not its own, and it reads others along with it."""
     unknown = (SCALED[0], replace(SCALED[1], scales=None), SCALED[2])
     for written in (SCALED, (SCALED[0], PLAIN[1], SCALED[2])):
         assert open_payload(payload_of(written), CLAIM, unknown).frames.layers == written

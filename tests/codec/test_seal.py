@@ -1,4 +1,4 @@
-"""Sealed payloads: what went in comes out, to whoever holds the keys, by either way of reading."""
+"""Sealed payloads: holders of the keys get back the same pages, by either way of reading."""
 
 import hashlib
 import hmac
@@ -144,7 +144,7 @@ def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> N
     header = read_header(payload)
     assert header.marks.encrypted_by == ENCRYPTER.id
     assert check_frames(header, payload) == len(LAYERS)  # damage shows without a key
-    with pytest.raises(PayloadError, match="no key is here"):
+    with pytest.raises(PayloadError, match="this process has no key"):
         pages_read(payload, None)
 
 
@@ -165,7 +165,7 @@ def test_every_key_that_is_known_opens_and_the_first_one_seals() -> None:
     assert pages_read(first, during) == pages_read(second, during) == pages
     assert pages_read(second, after) == pages
     for seal, payload in ((after, first), (before, second)):
-        with pytest.raises(PayloadError, match="not known here"):
+        with pytest.raises(PayloadError, match="which this process does not have"):
             read_header(payload, seal=seal)
 
 
@@ -279,7 +279,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("what", ELSEWHERE)
 def test_an_encrypted_frame_is_of_one_place_of_one_claim(what: str) -> None:
-    """By its tag alone, whatever the signature says."""
+    """By its tag alone, whatever the signature."""
 
     def cipher(claim: Claim, frames: int, tokens: str) -> AesFrames:
         made = AesFrames(ENCRYPTER.secret, bytes(32), claim, frames)
@@ -291,5 +291,5 @@ def test_an_encrypted_frame_is_of_one_place_of_one_claim(what: str) -> None:
     cipher(CLAIM, 3, "cd").decrypt(PLACE, memoryview(stored), out, tag)
     assert bytes(out) == noise(64)
     claim, frames, tokens, place = ELSEWHERE[what]
-    with pytest.raises(PayloadError, match="not what was encrypted"):
+    with pytest.raises(PayloadError, match="was not encrypted for this claim"):
         cipher(claim, frames, tokens).decrypt(place, memoryview(stored), out, tag)

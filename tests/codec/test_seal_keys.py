@@ -42,8 +42,8 @@ def test_a_tenant_with_keys_of_its_own_has_no_others() -> None:
 BAD = {
     "": "no key",
     "# nothing": "no key",
-    "a *": "line 1: 2 words",
-    f"a * {ONE.hex()} more": "line 1: 4 words",
+    "a *": "line 1 has 2 words",
+    f"a * {ONE.hex()} more": "line 1 has 4 words",
     f"\na/b * {ONE.hex()}": "line 2: the id",
     f"{'a' * 65} * {ONE.hex()}": "line 1: the id",
     f"a te/nant {ONE.hex()}": "line 1: the tenant",
@@ -53,12 +53,12 @@ BAD = {
     f"a * {base64.b64encode(ONE + b'x').decode()}": "line 1: the key must be 32 bytes",
     f"a * {'0' * 64}": "line 1: the key is not random",
     f"a * {ONE.hex()}\na * {OTHER.hex()}": "the same id",
-    "[": "looks like JSON",
-    "[" * 100_000: "looks like JSON",
+    "[": "starts like JSON",
+    "[" * 100_000: "starts like JSON",
     "{}": "an array",
     "[1]": "entry 1",
     '[{"id": "a"}]': "entry 1",
-    '[{"id": "a", "tenant": "*", "key": 1}]': "entry 1: id, tenant and key must be text",
+    '[{"id": "a", "tenant": "*", "key": 1}]': "entry 1: id, tenant and key must be strings",
 }
 
 

@@ -13,7 +13,7 @@ from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question, _RefusedError
 from objkv.net.resp import CLIENT_ERRORS, RespConnection
 from objkv.stores.redis import _received
-from objkv.stores.s3.http import HttpResponse, NoAnswer
+from objkv.stores.s3.http import HttpResponse, WireFailed
 from objkv.testing.index_contract import shard
 from tests.fuzz.mutation import NUMBERS, changed_bytes, spoiled
 from tests.fuzz.target import Finding, Target, outcome, require
@@ -187,7 +187,7 @@ _HEADS = [
 ]
 
 
-@outcome((ValueError, NoAnswer))
+@outcome((ValueError, WireFailed))
 def _answer(raw: bytes) -> str:
     """A head is understood, or left to the client; no more is read than it announces."""
     if b"\r\n\r\n" not in raw:

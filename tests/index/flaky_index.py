@@ -1,17 +1,17 @@
-"""An index that fails on request and remembers what it was asked."""
+"""An index that fails on request and records calls."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from objkv.index.base import WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.net.guard import Unguarded
+from objkv.net.guard import CallPolicy
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class FlakyIndex(GuardedIndex, Unguarded):
+class FlakyIndex(GuardedIndex, CallPolicy):
     error: Exception | None = None
     after: Callable[[], object] = staticmethod(lambda: None)
     calls: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
-"""``GuardedIndex``: counted, given up by direction, read-only. What all guards do, whatever they
-guard, is in ``tests/net/test_guard.py`` and ``tests/stores/test_guarded.py``."""
+"""``GuardedIndex``: counters, breakers by direction, read-only. ``tests/net/test_guard.py`` and
+``tests/stores/test_guarded.py`` cover the behaviour of all guards."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ def test_it_is_checked_by_reading(inner: FlakyIndex) -> None:
 def test_what_operators_do_is_denied_to_readers_with_what_to_set() -> None:
     index = MemoryIndex()
     assert for_operators(index) is index
-    with pytest.raises(StoreDenied, match="role is reader, and this would write: set role to"):
+    with pytest.raises(StoreDenied, match="role reader does not allow writes: set role to"):
         for_operators(None)
 
 

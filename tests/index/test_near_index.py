@@ -26,7 +26,7 @@ FIELDS = [FIELD]
 
 
 class Place:
-    """A near-cache, what is behind it, and a second way to that, as another replica has it."""
+    """A near cache, its inner index, and another replica's direct way to that index."""
 
     def __init__(self, records_max: int = 100, miss_ttl_s: float = 0.0) -> None:
         self.clock = ManualClock()

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, the near-cache answers what was so a short while ago."""
+"""Whatever happens in whatever order, the near cache returns a state of a short while ago."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ NUMBERS = (1, 2, 3)
 
 @dataclass
 class Truth:
-    """What the index held of one chunk, and when; both in order of time."""
+    """The index's records of one chunk, and when it held them; both in order of time."""
 
     held: list[tuple[Shards | None, float]] = field(default_factory=list)
-    """What, and until when it was replaced; of what is held now, infinity."""
+    """The record, and until when it was valid; infinity for the current one."""
     told_of: int = 0
-    """Where in ``held`` it was when this process last changed or doubted it."""
+    """Position in ``held`` when this process last changed or doubted it."""
 
     def now(self, shards: Shards | None, now_s: float) -> None:
         if self.held:
@@ -103,7 +103,7 @@ class World:
         for number, shards in zip(numbers, found, strict=True):
             assert before[number].allows(shards, now_s)
             if shards is None:
-                break  # what follows is of no use to anybody
+                break  # the later chunks are useless
 
 
 OPS = ("publish", "forget", "invalidate", "clear", "publish_elsewhere", "drop_elsewhere", "wait")

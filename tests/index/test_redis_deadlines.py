@@ -28,7 +28,7 @@ from tests.support.servers.listener import Listener
 from tests.support.servers.slow import DROP_S, Reluctant, full_listener
 
 PATIENCE_S = 60.0
-"""Far more than the deadline, and less than what is waited for takes."""
+"""Far more than the deadline, but less than the calls would take without one."""
 HASH = b"h" * 20
 FIELD = "0.L0-2_H0-2"
 SHARD = ShardRecord(1, 1, "none", hot=False, header_checksum="0" * 32, created_s=1)

@@ -90,7 +90,7 @@ def test_answers_are_told_apart_however_they_are_cut(kinds: list[Kind], cuts: li
         assert asked(line, len(kinds)) == expected
         assert line.clean
         return
-    # What looks like two answers is either taken for what it is, or nothing is believed at all.
+    # An ambiguous reply is either parsed correctly, or the whole lookup is discarded.
     try:
         found = asked(line, len(kinds))
     except exceptions.InvalidResponse:
@@ -125,7 +125,7 @@ def test_rows_are_told_apart_however_they_are_cut(
         ANSWERS["two"] + ANSWERS["none"],  # as many values as questions, but not these answers
         ANSWERS["hit"],  # too few
         ANSWERS["hit"] * 3,  # too many
-        bulk(b"0" * 16) + ANSWERS["hit"] * 2,  # somebody else's answer before ours
+        bulk(b"0" * 16) + ANSWERS["hit"] * 2,  # another command's reply before ours
         b":1\r\n" + ANSWERS["hit"],
         b"$3\r\nabcde\r\n" + ANSWERS["hit"],
         b"$200000\r\n" + bytes(200_000),

@@ -87,7 +87,7 @@ def test_hashes_that_no_objkv_wrote_are_absent(
 
 
 def test_a_record_of_shapes_that_is_too_large_is_not_read(client: redis.Redis) -> None:
-    """Every replica asks for it; a writer could fill it for all the others."""
+    """Every replica looks it up, and a writer could fill it for all the others."""
     index = RedisIndex(client)
     shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
     for hashes in ([SHAPES_HASH], [prefix_hash(1), SHAPES_HASH]):
@@ -174,7 +174,7 @@ def test_a_touch_of_a_thousand_hashes_is_one_round_trip_once_the_server_knows_th
 
 
 def test_commands_one_after_the_other_are_a_round_trip_each(valkey: RedisServer) -> None:
-    """What is counted above is counted: else the two tests before this one would prove nothing."""
+    """Commands are really counted: otherwise the two tests before this one would prove nothing."""
     trips = RoundTrips()
     with counted(valkey, trips) as client:
         client.ping()

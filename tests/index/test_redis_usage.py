@@ -1,4 +1,4 @@
-"""Running totals in Redis: what drifts, what mends it, and what a save pays for it."""
+"""Running totals in Redis: their drift, its repair, and their cost for a save."""
 
 from collections.abc import Callable
 from contextlib import suppress

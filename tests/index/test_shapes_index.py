@@ -21,7 +21,7 @@ START = 1_000_000.0
 
 
 class CountingIndex(MemoryIndex):
-    """Notes what it was asked."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -148,7 +148,7 @@ def test_the_file_of_a_newer_objkv_is_refused_with_what_to_do(tmp_path: Path) ->
     SqliteIndex(path).check()
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreDenied, match=r"newer objkv \(schema 99, this one knows 2\): upgrade"):
+    with pytest.raises(StoreDenied, match=r"newer objkv \(schema 99, supported: 2\): upgrade"):
         SqliteIndex(path).check()
 
 
@@ -187,7 +187,10 @@ def test_a_full_disk_is_unavailable_with_what_to_do(tmp_path: Path) -> None:
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA max_page_count = 2")
     connection.execute("CREATE TABLE t (x)")
-    with pytest.raises(StoreUnavailable, match="no space left, free some"), translated(path):
+    with (
+        pytest.raises(StoreUnavailable, match="the disk is full, free some space"),
+        translated(path),
+    ):
         connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
 
 
@@ -214,7 +217,7 @@ def test_making_an_index_touches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> None:
-    """Its connections would go on with a file that has no name, and share it with nobody."""
+    """Otherwise its connections would continue with a file that has no name and no other users."""
     path = tmp_path / "index.sqlite"
     mine, others = SqliteIndex(path), SqliteIndex(path)
     mine.publish(chunk(1), {FIELD: shard(1)}, ttl_s=60)

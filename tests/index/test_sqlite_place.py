@@ -1,4 +1,4 @@
-"""Who may reach the file of an index, and what is refused in its place."""
+"""Who may access the file of an index, and which files are refused in its place."""
 
 import os
 import sqlite3

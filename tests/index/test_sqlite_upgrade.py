@@ -1,4 +1,4 @@
-"""An index file of the first version is upgraded in place, once, whoever opens it."""
+"""An index file of the first version is upgraded in place, once, by any process that opens it."""
 
 import sqlite3
 import time
@@ -102,7 +102,7 @@ def test_what_has_expired_is_not_counted_before_it_is_removed(tmp_path: Path) ->
     index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=50)
     clock.advance(10)
     assert usage(index) == {NAMESPACE: (3, 1)}
-    index.lease("x", "me", ttl_ms=1)  # a write, which removes what has expired
+    index.lease("x", "me", ttl_ms=1)  # a write, which removes expired records
     assert usage(index) == {NAMESPACE: (3, 1)}
     clock.advance(100)
     assert usage(index) == {}

@@ -1,4 +1,4 @@
-"""What encoder outputs are called: published values, and that everything in a name matters."""
+"""Names of encoder outputs: published values, and that every part of a name matters."""
 
 import hashlib
 import json

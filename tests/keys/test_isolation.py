@@ -1,7 +1,7 @@
-"""Tenants and salts: whoever differs in one has other names for everything, so nothing is hit.
+"""Tenants and salts: if one differs, all names differ, so there are no hits.
 
-What replicas make of it is shown with engines in ``tests/engine/test_share_isolation.py``, and what
-servers refuse besides in ``tests/services/test_access_*``.
+``tests/engine/test_share_isolation.py`` shows the effect with engines, and
+``tests/services/test_access_*`` the refusals of servers.
 """
 
 from dataclasses import replace

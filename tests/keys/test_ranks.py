@@ -48,7 +48,8 @@ def cells(shard: Shard) -> Cells:
 
 
 def cells_of(topology: Topology, rank: int) -> Cells:
-    """What a rank holds, cell by cell, as vLLM deals them out: an own count, no shards."""
+    """Return the cells that a rank holds, by vLLM's distribution: counted independently, without
+    shards."""
     pp_rank, tp_rank = rank // topology.tp_size, rank % topology.tp_size
     before = sum(topology.layers[:pp_rank])
     heads, tp_size = topology.heads, topology.tp_size
@@ -61,7 +62,7 @@ def cells_of(topology: Topology, rank: int) -> Cells:
 
 
 def check(reader: Topology, writer: Topology, prefix_hash: bytes) -> None:
-    """What is read of each target is exactly what the rank holds, whatever the two shapes."""
+    """The parts read of each target are exactly the rank's shard, whatever the two shapes."""
     saved = {rank: cells_of(writer, rank) for rank in writer.writers(prefix_hash)}
     everything = set(product(range(sum(writer.layers)), range(writer.heads)))
     assert Counter(cell for kept in saved.values() for cell in kept) == Counter(everything)
@@ -193,7 +194,7 @@ def test_ratios_undo_each_other() -> None:
                 (Topology.pp_ratio, pp_one, pp_other),
             ):
                 if max(mine, theirs) % min(mine, theirs):
-                    with pytest.raises(ValueError, match="neither divides"):
+                    with pytest.raises(ValueError, match="set one to a multiple of the other"):
                         ratio(one, other)
                     continue
                 assert mine * max(1, -ratio(one, other)) == theirs * max(1, ratio(one, other))
@@ -210,7 +211,7 @@ def test_sizes_without_a_ratio_share_all_the_same() -> None:
 
 
 def test_block_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="block_size 16 here and 24 there"):
+    with pytest.raises(ValueError, match="block_size is 16 here and 24 there"):
         Topology(1, 1, (1,), 16).block_ratio(Topology(1, 1, (1,), 24))
 
 
@@ -229,7 +230,7 @@ def test_what_vllm_could_not_run_is_refused_with_what_to_change() -> None:
         with pytest.raises(ValueError, match="set tensor_parallel_size"):
             Topology(tp_size, heads, (1,))
     for layers in ((), (0, 0), (3, -1)):
-        with pytest.raises(ValueError, match="at least one in all"):
+        with pytest.raises(ValueError, match="at least one layer in total"):
             Topology(1, 1, layers)
 
 

@@ -1,4 +1,4 @@
-"""What a reader takes of what writers of other shapes stored, against counting cell by cell."""
+"""The parts that a reader takes of other shapes' shards, compared with counting cell by cell."""
 
 from collections import Counter
 from itertools import pairwise, permutations

@@ -10,7 +10,7 @@ from objkv.net.resp import RespConnection
 
 
 class Connection:
-    """What a ``RespConnection`` needs of redis-py's connection."""
+    """The part of redis-py's connection that a ``RespConnection`` needs."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock

@@ -21,7 +21,7 @@ DAY_S = 86_400.0
 
 
 class Server:
-    """Answers, or not, and counts who asks; time passes when told to."""
+    """Replies or fails, and counts callers. Its time passes on request."""
 
     def __init__(self, patience: Patience = PATIENCE) -> None:
         self.clock = ManualClock(0.0)
@@ -390,7 +390,7 @@ def test_probes_that_hang_since_an_earlier_outage_do_not_slow_down_a_later_one()
 
 
 class Busy:
-    """Breakers of a server that is asked too much now and then."""
+    """Breakers of a server that is overloaded now and then."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(0.0)

@@ -67,7 +67,7 @@ def test_waiting_ends_with_the_deadline_and_later_calls_are_patient_again(
     with EndsBy(time.monotonic() + 0.05), pytest.raises(TimeoutError):
         one.recv_into(bytearray(1))
     with EndsBy(time.monotonic() + 0.3), pytest.raises(TimeoutError):
-        one.sendall(bytes(64 << 20))  # nobody takes it
+        one.sendall(bytes(64 << 20))  # the other side never reads
     with EndsBy(time.monotonic() - 1):
         for call in (lambda: one.send(b"x"), lambda: one.recv(1), check_end):
             with pytest.raises(TimeoutError, match="deadline"):

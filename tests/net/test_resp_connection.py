@@ -53,7 +53,7 @@ def test_a_value_that_does_not_end_where_it_was_announced_is_no_value() -> None:
     told = list[int]()
     with pytest.raises(exceptions.InvalidResponse):
         read_value(line, bytearray(3), told)
-    assert 3 not in told, "of a whole value nobody is told that is none"
+    assert 3 not in told, "a broken value is never reported as complete"
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_a_connection_goes_back_with_the_time_out_it_came_with() -> None:
     assert not connection.disconnected
 
 
-@pytest.mark.parametrize("spoil", ["half read", "not asked for", "ended"])
+@pytest.mark.parametrize("spoil", ["half read", "unrequested", "ended"])
 def test_a_connection_with_something_left_in_it_goes_back_closed(spoil: str) -> None:
     line, theirs = wire()
     assert line.is_fresh()
     if spoil == "half read":
         line.send(b"x")
-    elif spoil == "not asked for":
+    elif spoil == "unrequested":
         theirs.sendall(b"+OK\r\n")
     else:
         theirs.close()
@@ -154,7 +154,7 @@ def test_a_command_is_packed_as_the_protocol_says() -> None:
 
 
 def test_a_connection_from_which_too_much_was_read_is_not_used_again() -> None:
-    """What came with an answer and belongs to none would be the next command's answer."""
+    """Unexpected bytes after a reply would be taken as the next command's reply."""
     line, theirs = wire()
     theirs.sendall(b"$-1\r\n+OK\r\n")
     assert line.read_line(10) == b"$-1"

@@ -18,7 +18,7 @@ THREADS = 8
 
 @pytest.fixture(autouse=True)
 def _kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause of the machine shall replace no connection."""
+    """A pause of the machine must not replace a connection."""
     monkeypatch.setattr(line_module, "KEEP_S", 1e9)
 
 
@@ -48,7 +48,7 @@ def free(client: redis.Redis) -> int:
 
 
 def test_the_connections_of_this_redis_py_can_be_lent(client: redis.Redis) -> None:
-    """Where it fails, redis-py has renamed what is used of it: all still works, at its speed."""
+    """If it fails, redis-py has renamed something: everything still works, at redis-py's speed."""
     lines = RespConnections(client)
     line = lines.take("k")
     ping(line)

@@ -1,6 +1,6 @@
-"""The rights of each role, as text: what they allow nobody, and what no setting can make of them.
+"""The rights of each role, as text: they never allow too much, whatever the settings.
 
-That they are enough, and that servers understand them so, is shown in ``tests/services``.
+``tests/services`` shows that they suffice on real servers.
 """
 
 import json
@@ -39,7 +39,7 @@ def actions(found: Access) -> set[str]:
 
 
 def allows(policy: dict[str, Any], action: str, key: str) -> bool:
-    """Whether ``policy`` allows ``action`` on an object, or a listing of what begins with it."""
+    """Whether ``policy`` allows ``action`` on an object, or a listing with it as the prefix."""
     for one in policy["Statement"]:
         if action not in one["Action"]:
             continue
@@ -103,7 +103,7 @@ def test_no_tenant_reaches_into_another(role: str, mine: str, theirs: str, rest:
 
 @given(st.sampled_from(ROLES), TENANTS)
 def test_a_tenants_settings_are_settings(role: str, tenant: str) -> None:
-    """What it is told to set leads to what it has rights to, with or without ``--tenant``."""
+    """The printed settings lead to the places of the printed rights, with or without a tenant."""
     found = access(role, tenant)
     again = access_of(load_config(PLACE | found.settings, environ={}), found.role)
     assert (again.iam, again.acl) == (found.iam, found.acl)

@@ -1,4 +1,4 @@
-"""What an audit finds in stores whose defects are known, and while replicas go on."""
+"""Audits of stores with known defects, and while replicas keep writing."""
 
 import tomllib
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ def test_a_bulk_store_that_has_nothing_of_what_the_index_knows_is_reported_as_wr
     assert "either bulk_url belongs to another index" in report.problems[0]
     assert counts(report) == {"ghost": 2}
     [namespace] = report.namespaces
-    assert namespace.problem == "the bulk store has no folder of it"
+    assert namespace.problem == "the bulk store has no folder for it"
 
 
 def test_what_was_not_walked_is_not_judged() -> None:

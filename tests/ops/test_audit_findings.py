@@ -1,4 +1,4 @@
-"""One payload is one finding, the same whatever is asked for."""
+"""One payload is one finding, the same in every kind of audit."""
 
 import re
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_a_short_payload_is_corrupt_and_nothing_else(namespace: str, is_recorded
 
 @pytest.mark.parametrize("name", [NAMESPACE, "5" * 32])
 def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> None:
-    """Whether nobody knows the namespace, or it is of an old epoch."""
+    """With a namespace that has no document or has an old epoch."""
     bulk, index = MemoryStore(), MemoryIndex()
     [key] = save(bulk, index, tokens_of((9,)))
     if name == NAMESPACE:
@@ -68,7 +68,7 @@ def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> 
 
 @pytest.mark.parametrize("namespace", ["current", "old epoch", "stranger"])
 def test_a_header_that_is_not_right_is_corrupt_and_nothing_else(namespace: str) -> None:
-    """Where the bulk store is its own index, so that headers are read."""
+    """With a bulk store that is its own index, so headers are read."""
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, [(1,)])
     [key] = save(bulk, None, tokens_of((9,)))
@@ -100,7 +100,7 @@ def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left() -> None:
 
 
 def test_the_namespaces_figures_add_up_to_what_is_the_faults() -> None:
-    """And what the next sweep takes is in neither."""
+    """Findings for the next sweep are in neither sum."""
     clock = ManualClock(1_000.0)
     bulk, index = MemoryStore(clock=clock), MemoryIndex()
     defects = Defects(good=20, orphan=3, ghost=4, old_epoch=5, stranger=2, short=2)

@@ -1,4 +1,4 @@
-"""Where an audit keeps what it has seen: over runs, beside others, and in little memory."""
+"""The spool of an audit: over several runs, with concurrent audits, and in little memory."""
 
 import sqlite3
 import tracemalloc
@@ -131,7 +131,7 @@ def test_the_file_is_the_users_own(tmp_path: Path) -> None:
 
 
 def test_pythons_memory_does_not_grow_with_the_store() -> None:
-    """What SQLite takes is bounded by a setting of its own; benchmarks/audit.py measures all."""
+    """A setting limits SQLite's own memory; benchmarks/audit.py measures the whole process."""
 
     def peak(chunks: int) -> int:
         spool = AuditSpool(None)
@@ -148,13 +148,13 @@ def test_pythons_memory_does_not_grow_with_the_store() -> None:
         spool.close()
         return found
 
-    peak(500)  # what is kept from then on
+    peak(500)  # warms caches that stay allocated
     few, many = peak(1_500), peak(6_000)
     assert many < 1.5 * few
 
 
 def chain(number: int) -> Record:
-    """Of chains of 50."""
+    """Return a record of a chain of 50 chunks."""
     place = number % 50
     shard = ShardRecord(5_000, 4_000, "none", False, "", 0)
     start = place * CHUNK
@@ -172,8 +172,10 @@ def orphans(report: AuditReport) -> FindingCount:
 
 
 def walked(monkeypatch: pytest.MonkeyPatch, *, early: int, late: int) -> AuditReport:
-    """The index is read; an hour later payloads are saved, the store is listed an hour after that.
-    ``early`` payloads have lain there without a record before, ``late`` are saved meanwhile."""
+    """Read the index, save payloads an hour later, and list the store an hour after that.
+
+    ``early`` payloads had no record before the audit; ``late`` payloads are saved meanwhile.
+    """
     monkeypatch.setattr("objkv.ops.audit.walk.LOOKED_TWICE_MAX", 2)
     clock = ManualClock(NOW_S)
     bulk, index = MemoryStore(clock=clock), MemoryIndex()
@@ -251,7 +253,7 @@ def test_a_continued_walk_of_a_store_that_lost_its_payloads_does_not_say_that_al
 
 
 def assert_no_agreement(report: AuditReport) -> str:
-    """The page of ``report``, which does not say that both ends agree."""
+    """Return the page of ``report`` after checking that it does not report agreement."""
     page = html_report(report)
     assert "Index and bulk store agree" not in page
     assert "index and store agree" not in page

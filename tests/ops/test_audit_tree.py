@@ -1,4 +1,4 @@
-"""The prefix tree of an audit, held against a plain reading of the same prompts."""
+"""The prefix tree of an audit, compared with a simple computation from the same prompts."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def audit_of(prompts: list[Prompt], *, roots_max: int = 50) -> AuditReport:
 
 
 def node_ends(chunks: set[Prompt]) -> set[Prompt]:
-    """Chunks after which there is not exactly one way on."""
+    """Return the chunks that do not have exactly one continuation."""
     return {one for one in chunks if ways_on(chunks, one) != 1}
 
 

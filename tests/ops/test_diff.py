@@ -1,4 +1,4 @@
-"""Why two documents are not the same namespace, in words."""
+"""Explanations of the differences between two identity documents."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ def as_read(identity: Identity) -> Document:
 
 
 def against(**changes: Any) -> DiffReport:
-    """The replica above against one that differs so."""
+    """Compare the replica above with one that has these changes."""
     return diff(as_read(IDENTITY), as_read(replace(IDENTITY, **changes)))
 
 
@@ -140,7 +140,7 @@ def test_another_block_size_is_one_cause_unless_the_wish_for_chunks_differs_as_w
         report = against(groups=changed, chunk_tokens=chunk_tokens)
         return [cause.field for cause in report.causes]
 
-    assert both(160, 320) == ["groups[0].block_size"]  # a wish of 256 in both
+    assert both(160, 320) == ["groups[0].block_size"]  # chunk_tokens is 256 in both
     assert both(32, 512) == ["chunk_tokens", "groups[0].block_size"]
 
 

@@ -1,4 +1,4 @@
-"""Why a match ends where it does."""
+"""Explanations of why a match ends where it does."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,7 +37,7 @@ DAY_S = 86_400
 
 @pytest.fixture
 def stored(bulk: MemoryStore, index: MemoryIndex) -> list[str]:
-    """Paths of the three chunks' payloads."""
+    """Return the paths of the three chunks' payloads."""
     save_identity(bulk)
     return [key.path() for key in save(bulk, index)]
 
@@ -265,7 +265,7 @@ vllm:objkv_save_drops_total{engine="0"} 0.0
 
 
 ODD = "# TYPE \u2028 counter\n"
-"""The parser stumbles over it."""
+"""Text that the parser rejects."""
 
 
 class Replica(BaseHTTPRequestHandler):
@@ -286,7 +286,7 @@ class Replica(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

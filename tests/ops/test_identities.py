@@ -1,4 +1,4 @@
-"""Identity documents read with distrust, and namespaces chosen by their beginning."""
+"""Untrusted identity documents, and namespaces given by their first digits."""
 
 import hashlib
 import json

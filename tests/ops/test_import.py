@@ -1,4 +1,4 @@
-"""What an import does to a cache that others use meanwhile."""
+"""Imports into a cache that replicas use at the same time."""
 
 import os
 import tracemalloc
@@ -47,7 +47,7 @@ from tests.support.samples import (
 
 @pytest.fixture
 def source() -> tuple[MemoryStore, list[ManifestLine]]:
-    """An export of three chunks."""
+    """Return an export of three chunks."""
     bulk, index, out = MemoryStore(), MemoryIndex(), MemoryStore()
     save_identity(bulk)
     save(bulk, index, codec="zstd")
@@ -164,7 +164,7 @@ def test_a_document_of_another_namespace_is_none(
 
 
 def document_of(identity: Identity | EncoderIdentity) -> MemoryStore:
-    """An export that has this document and nothing else."""
+    """Return an export that contains only this document."""
     out = MemoryStore()
     out.put(identity_path(identity.namespace()), identity.canonical())
     return out
@@ -202,7 +202,7 @@ def test_bytes_that_have_a_record_already_take_no_room(
 
 
 class Measured(Budget):
-    """Remembers the most that was taken at once."""
+    """Records the most memory taken at once."""
 
     def __init__(self) -> None:
         super().__init__(1 << 40)
@@ -249,7 +249,7 @@ def test_the_memory_that_is_taken_is_the_memory_that_is_needed() -> None:
 
 
 class Copying(MemoryStore):
-    """Gives its values as a disk does, in memory of their own."""
+    """Returns copies of its values, as a disk does."""
 
     def get(self, key: str) -> bytes | None:
         value = super().get(key)
@@ -257,7 +257,7 @@ class Copying(MemoryStore):
 
 
 class Forgetful(MemoryStore):
-    """Takes a payload, and keeps nothing of it."""
+    """Accepts payloads and discards them."""
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         return True
@@ -293,7 +293,7 @@ def payload(
     scales: str = "",
     group: int = 0,
 ) -> Header:
-    """What the header of a payload of one chunk says, of its second chunk if ``start`` is not 0."""
+    """Return the header of a payload of the first chunk, or of the second if ``start`` is not 0."""
     name = identity.namespace()
     digest = prefix_hashes(name, TOKENS, CHUNK)[0]
     claim = Claim(
@@ -337,9 +337,9 @@ def test_a_right_payload_fits() -> None:
         "half of the heads",
         "another content",
         "one block",
-        "blocks that nobody may deal anew",
-        "layers that are not there",
-        "heads that are not there",
+        "blocks that cannot be split",
+        "missing layers",
+        "missing heads",
         "layers in another order",
         "another group",
         "no whole chunk",

@@ -1,4 +1,4 @@
-"""Namespaces and prefixes, by the index and by the bulk store itself."""
+"""Namespaces and prefixes, listed from the index and from the bulk store."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What of a prompt is stored and what would be served; prompts as operators write them."""
+"""Matches of prompts, and prompts as operators write them."""
 
 from pathlib import Path
 

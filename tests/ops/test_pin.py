@@ -1,4 +1,4 @@
-"""Pinning and unpinning: what survives what, and what a crash in between leaves."""
+"""Pinning and unpinning: pinned chunks survive, and interrupted commands can be repeated."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -124,7 +124,7 @@ def test_a_pin_ends_in_the_future(
 
 
 def breaking(index: MemoryIndex, after: int) -> Callable[..., bool]:
-    """The index's ``pin``, which fails after so many calls."""
+    """Return the index's ``pin``, which fails after this many calls."""
     left = [after]
 
     def pin(*arguments: object, **options: object) -> bool:
@@ -192,7 +192,7 @@ def test_a_pin_that_cannot_be_read_is_removed_by_unpinning(
 def test_what_is_pinned_while_a_sweep_is_under_way_stays(
     pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
 ) -> None:
-    """The sweep chose it before; it looks once more before it removes."""
+    """The sweep selected it earlier and checks again before it deletes."""
     keys = save(bulk, index)
     remover = Remover(view_of(bulk, index), SweepLimits(apply=True, grace_s=0), lambda: None)
     [record] = index.lookup(NAMESPACE, [keys[2].prefix_hash])

@@ -1,4 +1,4 @@
-"""The audit's page as text: what is in it, and what never is."""
+"""The text of the audit's HTML page: its contents, and what it must never contain."""
 
 import json
 import re
@@ -35,7 +35,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\
 
 
 def empty_report() -> AuditReport:
-    """Of a store in which nothing is."""
+    """Return the report of an empty store."""
     unknown = {field.name: None for field in fields(AuditTotals)}
     zero = {"namespaces": 0, "tenants": 0, "roots": 0, "chunks": 0, "payloads": 0, "nbytes": 0}
     return replace(
@@ -204,7 +204,7 @@ def test_one_of_a_thing_is_not_told_as_many() -> None:
         (noun(0, "chunk"), "chunks"),
         (span(-5), "0 s"),
         (span(90_000), "1 d"),
-        (sentence("of an age: objkv sweep"), "Of an age: objkv sweep."),
+        (sentence("too old: objkv sweep"), "Too old: objkv sweep."),
         (sentence("objkv sweep does"), "objkv sweep does."),
         (
             with_commands("<b> objkv sweep --apply, now"),

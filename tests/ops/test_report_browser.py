@@ -1,4 +1,4 @@
-"""The audit's page in a real browser: what it draws, and that it asks nobody for anything."""
+"""The audit's page in a real browser: its drawings, and that it makes no requests."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sample(browser: Browser, pages: Path) -> Iterator[Browser]:
-    """The sample's page; whatever a test did, nothing was asked for and nothing went wrong."""
+    """The sample's page. After each test, it must have made no requests and logged no errors."""
     yield from _watched(browser, pages / "sample.html")
 
 
@@ -209,7 +209,7 @@ def test_the_page_is_readable_on_a_narrow_screen(sample: Browser) -> None:
 def test_every_table_fits_into_its_card_on_a_common_screen(
     browser: Browser, pages: Path, name: str, width: int
 ) -> None:
-    """1265: as a window of 1280 has with a scrollbar at its side."""
+    """1265 is the width of a window of 1280 with a scrollbar."""
     browser.open(pages / f"{name}.html")
     browser.resize(width, 900)
     browser.until("document.documentElement.clientWidth === arguments[0]", width)

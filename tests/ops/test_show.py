@@ -1,4 +1,4 @@
-"""A chunk taken apart: what is true of it, and what is found when it is not."""
+"""Inspection of a chunk's payloads, correct and damaged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""``objkv.ops.size.sizing``: held against what the code that saves really makes."""
+"""``objkv.ops.size.sizing``, compared with the payloads that the saving code really makes."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def sized(model: ModelShape = TINY, layout: Layout = LAYOUT, load: Load = LOAD) 
 
 
 def real_payload(model: ModelShape, layout: Layout, shard: Shard) -> bytes:
-    """What a rank would save of one chunk."""
+    """Return the payload that a rank would save of one chunk."""
     [group] = model.groups(layout.block_size)
     heads = shard.head_end - shard.head_start
     blocks = layout.chunk_tokens // layout.block_size

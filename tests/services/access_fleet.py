@@ -44,7 +44,7 @@ class Fleet:
         return s3_config(self._s3, lookup_deadline_ms=20_000, **changes)
 
     def everything(self) -> Backends:
-        """The tenant's stores, for whoever may do everything."""
+        """The tenant's stores, with all rights."""
         mine = self.settings["writer"]
         names = ("bulk_url", "index_url", "redis_prefix")
         return open_backends(self.config(**{name: mine[name] for name in names}), NullRecorder())

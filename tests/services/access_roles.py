@@ -1,4 +1,5 @@
-"""What a process of each role does with its stores, by objkv's own code; a refusal is an error."""
+"""The use of its stores by a process of each role, through objkv's own code; a refusal is an
+error."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -71,7 +72,7 @@ def load(ends: Backends, recorder: MemoryRecorder) -> bool:
 
 
 def read(config: Config) -> None:
-    """A replica that loads what another saved, and does not find what nobody did."""
+    """A replica that loads the saves of another, and finds no chunk that was never saved."""
     recorder = MemoryRecorder()
     with open_backends(config, recorder) as ends:
         check_backends(ends, config)

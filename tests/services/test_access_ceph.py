@@ -48,13 +48,14 @@ class Tenants:
         self._clients: dict[Role | None, Any] = {}
 
     def config(self, tenant: str, **changes: Any) -> Config:
-        """Of whoever may do everything."""
+        """Stores with all rights."""
         place = f"s3://{BUCKET}/tenants/{tenant}".rstrip("/")
         given = {"bulk_url": place, "index_url": "memory:", "s3_hedge_percent_max": 0}
         return s3_config(self._server, **given | changes)
 
     def granted(self, role: Role) -> Config:
-        """What ``role`` of tenant ``a`` is told to set; its user has the policy that is printed."""
+        """Return the settings that ``role`` of tenant ``a`` gets; its user has the printed
+        policy."""
         if role not in self._granted:
             found = access_of(self.config(""), role, tenant="a")
             assert found.iam is not None
@@ -64,8 +65,9 @@ class Tenants:
         return self._granted[role]
 
     def place(self, role: Role | None, tenant: str = "a") -> S3Store:
-        """The store alone, where the server itself is heard: with the rights of ``role`` of tenant
-        ``a``, None for all. ``tenant``: whose place; all stores of a role share a client."""
+        """The store alone, so that the server's own reply is visible: with the rights of ``role``
+        of tenant ``a``, None for all. ``tenant`` owns the place; all stores of a role share a
+        client."""
         if role not in self._clients:
             config = self.config("a") if role is None else self.granted(role)
             self._clients[role] = open_s3_client(config)
@@ -78,7 +80,7 @@ class Tenants:
             client.close()
 
     def prepare(self, tenant: str = "a", *, empty: bool = False) -> None:
-        """One chunk, as somebody with all rights saved it, or nothing."""
+        """One chunk, saved with all rights, or nothing."""
         store = self.place(None, tenant)
         for entry in store.scan(""):
             store.delete(entry.key)
@@ -255,7 +257,7 @@ def test_operators_do_all_that_they_do_with_a_sweepers_rights(fleet: Fleet, home
         ends.bulk.put(keys[2].path(), b"not a payload")
         run(fleet, "sweeper", "verify", "--all", "--quarantine", "--force", code=1)
         assert ends.bulk.get(keys[2].path()) is None
-        # On this server a value is its writer's, whoever's the bucket is.
+        # On this server a value belongs to its writer, whatever the bucket's owner.
         assert f"quarantine/{keys[2].path()}" in [entry.key for entry in ends.bulk.scan("")]
         assert ends.index.lookup(FLEETS, [last]) == [None]
         ends.admin.drop(FLEETS, first)

@@ -43,7 +43,7 @@ def emptied(server: RedisServer) -> None:
 
 
 def settings(server: RedisServer, **changes: Any) -> Config:
-    """Of whoever may do everything."""
+    """Stores with all rights."""
     given = {"bulk_url": f"file://{server.folder}/bulk", "index_url": f"{server.url}/1", **PATIENT}
     return load_config(given | changes, environ={})
 
@@ -51,7 +51,7 @@ def settings(server: RedisServer, **changes: Any) -> Config:
 def granted(
     server: RedisServer, role: Role, *, tenant: str = "a", less: str = "", **changes: Any
 ) -> Config:
-    """What ``role`` is told to set, after the server was told its line less one command."""
+    """Return the settings that ``role`` gets, after the server got its ACL less one command."""
     found = access_of(settings(server), role, tenant=tenant)
     assert found.acl is not None
     words = found.acl.replace(">PASSWORD", ">secret").split()
@@ -65,7 +65,7 @@ def granted(
 
 
 def prepare(server: RedisServer, *, tenant: str = "a") -> None:
-    """One chunk of the tenant, hot, as somebody with all rights saved it."""
+    """One chunk of the tenant, hot, saved with all rights."""
     emptied(server)
     place = access_of(settings(server), "writer", tenant=tenant).settings["redis_prefix"]
     recorder = MemoryRecorder()
@@ -123,7 +123,7 @@ def test_commands_for_payloads_are_left_out_where_none_is_kept(server: RedisServ
 
 
 def raw(config: Config) -> RedisIndex:
-    """The index alone: what the server itself says."""
+    """The index alone, so that the server's own reply is visible."""
     return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
 
 
@@ -213,7 +213,7 @@ def test_no_role_of_a_tenant_reads_or_writes_anothers(server: RedisServer, role:
 
 
 def test_two_prefixes_on_one_server_share_nothing(server: RedisServer) -> None:
-    """Also without rights: whoever only forgot to tell tenants apart by ACL."""
+    """Also without rights, if the operator only forgot to separate tenants by ACL."""
     prepare(server, tenant="a")
     ours = settings(server, redis_prefix="objkv-a")
     with open_backends(ours, MemoryRecorder()) as ends:
@@ -228,7 +228,7 @@ def test_two_prefixes_on_one_server_share_nothing(server: RedisServer) -> None:
 
 
 def test_rights_that_are_taken_away_are_misses_until_they_are_back(server: RedisServer) -> None:
-    """On connections that stay open: nothing tells a replica but the answers."""
+    """On connections that stay open: only the replies inform a replica."""
     prepare(server)
     config = granted(server, "reader", breaker_reset_ms=1, breaker_reset_max_ms=1)
     recorder = MemoryRecorder()

@@ -16,11 +16,13 @@ from tests.support.servers.redis import RedisServer, valkey_binary, valkey_serve
 pytestmark = pytest.mark.service
 
 ELSEWHERE = "203.0.113.1"
-"""An address for documentation: nobody has it."""
+"""An address reserved for documentation: no machine has it."""
 
 
 def refused(url: str) -> None:
-    with pytest.raises(StoreUnavailable, match=f"{ELSEWHERE} was named by a server on this mach"):
+    with pytest.raises(
+        StoreUnavailable, match=f"a server on this machine redirected to {ELSEWHERE}"
+    ):
         RedisIndex(connect_redis(url, Config(index_url=url))).check()
 
 

@@ -87,7 +87,7 @@ def test_lookup_and_touch_are_one_round_trip_to_each_primary(cluster: ServerGrou
         url=cluster.primaries[0].url,
         connection_class=trips.connection_class,
         protocol=2,
-        socket_timeout=START_S,  # a question that is asked again is another trip
+        socket_timeout=START_S,  # a repeated query is another round trip
     )
     with closing(RedisIndex(client)) as index:
         index.touch(NAMESPACE, HASHES, ttl_s=LONG_S)

@@ -76,7 +76,7 @@ def test_tls_with_the_wrong_authority_is_denied_with_what_to_set(
     redis_tls: RedisServer, certificates: Path
 ) -> None:
     for settings in ({"redis_ca_file": certificates / "other-ca.pem"}, {}):
-        with pytest.raises(StoreDenied, match="set redis_ca_file to the PEM file that signs"):
+        with pytest.raises(StoreDenied, match="set redis_ca_file to the PEM file of the CA"):
             opened(redis_tls.url, **settings).check()
 
 
@@ -126,11 +126,11 @@ def test_a_user_with_the_documented_rights_can_do_everything(guarded: RedisServe
 def test_missing_rights_are_denied_with_where_they_are_listed(guarded: RedisServer) -> None:
     reader = opened(guarded.url, redis_username="reader", redis_password="secret")
     assert get(reader) is None
-    with pytest.raises(StoreDenied, match="the rights that objkv access prints"):
+    with pytest.raises(StoreDenied, match="the ACL that `objkv access` prints"):
         reader.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
     stranger = opened(guarded.url, redis_username="stranger", redis_password="secret")
     for call in (stranger.check, lambda: get(stranger)):
-        with pytest.raises(StoreDenied, match="the rights that objkv access prints"):
+        with pytest.raises(StoreDenied, match="the ACL that `objkv access` prints"):
             call()
 
 
@@ -204,7 +204,7 @@ def test_a_replica_is_unavailable_for_writing(
 
 
 def test_a_cluster_url_at_a_single_server_says_what_to_write(redis_alone: RedisServer) -> None:
-    with pytest.raises(StoreDenied, match="begin with redis://"):
+    with pytest.raises(StoreDenied, match="use redis:// or rediss://"):
         opened(redis_alone.url.replace("redis://", "redis+cluster://")).check()
 
 

@@ -1,4 +1,4 @@
-"""Guards for tests: of a store unless told otherwise, and as lenient as can be."""
+"""Guards for tests: by default of a store, and as lenient as possible."""
 
 from typing import Any
 

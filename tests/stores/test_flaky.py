@@ -1,4 +1,4 @@
-"""``FlakyStore`` is a good store until it is told to fail."""
+"""``FlakyStore`` is a good store until a test makes it fail."""
 
 from threading import Event
 from unittest.mock import Mock

@@ -139,7 +139,7 @@ def test_waiting_ends_in_unavailable() -> None:
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(store.get, "k")
         assert inner.arrived.wait(60)
-        with pytest.raises(StoreUnavailable, match="1 calls under way"):
+        with pytest.raises(StoreUnavailable, match="1 calls in progress"):
             store.get("k")
         gate.set()
         assert first.result() is None

@@ -1,4 +1,4 @@
-"""A folder into which somebody plants links, pipes and the like: nothing outside is touched."""
+"""A folder with planted links, pipes and the like: nothing outside is touched."""
 
 import errno
 import os
@@ -71,7 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class TestWalkingStore(StoreContract):
-    """Where the kernel has no ``openat2``."""
+    """A kernel without ``openat2``."""
 
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:

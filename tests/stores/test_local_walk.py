@@ -1,4 +1,4 @@
-"""What others of a shared folder may plant in it ends no walk, and is no error of anybody's."""
+"""Files that others plant in a shared folder do not stop a walk or raise an error."""
 
 import errno
 import logging
@@ -102,7 +102,7 @@ def test_a_folder_inside_that_cannot_be_read_is_left_out_and_told_once(
 def test_the_folder_that_was_asked_for_must_be_readable(
     store: LocalStore, forbid: Callable[[LocalStore, str, int], None]
 ) -> None:
-    """Else whoever hides the documents of pins would have the pinned deleted."""
+    """Otherwise hiding the documents of pins would delete the pinned chunks."""
     store.put("ns/pins/x", b"2")
     forbid(store, "ns/pins", errno.EACCES)
     with pytest.raises(StoreDenied, match="ns/pins"):

@@ -31,7 +31,7 @@ def room(nbytes: int) -> memoryview:
 
 def extra_bytes(call: Callable[[], object]) -> int:
     """How much memory ``call`` takes at its highest, beyond what there is."""
-    call()  # what is made once is made now
+    call()  # created once, before the test
     tracemalloc.start()
     try:
         call()
@@ -182,7 +182,7 @@ def test_a_connection_that_the_server_closes_meanwhile_costs_no_value(
 
 @pytest.mark.parametrize("end", ["closes", "stops"])
 def test_a_value_that_was_begun_is_not_begun_again(end: str) -> None:
-    """Of another value the beginning may differ, and whoever verifies has read this one's."""
+    """The beginning of another value may differ, and a verifier may have read this one's."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         gets = []
 

@@ -38,8 +38,8 @@ PATIENT: dict[str, Any] = {"s3_addressing": "path", "load_deadline_ms": 900_000,
 
 @pytest.fixture(scope="module")
 def endpoint_url() -> Iterator[str]:
-    """Moto, a request at a time: it looks whether a key exists and puts it in two steps, and a key
-    that is replaced while somebody reads it is an internal error. Of S3 neither is true."""
+    """Moto, one request at a time: its check for a key and its put are separate steps, and
+    replacing a key during a read is an internal error. Neither applies to S3."""
     with make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app)) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -96,7 +96,7 @@ class TestS3Store(StoreContract):
 
 
 class TestS3StoreByTheClientAlone(StoreContract):
-    """What is not ordinary goes this way, all of it where the wire cannot be used."""
+    """Unusual requests go this way; all do if the wire cannot be used."""
 
     @pytest.fixture
     def store(self, client: Any, prefix: str) -> S3Store:
@@ -106,7 +106,7 @@ class TestS3StoreByTheClientAlone(StoreContract):
 
 
 class TestS3StoreWithoutConditions(StoreContract):
-    """On a server that refuses ``If-None-Match``; there nobody decides among writers."""
+    """On a server that refuses ``If-None-Match``, which then does not decide between writers."""
 
     @pytest.fixture
     def store(self, client: Any, prefix: str, on: Register) -> S3Store:
@@ -357,7 +357,7 @@ def test_a_body_that_ends_early_is_unavailable() -> None:
 
 
 class Dying(Listener):
-    """Answers with half a body, as often as it is asked."""
+    """Returns half a body to every request."""
 
     def serve(self, connection: socket.socket) -> None:
         connection.recv(65536)
@@ -438,7 +438,10 @@ def test_what_the_operator_mends_is_denied_with_what_to_do(error: Exception, wor
     ("error", "words"),
     [
         (EndpointConnectionError(endpoint_url="e", error="Failed to resolve 'x'"), "DNS"),
-        (EndpointConnectionError(endpoint_url="e", error="Connection refused"), "nothing listens"),
+        (
+            EndpointConnectionError(endpoint_url="e", error="Connection refused"),
+            "the connection was refused",
+        ),
         (ConnectTimeoutError(endpoint_url="e", error=""), "timeout"),
         (ReadTimeoutError(endpoint_url="e", error=""), "timeout"),
         (SSLError(endpoint_url="e", error="UNEXPECTED_EOF_WHILE_READING"), "EOF"),
@@ -462,7 +465,7 @@ def test_a_missing_bucket_is_denied(client: Any) -> None:
 def test_nobody_listening_is_unavailable_and_says_so() -> None:
     client = open_s3_client(Config(s3_endpoint_url="http://127.0.0.1:1", **PATIENT))
     client.meta.events.register("needs-retry.s3", lambda **_: None)
-    with pytest.raises(StoreUnavailable, match="nothing listens"):
+    with pytest.raises(StoreUnavailable, match="the connection was refused"):
         S3Store(client, bucket=BUCKET, prefix="", multipart_bytes=PART).check()
 
 

@@ -1,4 +1,4 @@
-"""What a server refuses to call missing is missing only if it may be listed and is not there."""
+"""If a server hides that a key is missing, only a permitted listing without the key proves it."""
 
 from typing import Any
 

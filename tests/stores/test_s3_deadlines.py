@@ -1,7 +1,7 @@
 """Every call of ``S3Store`` ends soon after its deadline, whatever the server does.
 
-What is waited for ends by itself only after a minute and more, so that no test depends on how fast
-this machine is.
+Without deadlines each call would take more than a minute, so no test depends on this machine's
+speed.
 """
 
 import threading
@@ -20,7 +20,7 @@ from tests.support.servers.s3_stores import MIB, s3_store
 from tests.support.servers.slow import Reluctant, Trickle, full_listener
 
 PATIENCE_S = 60.0
-"""Far more than the deadline, and less than what is waited for takes."""
+"""Far more than the deadline, but less than the calls would take without one."""
 DEADLINE_S = 0.3
 
 HEAD = b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 100000\r\n\r\n'

@@ -1,8 +1,8 @@
-"""Directory buckets of S3 Express: sessions of their own, and listings of whole folders only.
+"""Directory buckets of S3 Express: separate sessions, and listings of whole folders only.
 
-No server for them can be installed, so one is put together here from what is documented: every
-request but the one for a session has to carry its token, and be signed with its key for the service
-``s3express``; a listing whose prefix is no folder is refused.
+No server for them can be installed, so this is a simulation from the documentation: every request
+except the one for a session must carry its token, and be signed with its key for the service
+``s3express``; a listing whose prefix is not a folder is refused.
 """
 
 import hmac
@@ -35,7 +35,7 @@ SESSION = f"""<?xml version="1.0" encoding="UTF-8"?>
 
 
 class DirectoryBucket:
-    """Stands before ``QuickS3`` and lets through what a directory bucket would."""
+    """Wraps ``QuickS3``, and accepts only requests that a directory bucket would."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []

@@ -26,7 +26,7 @@ def near() -> Iterator[QuickS3]:
 
 
 class Checked:
-    """A buffer that is compared with the value as it is told to have arrived."""
+    """A buffer that is compared with the value as its bytes are reported."""
 
     def __init__(self, value: bytes) -> None:
         self.buffer = memoryview(bytearray(len(value)))
@@ -98,7 +98,7 @@ def test_what_was_put_through_faults_is_whole(near: QuickS3, ranges_max: int) ->
 
 @pytest.mark.parametrize("is_client_needed", [False, True])
 def test_what_broke_off_goes_on_where_it_was(is_client_needed: bool) -> None:
-    """Bytes that were told to have arrived are not written again: somebody verified them."""
+    """Reported bytes are not written again, because the caller may have verified them."""
     value = pattern(3 * MIB)
     asked: list[str] = []
 
@@ -122,7 +122,7 @@ def test_what_broke_off_goes_on_where_it_was(is_client_needed: bool) -> None:
 
 
 def test_many_connections_carry_more_than_one(near: QuickS3) -> None:
-    """What a payload takes on a store that limits each connection, in bytes rather than time."""
+    """The cost of a payload on a store that limits each connection, in bytes instead of time."""
     value = pattern(8 * MIB)
     with (
         Far(near.address, Distance(connection_mb_s=200)) as far,
@@ -175,7 +175,7 @@ def test_an_answer_that_is_late_is_asked_for_once_more() -> None:
         assert buffer[:4] == b"slow"
         assert slow.asked == 2
         assert recorder.value("s3_hedge_wins") == 1
-        # The connection that lost carries an answer that nobody reads.
+        # The losing connection carries an unread response.
         for _ in range(5):
             assert store.get_into("k", memoryview(buffer)) == 5
             assert buffer[:5] == b"quick"

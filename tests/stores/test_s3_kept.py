@@ -105,7 +105,7 @@ def test_who_keeps_one_may_find_that_another_thread_took_it_already(pairs: Pairs
 
     class Emptied(deque[Any]):
         def append(self, _: Any) -> None:
-            """Taken before whoever appended it looks again."""
+            """Taken before the thread that appended it continues."""
 
     kept._idle = Emptied()
     kept.keep(pool, connection, 60)

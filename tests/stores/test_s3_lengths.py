@@ -1,4 +1,4 @@
-"""No memory is taken for what a server announces beyond what it was asked for."""
+"""No memory is allocated for bytes that a server announces beyond the request."""
 
 import io
 import threading

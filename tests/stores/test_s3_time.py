@@ -15,7 +15,7 @@ from objkv.stores.s3 import helpers as s3_crew
 from objkv.stores.s3.body import read_exactly
 from objkv.stores.s3.client import begun_by
 from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.http import NoAnswer
+from objkv.stores.s3.http import WireFailed
 from objkv.stores.s3.store import S3Store
 from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
@@ -60,8 +60,8 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
 def test_what_a_server_does_not_answer_is_asked_twice_at_most(
     silent: Silent, call: Callable[[S3Store], object]
 ) -> None:
-    """Each time takes up to a quarter of the deadline. The client alone asks three times, and
-    waits for up to three seconds in between."""
+    """Each attempt takes up to a quarter of the deadline. The client alone makes three, and waits
+    for up to three seconds in between."""
     options = {"deadline_s": 0.8, "client": {"load_deadline_ms": 800}, "multipart_bytes": MIB}
     url = f"http://127.0.0.1:{silent.address[1]}"
     with s3_store(url, **options, range_bytes=MIB, ranges_max=2) as store:
@@ -120,13 +120,13 @@ def test_what_is_not_tried_again_has_its_outcome_however_late() -> None:
 def test_after_the_deadline_nobody_connects() -> None:
     with QuickS3() as server, s3_store(server.url) as store:
         assert store._wire.is_found
-        with pytest.raises(NoAnswer, match="deadline"):
+        with pytest.raises(WireFailed, match="deadline"):
             store._wire.ask("GET", "k", {}, time.monotonic())
         assert server.connections == 0
 
 
 def test_conflicts_share_one_deadline() -> None:
-    """Another writer is at work whenever this one asks, and each answer takes its time."""
+    """Another writer is at work at each request, and each response takes its time."""
     now_s = 0.0
     asked: list[str] = []
 
@@ -195,7 +195,7 @@ def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
     def late(request: Request) -> Answer | None:
         nonlocal now_s
         if request.method == "PUT":
-            now_s = 28  # of 30: what is left is for this
+            now_s = 28  # of 30: the rest is for this call
             return failure(503, "SlowDown")
         return None
 

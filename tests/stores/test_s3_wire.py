@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from objkv.errors import StoreDenied, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import CallDeadline
-from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, NoAnswer
+from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, WireFailed
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.write import Put
@@ -74,7 +74,7 @@ def test_closing_leaves_no_connection_open() -> None:
             assert store.get_into("k", memoryview(bytearray(MIB))) == MIB
             assert open_sockets() > before
             store.close()
-            assert open_sockets() == before  # the store itself is still there
+            assert open_sockets() == before  # the store itself still exists
 
 
 def of_the_client(store: S3Store) -> list[str]:
@@ -270,7 +270,7 @@ def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
             assert store.get_into("k", memoryview(bytearray(len(value)))) == len(value)
             assert not any(buffer)
     for buffer in buffers:
-        buffer.clear()  # would raise BufferError if anybody still held a view
+        buffer.clear()  # would raise BufferError if a view were still held
 
 
 def test_connections_are_used_again(server: QuickS3, store: S3Store) -> None:
@@ -311,7 +311,7 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(
 
 
 def test_a_value_that_is_replaced_between_ranges_is_not_mixed() -> None:
-    """Every range but the first is of another version, as long as it is asked for."""
+    """Every range except the first is of another version, and as long as requested."""
     newer = memoryview(pattern(MIB, 1))
 
     def replaced(request: Request) -> Answer | None:
@@ -327,7 +327,7 @@ def test_a_value_that_is_replaced_between_ranges_is_not_mixed() -> None:
     ):
         store.put("k", pattern(8 * MIB))
         buffer = memoryview(bytearray(8 * MIB))
-        with pytest.raises(StoreUnavailable, match="replaced while it was read"):
+        with pytest.raises(StoreUnavailable, match="replaced during the read"):
             store.get_into("k", buffer)
 
 
@@ -528,7 +528,7 @@ def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     view = memoryview(pattern(32 * MIB))
     put = Put({}, "k", view, CallDeadline.of(60, 60))
-    with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(NoAnswer):
+    with Hasty(taken) as server, s3_store(server.url) as store, pytest.raises(WireFailed):
         store._writer.put_directly(put, if_absent=False)
 
 
@@ -602,7 +602,7 @@ def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
     buffer = bytearray(3)
     deadline_s = time.monotonic() + 5
     line = HttpConnection(pool, connection, timeout_s=5, kept=KeptConnections())
-    with contextlib.suppress(NoAnswer), line.read_head(deadline_s) as answer:
+    with contextlib.suppress(WireFailed), line.read_head(deadline_s) as answer:
         answer.fill(memoryview(buffer)[: answer.left], deadline_s)
         assert answer.total >= 0
     ours.close()

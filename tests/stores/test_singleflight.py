@@ -137,7 +137,7 @@ def test_followers_of_an_interrupted_leader_get_the_value_all_the_same(scene: Sc
 
 
 class NoLongerWantedError(Exception):
-    """What ends one caller's get."""
+    """Ends one caller's get."""
 
 
 def test_a_caller_that_ends_its_get_ends_nobody_elses(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""What killed writers leave: found and discarded, and nothing else with it."""
+"""Leftovers of killed writers: found and discarded, and nothing else with them."""
 
 import os
 from pathlib import Path

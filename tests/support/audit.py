@@ -1,4 +1,4 @@
-"""Audits of small stores, and reports for whatever shows them.
+"""Audits of small stores, and reports for tests of their display.
 
 ``audit_report.json`` is a report with something of everything: two known namespaces of two tenants
 and one unknown; times, texts and numbers fit together.
@@ -42,24 +42,24 @@ Prompt = tuple[int, ...]
 
 
 def tokens_of(prompt: Prompt) -> list[int]:
-    """Of a chunk, the same token again and again."""
+    """Return tokens for these chunks; a chunk repeats one token."""
     return [number for number in prompt for _ in range(CHUNK)]
 
 
 def hash_of(prompt: Prompt) -> str:
-    """Of its last chunk."""
+    """Return the prefix hash of the prompt's last chunk."""
     return prefix_hashes(NAMESPACE, tokens_of(prompt), CHUNK)[-1].hex()
 
 
 def save_prompts(bulk: PruneStore, index: PruneIndex | None, prompts: Sequence[Prompt]) -> None:
-    """As replicas do."""
+    """Save prompts as replicas do."""
     save_identity(bulk)
     for prompt in prompts:
         save(bulk, index, tokens_of(prompt))
 
 
 def save_with_tokens(bulk: PruneStore, index: PruneIndex, tokens: Sequence[int]) -> None:
-    """One chunk, whose payload says which tokens it was made of."""
+    """Save one chunk whose payload contains its token ids."""
     save_identity(bulk)
     [prefix_hash] = prefix_hashes(NAMESPACE, tokens, CHUNK)
     parent = root_hash(NAMESPACE)
@@ -75,17 +75,17 @@ def save_with_tokens(bulk: PruneStore, index: PruneIndex, tokens: Sequence[int])
 
 
 def prefixes(prompts: Sequence[Prompt]) -> set[Prompt]:
-    """The chunks that saving these makes, each by the way to it."""
+    """Return the chunks of these prompts, each as its path from the root."""
     return {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
 
 
 def ways_on(chunks: set[Prompt], prompt: Prompt) -> int:
-    """How many chunks follow it."""
+    """Return the number of chunks that continue ``prompt``."""
     return sum(one[:-1] == prompt for one in chunks)
 
 
 class Auditor:
-    """One audit in this thread's crew, of which each step can be taken alone."""
+    """One audit whose steps can be run one by one."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Auditor:
         self._run(self.walk.payloads(self.places.parts, namespaces))
 
     def again(self) -> None:
-        """Look at leftovers, and twice at what seems wrong."""
+        """List leftovers and recheck suspected faults."""
         self._run(self.walk.leftovers(self.places.only))
         if not self.view.is_own_index:
             self._run(self.walk.second_looks([*self.places.facts, *self.places.indexed]))
 
     def report(self) -> AuditReport:
-        """Of what was seen so far."""
+        """Return the report of the parts read so far."""
         ending = self.pool.ending
         assert ending != "limit"
         more = {} if self.clock is None else {"clock": self.clock}
@@ -130,7 +130,7 @@ class Auditor:
         )
 
     def all(self) -> AuditReport:
-        """The whole of it."""
+        """Run all steps and return the report."""
         self.records()
         self.payloads()
         self.again()
@@ -163,13 +163,13 @@ TEXTS = (
 
 @cache
 def sample_report() -> AuditReport:
-    """The report of ``audit_report.json``."""
+    """Return the report in ``audit_report.json``."""
     text = Path(__file__).with_name("audit_report.json").read_text("utf-8")
     return TypeAdapter(AuditReport).validate_json(text)
 
 
 def large_report(*, namespaces: int = 500, nodes: int = 2_000, seed: int = 7) -> AuditReport:
-    """Of the size that a page must bear; the sample with everything that can be many replaced."""
+    """Return a report of the largest size: the sample with all its lists replaced by long ones."""
     chance = random.Random(seed)
     names = [f"{chance.getrandbits(128):032x}" for _ in range(namespaces)]
     tree = _tree(chance, names[: max(1, namespaces // 60)], nodes)

@@ -1,4 +1,4 @@
-"""vLLM's encoder-cache connector: outputs of vision and audio encoders, shared."""
+"""The encoder-cache connector, which shares the outputs of vision and audio encoders."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""The façade of the encoder cache that vLLM sees: forwards to one side, lets nothing out.
+"""The encoder cache's connector class that vLLM loads. It forwards to one of the two sides.
 
-No method raises into the engine once it runs, and none waits, but for ``shutdown``, with a
-deadline. Where an error would break a promise that vLLM counts on, it is let through: the engine
-ends then in any case, and should say why. Source of the interface: vLLM 0.32-0.33,
+Methods of a running connector raise nothing into the engine and never wait, except ``shutdown``,
+which has a deadline. An error is raised only if it breaks a promise on which vLLM relies: the
+engine stops then in any case, and the error shows why. Source of the interface: vLLM 0.32-0.33,
 ``distributed/ec_transfer/ec_connector/base.py``.
 """
 
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 
 HELD_BYTES_MAX = 256 << 20
-"""Bytes of outputs held for requests that wait, and as many waiting to be saved. Of 7 MiB, what a
-model of 3,584 makes of a photo in 1,024 rows of bfloat16, it is 36."""
+"""Bytes of outputs held for waiting requests, and the same again for outputs to be saved. That is
+36 outputs of 7 MiB: 1,024 rows of 3,584 bfloat16 values, for one photo."""
 ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
-"""An output crosses to the workers in one message; see ``docs/decisions/0013-encoder-outputs-are-promised-once-held.md``."""
+"""Limit for one output, which crosses to the workers in one message (docs/decisions/0013)."""
 
 
 def open_encoder_scheduler(
@@ -64,7 +64,8 @@ def open_encoder_scheduler(
     writer: str,
     recorder: MemoryRecorder,
 ) -> EncoderSchedulerSide:
-    """Reads the model's files. Raises ``ConfigError`` for what is not supported."""
+    """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
+    models."""
     transfer = vllm_config.ec_transfer_config
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
@@ -97,7 +98,8 @@ def open_encoder_worker(
     writer: str,
     recorder: MemoryRecorder,
 ) -> EncoderWorkerSide:
-    """On the thread that runs the model. Raises ``ConfigError`` for what is not supported."""
+    """Open the worker's side, on the thread that runs the model. Raises ``ConfigError`` for
+    unsupported models."""
     transfer = vllm_config.ec_transfer_config
     assert transfer is not None
     form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
@@ -109,7 +111,7 @@ def open_encoder_worker(
             held_bytes_max=HELD_BYTES_MAX,
             item_bytes_max=form.item_bytes_max,
             deadline_s=config.save_deadline_ms / 1000,
-            # Outputs are small, and little of them can be compressed away.
+            # Outputs are small and hardly compressible.
             codec="none" if config.codec == "auto" else config.codec,
             writer=writer,
         )
@@ -120,7 +122,7 @@ def open_encoder_worker(
 
 
 def _device() -> torch.device:
-    """Where vLLM's encoder cache is: this worker's own device, not the first."""
+    """Return the device of vLLM's encoder cache: this worker's own device, not the first one."""
     kind = current_platform.device_type
     if current_platform.is_cuda_alike():
         return torch.device(kind, torch.cuda.current_device())
@@ -131,24 +133,24 @@ logger = logging.getLogger(__name__)
 
 
 class ObjKVECStats(TableStats, ECConnectorStats):
-    """Of the encoder cache."""
+    """Statistics of the encoder cache."""
 
     table = ENCODER_METRICS
     logged_prefix = "objkv_encoder_"
 
 
 class ObjKVECPromMetrics(TableMetrics, ECConnectorPromMetrics):
-    """Of the encoder cache."""
+    """Prometheus metrics of the encoder cache."""
 
     table = ENCODER_METRICS
 
 
 class ObjKVECConnector(ECConnectorBase):
-    """Shares what encoders make of images, sounds and videos with every replica that uses the same
+    """Shares encoder outputs for images, sounds and videos with every replica that uses the same
     stores and the same model.
 
-    Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
-    ``ec_connector_extra_config``. Raises ``ConfigError`` at start, with what to do.
+    The settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``ec_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
@@ -166,13 +168,13 @@ class ObjKVECConnector(ECConnectorBase):
             follow_encoder_resets(self._scheduler, patches=config.vllm_patches)
         else:
             self._worker = open_encoder_worker(*parts)
-            # An engine that is dropped, or a process that just ends, still drains its saves.
+            # This drains saves even if the engine is garbage-collected or the process just exits.
             weakref.finalize(self, self._worker.close)
 
     # Worker's side.
 
     def start_load_caches(self, encoder_cache: EncoderCache, **kwargs: Any) -> None:
-        """Put this step's loaded outputs into vLLM's encoder cache. See the base class."""
+        """Add this step's loaded outputs to vLLM's encoder cache. See the base class."""
         if self._worker is not None and self._is_consumer:
             self._worker.load(self._plan(), encoder_cache)
 
@@ -184,24 +186,25 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(None)
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
-        """What this worker counted, for the scheduler's side to report."""
+        """Return this worker's numbers, which the scheduler's side reports."""
         return self._worker.take_report() if self._worker is not None else None
 
     # Scheduler's side.
 
     @guarded(True)
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
-        """False while stored outputs that the request needs are on their way, within a deadline."""
+        """Whether the request's stored outputs are loaded, failed, or past their deadline."""
         return self._side().is_ready(request, num_computed_tokens)
 
     @guarded(False)
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether the item's output is in memory, verified, and will be with the step's plan."""
+        """Whether the item's verified output is in memory, so that the step's plan can send it."""
         return self._side().has_item(identifier)
 
     def has_caches(self, request: "Request") -> list[bool]:
-        """As ``has_cache_item``, for each item of a request: the form of vLLM before 0.32, which
-        cannot defer a request. What is not held yet when it is first asked for is encoded."""
+        """Return ``has_cache_item`` for each item of a request. This is the form of vLLM before
+        0.32, which cannot defer a request: an output that is not held at the first call is
+        encoded."""
         return self._has_items(request) or [False] * len(request.mm_features)
 
     @guarded(list[bool]())
@@ -209,20 +212,20 @@ class ObjKVECConnector(ECConnectorBase):
         return self._side().has_items(request)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
-        """Plan the load of an item that was promised, or the save of one that is encoded."""
+        """Plan the load of a promised item, or the save of one that is encoded."""
         self._side().allocate(request, index)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
-        """The step's plan, with the outputs that it loads."""
+        """Return the step's plan, which contains the outputs to load."""
         return self._side().plan_step(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
-        """Take in the workers' reports."""
+        """Process the workers' reports."""
         self._side().update(connector_output)
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        """Nothing of the request is kept for saves: they hold their outputs themselves."""
+        """Return that nothing must be kept for saves, which hold their outputs themselves."""
         self._finished(request)
         return False, None
 
@@ -232,13 +235,14 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(False)
     def reset_cache(self) -> bool:
-        """Use nothing that was stored so far."""
+        """Stop using everything stored so far."""
         return self._side().reset()
 
     # Both.
 
     def get_ec_connector_stats(self) -> ObjKVECStats | None:
-        """Numbers since the last call, the workers' included; reported by the scheduler's side."""
+        """Return the numbers of this process and the workers since the last call. None on a
+        worker."""
         if self._scheduler is None:
             return None
         numbers = self._scheduler.take_numbers()
@@ -258,7 +262,7 @@ class ObjKVECConnector(ECConnectorBase):
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjKVECStats:
-        """Statistics back from what crossed a process boundary."""
+        """Rebuild statistics from the data that another process sent."""
         return ObjKVECStats(data=data or {})
 
     @classmethod
@@ -269,7 +273,7 @@ class ObjKVECConnector(ECConnectorBase):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ObjKVECPromMetrics:
-        """The Prometheus metrics of this connector."""
+        """Return the Prometheus metrics of this connector."""
         return ObjKVECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _plan(self) -> EncoderPlan:

@@ -1,8 +1,8 @@
-"""Brings stored encoder outputs into the scheduler's memory before anybody counts on them.
+"""Fetches stored encoder outputs into the scheduler's memory before the connector promises them.
 
-vLLM does not encode what a connector has promised, and the engine ends where the promise is not
-kept. So an output is either held here, every byte verified, or it does not exist. All that is slow
-runs on background threads; the scheduler's thread asks, and never waits for a store.
+vLLM does not encode outputs that a connector has promised, and the engine stops if a promise is
+broken. An output is therefore either held here with every byte verified, or treated as missing.
+Slow work runs on background threads. The scheduler's thread polls them and never waits for a store.
 """
 
 import logging
@@ -29,22 +29,21 @@ logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """What is known of one output."""
+    """The state of one output."""
 
     WAITING = "waiting"
     HELD = "held"
-    """In memory, verified."""
+    """Verified and in memory."""
     ABSENT = "absent"
-    """Not stored, or that is not known: to be encoded and saved."""
+    """Not stored, or unknown. The replica encodes and saves it."""
     UNREAD = "unread"
-    """Stored, but not brought in: to be encoded."""
+    """Stored but not loaded. The replica encodes it."""
     CORRUPT = "corrupt"
-    """To be encoded, and saved over what is stored."""
+    """Stored but corrupt. The replica encodes it and replaces the stored payload."""
 
 
 class OutputReader:
-    """Reads stored outputs: verified to the last byte, or not at all. Safe from many threads.
-    Raises ``StoreError`` and nothing else."""
+    """Reads stored outputs and verifies every byte. Thread-safe. Raises only ``StoreError``."""
 
     def __init__(
         self,
@@ -58,14 +57,15 @@ class OutputReader:
         self._clock = clock
 
     def bytes_needed(self, output: EncoderOutput, shards: Shards) -> int:
-        """Memory that ``read`` takes: the payload, and what it is decoded into if that is known."""
+        """Return the memory that ``read`` needs for the payload and, if it is compressed, for the
+        decoded output."""
         record, layer = shards[ENCODER_FIELD], output.layer
         decoded = 0 if record.codec == "none" else layer.nbytes
         return max(_room(record, layer), layer.nbytes) + decoded
 
     def read(self, output: EncoderOutput, shards: Shards) -> tuple[State, Pages | None]:
-        """Get the payload that ``shards`` promise, and verify length, claim, dtype, shape and
-        checksums. Of what is gone or wrong the record is forgotten."""
+        """Get the payload that ``shards`` records, and verify length, claim, dtype, shape and
+        checksums. The record of a missing or corrupt payload is removed."""
         key = output.claim.key
         try:
             return self._read(output, shards)
@@ -87,8 +87,8 @@ class OutputReader:
         seconds = self._clock() - started
         found = read_header(payload.data[:got], seal=self._cache.seal)
         if found.claim == claim and found.frames.layers != (layer,):
-            # Another width or dtype, whole and of the right name: what is wrong may be what this
-            # replica expects, so it is not held against the payload.
+            # The payload is intact but has another width or dtype. This replica's expectation may
+            # be wrong, so the payload is not rejected.
             self._recorder.count("load_refused")
             return State.UNREAD, None
         header = open_payload(payload.data[:got], claim, (layer,), seal=self._cache.seal)
@@ -103,7 +103,7 @@ class OutputReader:
         return State.HELD, pages
 
     def _get(self, key: ChunkKey, buffer: memoryview, record: ShardRecord) -> int | None:
-        """The payload; of one that is longer than this output's can be, its beginning."""
+        """Get the payload, or only its beginning if it is longer than this output's can be."""
         start = 0 if record.nbytes > len(buffer) else None
         return self._cache.get_into(key, buffer, hot=record.hot, start=start)
 
@@ -114,29 +114,29 @@ def _room(record: ShardRecord, layer: LayerSpec) -> int:
 
 @dataclass(slots=True, eq=False)
 class WantedOutput:
-    """An output that is wanted."""
+    """An output that requests need."""
 
     output: EncoderOutput
     deadline: float
     owners: set[str] = field(default_factory=set)
-    """Requests that want it; without any it is dropped."""
+    """Requests that need it. Without owners it is dropped."""
     state: State = State.WAITING
     pages: Pages | None = None
     shards: Shards | None = None
-    """What the index knows, once that has said that it is stored."""
+    """Its index records, once the lookup has found it."""
     nbytes: int = 0
-    """Memory that it asked for."""
+    """Bytes of memory that it needs."""
     wanted: bool = True
     busy: bool = False
     """Whether a thread writes into its memory."""
 
 
 class OutputMemory:
-    """At most so many bytes for stored outputs, first come, first served among those that fit.
+    """A bounded number of bytes for outputs, granted in order of arrival to those that fit.
 
-    vLLM asks for all of its waiting requests in one step, and gives memory back request by request.
-    So an output for which there is no room yet waits, until its deadline. Not safe from several
-    threads: the caller holds one lock around every call.
+    vLLM queries for all of its waiting requests in one step, and frees memory request by request.
+    An output without memory therefore waits until its deadline. Not thread-safe: the caller holds
+    one lock around every call.
     """
 
     def __init__(self, nbytes_max: int) -> None:
@@ -147,24 +147,24 @@ class OutputMemory:
 
     @property
     def parked(self) -> int:
-        """How many wait for memory."""
+        """Number of outputs that wait for memory."""
         return len(self._parked)
 
     def ask(self, entry: WantedOutput, nbytes: int) -> None:
-        """Queue for memory; ``share_out`` says when there is some."""
+        """Queue an output for memory, which ``share_out`` grants."""
         entry.nbytes = nbytes
         self._parked[entry] = None
 
     def free(self, entry: WantedOutput) -> None:
-        """It needs no memory, or none any more. Idempotent."""
+        """Free an output's memory or its place in the queue. Idempotent."""
         self._parked.pop(entry, None)
         if entry in self._taken:
             del self._taken[entry]
             self.held_bytes -= entry.nbytes
 
     def share_out(self) -> tuple[list[WantedOutput], list[WantedOutput]]:
-        """Those who have memory from now on, and those who are to give up. To be asked whenever
-        one asks, frees, settles, or loses an owner."""
+        """Return the outputs that now have memory, and those that must give up. Call it whenever an
+        output queues, frees memory, settles, or loses an owner."""
         granted: list[WantedOutput] = []
         refused: list[WantedOutput] = []
         for entry in self._parked:
@@ -177,12 +177,12 @@ class OutputMemory:
         self._unpark(granted)
         self._unpark(refused)
         if self._parked and not granted:
-            refused += self._unpark(self._in_vain())
+            refused += self._unpark(self._deadlocked())
         return granted, refused
 
-    def _in_vain(self) -> list[WantedOutput]:
-        """Those of one request, if all memory is of requests that wait for more themselves: it goes
-        on without them, and what it holds comes back."""
+    def _deadlocked(self) -> list[WantedOutput]:
+        """Return one request's outputs if all memory belongs to requests that wait for more. That
+        request continues without them and then frees its memory."""
         waiting = set[str]().union(*(entry.owners for entry in self._parked))
         first = next(iter(self._taken))
         for entry in self._taken:
@@ -199,14 +199,14 @@ class OutputMemory:
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How long, how many, how much."""
+    """Bounds of the fetcher."""
 
     deadline_s: float
-    """After which an output is missing."""
+    """An output that takes longer is treated as missing."""
     queue_max: int
-    """Outputs waited for at once."""
+    """Most outputs that may wait at once."""
     held_bytes_max: int
-    """Memory for payloads under way and outputs held."""
+    """Memory for payloads in progress and held outputs."""
     threads: int = 4
     ttl_s: int = 86_400
     """Life of an index record after a hit."""
@@ -216,7 +216,7 @@ _Key = tuple[str, bytes]
 
 
 class EncoderFetcher:
-    """Outputs by namespace and hash. All public methods belong to the scheduler's thread."""
+    """Fetches outputs by namespace and hash. Only the scheduler's thread calls public methods."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class EncoderFetcher:
         )
 
     def want(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
-        """Bring these in for ``owner``, unless they are on their way, or known already."""
+        """Fetch outputs for ``owner``, except those already fetched or in progress."""
         fresh = []
         with self._changed:
             for output in outputs:
@@ -263,7 +263,7 @@ class EncoderFetcher:
             self._pool.put(partial(self._bring, entry) for entry in queued)
 
     def state(self, output: EncoderOutput) -> State:
-        """What is known of an output that was wanted; one that is late is missing."""
+        """Return the state of an output. After its deadline it is treated as missing."""
         entry = self._entries.get(_key(output))
         if entry is None:
             return State.ABSENT
@@ -273,25 +273,26 @@ class EncoderFetcher:
         return entry.state
 
     def take(self, output: EncoderOutput) -> Pages:
-        """The bytes of an output that is held, which the caller owns now; it is forgotten here."""
+        """Return the bytes of a held output and forget it. The caller owns the bytes."""
         pages = self._entries[_key(output)].pages
         assert pages is not None
         self._forget(output)
         return pages
 
     def drop(self, owner: str, output: EncoderOutput) -> None:
-        """``owner`` does not want it any more. Without owners, what is under way ends by itself and
-        is thrown away."""
+        """Remove ``owner`` from an output's owners. Without owners, a fetch in progress continues
+        and its result is discarded."""
         if (entry := self._entries.get(_key(output))) is not None:
             with self._changed:
                 entry.owners.discard(owner)
                 if entry.owners:
-                    self._share_out()  # who is left may wait for memory
+                    self._share_out()  # the other owners may wait for memory
                 else:
                     self._forget(output)
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` on a background thread; False if too much waits. Counts a ``StoreError``."""
+        """Run ``job`` on a background thread, or return False if the queue is full. A
+        ``StoreError`` is counted."""
 
         def run() -> None:
             try:
@@ -302,7 +303,7 @@ class EncoderFetcher:
         return self._pool.waiting < self._limits.queue_max and self._pool.put((run,))
 
     def deadline(self) -> float:
-        """Until when, on this clock, what is asked now is worth waiting for."""
+        """Return the deadline, on this clock, of a fetch that starts now."""
         return self._clock() + self._limits.deadline_s
 
     def is_late(self, deadline: float) -> bool:
@@ -310,18 +311,19 @@ class EncoderFetcher:
         return self._clock() >= deadline
 
     def wait(self, seconds: float) -> None:
-        """Block until something changes, at most so long; not at all if nothing is waited for."""
+        """Block until a state changes, for at most ``seconds``. Returns at once if no output
+        waits."""
         with self._changed:
             if any(entry.state is State.WAITING for entry in self._entries.values()):
                 self._changed.wait(seconds)
 
     def close(self) -> None:
-        """End the threads; one whose store does not answer is left to end by itself."""
+        """Stop the threads. A thread whose store hangs ends when the call returns."""
         self._pool.close()
 
     @property
     def held_bytes(self) -> int:
-        """Memory for payloads under way and outputs held."""
+        """Memory of payloads in progress and held outputs."""
         return self._room.held_bytes
 
     def __repr__(self) -> str:
@@ -336,19 +338,19 @@ class EncoderFetcher:
             self._give_back(entry)
 
     def _is_stuck(self) -> bool:
-        """Whether every thread has been at one job for longer than an output may take: waiting for
-        any of them would be in vain."""
+        """Whether every thread has worked on one job for longer than an output's deadline, so that
+        queueing is pointless."""
         return self._pool.hanging(self._limits.deadline_s) >= self._limits.threads
 
     def _failed(self, _job: Callable[[], None], error: Exception) -> None:
         self._recorder.count("load_errors")
-        logger.error("job failed unexpectedly", exc_info=error)
+        logger.error("encoder job failed unexpectedly", exc_info=error)
 
     def _bring(self, entry: WantedOutput) -> None:
-        """Find one output and queue for its memory, or find out that it is not there.
+        """Look up one output, and queue for its memory if it is stored.
 
-        Each is looked up by itself: a folder that is its own index ends an answer at the first of
-        several that it does not have, as prefixes do.
+        Outputs are looked up one by one. A folder that is its own index ends its answer at the
+        first missing key of several, as is right for prefixes.
         """
         shards, nbytes = None, 0
         try:
@@ -358,7 +360,7 @@ class EncoderFetcher:
         except StoreError as exc:
             self._recorder.count("lookup_errors")
             self._trouble.failed(exc)
-        finally:  # whatever was raised: requests wait for it
+        finally:  # also after an exception, because requests wait for the entry
             if shards is None:
                 self._settle(entry, State.ABSENT)
         if shards is None:
@@ -370,7 +372,7 @@ class EncoderFetcher:
                 self._share_out()
 
     def _load(self, entry: WantedOutput) -> None:
-        """Get one output for which there is memory."""
+        """Read one output whose memory was granted."""
         with self._changed:
             shards = entry.shards
             if shards is None or not entry.wanted or entry.state is not State.WAITING:
@@ -391,7 +393,7 @@ class EncoderFetcher:
             self._touch(entry.output)
 
     def _find(self, entry: WantedOutput) -> Shards | None:
-        """What the index knows; None too if no request waits any more."""
+        """Return the output's index records. None if there are none, or no request waits."""
         if not entry.wanted or entry.state is not State.WAITING:
             return None
         output = entry.output
@@ -399,29 +401,29 @@ class EncoderFetcher:
         return found or None
 
     def _touch(self, output: EncoderOutput) -> None:
-        """A hit renews the record's life; no request waits for this."""
+        """Extend the record's life after a hit. No request waits for this."""
         try:
             self._index.touch(output.namespace, [output.item_hash], ttl_s=self._limits.ttl_s)
         except StoreError:
             self._recorder.count("background_errors")
 
     def _settle(self, entry: WantedOutput, state: State, pages: Pages | None = None) -> None:
-        """The end of the wait for ``entry``; the first end counts."""
+        """End the wait for ``entry``. Later calls have no effect on its state."""
         with self._changed:
             if entry.state is State.WAITING and entry.wanted:
                 entry.pages = pages
-                entry.state = state  # last: it is read without the lock
+                entry.state = state  # last, because it is read without the lock
             self._give_back(entry)
             self._changed.notify_all()
 
     def _give_back(self, entry: WantedOutput) -> None:
-        """Count its memory as free, unless a thread still writes there or somebody may use it."""
+        """Free its memory, unless a thread still writes to it or an owner may use it."""
         if not entry.busy and (entry.state is not State.HELD or not entry.wanted):
             self._room.free(entry)
         self._share_out()
 
     def _share_out(self) -> None:
-        """Go on with those for whom there is memory now, before those who came later."""
+        """Continue the outputs that now have memory, before later ones."""
         granted, refused = self._room.share_out()
         for entry in refused:
             entry.state = State.UNREAD

@@ -1,7 +1,7 @@
-"""vLLM's configuration as the identity and the form of encoder outputs.
+"""Reads the identity and the form of encoder outputs from vLLM's configuration.
 
 Everything comes from the model's configuration, so it is equal on all replicas that encode alike,
-whether they run the language model or not. Read against vLLM 0.32-0.33.
+whether or not they run the language model. Read against vLLM 0.32-0.33.
 """
 
 import hashlib
@@ -36,22 +36,25 @@ _PROCESSOR_FILES = (
     "*.py",  # a processor that comes with its model
 )
 _OF_THE_PLACE = ("device", "backend")
-"""Where media are decoded and processed. vLLM sets these on instances that only encode. Source:
-vLLM 0.32, ``_resolve_mm_processor_device`` in ``config/vllm.py``."""
+"""Settings for the place where media are processed. vLLM sets them on instances that only encode.
+Source: vLLM 0.32, ``_resolve_mm_processor_device`` in ``config/vllm.py``."""
 
 
 def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderIdentity:
-    """The identity document of this replica's encoder outputs. Reads the model's files; takes up to
-    seconds. Raises ``ConfigError`` for models whose outputs cannot be shared."""
+    """Return the identity document of this replica's encoder outputs.
+
+    Reads the model's files, which may take seconds. Raises ``ConfigError`` for models whose outputs
+    cannot be shared.
+    """
     model = vllm_config.model_config
     if model.multimodal_config is None:
         raise ConfigError(
-            f"{model.model!r} takes no images, sounds or videos: run it without ec_transfer_config"
+            f"{model.model!r} has no image, sound or video input: run it without ec_transfer_config"
         )
     if model.is_encoder_decoder:
         raise ConfigError(
-            "objkv does not support the encoder cache of encoder-decoder models, which vLLM does "
-            f"not ask for: run {model.model!r} without ec_transfer_config"
+            "objkv does not support the encoder cache of encoder-decoder models, because vLLM does "
+            f"not use it: run {model.model!r} without ec_transfer_config"
         )
     folder = local_folder(model.model, model.revision)
     return EncoderIdentity(
@@ -67,15 +70,14 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
 
 
 def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
-    """What outputs look like. Raises ``ConfigError`` for a dtype that payloads cannot have, and for
-    engines whose outputs or ranks cannot agree."""
+    """Return the form of outputs. Raises ``ConfigError`` for a dtype that payloads do not support,
+    and for engines whose outputs or ranks may disagree."""
     refuse_external_launcher(vllm_config)
     model, lora = vllm_config.model_config, vllm_config.lora_config
     if scales_follow_media(model.multimodal_config):
         raise ConfigError(
-            "objkv cannot share what an fp8 encoder makes of images while its scales follow the "
-            "images that it sees: give it --mm-encoder-fp8-scale-path, or run it without "
-            "ec_transfer_config"
+            "objkv cannot share the outputs of an fp8 encoder whose scales depend on earlier "
+            "images: set --mm-encoder-fp8-scale-path, or run it without ec_transfer_config"
         )
     dtype = DTYPE_NAMES.get(model.dtype)
     if dtype is None:
@@ -90,8 +92,11 @@ def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
 
 
 def _width(vllm_config: "VllmConfig", modality: str) -> int | None:
-    """As vLLM measured it where this replica encodes; else as the configuration says: that of
-    token embeddings, as often as layers of a vision tower are handed on (DeepStack)."""
+    """Return the row width of a modality's outputs.
+
+    vLLM measures it if this replica encodes. Otherwise it is derived from the configuration: the
+    width of token embeddings, times the number of vision layers passed on (DeepStack).
+    """
     transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
     assert transfer is not None
     if transfer.is_ec_producer:
@@ -122,7 +127,7 @@ def _extra(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
     media = {
         kind: kept for kind, io in multimodal.media_io_kwargs.items() if (kept := _elsewhere(io))
     }
-    if media:  # where a client names an image, its name does not say how it was read
+    if media:  # a name given by a client does not depend on how the image was read
         extra["media_io_kwargs"] = _text(media)
     return tuple(sorted(extra.items()))
 

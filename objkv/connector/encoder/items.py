@@ -1,4 +1,4 @@
-"""What the scheduler's side knows of each request's images, sounds and videos, and their names."""
+"""The scheduler's state of each request's images, sounds and videos, and their names."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# A plan carries the outputs themselves, verified: once the scheduler was promised that an item need
-# not be encoded, nothing that a worker would still have to fetch may fail. vLLM sends arrays of 1
-# MiB and more beside its pickle, and pieces above its ring's 24 MiB through a socket. Source:
-# vLLM 0.32, ``MessageQueue.enqueue`` in ``distributed/device_communicators/shm_broadcast.py``.
+# A plan contains the verified outputs themselves. Once vLLM relies on a promise not to encode an
+# item, no fetch on a worker may fail. vLLM sends arrays of 1 MiB and more separately from its
+# pickle, and messages above its ring's 24 MiB through a socket. Source: vLLM 0.32,
+# ``MessageQueue.enqueue`` in ``distributed/device_communicators/shm_broadcast.py``.
 
 LAYER = "encoder"
-"""Name of an output's one layer in its payload."""
+"""Name of the single layer in an output's payload."""
 Pages = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput:
-    """What one item's output must be, and what it is called."""
+    """The name and the expected form of one item's output."""
 
     namespace: str
     item_hash: bytes
@@ -42,110 +42,110 @@ class EncoderOutput:
 
     @property
     def claim(self) -> Claim:
-        """What its payload must say it is: rows ``[0, embeds)``."""
+        """The claim of its payload: rows ``[0, embeds)``."""
         key = encoder_key(self.namespace, self.item_hash)
         return Claim(key, encoder_root(self.namespace), 0, self.embeds)
 
     @property
     def layer(self) -> LayerSpec:
-        """Its one layer, as if it were one block of one head."""
+        """Its single layer, stored as one block of one head."""
         return LayerSpec(LAYER, self.dtype, (1, 1, self.embeds, self.width))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemLoad:
-    """One output that workers put into vLLM's encoder cache."""
+    """One output that workers add to vLLM's encoder cache."""
 
     identifier: str
     output: EncoderOutput
     pages: Pages
-    """``[output.layer.nbytes]`` uint8, C-contiguous, verified; never changed."""
+    """``[output.layer.nbytes]`` uint8, C-contiguous, verified, never changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemSave:
-    """One output that is encoded in this step, and how it is called."""
+    """One output that is encoded in this step, with its name."""
 
     item_hash: bytes
     embeds: int
     replaces: bool = False
-    """Whether what is stored was found corrupt."""
+    """Whether it replaces a corrupt payload."""
 
 
 @dataclass
 class EncoderPlan(ECConnectorMetadata):
-    """Scheduler → workers: what to load and save in this step."""
+    """From the scheduler to the workers: the loads and saves of this step."""
 
     namespace: str
     loads: tuple[ItemLoad, ...] = ()
     saves: Mapping[str, ItemSave] = field(default_factory=dict)
-    """By identifier."""
+    """Saves by identifier."""
 
 
 @dataclass
 class EncoderReport(ECConnectorWorkerMetadata):
-    """Workers → scheduler: what was counted. vLLM's first model runner takes no statistics of an
-    encoder connector from workers. Source: vLLM 0.32,
+    """From the workers to the scheduler: numbers. vLLM's first model runner does not collect an
+    encoder connector's statistics from workers. Source: vLLM 0.32,
     ``v1/worker/ec_connector_model_runner_mixin.py``."""
 
     numbers: dict[str, float]
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> "EncoderReport":
-        """All workers' numbers together."""
+        """Add another worker's numbers."""
         assert isinstance(other, EncoderReport)
         return EncoderReport(added(self.numbers, other.numbers))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """What outputs of this replica look like."""
+    """The form of this replica's outputs."""
 
     dtype: str
     """A safetensors dtype name."""
     width: Callable[[str], int | None]
-    """Elements in a row of a modality's outputs; None where that is not known, so that they cannot
-    be verified."""
+    """Returns the elements per row of a modality's outputs. None: unknown, so they cannot be
+    verified."""
     item_bytes_max: int = LAYER_BYTES_MAX
-    """Larger outputs are not brought in."""
+    """Larger outputs are not loaded."""
     media_named: bool = True
-    """Whether an identifier says what an image shows, here and everywhere."""
+    """Whether an image's identifier depends on its content, so that it is the same everywhere."""
     tower_lora: bool = False
-    """Whether adapters change what encoders make of an image."""
+    """Whether adapters change encoder outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One image, sound or video of a request, wherever in its prompt and however often."""
+    """One image, sound or video of a request, even if its prompt contains it several times."""
 
     identifier: str
     item_hash: bytes
     embeds: int
     """Rows of its output."""
     end: int
-    """Tokens up to the end of its last place in the prompt."""
+    """Tokens up to the end of its last occurrence in the prompt."""
     output: EncoderOutput | None
-    """What it must be to be loaded; None if it cannot be."""
+    """The output to load. None if it cannot be loaded."""
 
 
 @dataclass(slots=True)
 class TrackedMedia:
-    """One request with media. ``request`` is vLLM's own, read and never changed."""
+    """One request with media. ``request`` is owned by vLLM and never changed here."""
 
     request: "Request"
     namespace: str
     deadline: float
-    """Until when what names its items has to be known."""
+    """Time until which its items must have names."""
     end: int
-    """Tokens up to the end of its last item: beyond it nothing is loaded or saved."""
+    """Tokens up to the end of its last item. Nothing beyond it is loaded or saved."""
     named: bool = False
     items: dict[str, Item] = field(default_factory=dict)
-    """By identifier; none before they have names, nor where they must not be shared."""
+    """Items by identifier. Empty until they have names, and if they must not be shared."""
     asked: bool = False
-    """Whether it was asked which of them are stored."""
+    """Whether the fetch of its stored items was started."""
 
 
 class ItemTracker:
-    """Requests by id. Used by the scheduler's thread only; never waits."""
+    """The requests with media, by id. For the scheduler's thread only. Never waits."""
 
     def __init__(self, form: OutputForm, adapters: Adapters, recorder: Recorder) -> None:
         self._form = form
@@ -154,23 +154,23 @@ class ItemTracker:
         self._tracked: dict[str, TrackedMedia] = {}
 
     def get(self, request_id: str) -> TrackedMedia | None:
-        """What is known of a request that has not ended."""
+        """Return the state of a request, or None if it has ended."""
         return self._tracked.get(request_id)
 
     def add(self, request: "Request", namespace: str, deadline: float) -> TrackedMedia:
-        """Start to follow a request."""
+        """Track a request."""
         places = (feature.mm_position for feature in request.mm_features)
         tracked = TrackedMedia(
             request, namespace, deadline, max((p.offset + p.length for p in places), default=0)
         )
         self._tracked[request.request_id] = tracked
         if not self._form.media_named or request.resumable:
-            # Resumable, a session: images are added to it later.
-            self._leave_alone(tracked)
+            # A resumable session may get more images later.
+            self._skip(tracked)
         return tracked
 
     def name(self, tracked: TrackedMedia) -> bool:
-        """Whether the request's items have names now, or never will."""
+        """Whether naming the request's items is done, even if they cannot be named."""
         if tracked.named:
             return True
         request, lora = tracked.request, None
@@ -179,7 +179,7 @@ class ItemTracker:
                 lora = self._adapters.digest(request.request_id, request.lora_request)
             except UnknownAdapterError:
                 self._recorder.count("adapters_unknown")
-                self._leave_alone(tracked)
+                self._skip(tracked)
                 return True
             if lora is None:
                 return False
@@ -195,20 +195,20 @@ class ItemTracker:
         return True
 
     def end(self, request_id: str) -> TrackedMedia | None:
-        """Stop following a request."""
+        """Stop tracking a request."""
         self._adapters.ended(request_id)
         return self._tracked.pop(request_id, None)
 
     def distrust(self) -> Iterable[tuple[str, list[Item]]]:
-        """Weights may have changed: items of requests under way are neither loaded nor saved any
-        more. Yields what each of those requests had."""
+        """Stop loads and saves of all requests in progress, because weights may have changed.
+        Yields each request with its items."""
         self._adapters.forget()
         for request_id, tracked in self._tracked.items():
             items = list(tracked.items.values())
-            self._leave_alone(tracked)
+            self._skip(tracked)
             yield request_id, items
 
-    def _leave_alone(self, tracked: TrackedMedia) -> None:
+    def _skip(self, tracked: TrackedMedia) -> None:
         tracked.items, tracked.named, tracked.end = {}, True, 0
 
     def _item(self, tracked: TrackedMedia, index: int, lora: bytes | None) -> Item:

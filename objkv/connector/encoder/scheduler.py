@@ -1,9 +1,9 @@
-"""The scheduler's side of the encoder cache: which outputs are promised, loaded, saved.
+"""The scheduler's side of the encoder cache: it promises outputs and plans loads and saves.
 
-An output is promised only while it is held in this process's memory, verified, and is sent along
-with the plan of the step that counts on it: workers have nothing left to fetch, so that no store
-can break a promise, and all ranks get the same bytes. Never touches the network. Source of the
-call order: vLLM 0.32-0.33, ``_try_schedule_encoder_inputs`` in ``v1/core/sched/scheduler.py``.
+An output is promised only while it is verified and held in this process's memory. It is sent with
+the plan of the step that needs it. Workers fetch nothing, so no store can break a promise, and all
+ranks get the same bytes. Never uses the network. Source of the call order: vLLM 0.32-0.33,
+``_try_schedule_encoder_inputs`` in ``v1/core/sched/scheduler.py``.
 """
 
 import logging
@@ -37,24 +37,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOCAL_MAX = 16_384
-"""Names of vLLM's own outputs that are remembered; one that is not may be loaded in vain."""
+"""Most names of vLLM's own outputs to remember. A forgotten one may be loaded needlessly."""
 _EMPTY_STEP_S, _BESIDE_STEPS_S = 1e-3, 1e-4
-"""How long a step with nothing to compute waits for an output: alone, and where the result of
-another step may be due."""
+"""How long an empty step waits for an output: if it is the only step, and if another step may be in
+progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderRoles:
-    """What this replica does."""
+    """The roles of this replica."""
 
     loads: bool
     saves: bool
     steps_overlap: bool = False
-    """Whether steps are scheduled before those before them are over."""
+    """Whether a step may be scheduled before the previous one has ended."""
 
 
 class EncoderSchedulerSide:
-    """All methods are called by the scheduler's thread."""
+    """The scheduler's half of the encoder cache. All methods are called by the scheduler's
+    thread."""
 
     def __init__(
         self,
@@ -69,17 +70,17 @@ class EncoderSchedulerSide:
         self._roles = roles
         self._fetcher = fetcher
         self._recorder = recorder
-        self._told: dict[str, float] = {}
-        # Where adapters do not change what is seen, none is read.
+        self._reported: dict[str, float] = {}
+        # No adapter is read if adapters do not change encoder outputs.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
         self._items = ItemTracker(form, self.adapters, recorder)
         self._asking: TrackedMedia | None = None
-        """The request that vLLM is looking at: it names items without saying whose they are."""
+        """The request of vLLM's last query. Later queries name only an item, not its request."""
         self._promised: dict[tuple[str, str], Item] = {}
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
         self._local: dict[str, None] = {}
-        """Identifiers in vLLM's own encoder cache, as far as is known; the oldest first."""
+        """Known identifiers in vLLM's own encoder cache, the oldest first."""
         self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
         self._namespace.announce()
         logger.info(
@@ -88,13 +89,14 @@ class EncoderSchedulerSide:
 
     @property
     def namespace(self) -> str:
-        """The current namespace; it changes with ``reset``."""
+        """The current namespace. ``reset`` changes it."""
         return self._namespace.name
 
     def is_ready(self, request: "Request", computed: int) -> bool:
-        """Whether all stored outputs that the request still needs are held, or given up.
+        """Whether all stored outputs that the request still needs are held or have failed.
 
-        Asked in a hot loop, for requests that generate too. False for no longer than the deadline.
+        vLLM calls it in a hot loop, also for generating requests. True after the deadline at the
+        latest.
         """
         self._asking = None
         tracked = self._asking = self._track(request)
@@ -114,12 +116,12 @@ class EncoderSchedulerSide:
         return not any(self._state(item) is State.WAITING for item in pending)
 
     def has_item(self, identifier: str) -> bool:
-        """Whether the output of an item of the request that was asked about last is held.
+        """Whether an item's output is held, for the request of the last ``is_ready``.
 
-        True is a promise for this step: only what is held, and stays so until it is taken.
+        True is a promise for this step: the output stays held until it is taken.
         """
         tracked = self._asking
-        self._local.pop(identifier, None)  # vLLM does not ask for what it has
+        self._local.pop(identifier, None)  # vLLM does not query for outputs that it has
         item = None if tracked is None else tracked.items.get(identifier)
         if tracked is None or item is None or self._state(item) is not State.HELD:
             return False
@@ -127,14 +129,15 @@ class EncoderSchedulerSide:
         return True
 
     def has_items(self, request: "Request") -> list[bool]:
-        """As ``has_item`` for each item of a request, which need not have been asked about."""
+        """Return ``has_item`` for each item of a request. Needs no earlier ``is_ready``."""
         self.is_ready(request, 0)
         return [self.has_item(feature.identifier) for feature in request.mm_features]
 
     def allocate(self, request: "Request", index: int) -> None:
-        """vLLM made room for an output, promised or to be encoded in this step.
+        """Plan the load of a promised output, or the save of one that is encoded in this step.
 
-        Raises only where what was promised cannot be given: without a save nothing is missing.
+        vLLM has allocated its place. Raises only if a promised output cannot be provided. A failed
+        save raises nothing.
         """
         identifier = request.mm_features[index].identifier
         item = self._promised.pop((request.request_id, identifier), None)
@@ -150,42 +153,41 @@ class EncoderSchedulerSide:
             self._plan_save(request, identifier)
 
     def plan_step(self, output: "SchedulerOutput") -> EncoderPlan:
-        """Everything that the workers do in this step."""
+        """Return the plan of everything that the workers do in this step."""
         for identifier in output.free_encoder_mm_hashes:
             self._local.pop(identifier, None)
             self._loads.pop(identifier, None)
         plan = EncoderPlan(self.namespace, tuple(self._loads.values()), self._saves)
         self._saves = {}
-        if output.total_num_scheduled_tokens:  # else workers may not even look at the plan
+        if output.total_num_scheduled_tokens:  # otherwise workers may ignore the plan
             self._loads = {}
         self._promised.clear()
         self._asking = None
         if not output.total_num_scheduled_tokens:
-            # vLLM spins on empty steps while it waits; let the threads it waits for have the GIL.
+            # vLLM spins on empty steps while it waits. Release the GIL for the fetch threads.
             self._fetcher.wait(_BESIDE_STEPS_S if self._roles.steps_overlap else _EMPTY_STEP_S)
         return plan
 
     def update(self, output: "ECConnectorOutput") -> None:
-        """What the workers reported."""
+        """Process the workers' reports."""
         if isinstance(report := output.ec_connector_worker_meta, EncoderReport):
-            self._told = added(self._told, report.numbers)
+            self._reported = added(self._reported, report.numbers)
 
     def finish(self, request: "Request") -> None:
-        """A request ended, maybe while it waited."""
+        """Forget a request that ended, possibly while it waited."""
         if (tracked := self._items.end(request.request_id)) is not None:
             self._drop(request.request_id, tracked.items.values())
 
     @property
     def open(self) -> bool:
-        """Whether it loads and saves."""
+        """Whether requests may load and save."""
         return self._namespace.open
 
     def reset(self, *, clean: bool = True) -> bool:
-        """Use nothing that was stored so far; see ``ReplicaNamespace``. Requests under way neither
-        load nor save any more.
+        """Stop using everything stored so far. Requests in progress no longer load or save.
 
-        ``clean`` does not matter: outputs are saved when they are encoded, and what vLLM itself
-        holds is not saved again, nor asked for.
+        ``clean`` has no effect: outputs are saved only when they are encoded, and vLLM does not
+        query for outputs that it has. See ``ReplicaNamespace.renew``.
         """
         for request_id, items in self._items.distrust():
             self._drop(request_id, items)
@@ -193,16 +195,16 @@ class EncoderSchedulerSide:
         return self._namespace.renew(clean=True)
 
     def outputs_dropped(self) -> bool:
-        """vLLM dropped all of its own outputs, as it does when weights changed: ``reset``, and
-        what is asked for next may be stored, but is not in vLLM's cache."""
+        """Record that vLLM dropped all of its own outputs, as it does when weights changed, and
+        ``reset``."""
         self._local.clear()
         self._loads.clear()
         return self.reset()
 
     def take_numbers(self) -> dict[str, float]:
-        """What was counted since the last call, by this side and by the workers."""
-        told, self._told = self._told, {}
-        return added(told, self._recorder.drain())
+        """Return the numbers of this side and the workers since the last call."""
+        reported, self._reported = self._reported, {}
+        return added(reported, self._recorder.drain())
 
     def close(self) -> None:
         """Stop the background threads."""
@@ -226,7 +228,7 @@ class EncoderSchedulerSide:
     def _note_local(self, identifier: str) -> None:
         self._local.pop(identifier, None)
         self._local[identifier] = None
-        if len(self._local) > _LOCAL_MAX:  # whatever vLLM says of what it frees
+        if len(self._local) > _LOCAL_MAX:  # even if vLLM does not report freed outputs
             del self._local[next(iter(self._local))]
 
     @guarded(None)

@@ -1,9 +1,9 @@
-"""The worker's side of the encoder cache: puts in what the plan brings, saves what was encoded.
+"""The worker's side of the encoder cache: adds the plan's outputs and saves encoded ones.
 
-Every rank puts the same bytes into vLLM's encoder cache, which has a place for them and counts on
-them: nothing here may fail but for want of memory. Of the ranks, which all encode the same, one
-saves. Source of the call order: vLLM 0.32-0.33, ``v1/worker/ec_connector_model_runner_mixin.py``
-and ``v1/worker/gpu/ec_connector.py``.
+Every rank adds the same bytes to vLLM's encoder cache, which has a place for them and relies on
+them, so a load may fail only if memory is short. All ranks encode the same outputs, and one rank
+saves them. Source of the call order: vLLM 0.32-0.33,
+``v1/worker/ec_connector_model_runner_mixin.py`` and ``v1/worker/gpu/ec_connector.py``.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class EncoderSaveLimits:
-    """Bounds of the saver, and what it writes into payloads."""
+    """Bounds of the saver, and the codec and writer of its payloads."""
 
     queue_max: int
     held_bytes_max: int
@@ -39,7 +39,7 @@ class EncoderSaveLimits:
     deadline_s: float
     """An output that waited longer is dropped."""
     codec: str
-    """An id of the format."""
+    """A codec of the payload format."""
     writer: str
 
 
@@ -51,7 +51,7 @@ class SavedOutput:
     claim: Claim
     tensor: torch.Tensor
     encoded: Any
-    """CUDA event after which the tensor holds the output; None on the host."""
+    """CUDA event after which the tensor contains the output. None on the host."""
     deadline: float
     saver: "EncoderSaver"
 
@@ -64,10 +64,10 @@ class SavedOutput:
         self.saver.release(self.output)
 
     def pages(self) -> memoryview:
-        """The output's bytes in host memory, contiguous."""
+        """Return the output's bytes, contiguous in host memory."""
         tensor = self.tensor
         if self.encoded is not None:
-            # On a stream of its own: computing neither waits for this copy nor is waited for.
+            # A separate stream: computing and this copy do not wait for each other.
             stream = torch.cuda.Stream(tensor.device)
             stream.wait_event(self.encoded)
             with torch.cuda.stream(stream):
@@ -77,12 +77,12 @@ class SavedOutput:
 
 
 class EncoderSaver:
-    """Saves encoder outputs in the background. ``submit`` belongs to the forward thread, and only
-    remembers a tensor.
+    """Saves encoder outputs in the background. The forward thread calls ``submit``, which only
+    queues the tensor.
 
-    An output is never written again once it is in vLLM's encoder cache, so it may be read whenever
-    there is time; until then it is kept alive, which is what the bound in bytes is for. A full
-    queue is a drop: counted, never waited for.
+    An output in vLLM's encoder cache is never written again, so it can be read at any time. The
+    queue keeps it alive until then, within ``held_bytes_max``. If the queue is full, the output is
+    dropped and counted, without waiting.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EncoderSaver:
         if nbytes > limits.item_bytes_max:
             self._recorder.count("save_unsupported")
             return
-        if replaces:  # so that it is put over the payload that was found corrupt
+        if replaces:  # so that the put replaces the corrupt payload
             self._cache.reject(claim.key, {}, corrupt=True)
         if not replaces and not self._cache.has_room():
             self._recorder.count("save_over_quota")
@@ -132,16 +132,16 @@ class EncoderSaver:
             self._drop_all((save,))
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all saves are through, at most ``seconds``; True if they are."""
+        """Wait for all saves, for at most ``seconds``. Returns whether all have ended."""
         return self._pool.drain(seconds)
 
     def close(self, drain_s: float) -> None:
-        """Drain within the bound, then stop; what is left is dropped."""
+        """Drain within the bound, then stop. Remaining outputs are dropped."""
         self._pool.close(drain_s, self._drop_all)
         self._cache.close(0.0)
 
     def encode(self, save: SavedOutput) -> tuple[memoryview, Header]:
-        """The payload of an output, on a thread of the pool."""
+        """Encode the payload of an output. Called on a thread of the pool."""
         claim, layers, seal = save.claim, (save.output.layer,), self._cache.seal
         provenance = Provenance(
             token_digest=hashlib.sha256(claim.key.prefix_hash).hexdigest(),
@@ -159,7 +159,7 @@ class EncoderSaver:
         return payload, open_payload(payload, claim, layers, seal=seal)
 
     def release(self, output: EncoderOutput) -> None:
-        """An output is held no longer."""
+        """Release the memory of an output."""
         with self._lock:
             self._held_bytes -= output.layer.nbytes
 
@@ -179,11 +179,11 @@ class EncoderSaver:
 logger = logging.getLogger(__name__)
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 EncoderCache = MutableMapping[str, torch.Tensor]
-"""vLLM's own, by identifier: ``[embeds, width]`` on the worker's device, never written again."""
+"""vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
 
 
 class EncoderWorkerSide:
-    """All methods are called by the worker's forward thread."""
+    """The worker's half of the encoder cache. All methods are called by the forward thread."""
 
     def __init__(
         self,
@@ -194,8 +194,8 @@ class EncoderWorkerSide:
         *,
         drain_s: float,
     ) -> None:
-        """``dtype``: of outputs that can be loaded again. ``saver``: None where this rank saves
-        nothing."""
+        """``dtype``: the dtype of outputs that can be loaded again. ``saver``: None if this rank
+        saves nothing."""
         self._device = device
         self._dtype = dtype
         self._saver = saver
@@ -205,13 +205,13 @@ class EncoderWorkerSide:
         self._pid = getpid()
 
     def load(self, plan: EncoderPlan, cache: EncoderCache) -> None:
-        """Put the plan's outputs into ``cache``, but for those that are there."""
+        """Add the plan's outputs to ``cache``, except those that it already has."""
         for load in plan.loads:
             if load.identifier not in cache:
                 cache[load.identifier] = self._tensor(load)
 
     def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
-        """Save an output that was just encoded, in the background, if the plan says so."""
+        """Save an output that was just encoded, in the background, if the plan contains it."""
         save = plan.saves.get(identifier)
         if save is None or self._saver is None:
             return
@@ -225,20 +225,21 @@ class EncoderWorkerSide:
         self._saver.submit(output, encoded, replaces=save.replaces)
 
     def take_report(self) -> EncoderReport | None:
-        """What was counted since the last call."""
+        """Return the numbers since the last call."""
         numbers = self._recorder.drain()
         return EncoderReport(numbers) if numbers else None
 
     def close(self) -> None:
         """Drain saves within the configured bound, then stop. Idempotent."""
         if self._closed or getpid() != self._pid:
-            return  # a fork that ends has none of its parent's threads to wait for
+            return  # a forked process has none of its parent's threads
         self._closed = True
         if self._saver is not None:
             self._saver.close(self._drain_s)
 
     def _tensor(self, load: ItemLoad) -> torch.Tensor:
-        """A tensor of its own: the plan's bytes may be the scheduler's, or a message's."""
+        """Copy an output into a new tensor. The plan's bytes may belong to the scheduler or to a
+        message."""
         output = load.output
         tensor = torch.empty((output.embeds, output.width), dtype=_DTYPES[output.dtype])
         np.copyto(tensor.view(torch.uint8).view(-1).numpy(), load.pages)

@@ -1,4 +1,4 @@
-"""The older connector interface (V0), frozen: nothing else imports it."""
+"""The connector for vLLM's old V0 interface. Frozen: no other module imports it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which prompts of a V0 batch can be handed over: whole ones, that their token ids alone name."""
+"""Selects the prompts of a V0 batch that can be handed over: whole prompts of plain token ids."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ import torch
 
 from objkv.errors import TransferError
 
-# What hand-offs use of vLLM's V0 objects, by shape alone: today's vLLM has none of them.
+# The parts of vLLM's V0 objects that hand-offs use, as protocols, because current vLLM has none of
+# these classes.
 #
 # Source: vLLM 0.6-0.10, ``distributed/kv_transfer/kv_connector/base.py``, ``simple_connector.py``,
 # ``worker/model_runner.py`` and ``attention/backends/abstract.py``.
@@ -27,13 +28,13 @@ class ModelConfig(Protocol):
     hf_config: Any
     """The model's own configuration, with ``to_dict``."""
     hf_text_config: Any
-    """Of the language model, with ``num_hidden_layers``."""
+    """The language model's configuration, with ``num_hidden_layers``."""
 
     def get_total_num_kv_heads(self) -> int:
         """KV heads over all TP ranks."""
 
     def get_head_size(self) -> int:
-        """Elements per head and token of K; with MLA of the latent, rope part included."""
+        """Elements per head and token of K. With MLA, of the latent including its rope part."""
 
     def get_hidden_size(self) -> int:
         """Elements per token of a hidden state."""
@@ -68,35 +69,35 @@ class HandoffConfig(Protocol):
 
     @property
     def model_config(self) -> ModelConfig:
-        """Which model."""
+        """The model."""
 
     @property
     def cache_config(self) -> CacheConfig:
-        """How KV is kept."""
+        """The form of the KV cache."""
 
     @property
     def parallel_config(self) -> ParallelConfig:
-        """How it is divided."""
+        """The sizes of the parallel groups."""
 
     @property
     def load_config(self) -> LoadConfig:
-        """Where its weights come from."""
+        """The source of the weights."""
 
     @property
     def kv_transfer_config(self) -> TransferConfig:
-        """Settings of the connector."""
+        """The settings of the connector."""
 
 
 class IntermediateStates(Protocol):
-    """What a pipeline stage gives the next; vLLM's ``IntermediateTensors``."""
+    """A pipeline stage's output for the next stage: vLLM's ``IntermediateTensors``."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """By name ``[tokens, width]``."""
+        """``[tokens, width]`` by name."""
 
 
 States = torch.Tensor | IntermediateStates
-"""``[tokens, hidden]`` of the last pipeline stage, or what another stage gives."""
+"""``[tokens, hidden]`` of the last pipeline stage, or the output of another stage."""
 
 
 class Layers(Protocol):
@@ -107,38 +108,37 @@ class Layers(Protocol):
 
 
 class ModelExecutable(Protocol):
-    """The model as this rank runs it. A stage that is not the last also has
-    ``make_empty_intermediate_tensors(batch_size, dtype, device)``, as every model with pipeline
-    stages."""
+    """The model as this rank runs it. Every stage except the last also has
+    ``make_empty_intermediate_tensors(batch_size, dtype, device)``."""
 
     @property
     def model(self) -> Layers:
-        """Its layers."""
+        """The layers of this rank."""
 
 
 class AttentionMetadata(Protocol):
-    """What attention is told of a batch: prompts first, requests that generate behind them."""
+    """Metadata of a batch: first the prompts, then the generating requests."""
 
     @property
     def num_prefills(self) -> int:
-        """Prompts."""
+        """Number of prompts."""
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of prompts that are computed in this step."""
+        """Number of prompt tokens computed in this step."""
 
     @property
     def seq_lens(self) -> Sequence[int] | None:
-        """Per request its tokens so far, those of this step included."""
+        """Number of tokens per request, including those of this step."""
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """``[tokens]`` int64: where in the paged cache each token's KV belongs; -1 for nowhere."""
+        """``[tokens]`` int64: slot of each token's KV in the paged cache, or -1 for none."""
 
 
 class ModelInput(Protocol):
-    """``ModelInputForGPUWithSamplingMetadata``. Handed back as it came; its sampling metadata
-    remains valid, because the states of all tokens come back."""
+    """``ModelInputForGPUWithSamplingMetadata``. Returned unchanged. Its sampling metadata stays
+    valid, because the states of all tokens are returned."""
 
     @property
     def input_tokens(self) -> torch.Tensor | None:
@@ -149,19 +149,19 @@ class ModelInput(Protocol):
         """None in a run without attention."""
 
 
-class LeftAloneError(TransferError):
-    """A step, or a prompt, that is not for a hand-off: nothing failed, the engine computes it."""
+class SkippedError(TransferError):
+    """A step or a prompt is not suitable for a hand-off. The engine computes it."""
 
 
 _IDS_END = 1 << 32
-"""Of token ids, as they are encoded."""
+"""End of the range of token ids in their encoding."""
 _BESIDE_TOKENS = (
     "lora_requests",
     "prompt_adapter_requests",
     "multi_modal_kwargs",
     "inputs_embeds",
 )
-"""What else may change a prompt's KV. Which of them a model input has depends on its version."""
+"""Other inputs that may change a prompt's KV. A model input has some of them, by version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class HandoffPrompt:
     start: int
     end: int
     slots: torch.Tensor
-    """``[tokens]`` int64, where in the paged cache its KV belongs; all at least 0."""
+    """``[tokens]`` int64: slots of its KV in the paged cache, all at least 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +181,15 @@ class HandoffBatch:
 
     prompts: tuple[HandoffPrompt, ...]
     whole: bool
-    """Whether there is nothing but these prompts: only then can their states be all of it."""
+    """Whether the step consists of these prompts only, so that their states are the whole
+    output."""
 
 
 def read_batch(model_input: ModelInput) -> HandoffBatch:
-    """The prompts that this step computes from their first token to their last.
+    """Return the prompts that this step computes from the first token to the last.
 
-    Waits for the device: token ids are named by the host. Raises ``LeftAloneError`` for a batch
-    whose prompts cannot be told apart, or are not named by their token ids.
+    Waits for the device, because the host needs the token ids. Raises ``SkippedError`` if the
+    batch's prompts cannot be separated, or if token ids alone do not determine their KV.
     """
     attention, ids = model_input.attn_metadata, model_input.input_tokens
     if attention is None or ids is None or attention.num_prefill_tokens <= 0:
@@ -196,18 +197,18 @@ def read_batch(model_input: ModelInput) -> HandoffBatch:
     for name in _BESIDE_TOKENS:
         value = getattr(model_input, name, None)
         if value is not None and (isinstance(value, torch.Tensor) or len(value)):
-            raise LeftAloneError(f"prompts with {name} are not handed over")
+            raise SkippedError(f"prompts with {name} are not handed over")
     if getattr(attention, "encoder_seq_lens", None):
-        raise LeftAloneError("prompts of models with an encoder are not handed over")
+        raise SkippedError("prompts of models with an encoder are not handed over")
     total = attention.num_prefill_tokens
     lengths = list(attention.seq_lens or ())[: attention.num_prefills]
-    # Where tokens were computed in an earlier step these lengths count them too, but neither ids
-    # nor slots of them are here: nothing would say where one prompt ends and the next begins.
+    # These lengths include tokens computed in earlier steps, but the ids and slots do not. Prompts
+    # with such tokens could not be separated.
     if len(lengths) != attention.num_prefills or sum(lengths) != total or min(lengths) <= 0:
-        raise LeftAloneError("prompts computed in parts are not handed over")
+        raise SkippedError("prompts computed in parts are not handed over")
     ids, slots = ids.flatten(), attention.slot_mapping.flatten()
     if len(ids) < total or len(slots) < total:
-        raise LeftAloneError(f"{total} tokens of prompts in {len(ids)} ids, {len(slots)} slots")
+        raise SkippedError(f"{total} tokens of prompts in {len(ids)} ids, {len(slots)} slots")
     prompts = _prompts(ids[:total], slots[:total], lengths)
     return HandoffBatch(tuple(prompts), whole=len(ids) == total)
 
@@ -215,9 +216,9 @@ def read_batch(model_input: ModelInput) -> HandoffBatch:
 def _prompts(ids: torch.Tensor, slots: torch.Tensor, lengths: list[int]) -> Iterator[HandoffPrompt]:
     known = ids.tolist()
     if min(known) < 0 or max(known) >= _IDS_END:
-        raise LeftAloneError("prompts with places that are no tokens are not handed over")
+        raise SkippedError("prompts with positions without a token are not handed over")
     if int(slots.min()) < 0:
-        raise LeftAloneError("prompts of which not all KV is kept are not handed over")
+        raise SkippedError("prompts whose KV is not completely kept are not handed over")
     start = 0
     for length in lengths:
         end = start + length

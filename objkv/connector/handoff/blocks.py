@@ -1,10 +1,10 @@
 """Copies blocks by id between two sets of caches: host to device, device to host, host to host.
 
-For who keeps a host copy of a paged cache beside the device's. objkv's own loads and saves do not:
-they go through slabs and lanes, and no whole cache is held twice.
-Source of what it stands in for: vLLM 0.31-0.33, ``copy_kv_blocks`` in
-``distributed/kv_transfer/kv_connector/utils.py``, which takes no look at what it is given: ids of
-unequal number copy nothing, and one that is out of range is the device's error, if anybody's.
+For connectors that keep a host copy of the device's paged cache. objkv's own loads and saves use
+slabs and lanes instead and never hold a whole cache twice. It replaces ``copy_kv_blocks`` in
+``distributed/kv_transfer/kv_connector/utils.py`` of vLLM 0.31-0.33, which does not check its
+arguments: with unequal numbers of ids it copies nothing, and an id out of range may be an error on
+the device or go unnoticed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ Direction = Literal["h2d", "d2h"]
 Caches = Mapping[str, torch.Tensor]
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of an element's size, as which bytes travel: fp8 has no copy by index on some devices,
-and a copy of floats may change the bits of a NaN."""
+"""Integer types by element size. Elements are copied as integers, because some devices cannot copy
+fp8 by index, and copying floats may change the bits of a NaN."""
 
 _STAGED_BYTES_MAX = 32 << 20
-"""Of blocks on their way, which take memory of their own on the source's device."""
+"""Most bytes of blocks staged at once in extra memory on the source's device."""
 
 
 def copy_blocks(
@@ -35,16 +35,16 @@ def copy_blocks(
     """Write block ``src_ids[i]`` of every layer of ``src`` into block ``dst_ids[i]`` of ``dst``.
 
     Args:
-        src: by layer ``[num_blocks, ...]``, whatever the strides, all on one device.
-        dst: the same layers in the same shapes but for the number of blocks, and dtypes; all on one
-            device. No element of a tensor may be in two places of it.
+        src: ``[num_blocks, ...]`` by layer, with any strides, all on one device.
+        dst: the same layers with the same dtypes and shapes, except for the number of blocks. All
+            on one device. No two positions of a tensor may share memory.
         src_ids: may repeat.
-        dst_ids: as many, all different.
-        direction: ``h2d``: ``src`` is on the host; ``d2h``: ``dst`` is. Both may be.
+        dst_ids: the same number of ids, all different.
+        direction: ``h2d`` if ``src`` is on the host, ``d2h`` if ``dst`` is. Both may be.
 
-    Of two tensors that share memory all blocks are read before one is written. When it returns,
-    bytes for the host are there; those for a device are ordered before what its current stream does
-    next. Raises ``TransferError``, and has then written nothing.
+    If two tensors share memory, all blocks are read before any is written. When this returns,
+    copies to the host are complete, and copies to a device are ordered before the next work of its
+    current stream. Raises ``TransferError`` before anything is written.
     """
     _check_ids(src_ids, dst_ids)
     _check_devices(src, dst, direction)
@@ -76,14 +76,14 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_ids(src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
     if len(src_ids) != len(dst_ids):
-        raise TransferError(f"{len(src_ids)} blocks cannot go into {len(dst_ids)}")
+        raise TransferError(f"{len(src_ids)} source blocks, but {len(dst_ids)} target blocks")
     if len(set(dst_ids)) != len(dst_ids):
-        raise TransferError("a block would be written twice")
+        raise TransferError("dst_ids repeats a block, which would be written twice")
 
 
 def _check_devices(src: Caches, dst: Caches, direction: Direction) -> None:
     if direction not in ("h2d", "d2h"):
-        raise TransferError(f"no direction: {direction!r}")
+        raise TransferError(f"unknown direction {direction!r}: use h2d or d2h")
     for what, caches in (("source", src), ("target", dst)):
         if len({cache.device for cache in caches.values()}) > 1:
             raise TransferError(f"the {what} is on several devices")
@@ -95,24 +95,24 @@ def _check_devices(src: Caches, dst: Caches, direction: Direction) -> None:
 
 def _check_layers(src: Caches, dst: Caches, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
     if src.keys() != dst.keys():
-        raise TransferError(f"not the same layers: {sorted(src.keys() ^ dst.keys())}")
+        raise TransferError(f"layers only in source or target: {sorted(src.keys() ^ dst.keys())}")
     for name, source in src.items():
         target = dst[name]
         if not source.dim() or not target.dim() or source.shape[1:] != target.shape[1:]:
             shapes = f"{tuple(source.shape)} and {tuple(target.shape)}"
-            raise TransferError(f"{name}: blocks of {shapes} are not alike")
+            raise TransferError(f"{name}: blocks of {shapes} differ in shape")
         if source.dtype != target.dtype or source.element_size() not in WORDS:
-            raise TransferError(f"{name}: {source.dtype} cannot go into {target.dtype}")
+            raise TransferError(f"{name}: cannot copy {source.dtype} to {target.dtype}")
         for ids, cache in ((src_ids, source), (dst_ids, target)):
             if ids and not 0 <= min(ids) <= max(ids) < cache.shape[0]:
                 raise TransferError(f"{name} has blocks 0 to {cache.shape[0] - 1} only")
         if _overlaps_itself(target):
-            raise TransferError(f"{name}: places of the target share memory")
+            raise TransferError(f"{name}: positions of the target share memory")
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two places of the tensor may be one element; False for every permuted or padded
-    layout. Said of a few other strides too, which no cache has."""
+    """Whether two positions of the tensor may share memory. Exact for permuted and padded layouts;
+    may be True without need for unusual strides, which no cache has."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

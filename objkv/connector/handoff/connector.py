@@ -1,10 +1,10 @@
-"""The hand-off of vLLM's V0 engines, for those that still run one: KV and hidden states of prompts
-that one process computed become the input of another, over the same stores as chunks.
+"""Hand-offs for vLLM's V0 engines: one process stores the KV and hidden states of whole prompts,
+and another uses them as input. They use the same stores as chunks.
 
-Legacy: vLLM removed this interface with its V0 engine. Nothing here imports vLLM. An engine of
-today uses ``ObjKVConnector``, which shares every prefix; a hand-off is of whole prompts only.
+Legacy: vLLM removed this interface with its V0 engine. Nothing here imports vLLM. Current engines
+use ``ObjKVConnector``, which shares every prefix, not only whole prompts.
 
-No method raises into the engine once it runs, and none waits longer than its deadline.
+Methods of a running connector raise nothing into the engine and wait no longer than their deadline.
 """
 
 import logging
@@ -26,10 +26,10 @@ from objkv.connector.guard import guarded
 from objkv.connector.handoff.batch import (
     HandoffConfig,
     HandoffPrompt,
-    LeftAloneError,
     ModelConfig,
     ModelExecutable,
     ModelInput,
+    SkippedError,
     States,
     read_batch,
 )
@@ -55,23 +55,23 @@ class HandoffStage:
     form: StateForm
 
     def layers(self, tokens: int) -> list[LayerSpec]:
-        """What a payload of so many tokens must hold: KV layer by layer, then states."""
+        """Return the frames of a payload of ``tokens`` tokens: KV layer by layer, then states."""
         return [*self.caches.layers(tokens), *self.form.layers(tokens)]
 
     def rows(self, prompt: HandoffPrompt, given: States) -> Iterator[torch.Tensor]:
-        """Of each of ``layers`` what the device has; a layer at a time, so that only one of them is
-        in the device's memory twice. Raises ``LeftAloneError`` for states of another form."""
-        states = self.form.rows(given, prompt.start, prompt.end)  # refused before KV is read
+        """Yield the rows of each of ``layers`` on the device, one layer at a time, so that only one
+        is in device memory twice. Raises ``SkippedError`` for states of another form."""
+        states = self.form.rows(given, prompt.start, prompt.end)  # first, because it may raise
         for layer in range(self.caches.count):
             yield self.caches.gather(layer, prompt.slots)
         yield from states
 
 
 class HandoffStages:
-    """Makes the stage of each step: V0 says with every call which layers and caches it has."""
+    """Makes the stage of each step, because V0 passes layers and caches with every call."""
 
     def __init__(self, model: ModelConfig, group: GroupIdentity, rank: int, tp_size: int) -> None:
-        """Raises ``ConfigError`` if heads cannot be split so."""
+        """Raises ``ConfigError`` if the heads cannot be divided by the ranks."""
         self._model = model
         self._group = group
         try:
@@ -85,14 +85,14 @@ class HandoffStages:
             raise ConfigError(str(exc)) from exc
 
     def open(self, executable: ModelExecutable, kv_caches: Sequence[torch.Tensor]) -> HandoffStage:
-        """Raises ``LeftAloneError`` for layers, caches or states that objkv does not know."""
+        """Make a stage. Raises ``SkippedError`` for unsupported layers, caches or states."""
         first, end, total = (
             executable.model.start_layer,
             executable.model.end_layer,
             len(self._group.layers),
         )
         if not 0 <= first < end <= total:
-            raise LeftAloneError(f"layers [{first}, {end}) of {total}")
+            raise SkippedError(f"layers [{first}, {end}) of {total}")
         shard = replace(self._rank.shard, layer_start=first, layer_end=end)
         shape = SlotShape(shard, self._group.content, self._model.use_mla)
         form = state_form(
@@ -105,28 +105,27 @@ class HandoffStages:
 
 
 class Agreement(Protocol):
-    """One answer of the ranks that compute together: yes only if each says yes. All of them must
-    call it, equally often.
+    """A vote of the ranks that compute together. All of them must call it equally often.
 
-    A rank that left the forward pass out while another did not would leave that other waiting for
-    ever. V1 engines do this themselves: ``KVOutputAggregator`` counts the workers' reports.
+    If one rank skipped the forward pass and another did not, the other would wait for ever. V1
+    engines solve this themselves: ``KVOutputAggregator`` counts the workers' reports.
     """
 
     def __call__(self, mine: bool) -> bool:
-        """Whether all say yes. Waits for the others, within a bound; never raises."""
+        """Return whether all ranks vote True. Waits for the others within a bound. Never raises."""
 
 
 def alone(mine: bool) -> bool:
-    """The agreement of a rank that computes by itself."""
+    """Return the vote of a single rank."""
     return mine
 
 
 class RankAgreement:
-    """Over a process group of its own. Whoever did not hear from the others says no from then on,
-    because nobody can tell any more who answers which question."""
+    """A vote over a separate process group. A rank that misses a result votes False from then on,
+    because votes and results can no longer be matched."""
 
     def __init__(self, group: "dist.ProcessGroup") -> None:
-        """``group``: gloo, with the bound as its timeout; used for nothing else."""
+        """``group``: a gloo group with the bound as its timeout, used for nothing else."""
         self._group = group
         self._broken = False
 
@@ -137,25 +136,25 @@ class RankAgreement:
         answer = torch.tensor([mine], dtype=torch.int32)
         try:
             dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
-        except Exception as exc:  # whatever the backend raises: a rank is gone, or very late
+        except Exception as exc:  # any exception of the backend: a rank is gone or very late
             self._broken = True
-            logger.warning("ranks out of touch, computing everything from now on reason=%s", exc)
+            logger.warning("ranks cannot agree, computing everything from now on reason=%s", exc)
             return False
         return bool(answer.item())
 
 
 def open_agreement(rank: int, tp_size: int, *, timeout_s: float) -> Agreement:
-    """The agreement of ``rank``'s tensor-parallel group: ``tp_size`` ranks that follow each other.
+    """Return the agreement of ``rank``'s tensor-parallel group of ``tp_size`` consecutive ranks.
 
-    Every rank of the world must call it, in the same order among its collective calls. Raises
-    ``ConfigError`` without torch's process groups.
+    Every rank of the world must call it, in the same order relative to its collective calls. Raises
+    ``ConfigError`` if torch's process groups are not initialized.
     """
     if tp_size == 1:
         return alone
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            f"tensor_parallel_size={tp_size}: initialize torch.distributed before the connector, "
-            "its ranks must agree on what they leave out"
+            f"tensor_parallel_size is {tp_size}, so ranks must agree on what they skip: "
+            "initialize torch.distributed before the connector"
         )
     world = dist.get_world_size()
     if world % tp_size or not 0 <= rank < world:
@@ -163,7 +162,7 @@ def open_agreement(rank: int, tp_size: int, *, timeout_s: float) -> Agreement:
     mine = None
     for first in range(0, world, tp_size):
         ranks = list(range(first, first + tp_size))
-        # Each group is made by all ranks of the world, also those outside.
+        # All ranks of the world must make each group, also the ranks outside it.
         group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
         if rank in ranks:
             mine = group
@@ -173,9 +172,9 @@ def open_agreement(rank: int, tp_size: int, *, timeout_s: float) -> Agreement:
 
 _NOTHING: States | None = None
 _REASONS_MAX = 16
-"""Why prompts were left alone, told once each."""
+"""Most different reasons to log for skipped prompts."""
 _BACKGROUND_S = 1.0
-"""How long ``close`` waits for what nobody needs: a copy to the hot store."""
+"""How long ``close`` waits for optional work, such as a copy to the hot store."""
 
 
 def _log_ready(identity: Identity, rank: int) -> None:
@@ -188,9 +187,9 @@ def _log_ready(identity: Identity, rank: int) -> None:
 
 
 class HandoffConnector:
-    """vLLM's V0 ``KVConnectorBase``, by shape. All methods are called by the forward thread.
+    """Implements vLLM's V0 ``KVConnectorBase``. All methods are called by the forward thread.
 
-    Settings: ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    The settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
     ``kv_connector_extra_config``. Source of the contract: vLLM 0.6-0.10,
     ``distributed/kv_transfer/kv_connector/base.py``.
     """
@@ -204,12 +203,12 @@ class HandoffConnector:
         agree: Agreement | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Raises ``ConfigError`` with what to do, and with ``at_start`` strict ``StoreError``.
+        """Raises ``ConfigError``, which names the fix, and with ``at_start`` strict ``StoreError``.
 
         Args:
-            rank: in the world; tensor-parallel ranks of one stage follow each other.
-            agree: asks the other ranks of the stage; by default over torch.distributed, which must
-                be initialized if there are others.
+            rank: rank in the world. Tensor-parallel ranks of one stage are consecutive.
+            agree: the vote of the stage's ranks. By default it uses torch.distributed, which must
+                be initialized if there are several.
         """
         self._config = load_config(config.kv_transfer_config.kv_connector_extra_config)
         self._recorder = recorder or NullRecorder()
@@ -220,7 +219,7 @@ class HandoffConnector:
         self._writer = f"{socket.gethostname()}:{os.getpid()}:{local_rank}"
         self._trouble, self._reasons = Trouble(logger, "hand-offs"), set[str]()
         self._closed = False
-        # Ranks wait for each other as long as one of them may wait for the stores, and then some.
+        # Ranks wait for each other twice as long as one of them may wait for the stores.
         bound_ms = max(self._config.step_load_deadline_ms, self._config.save_deadline_ms)
         self._agree = agree or open_agreement(rank, tp_size, timeout_s=2 * bound_ms / 1000)
         self._backends = open_checked_backends(self._config, self._recorder)
@@ -242,15 +241,15 @@ class HandoffConnector:
     ) -> None:
         """Store every whole prompt of the step that was just computed.
 
-        When it returns, each is stored by all tensor-parallel ranks, or dropped: whoever is told
-        that the step is over finds what there is. Blocks at most ``save_deadline_ms``, and for the
-        slowest rank.
+        When it returns, all tensor-parallel ranks have stored each prompt or dropped it, so a
+        receiver can start at once. Blocks for at most ``save_deadline_ms``, and for the slowest
+        rank.
 
         Args:
             kv_caches: per layer of this stage ``[2, num_blocks, block_size, heads, head_size]``, or
-                with MLA ``[num_blocks, block_size, latent]``; read before it returns.
-            hidden_or_intermediate_states: ``[tokens, hidden]``, or of a stage that is not the last
-                an ``IntermediateTensors`` of such.
+                with MLA ``[num_blocks, block_size, latent]``. Read before this returns.
+            hidden_or_intermediate_states: ``[tokens, hidden]``, or an ``IntermediateTensors`` of
+                them if the stage is not the last.
         """
         states = hidden_or_intermediate_states
         self._agree(self._send(model_executable, model_input, kv_caches, states))
@@ -261,18 +260,18 @@ class HandoffConnector:
         model_input: ModelInput,
         kv_caches: list[torch.Tensor],
     ) -> tuple[States | None, bool, ModelInput]:
-        """Take over the prompts of the step that is about to be computed.
+        """Receive the prompts of the step that is about to be computed.
 
-        Blocks at most ``step_load_deadline_ms``, and for the slowest tensor-parallel rank.
+        Blocks for at most ``step_load_deadline_ms``, and for the slowest tensor-parallel rank.
 
         Args:
-            kv_caches: as in ``send_kv_caches_and_hidden_states``; a prompt's slots are written when
-                all its KV and states were verified, and no others are.
+            kv_caches: as in ``send_kv_caches_and_hidden_states``. Only the slots of a prompt are
+                written, after all its KV and states were verified.
 
         Returns:
-            The states of all tokens, True, and ``model_input``, if the step has nothing but whole
-            prompts, and every rank that computes with this one received all of them. Otherwise
-            None, False, and ``model_input`` as it came: compute all of it.
+            The states of all tokens, True, and ``model_input``, if the step consists of whole
+            prompts and every rank of the group received all of them. Otherwise None, False, and the
+            unchanged ``model_input``: the engine must compute the whole step.
         """
         states = self._receive(model_executable, model_input, kv_caches)
         if not self._agree(states is not None):
@@ -281,7 +280,7 @@ class HandoffConnector:
 
     @guarded(None)
     def close(self) -> None:
-        """Close connections. Idempotent; whatever comes afterwards is a miss or a drop."""
+        """Close connections. Later calls are misses or drops. Idempotent."""
         if not self._closed:
             self._closed = True
             self._cache.close(_BACKGROUND_S)
@@ -333,8 +332,8 @@ class HandoffConnector:
                 if states is None:
                     return None
                 received.append(states)
-        except LeftAloneError as exc:
-            self._left_alone(exc)
+        except SkippedError as exc:
+            self._skipped(exc)
             return None
         except ObjkvError as exc:
             self._recorder.count("load_errors")
@@ -348,7 +347,7 @@ class HandoffConnector:
     ) -> None:
         claim = handoff_claim(self._namespace, prompt.tokens, stage.rank.shard)
         if not stage.rank.writes(claim.key.prefix_hash):
-            return  # another rank holds the same, and saves it
+            return  # another rank has the same shard and saves it
         layers = self._layers(stage, prompt)
         tokens = prompt.tokens if self._config.store_tokens else None
         offset = header_room(layers, tokens=len(tokens or ()))
@@ -364,7 +363,8 @@ class HandoffConnector:
     def _load(
         self, stage: HandoffStage, prompt: HandoffPrompt, deadline: float
     ) -> list[memoryview] | None:
-        """The verified states of a prompt whose KV is in its slots; None where it is not."""
+        """Load a prompt's KV into its slots and return its verified states. None if it is a
+        miss."""
         layers = self._layers(stage, prompt)
         claim = handoff_claim(self._namespace, prompt.tokens, stage.rank.shard)
         pages = self._store.load(claim, tuple(layers), seconds=deadline - monotonic())
@@ -376,27 +376,27 @@ class HandoffConnector:
         return pages[count:]
 
     def _layers(self, stage: HandoffStage, prompt: HandoffPrompt) -> list[LayerSpec]:
-        """What the prompt's payload must hold. Raises ``LeftAloneError`` for slots that are not
-        there, and for a payload that would take more memory than is allowed."""
+        """Return the frames of the prompt's payload. Raises ``SkippedError`` for invalid slots,
+        and for a payload larger than ``pinned_bytes_max``."""
         stage.caches.check_slots(prompt.slots)
         layers = stage.layers(len(prompt.tokens))
         nbytes = sum(layer.nbytes for layer in layers)
         if nbytes > self._config.pinned_bytes_max:
-            raise LeftAloneError(
-                f"{len(prompt.tokens)} tokens are {nbytes} bytes, beyond pinned_bytes_max"
+            raise SkippedError(
+                f"{len(prompt.tokens)} tokens are {nbytes} bytes, more than pinned_bytes_max"
             )
         return layers
 
-    def _left_alone(self, reason: LeftAloneError) -> None:
-        """Told once for each reason: such prompts may come in every other step."""
+    def _skipped(self, reason: SkippedError) -> None:
+        """Log each reason once, because such prompts may come in every step."""
         text = str(reason)
         if text not in self._reasons and len(self._reasons) < _REASONS_MAX:
             self._reasons.add(text)
-            logger.info("prompts left alone reason=%s", text)
+            logger.info("prompts skipped reason=%s", text)
 
     def _dropped(self, reason: ObjkvError) -> bool:
-        if isinstance(reason, LeftAloneError):
-            self._left_alone(reason)
+        if isinstance(reason, SkippedError):
+            self._skipped(reason)
             return False
         self._recorder.count("save_errors")
         self._trouble.failed(reason)
@@ -404,4 +404,4 @@ class HandoffConnector:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise TransferError("closed")
+            raise TransferError("the connector is closed")

@@ -1,13 +1,12 @@
-"""What hand-offs are called: a namespace and hashes of their own, so that none is ever taken for a
-chunk, nor a chunk for one.
+"""Names of hand-offs. They have separate namespaces and hashes, so they never collide with chunks.
 
-A hand-off is a whole prompt of any length, and hidden states come with its KV:
+A hand-off is a whole prompt of any length, with its KV and its hidden states:
 
     root = SHA-256(field("objkv-handoff-1") field(namespace))[:20]
     hash = SHA-256(field(root) field(tokens) field(""))[:20]
 
 with ``field`` and the encoding of tokens as in ``keys/prefix.py``. The identity's page layout is
-``handoff-1``, which no chunk's is.
+``handoff-1``, which chunks never have.
 """
 
 import hashlib
@@ -30,15 +29,15 @@ PAGE_LAYOUT = "handoff-1"
 
 
 def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
-    """The identity document of hand-offs of this model: equal on every rank, and on every engine
-    that may take them over.
+    """Return the identity document of this model's hand-offs, which is equal on every rank and on
+    every engine that may receive them.
 
-    Reads the model's files; takes up to seconds. Raises ``ConfigError`` with what to do.
+    Reads the model's files, which may take seconds. Raises ``ConfigError``, which names the fix.
     """
     model = config.model_config
     if getattr(config.cache_config, "calculate_kv_scales", False):  # not every version has it
         raise ConfigError(
-            "objkv cannot hand over KV whose scales each engine calculates by itself: turn "
+            "objkv cannot hand over KV if each engine calculates its own scales: turn "
             "calculate_kv_scales off"
         )
     local = Path(model.model).is_dir()
@@ -46,7 +45,7 @@ def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(config.cache_config.cache_dtype)
     size = model.get_head_size()
-    # A token is a block: K and V are fused as in chunks, and prompts need not be whole blocks.
+    # Each token is a block: K and V are fused as in chunks, and prompts may have any length.
     group = GroupIdentity(
         kind="full",
         window=None,
@@ -76,12 +75,12 @@ def read_handoff_identity(config: HandoffConfig, settings: Config) -> Identity:
 
 
 def layer_name(layer: int) -> str:
-    """What a layer's KV is called in a payload; counted over all pipeline stages."""
+    """Return the name of a layer's KV in a payload. Layers count over all pipeline stages."""
     return f"layers.{layer}"
 
 
 def handoff_claim(namespace: str, tokens: Sequence[int], shard: Shard) -> Claim:
-    """What one rank's hand-off of the prompt ``tokens`` claims to be.
+    """Return the claim of one rank's hand-off of the prompt ``tokens``.
 
     Raises OverflowError for a token id outside ``[0, 2**32)``.
     """
@@ -91,7 +90,7 @@ def handoff_claim(namespace: str, tokens: Sequence[int], shard: Shard) -> Claim:
 
 
 def handoff_root(namespace: str) -> bytes:
-    """The parent of every hand-off of a namespace, 20 bytes."""
+    """Return the parent hash of every hand-off of a namespace, 20 bytes."""
     digest = hashlib.sha256()
     for value in (SCHEME.encode(), namespace.encode("ascii")):
         digest.update(len(value).to_bytes(8, "little") + value)
@@ -110,19 +109,20 @@ def _weights(config: HandoffConfig, settings: Config) -> str:
         return digest
     if model.revision is None:
         raise ConfigError(
-            f"the weights of {model.model!r} cannot be read from here, so objkv cannot tell them "
-            "from other weights: serve from a local folder or set --revision"
+            f"objkv cannot identify the weights of {model.model!r}, because it cannot read them "
+            "here: serve from a local folder or set --revision"
         )
     return f"revision:{model.revision}"
 
 
 def _config_digest(model: ModelConfig) -> str:
-    """Of all that the model's configuration says once overrides are in it: rope among others."""
+    """Return the digest of the model's configuration after overrides, for example of rope."""
     values = dict(model.hf_config.to_dict())
     for name in ("_name_or_path", "transformers_version"):
         values.pop(name, None)
     text = json.dumps(values, sort_keys=True, default=str)
     if '"longrope"' in text or '"su"' in text:
-        # The engine's length decides which factors rotate all keys, those of short prompts too.
+        # The engine's maximum length selects the factors that rotate all keys, also for short
+        # prompts.
         text += f" max_model_len={model.max_model_len}"
     return hashlib.sha256(text.encode()).hexdigest()[:40]

@@ -1,4 +1,4 @@
-"""A rank's V0 paged caches, by slot: one row per token, as payloads keep it.
+"""A rank's V0 paged caches, accessed by slot: one row per token, in the order of payloads.
 
 Source of the shapes: vLLM 0.6-0.10, ``get_kv_cache_shape`` in ``attention/backends/flash_attn.py``
 and ``mla/common.py``: ``[2, num_blocks, block_size, heads, head_size]``, K and V; with MLA
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from objkv.codec.payload import LayerSpec
-from objkv.connector.handoff.batch import LeftAloneError, ModelExecutable, States
+from objkv.connector.handoff.batch import ModelExecutable, SkippedError, States
 from objkv.connector.handoff.blocks import WORDS
 from objkv.connector.handoff.keys import layer_name
 from objkv.keys.topology import Shard
@@ -21,23 +21,23 @@ from objkv.transfer.paging import DTYPE_NAMES
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """What a rank expects of its caches."""
+    """The expected shape of a rank's caches."""
 
     shard: Shard
-    """Layers and heads that it holds, counted over all ranks."""
+    """Layers and heads of the rank, counted over all ranks."""
     content: int
     """Elements per head and token: K and V, or the latent."""
     latent: bool
 
 
 class SlotCaches:
-    """The caches of one rank. The tensors are vLLM's, never freed or resized here."""
+    """The caches of one rank. vLLM owns the tensors. They are never freed or resized here."""
 
     def __init__(self, shape: SlotShape, caches: Sequence[torch.Tensor]) -> None:
-        """Raises ``LeftAloneError`` for caches of another shape."""
+        """Raises ``SkippedError`` for caches of another shape."""
         shard = shape.shard
         if len(caches) != shard.layer_end - shard.layer_start:
-            raise LeftAloneError(f"{len(caches)} KV caches, expected those of layers {shard}")
+            raise SkippedError(f"{len(caches)} KV caches, expected those of layers {shard}")
         self._shape = shape
         self._heads = shard.head_end - shard.head_start
         for cache in caches:
@@ -50,17 +50,17 @@ class SlotCaches:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self._caches[0].device
 
     @property
     def count(self) -> int:
-        """Layers of this rank."""
+        """Number of layers of this rank."""
         return len(self._caches)
 
     def layers(self, tokens: int) -> list[LayerSpec]:
-        """What a payload of ``tokens`` tokens must hold of them: ``[tokens, heads, 1, content]``,
-        K and V of a token and head one behind the other."""
+        """Return the frames of a payload of ``tokens`` tokens: ``[tokens, heads, 1, content]``,
+        with K and V of each token and head contiguous."""
         shape = (tokens, self._heads, 1, self._shape.content)
         first = self._shape.shard.layer_start
         return [
@@ -69,12 +69,13 @@ class SlotCaches:
         ]
 
     def check_slots(self, slots: torch.Tensor) -> None:
-        """Raise ``LeftAloneError`` unless all ``slots`` (``[tokens]`` int64) are in the caches."""
+        """Raise ``SkippedError`` unless all ``slots`` (``[tokens]`` int64) are in the caches."""
         if int(slots.max()) >= self._slots or int(slots.min()) < 0:
-            raise LeftAloneError(f"slots outside the {self._slots} that the KV caches have")
+            raise SkippedError(f"slots outside the {self._slots} slots of the KV caches")
 
     def gather(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """The rows of one layer, ``[tokens, heads, 1, content]`` on the device, as integers."""
+        """Return the rows of one layer, ``[tokens, heads, 1, content]`` on the device, as
+        integers."""
         cache = self._caches[layer]
         block, offset = self._places(slots)
         if self._shape.latent:
@@ -82,10 +83,10 @@ class SlotCaches:
         return torch.cat((cache[0][block, offset], cache[1][block, offset]), -1).unsqueeze(2)
 
     def scatter(self, layer: int, slots: torch.Tensor, pages: memoryview) -> None:
-        """Write the verified bytes of a layer's frame to its slots; does not keep ``pages``."""
+        """Write the verified bytes of a layer's frame to its slots. Does not keep ``pages``."""
         cache = self._caches[layer]
-        # By block and offset rather than through a flat view, which a permuted cache does not have:
-        # reshape would then make a copy, and the rows would be written to that.
+        # Index by block and offset. A permuted cache has no flat view: reshape would copy it, and
+        # the rows would be written to the copy.
         block, offset = self._places(slots)
         shape = (len(slots), self._heads, self._shape.content)
         rows = host_rows(pages, cache.dtype, shape).to(cache.device)
@@ -110,65 +111,67 @@ class SlotCaches:
             fits = len(found) == 5 and found[0] == 2 and found[3:] == (self._heads, size)
             wanted = f"[2, blocks, block size, {self._heads}, {size}]"
         if not fits or not cache.numel():
-            raise LeftAloneError(f"a KV cache of shape {found}, expected {wanted}: not supported")
+            raise SkippedError(f"a KV cache of shape {found}, expected {wanted}: not supported")
         if cache.dtype not in DTYPE_NAMES:
-            raise LeftAloneError(f"a KV cache of {cache.dtype}, unknown to objkv")
+            raise SkippedError(f"a KV cache of {cache.dtype} is not supported")
 
 
 def host_rows(pages: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The bytes of a frame as a tensor of its own: frames may begin at any address."""
+    """Copy the bytes of a frame into a new tensor, because frames may begin at any address."""
     rows = torch.empty(shape, dtype=dtype)
     rows.view(torch.uint8).flatten().copy_(torch.frombuffer(pages, dtype=torch.uint8))
     return rows
 
 
-# Hidden states of a prompt as frames of its payload, and back: of the last pipeline stage one
-# tensor, of the others what they give to the next stage.
+# Converts hidden states of a prompt to frames of its payload and back. The last pipeline stage has
+# one tensor, the other stages have their outputs for the next stage.
 
 _LAST = "hidden_states"
 _BETWEEN = "intermediate."
-"""Before the names of what a stage gives: they are the model's, and must not be a layer's."""
+"""Prefix of the names of a stage's outputs. The model chooses them, and they must not equal a
+layer's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """What the states of this stage look like."""
+    """The form of the states of this stage."""
 
     dtype: torch.dtype
     widths: Mapping[str, int]
     """Elements per token, by the frame's name."""
     made_of: type[Any] | None
-    """Makes the stage's output of tensors by name; None for the last stage, whose output is one."""
+    """Makes the stage's output from tensors by name. None for the last stage, whose output is one
+    tensor."""
 
     def layers(self, tokens: int) -> list[LayerSpec]:
-        """Their frames: ``[tokens, 1, 1, width]``."""
+        """Return the frames of the states: ``[tokens, 1, 1, width]``."""
         dtype = DTYPE_NAMES[self.dtype]
         return [LayerSpec(name, dtype, (tokens, 1, 1, w)) for name, w in self.widths.items()]
 
     def rows(self, states: States, start: int, end: int) -> list[torch.Tensor]:
-        """Of tokens ``[start, end)`` one tensor per frame, ``[tokens, width]``.
+        """Return one tensor per frame for tokens ``[start, end)``, ``[tokens, width]``.
 
-        Raises ``LeftAloneError`` for states of another form.
+        Raises ``SkippedError`` for states of another form.
         """
         if isinstance(states, torch.Tensor):
             found: Mapping[str, torch.Tensor] = {_LAST: states}
         else:
             found = {_BETWEEN + name: tensor for name, tensor in states.tensors.items()}
         if found.keys() != self.widths.keys():
-            raise LeftAloneError(f"states {sorted(found)}, expected {sorted(self.widths)}")
+            raise SkippedError(f"states {sorted(found)}, expected {sorted(self.widths)}")
         for name, tensor in found.items():
             width = self.widths[name]
             if tensor.dim() != 2 or tensor.shape[0] < end or tensor.shape[1] != width:
-                raise LeftAloneError(
-                    f"{name} has shape {tuple(tensor.shape)}, width {width} wanted"
+                raise SkippedError(
+                    f"{name} has shape {tuple(tensor.shape)}, expected width {width}"
                 )
             if tensor.dtype != self.dtype:
-                raise LeftAloneError(f"{name} has {tensor.dtype}, expected {self.dtype}")
+                raise SkippedError(f"{name} has {tensor.dtype}, expected {self.dtype}")
         return [found[name][start:end] for name in self.widths]
 
     def join(self, prompts: Sequence[Sequence[memoryview]], device: torch.device) -> States:
-        """The stage's output for all prompts, one behind the other, on ``device``, from the
-        verified bytes of their frames; in memory of its own."""
+        """Return the stage's output for all prompts, concatenated on ``device``, as a copy of the
+        verified bytes of their frames."""
         joined = []
         for pages, width in zip(zip(*prompts, strict=True), self.widths.values(), strict=True):
             row_bytes = width * torch.empty((), dtype=self.dtype).element_size()
@@ -184,19 +187,19 @@ class StateForm:
 def state_form(
     executable: ModelExecutable, *, layers: int, hidden: int, dtype: torch.dtype
 ) -> StateForm:
-    """The form of what this stage of a model with ``layers`` layers gives.
+    """Return the form of this stage's output, for a model with ``layers`` layers.
 
-    Raises ``LeftAloneError`` for a stage that does not say what it gives.
+    Raises ``SkippedError`` if the stage does not describe its output.
     """
     if dtype not in DTYPE_NAMES:
-        raise LeftAloneError(f"hidden states of {dtype}, unknown to objkv")
+        raise SkippedError(f"hidden states of {dtype} are not supported")
     if executable.model.end_layer == layers:
         return StateForm(dtype, {_LAST: hidden}, None)
     make_empty = getattr(executable, "make_empty_intermediate_tensors", None)
     if make_empty is None:
-        raise LeftAloneError("a pipeline stage that does not say what it gives to the next")
+        raise SkippedError("a pipeline stage does not describe its output for the next stage")
     empty = make_empty(batch_size=1, dtype=dtype, device=torch.device("cpu"))
     widths = {_BETWEEN + name: int(t.shape[-1]) for name, t in empty.tensors.items()}
     if not widths:
-        raise LeftAloneError("a pipeline stage that gives nothing to the next")
+        raise SkippedError("a pipeline stage has no output for the next stage")
     return StateForm(dtype, widths, type(empty))

@@ -1,7 +1,7 @@
-"""Hand-offs in the stores: written whole or not at all, read whole and verified or not at all.
+"""Saves and loads hand-offs atomically, and verifies them completely.
 
-The forward thread waits for both, but never longer than it was told: a call that does not end is
-left to a thread of its own, with the memory it uses.
+The forward thread waits for both, but only until a deadline. A call that takes longer continues on
+its own thread, with its memory.
 """
 
 import logging
@@ -35,14 +35,14 @@ R = TypeVar("R")
 
 
 class Bounded:
-    """Calls that may never end, each on a thread of its own, one at a time. One thread uses it."""
+    """Runs calls that may hang, one at a time, each on its own thread. For use by one thread."""
 
     def __init__(self) -> None:
         self._thread: Thread | None = None
 
     def call(self, work: Callable[[], R], seconds: float) -> R:
-        """What ``work`` returns or raises. ``TransferError`` if that takes longer, or while an
-        earlier call is still under way; ``work`` then goes on alone, and nobody hears of it."""
+        """Return or raise the result of ``work``. Raises ``TransferError`` if it takes longer than
+        ``seconds``, or while an earlier call is in progress. A late result is discarded."""
         if seconds <= 0:
             raise TransferError("no time left")
         if self._thread is not None and self._thread.is_alive():
@@ -52,7 +52,7 @@ class Bounded:
         def run() -> None:
             try:
                 result = work()
-            except BaseException as exc:  # raised again where it is waited for
+            except BaseException as exc:  # raised again in the waiting thread
                 future.set_exception(exc)
             else:
                 future.set_result(result)
@@ -70,7 +70,7 @@ class Bounded:
 
 
 class HandoffStore:
-    """Payloads of whole prompts, over the same stores as chunks. The forward thread only."""
+    """Payloads of whole prompts, in the same stores as chunks. For the forward thread only."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class HandoffStore:
         codec: str,
         recorder: Recorder,
     ) -> None:
-        """``codec``: an id of the format."""
+        """``codec``: a codec of the payload format."""
         self._backends = backends
         self._cache = cache
         self._identity = identity
@@ -100,11 +100,11 @@ class HandoffStore:
         *,
         seconds: float,
     ) -> None:
-        """Store the payload of the pages in ``buffer``, laid out for ``encode_in_place``, which is
-        not touched by the caller any more; announce it last.
+        """Encode the pages in ``buffer``, store the payload, and publish it last.
 
-        Two engines that save one prompt at once do no harm, so no lease is taken: whoever lost it
-        would tell that the prompt is stored before it is. Raises ``ObjkvError``.
+        ``buffer`` is laid out for ``encode_in_place``, and the caller no longer touches it. No
+        lease is taken: two engines may save the same prompt, and the one without the lease would
+        report it as stored too early. Raises ``ObjkvError``.
         """
 
         def work() -> None:
@@ -126,7 +126,7 @@ class HandoffStore:
             self._recorder.count("save_bytes", header.nbytes)
 
         if not self._cache.begin_save(claim.key):
-            return  # stored by this process a moment ago
+            return  # this process has just stored it
         try:
             self._bounded.call(work, seconds)
         finally:
@@ -135,8 +135,8 @@ class HandoffStore:
     def load(
         self, claim: Claim, layers: tuple[LayerSpec, ...], *, seconds: float
     ) -> list[memoryview] | None:
-        """The verified pages of every layer, or None if the payload is not there, or not right; its
-        record is forgotten then. Raises ``ObjkvError``."""
+        """Return the verified pages of every layer. If the payload is missing or corrupt, return
+        None and remove its record. Raises ``ObjkvError``."""
         return self._bounded.call(lambda: self._load(claim, layers), seconds)
 
     def _load(self, claim: Claim, layers: tuple[LayerSpec, ...]) -> list[memoryview] | None:
@@ -146,7 +146,7 @@ class HandoffStore:
         if found is None or record is None:
             return None
         if record.nbytes > payload_bytes_max(layers, tokens=claim.token_end):
-            self._refuse(claim, found, "promised longer than it can be")
+            self._refuse(claim, found, "record is longer than the payload can be")
             return None
         buffer = np.empty(record.nbytes, np.uint8).data
         try:

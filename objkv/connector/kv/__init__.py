@@ -1,4 +1,4 @@
-"""vLLM's KV connector (V1): what a replica loads and saves, and when."""
+"""The KV connector for vLLM's V1 interface. It decides what a replica loads and saves, and when."""
 
 from typing import Any
 

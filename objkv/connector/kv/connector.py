@@ -91,8 +91,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the paged cache of this rank. Raises ``ConfigError`` for a layout objkv cannot
-        read."""
+        """Open the worker's side with this rank's paged cache. Raises ``ConfigError`` for a layout
+        that objkv cannot read."""
         self._kv_caches = kv_caches
         self._open_worker()
         follow_sleep(self, patches=self._config.vllm_patches)
@@ -233,7 +233,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plan the load into the allocated blocks, if any. See the base class."""
+        """Plan the load into the allocated blocks, if there is one. See the base class."""
         ids = blocks.get_block_ids() if num_external_tokens else ()
         self._side().plan_load(request, ids, num_external_tokens)
 

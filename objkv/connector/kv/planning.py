@@ -170,7 +170,7 @@ class BlockTrust:
 
     A load within the step may still fail. Its outcome is known only after its step and the steps
     scheduled in the meantime. Until then, blocks allocated in these steps may contain anything. A
-    worker knows the outcome of its own loads but not of other ranks' loads, and under vLLM's
+    worker sees the outcome of its own loads but not of other ranks' loads, and under vLLM's
     ``MultiConnector`` another connector may load. Source: vLLM 0.31-0.33,
     ``v1/core/sched/scheduler.py``, where blocks loaded within a step are in the prefix cache before
     they are filled.

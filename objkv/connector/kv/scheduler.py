@@ -173,7 +173,7 @@ class SchedulerSide:
         self.adapters = requests.adapters
         self.events = NoEvents()
         self.tables_ended: list[Sequence[int]] = []
-        """Blocks of requests that ended in a step with loads within it. Single-group models only."""
+        """Blocks of requests that ended in a step with loads within it; only with one group."""
 
     @property
     def namespace(self) -> str:

@@ -301,7 +301,10 @@ def read_pages(
         if shape is None:
             continue  # this pipeline stage has no layer of the group
         if missing := [name for name in shape.layers if name not in kv_caches]:
-            raise ConfigError(f"vLLM registered no KV cache for {missing[0]}: objkv cannot save it")
+            raise ConfigError(
+                f"vLLM registered no KV cache for {missing[0]}: run the model without the objkv "
+                "connector"
+            )
         caches = [kv_caches[name] for name in shape.layers]
         groups[g] = PagedGroup(shape, caches, quantised)
         check_pages(groups[g], open_lane(groups[g].device))

@@ -1,1 +1,1 @@
-"""vLLM's configuration in objkv's words: identity, groups, weights, adapters, media."""
+"""Reads vLLM's configuration: identity, groups, weights, adapters and media."""

@@ -225,7 +225,7 @@ def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[str, list[list[in
     if "{}" not in naming:
         raise ConfigError(
             "objkv cannot name the layers of other pipeline stages, because this model's layer "
-            f"names differ in more than one number, {sorted(namings)}: {_ONE_STAGE}"
+            f"names do not follow one pattern with one number, {sorted(namings)}: {_ONE_STAGE}"
         )
     return naming, numbers
 

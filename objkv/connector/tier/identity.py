@@ -1,8 +1,9 @@
-"""What a secondary tier stores, and who may share it: the options of a tier, and its identity.
+"""The options of a secondary tier, and its identity, which determines who shares its chunks.
 
-A tier knows less than a connector: keys are vLLM's own block hashes, so its namespaces are never
-those of ``ObjKVConnector``, and the engine's configuration it has to look for; where that cannot be
-seen the operator has to name everything in ``settings``. Read against vLLM 0.32-0.33.
+A tier has less information than a connector. Its keys are vLLM's own block hashes, so its
+namespaces differ from those of ``ObjKVConnector``. It must search the call stack for the engine's
+configuration. If it cannot find it, the operator must list everything in ``settings``. Read against
+vLLM 0.32-0.33.
 """
 
 import hashlib
@@ -38,33 +39,33 @@ if TYPE_CHECKING:
 
 
 _DEPTH_MAX = 100
-"""Callers looked at; vLLM 0.32 has it in the sixth."""
+"""Number of callers to search. vLLM 0.32 has the configuration in the sixth."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierEngine:
-    """What a tier's callers had."""
+    """The engine that makes a tier, as found in the tier's callers."""
 
     config: VllmConfig
     connector: "weakref.ref[KVConnectorBase_V1] | None" = None
-    """vLLM's, if it was seen; it holds the tier, not the tier it."""
+    """vLLM's connector, if found. A weak reference, because the connector owns the tier."""
 
     def manager(self) -> "KVCacheManager | None":
-        """vLLM's, once the connector was bound to it."""
+        """Return vLLM's manager, or None until the connector is bound to it."""
         connector = None if self.connector is None else self.connector()
         return getattr(connector, "_kv_cache_manager", None)
 
 
 def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
-    """The engine whose connector is being made with ``spec`` further up this thread's stack, also
-    one of several connectors; None if there is none, and the tier does not start
-    (``engine_unseen``).
+    """Find the engine whose connector is being made with ``spec`` by a caller of this function.
 
-    vLLM gives a tier what concerns the rows, not what else changes the KV in them: overrides of the
-    model's configuration, quantization, adapters. No name that an operator has to remember would
-    keep two replicas reliably apart. But a tier is made while vLLM's connector is, so the
-    configuration is a local variable of a caller, and it is recognised by the very object that both
-    were given as ``kv_connector_extra_config``. Source: vLLM 0.32-0.33,
+    Also finds one of several connectors. None if there is no such caller; the tier then does not
+    start unless ``engine_unseen`` is set. vLLM gives a tier the form of the rows, but not the other
+    settings that change their KV: overrides of the model's configuration, quantization, adapters.
+    Names that an operator must remember would not separate replicas reliably. But a tier is made
+    while vLLM makes its connector, so the configuration is a local variable of a caller. It is
+    recognised because its ``kv_connector_extra_config`` is the object in ``spec``. Source: vLLM
+    0.32-0.33,
     ``OffloadingConnectorScheduler.__init__`` in
     ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``,
     ``build_offloading_config``.
@@ -84,44 +85,46 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
             if isinstance(maker := there.get("self"), KVConnectorBase_V1):
                 return TierEngine(config, weakref.ref(maker))
         elif config is not None:
-            break  # above the caller that was given it
+            break  # above the caller that has it
         frame = frame.f_back
     return None if config is None else TierEngine(config)
 
 
 def engine_settings(engine: TierEngine) -> tuple[tuple[str, str], ...]:
-    """Settings of the engine that change KV and that a tier is not given, as sorted text."""
+    """Return settings that change KV and that vLLM does not give to a tier, as sorted text."""
     found = dict(further_settings(engine.config))
     found["quantization"] = str(engine.config.model_config.quantization)
     return tuple(sorted(found.items()))
 
 
 def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
-    """Raises ``ConfigError``, with what to do, for engines whose keys do not say all that a chunk
-    depends on. ``named``: what the operator answers for, by names in ``settings``."""
+    """Raise ``ConfigError``, which names the fix, if vLLM's keys omit something that determines KV.
+
+    ``named``: names in ``settings``, for which the operator is responsible.
+    """
     config = engine.config
     parallel, speculative = config.parallel_config, config.speculative_config
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
-            "objkv's secondary tier does not support external_launcher with several ranks, each of "
-            "which would schedule, save and load by itself: use the executor 'mp' or 'ray'"
+            "objkv's secondary tier does not support external_launcher with several ranks, because "
+            "each has its own scheduler: use the executor 'mp' or 'ray'"
         )
     if not names_media(config):
         raise ConfigError(
-            "objkv's secondary tier cannot tell one image from another, because vLLM only numbers "
-            "them here: turn prefix caching on, or set --mm-processor-cache-gb above 0"
+            "objkv's secondary tier cannot identify images, because vLLM only numbers them: turn "
+            "prefix caching on, or set --mm-processor-cache-gb above 0"
         )
     if config.lora_config is not None and "adapters" not in named:
         raise ConfigError(
-            "vLLM names LoRA adapters to objkv's secondary tier by name and path, not by what they "
-            "hold: name the release of all of them as 'adapters' in the tier's 'settings', and "
-            "change it whenever one of them changes, or run without LoRA"
+            "objkv's secondary tier cannot identify LoRA adapters, because vLLM gives it their "
+            "names and paths but not their content: set 'adapters' in the tier's 'settings' to a "
+            "release name and change it whenever an adapter changes, or run without LoRA"
         )
     drafts = speculative is not None and speculative.method not in ("ngram", "suffix")
     if drafts and "speculative" not in named:
         raise ConfigError(
-            "objkv's secondary tier does not know which draft model computed KV: name it as "
-            f"'speculative' in the tier's 'settings', or use 'ngram', not {speculative.method!r}"
+            "objkv's secondary tier cannot identify the draft model: set 'speculative' in the "
+            f"tier's 'settings' to its name, or use 'ngram' instead of {speculative.method!r}"
         )
 
 
@@ -132,26 +135,26 @@ def _is_of(found: Any, extra: Any) -> bool:
 
 
 class TierAdapters:
-    """Whether a LoRA adapter's name may have come to stand for other weights than it did. The
-    scheduler's thread only.
+    """Detects that the name of a LoRA adapter may now mean other weights. For the scheduler's
+    thread only.
 
-    vLLM's keys hold an adapter's name and path, not what its files hold, and a tier does not know
-    which adapter a request uses. So a name that comes back is taken for other weights. Adapters
-    that requests bring along, and files that change beneath them, are not noticed: hence the
-    operator's word, see ``docs/tier.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
+    vLLM's keys contain an adapter's name and path but not its content, and a tier cannot see which
+    adapter a request uses. A name that is loaded again is therefore treated as other weights.
+    Adapters that come with requests, and changed files, are not noticed. For those the operator is
+    responsible, see ``docs/tier.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
     ``v1/core/kv_cache_utils.py``.
     """
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
         self._numbers: dict[str, int | None] = {}
-        """Of each name that was loaded; None when it was put away. Never forgotten: names of
-        adapters are few."""
+        """Number by loaded name, None after unloading. Never forgotten, because there are few
+        names."""
         self._unknown = False
-        """Whether one was put away whose name is not known."""
+        """Whether an adapter with an unknown name was unloaded."""
 
     def loaded(self, lora_request: Any) -> None:
-        """vLLM is about to read an adapter's files."""
+        """Record that vLLM is about to read an adapter's files."""
         name, number = lora_request.lora_name, lora_request.lora_int_id
         is_new = name not in self._numbers and not self._unknown
         is_same = self._numbers.get(name) == number  # which vLLM does not read again
@@ -160,7 +163,7 @@ class TierAdapters:
             self._changed()
 
     def unloaded(self, number: int) -> None:
-        """vLLM has put the adapter of that ``lora_int_id`` away."""
+        """Record that vLLM has unloaded the adapter with that ``lora_int_id``."""
         names = [name for name, of in self._numbers.items() if of == number]
         self._unknown = self._unknown or not names
         for name in names:
@@ -168,37 +171,37 @@ class TierAdapters:
 
 
 HASH_SCHEME = "vllm-block-hash-1"
-"""Chunks are named by vLLM's block hashes, hashed once more to the length of a prefix hash."""
+"""Chunks are named by vLLM's block hashes, hashed again to the length of a prefix hash."""
 
 
 class TierOptions(BaseModel):
-    """Settings of a tier, besides everything in ``Config``."""
+    """Settings of a tier, in addition to those of ``Config``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     weights: str | None = None
-    """Names the weights where they cannot be read from here: a digest, a release."""
+    """Name of the weights if they cannot be read here: a digest or a release."""
     revision: str | None = None
-    """As given to vLLM, where its configuration cannot be seen."""
+    """The revision given to vLLM, if its configuration cannot be found."""
     settings: dict[str, str] = Field(default_factory=dict)
-    """Names and values that are part of the identity: what the operator answers for, ``adapters``
-    for one."""
+    """Names and values in the identity for which the operator is responsible, such as
+    ``adapters``."""
     engine_unseen: bool = False
-    """Start also where vLLM's configuration cannot be seen: ``settings`` then names whatever was
-    told to vLLM that changes KV (``quantization``, ``hf_overrides``, ``dtype``)."""
+    """Start even if vLLM's configuration cannot be found. ``settings`` must then list every vLLM
+    setting that changes KV (``quantization``, ``hf_overrides``, ``dtype``)."""
     queue_max: int = Field(default=4096, ge=1)
-    """Chunks that wait to be loaded, and as many to be saved; they wait in vLLM's own memory."""
+    """Chunks that may wait to be loaded, and as many to be saved. They wait in vLLM's memory."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
-    """Part of KV events, and requests may choose tiers by it."""
+    """Locality in KV events. Requests may select tiers by it."""
     enable_kv_events: bool = False
-    """Whether chunks that were saved, or found gone, become KV events, if vLLM has them on."""
+    """Whether saved and missing chunks become KV events, if vLLM has them enabled."""
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[TierOptions, Config]:
-    """A tier's settings from its entry in ``secondary_tiers``, and the rest of the sources.
+    """Read a tier's settings from its entry in ``secondary_tiers`` and all other sources.
 
-    Objects that only vLLM itself can have put there, for a later interface, are left out. Raises
-    ``ConfigError`` naming the key.
+    Objects that only vLLM itself can have added, for a later interface, are ignored. Raises
+    ``ConfigError``, which names the key.
     """
     plain = {
         name: value
@@ -216,7 +219,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[TierOptions, Config]:
 
 @dataclass(frozen=True, slots=True)
 class TierGroup:
-    """One KV cache group, as a tier gets it."""
+    """One KV cache group, as vLLM describes it to a tier."""
 
     group: int
     tokens_per_block: int
@@ -225,7 +228,7 @@ class TierGroup:
 
 @dataclass(frozen=True, slots=True)
 class TierIdentity:
-    """What a tier's namespace stands for. All ranks' bytes of a chunk are one row."""
+    """The identity of a tier's namespace. One row has all ranks' bytes of a chunk."""
 
     model: str
     weights: str
@@ -234,21 +237,21 @@ class TierIdentity:
     tokens_per_hash: int
     blocks_per_chunk: int
     row_bytes: int
-    """Of one chunk in vLLM's memory, padding included."""
+    """Bytes of one chunk in vLLM's memory, including padding."""
     layout: str
-    """How the bytes lie in a row: by vLLM's own words, and on a CPU by its instruction set too."""
+    """Order of the bytes in a row, as vLLM names it, and on a CPU its instruction set."""
     ranks: tuple[tuple[str, int], ...]
-    """Sizes of all parallel groups; empty where vLLM says that a row does not depend on them."""
+    """Sizes of all parallel groups. Empty if vLLM declares rows independent of them."""
     vllm: str
-    """Version, without its patch: the order of what is in a row is vLLM's own."""
+    """Version without the patch number, because vLLM defines the order in a row."""
     none_hash: str
-    """Hash that all of vLLM's block hashes begin with: stands for algorithm and seed."""
+    """First hash of vLLM's chain of block hashes. It depends on algorithm and seed."""
     weights_epoch: int
     tenant: str
     engine: tuple[tuple[str, str], ...]
-    """Sorted (name, value) pairs: other settings of vLLM; empty where they were not seen."""
+    """Sorted (name, value) pairs of other vLLM settings. Empty if they were not found."""
     extra: tuple[tuple[str, str], ...] = ()
-    """Sorted (name, value) pairs: the operator's ``settings``, and what a reset adds."""
+    """Sorted (name, value) pairs: the operator's ``settings``, and the addition of a reset."""
 
     def __post_init__(self) -> None:
         assert self.groups
@@ -257,20 +260,20 @@ class TierIdentity:
         assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
-        """The document as plain JSON values, format and hash scheme included."""
+        """Return the document as plain JSON values, with format and hash scheme."""
         return {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
 
     def canonical(self) -> bytes:
-        """The document's one encoding, as for ``Identity``."""
+        """Return the document's canonical encoding, as for ``Identity``."""
         return canonical_json(self.document())
 
     def row_form(self) -> RowForm:
-        """What rows look like. Raises ``ConfigError`` if one is larger than a payload's frame."""
+        """Return the form of rows. Raises ``ConfigError`` if a row exceeds a payload's frame."""
         tokens = max(group.tokens_per_block for group in self.groups)
         return RowForm.of(self.row_bytes, self.kv_dtype, tokens * self.blocks_per_chunk)
 
     def namespace(self) -> str:
-        """As of an ``Identity``, whose documents name another hash scheme."""
+        """Return the namespace, computed as for ``Identity`` but with another hash scheme."""
         return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
 
 
@@ -281,17 +284,20 @@ def read_tier_identity(
     config: Config,
     options: TierOptions,
 ) -> TierIdentity:
-    """All but ``none_hash``, which vLLM chooses after it made its tiers. Reads the model's files,
-    which takes up to seconds. Raises ``ConfigError`` where the weights have no name, or an engine
-    cannot be shared with, or is not seen although ``engine_unseen`` is not set."""
+    """Return the identity without ``none_hash``, which vLLM chooses after it has made its tiers.
+
+    Reads the model's files, which may take seconds. Raises ``ConfigError`` if the weights cannot be
+    identified, if the engine is not supported, or if it is not found and ``engine_unseen`` is not
+    set.
+    """
     given: OffloadingConfig = spec.config
     if engine is not None:
         refuse_unshareable(engine, frozenset(options.settings))
     elif not options.engine_unseen:
         raise ConfigError(
-            "objkv's secondary tier cannot see vLLM's configuration in this version of vLLM: "
-            "name all that changes KV in the tier's 'settings' (quantization, hf_overrides, dtype, "
-            "adapters, ...) and set 'engine_unseen' to true, or use ObjKVConnector"
+            "objkv's secondary tier cannot find vLLM's configuration in this version of vLLM: list "
+            "all settings that change KV in the tier's 'settings' (quantization, hf_overrides, "
+            "dtype, adapters, ...) and set 'engine_unseen' to true, or use ObjKVConnector"
         )
     name = given.model.name
     return TierIdentity(
@@ -317,10 +323,10 @@ def read_tier_identity(
 
 
 def none_hash() -> str | None:
-    """vLLM's first hash in this process, as hex; None before the engine has chosen it.
+    """Return vLLM's first hash in this process as hex, or None before the engine has chosen it.
 
-    It is ``H(seed)``: another algorithm, another ``PYTHONHASHSEED``, or the random seed that vLLM
-    takes for algorithms that are not cryptographic, give another one.
+    It is ``H(seed)``. It depends on the algorithm and on ``PYTHONHASHSEED``, or on the random seed
+    that vLLM uses for non-cryptographic algorithms.
     """
     from vllm.v1.core import kv_cache_utils
 
@@ -334,7 +340,7 @@ def _weights(name: str, engine: TierEngine | None, config: Config, options: Tier
         if options.revision not in (None, model.revision):
             raise ConfigError(
                 f"the tier's 'revision' is {options.revision!r}, but vLLM's is {model.revision!r}: "
-                "leave it out of the tier's options"
+                "remove it from the tier's options"
             )
         if options.weights is None:
             return read_weights(engine.config, config, local_folder(model.model, model.revision))
@@ -346,8 +352,8 @@ def _weights(name: str, engine: TierEngine | None, config: Config, options: Tier
     if options.revision is not None:
         return f"revision:{options.revision}"
     raise ConfigError(
-        f"the weights of {name!r} cannot be read from here, so objkv cannot tell them from other "
-        "weights: serve from a local folder, or set 'weights' or 'revision' in the tier's options"
+        f"objkv cannot identify the weights of {name!r}, because it cannot read them here: serve "
+        "from a local folder, or set 'weights' or 'revision' in the tier's options"
     )
 
 
@@ -369,8 +375,11 @@ def _layout(spec: "OffloadingSpec") -> str:
 
 
 def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
-    """Empty only where vLLM certifies the bytes (``canonical_layout``): of its direct layout it
-    says so too, but there each rank's layers lie together, whatever the heads."""
+    """Return the sizes of parallel groups. Empty only with vLLM's ``canonical_layout``.
+
+    vLLM also declares its direct layout independent of ranks, but there each rank's layers are
+    contiguous, so the order depends on the number of ranks.
+    """
     parallel = spec.config.parallel
     if spec.config.canonical_layout and parallel.is_parallelism_agnostic:
         return ()
@@ -379,4 +388,4 @@ def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
 
 
 _NOT_SHARDS = ("data_parallel_size",)
-"""Replicas of one another."""
+"""Parallel groups whose members are replicas of each other."""

@@ -1,8 +1,8 @@
-"""Jobs of a secondary tier: many chunks each, in the background, bounded, and never in the way.
+"""Bounded background jobs of a secondary tier, each of many chunks.
 
-vLLM's memory is touched only inside ``JobPart.touch``, which a job that has ended refuses. So a job
-can be given up at once, whatever the store does that its threads wait for: what they bring later
-goes nowhere.
+Threads touch vLLM's memory only inside ``JobPart.touch``, which refuses access after the job has
+ended. A job can therefore be ended at once, even while its threads wait for a store. Their results
+are then discarded.
 """
 
 import logging
@@ -26,9 +26,9 @@ class TierChunk(NamedTuple):
 
     key: bytes
     row: int
-    """In vLLM's memory."""
+    """Row in vLLM's memory."""
     record: ShardRecord | None = None
-    """What the index promised, of a chunk to be loaded."""
+    """Index record of a chunk to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +37,27 @@ class JobLimits:
 
     threads: int
     queue_max: int
-    """Chunks that wait; more are refused, which fails them."""
+    """Chunks that may wait. Further ones are refused and fail."""
     deadline_s: float
-    """A job that takes longer has failed with what is left of it."""
+    """The remaining chunks of a job that takes longer fail."""
     part_max: int = 1
     """Chunks of a job that one thread takes at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How a job ended. Every job that was submitted has exactly one."""
+    """The result of a job. Every submitted job has exactly one."""
 
     job_id: int
     done: tuple[bytes, ...]
     failed: tuple[bytes, ...]
     noted: tuple[bytes, ...]
-    """Chunks that the work made a note of."""
+    """Chunks passed to ``JobPart.note``."""
     seconds: float
 
     @property
     def success(self) -> bool:
-        """Whether all chunks made it."""
+        """Whether no chunk failed."""
         return not self.failed
 
 
@@ -67,16 +67,16 @@ class _Job:
     keys: tuple[bytes, ...]
     started: float
     waiting: int
-    """Chunks that no thread is done with."""
+    """Chunks that no thread has finished."""
     done: set[bytes] = field(default_factory=set)
     noted: set[bytes] = field(default_factory=set)
     open: bool = True
     touching: int = 0
-    """Threads that are copying from or to vLLM's memory."""
+    """Number of threads that are copying from or to vLLM's memory."""
 
 
 class JobPart:
-    """Some chunks of a job, for one thread."""
+    """Chunks of a job for one thread."""
 
     __slots__ = ("_changed", "_job", "entries", "namespace")
 
@@ -90,8 +90,8 @@ class JobPart:
 
     @contextmanager
     def touch(self) -> Iterator[bool]:
-        """Whether vLLM's memory may be touched within this context, which must be short: whoever
-        gives the job up waits for it to end."""
+        """Enter a context that yields whether vLLM's memory may be touched. It must be short,
+        because ending the job waits for it."""
         with self._changed:
             if self._job.open:
                 self._job.touching += 1
@@ -107,13 +107,13 @@ class JobPart:
                     self._changed.notify_all()
 
     def finish(self, key: bytes) -> None:
-        """The chunk is where it should be. Of no effect if the job was given up."""
+        """Record that the chunk is done. No effect after the job has ended."""
         with self._changed:
             if self._job.open:
                 self._job.done.add(key)
 
     def note(self, key: bytes) -> None:
-        """Name the chunk in the outcome's ``noted``. Of no effect if the job was given up."""
+        """Add the chunk to the outcome's ``noted``. No effect after the job has ended."""
         with self._changed:
             if self._job.open:
                 self._job.noted.add(key)
@@ -125,8 +125,8 @@ class JobPart:
 
 
 class TierJobs:
-    """Runs the jobs of one direction. ``submit``, ``take_finished``, ``give_up`` and ``close``
-    belong to the scheduler's thread, and none of the first three waits for a store."""
+    """Runs the jobs of one direction. The scheduler's thread calls ``submit``, ``take_finished``,
+    ``give_up`` and ``close``. Only ``close`` waits for a store."""
 
     def __init__(
         self,
@@ -139,9 +139,9 @@ class TierJobs:
     ) -> None:
         """
         Args:
-            name: ``load`` or ``save``; begins the names of counters.
-            work: does what a part needs, on a thread of this. What it raises fails what it has not
-                finished.
+            name: ``load`` or ``save``, which is part of the counters' names.
+            work: executes a part, on one of this object's threads. If it raises, the chunks that it
+                has not finished fail.
         """
         self._name = name
         self._work = work
@@ -150,7 +150,7 @@ class TierJobs:
         self._clock = clock
         self._changed = Condition()
         self._queued = 0
-        """Chunks of parts that no thread has taken."""
+        """Number of chunks in parts that no thread has taken."""
         self._jobs: dict[int, _Job] = {}
         self._ended: list[JobOutcome] = []
         self._closed = False
@@ -158,7 +158,8 @@ class TierJobs:
         self._pool: Pool[JobPart] = Pool(f"objkv-tier-{name}", limits.threads, self._run)
 
     def submit(self, job_id: int, namespace: str | None, entries: Sequence[TierChunk]) -> None:
-        """Queue a job; what there is no room for, or no namespace, fails. Never raises."""
+        """Queue a job. Chunks without room in the queue fail, and without a namespace all of them.
+        Never raises."""
         job = _Job(job_id, tuple(entry.key for entry in entries), self._clock(), 0)
         with self._changed:
             room = 0 if self._closed or namespace is None else self._room()
@@ -177,7 +178,7 @@ class TierJobs:
             )
 
     def take_finished(self) -> list[JobOutcome]:
-        """Jobs that ended since the last call, those included that took too long."""
+        """Return the jobs that ended since the last call, including those past their deadline."""
         with self._changed:
             late = self._clock() - self._limits.deadline_s
             for job in list(self._jobs.values()):  # in the order in which they began
@@ -197,7 +198,8 @@ class TierJobs:
             self._take_back()
 
     def close(self, drain_deadline_s: float) -> None:
-        """Wait for what is queued, at most so long, then end all jobs and stop. Idempotent."""
+        """Wait for queued jobs, for at most ``drain_deadline_s``, then end all jobs and stop.
+        Idempotent."""
         end = self._clock() + drain_deadline_s
         with self._changed:
             while self._jobs and (left := end - self._clock()) > 0:
@@ -217,7 +219,7 @@ class TierJobs:
         return max(0, self._limits.queue_max - self._queued)
 
     def _end(self, job: _Job) -> None:
-        """With the lock. Waits for copies under way, which is memory to memory."""
+        """End a job, with the lock held. Waits for copies in progress, within memory only."""
         job.open = False
         while job.touching:
             self._changed.wait()
@@ -235,7 +237,7 @@ class TierJobs:
         self._changed.notify_all()
 
     def _take_back(self) -> None:
-        """With the lock: parts of jobs that have ended leave room for others."""
+        """Remove parts of ended jobs from the queue, with the lock held."""
         for part in self._pool.take_back(lambda part: not part.is_wanted):
             self._queued -= len(part.entries)
 
@@ -246,7 +248,7 @@ class TierJobs:
             if part.is_wanted:
                 self._work(part)
                 self._trouble.worked()
-        except Exception as exc:  # counted before the job ends
+        except Exception as exc:  # count it before the job ends
             self._recorder.count(f"tier_{self._name}_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)

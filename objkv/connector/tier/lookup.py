@@ -1,7 +1,8 @@
-"""Whether chunks are stored: vLLM's lookups key by key, answered in batches in the background.
+"""Lookups of a secondary tier: vLLM queries single keys, and the index is queried in batches.
 
-vLLM looks up one key after another in each step until it gets a hit or a miss. What was new in a
-step is looked up in one call when the step is planned; a late, failed or refused call is a miss.
+vLLM queries one key after another in each step until it gets a hit or a miss. The new keys of a
+step are looked up in one background call when the step is planned. A late, failed or refused call
+is a miss.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,9 +20,9 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 
 _KEYS_MAX = 1 << 20
-"""Remembered at once, about 300 bytes each; more are answered no."""
+"""Most keys to remember, about 300 bytes each. Further ones are misses."""
 _BATCH_MAX = 4096
-"""Keys in one call, so that a few long prompts are looked up side by side."""
+"""Most keys per call, so that several long prompts are looked up in parallel."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,13 +31,13 @@ class _Verdict:
     deadline: float
     askers: set[str]
     answered: bool = False
-    """Set last, by a background thread or this service's own."""
+    """Set last, by a background thread or by the scheduler's thread."""
     record: ShardRecord | None = None
     answered_at: float = 0.0
 
 
 class TierLookups:
-    """Used by the scheduler's thread only; never waits."""
+    """Lookups by key. For the scheduler's thread only. Never waits."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class TierLookups:
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``limits.age_max_s``: an answer so old is not given to a request that is new."""
+        """``limits.age_max_s``: new requests do not use answers older than this."""
         self._index = index
         self._recorder = recorder
         self._limits = limits
@@ -57,7 +58,7 @@ class TierLookups:
         self._new: list[_Verdict] = []
 
     def ask(self, request_id: str, namespace: str, key: bytes) -> LookupResult:
-        """Whether the chunk is stored."""
+        """Return whether the chunk is stored, or RETRY while that is unknown."""
         verdict = self._known.get(key)
         if verdict is None or self._is_stale(verdict, request_id):
             if verdict is None and len(self._known) >= _KEYS_MAX:
@@ -75,7 +76,7 @@ class TierLookups:
         return LookupResult.MISS if verdict.record is None else LookupResult.HIT
 
     def flush(self) -> None:
-        """The step is planned: look up what was new in it."""
+        """Look up the new keys of the planned step."""
         new, self._new = self._new, []
         for start in range(0, len(new), _BATCH_MAX):
             batch = new[start : start + _BATCH_MAX]
@@ -85,18 +86,18 @@ class TierLookups:
                     self._answer(verdict, None)
 
     def record(self, key: bytes) -> ShardRecord | None:
-        """What was found of a chunk that was looked up."""
+        """Return the record that the lookup of a chunk found."""
         verdict = self._known.get(key)
         return None if verdict is None else verdict.record
 
     def deny(self, keys: Iterable[bytes]) -> None:
-        """These were not there after all: later lookups miss."""
+        """Make later lookups of these keys miss, because their load failed."""
         for key in keys:
             if verdict := self._known.get(key):
                 self._answer(verdict, None)
 
     def forget(self, request_id: str) -> None:
-        """The request ended; what no other request looked up is not remembered."""
+        """Forget a request that ended, and the keys that only this request looked up."""
         for key in self._asked.pop(request_id, ()):
             verdict = self._known.get(key)
             if verdict is None:
@@ -106,13 +107,13 @@ class TierLookups:
                 del self._known[key]
 
     def clear(self) -> None:
-        """Believe nothing of what was found so far."""
+        """Forget all answers."""
         self._known.clear()
         self._asked.clear()
         self._new.clear()
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` in the background; False if there is no room."""
+        """Run ``job`` in the background, or return False if the queue is full."""
         return self._pool.submit(job)
 
     def close(self) -> None:
@@ -130,7 +131,8 @@ class TierLookups:
         return verdict
 
     def _is_stale(self, verdict: _Verdict, request_id: str) -> bool:
-        """Requests that overlap could otherwise live on one old answer for ever."""
+        """Whether an answer is too old for a new request. Without this check overlapping requests
+        could use one old answer for ever."""
         return (
             verdict.answered
             and request_id not in verdict.askers
@@ -142,7 +144,7 @@ class TierLookups:
         verdict.answered = True
 
     def _find(self, batch: list[_Verdict]) -> None:
-        """On a background thread. One round trip: all keys of a batch are of one namespace."""
+        """Look up a batch in one call, on a background thread. All its keys have one namespace."""
         namespace = batch[0].key.namespace
         hashes = list(dict.fromkeys(verdict.key.prefix_hash for verdict in batch))
         fields = sorted({verdict.key.field for verdict in batch})

@@ -1,9 +1,9 @@
 """objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector.
 
-For who runs ``OffloadingConnector`` with ``TieringOffloadingSpec`` and wants what it evicts, and
-what other replicas computed, in objkv's stores. vLLM calls every method on the scheduler's thread:
-none of them waits for a store, and none but the constructor raises. Read against vLLM 0.32-0.33,
-``v1/kv_offload/tiering/base.py``. Described in ``docs/tier.md``.
+It is for operators who run ``OffloadingConnector`` with ``TieringOffloadingSpec`` and want its
+chunks, and those of other replicas, in objkv's stores. vLLM calls every method on the scheduler's
+thread. Only the constructor and ``shutdown`` wait for a store. Only the constructor raises. Read
+against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Described in ``docs/tier.md``.
 """
 
 import logging
@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 
 class TierNamespace(ReplicaNamespace[TierIdentity]):
-    """Begins with the first request, and is not that of requests that began before a renewal."""
+    """A namespace that begins with the first request and excludes requests from before a
+    renewal."""
 
     def __init__(
         self,
@@ -71,16 +72,17 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
 
     @property
     def current(self) -> str | None:
-        """None while nothing may be loaded or saved."""
+        """The current namespace, None while nothing may be loaded or saved."""
         return self.name if self._begun and self.open else None
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is in progress."""
         return not self._live
 
     def begin(self, request_id: str) -> None:
-        """A request. vLLM chooses how it hashes after it made its tiers, and before the first."""
+        """Record a new request. The first one sets the namespace, because vLLM chooses its hash
+        after it has made its tiers."""
         self._live.add(request_id)
         if not self._begun and (first := none_hash()) is not None:
             self.identity = replace(self.identity, none_hash=first)
@@ -90,36 +92,37 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         self.announce()
 
     def end(self, request_id: str) -> None:
-        """It ended."""
+        """Forget a request that ended."""
         self._live.discard(request_id)
         self._distrusted.discard(request_id)
 
     def of(self, request_id: str) -> str | None:
-        """None too for requests that began before the last renewal."""
+        """Return a request's namespace. None also for requests from before the last renewal."""
         return None if request_id in self._distrusted else self.current
 
     def announce(self) -> None:
-        """As the base class, once there is a name."""
+        """Store the identity document as the base class does, once the namespace is set."""
         if self.current is not None:
             super().announce()
 
     def renew(self, *, clean: bool) -> bool:
-        """As the base class; ``clean``: whether vLLM dropped all that its own memory held, of the
-        device and of the CPU."""
+        """Renew as the base class does. ``clean``: whether vLLM dropped all KV in its own memory,
+        on the device and on the CPU."""
         self._distrusted |= self._live
         return super().renew(clean=clean)
 
     def _log_closed(self) -> None:
         logger.warning(
-            "the tier neither loads nor saves until vLLM's caches are reset while no request holds "
-            "a block: reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
+            "the tier stops loads and saves until vLLM's caches are reset while no request holds a "
+            "block: call reset_prefix_cache(reset_running_requests=True, reset_connector=True)"
         )
 
 
 class ObjKVTier(SecondaryTierManager):
-    """One entry of ``secondary_tiers``: ``{"type": "ObjKVTier", "module_path":
-    "objkv.connector.tier", "bulk_url": …, "index_url": …}``; every setting of ``Config`` and of
-    ``TierOptions`` may stand there. Raises ``ConfigError`` at start, with what to do.
+    """The secondary tier, configured by an entry of ``secondary_tiers``: ``{"type": "ObjKVTier",
+    "module_path": "objkv.connector.tier", "bulk_url": …, "index_url": …}``. The entry may contain
+    every setting of ``Config`` and of ``TierOptions``. Raises ``ConfigError`` at start, which names
+    the fix.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -134,8 +137,8 @@ class ObjKVTier(SecondaryTierManager):
     ) -> None:
         """
         Args:
-            primary_kv_view: ``[rows, row_bytes]``, C-contiguous, of one-byte elements: vLLM's
-                memory. Written only in rows that vLLM names in a load, until that has ended.
+            primary_kv_view: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte elements.
+                Only rows of a load in progress are written.
         """
         super().__init__(
             offloading_spec,
@@ -179,26 +182,27 @@ class ObjKVTier(SecondaryTierManager):
         )
         if self._engine is None:
             logger.warning(
-                "vLLM's configuration is not seen: replicas are told apart by 'settings' alone"
+                "vLLM's configuration was not found: only 'settings' distinguish replicas"
             )
 
     # Requests.
 
     @guarded(RequestOffloadingContext())
     def on_new_request(self, req_context: "ReqContext") -> RequestOffloadingContext:
-        """Chunks are offloaded as they are computed."""
+        """Register the request. Its chunks are offloaded as they are computed."""
         self.namespace.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     @guarded(None)
     def on_request_finished(self, req_context: "ReqContext") -> None:
-        """Forget what was found for it."""
+        """Forget the request and its lookups."""
         self.namespace.end(req_context.req_id)
         self._store.lookups.forget(req_context.req_id)
 
     @guarded(LookupResult.MISS)
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
-        """Whether the chunk is stored; RETRY until that is known, at most until the deadline."""
+        """Return whether the chunk is stored, or RETRY while that is unknown, at most until the
+        deadline."""
         namespace = self.namespace.of(req_context.req_id)
         if namespace is None:
             return LookupResult.MISS
@@ -206,42 +210,42 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def on_schedule_end(self, context: "ScheduleEndContext") -> None:
-        """Send the questions of this step."""
+        """Send the lookups of this step."""
         self._store.lookups.flush()
 
     # Jobs.
 
     def submit_store(self, job_metadata: "TransferJob") -> None:
-        """Save rows in the background; those there is no room for are dropped."""
+        """Save rows in the background. Rows without room in the queue are dropped."""
         self._submit(self._store.saves, job_metadata)
 
     def submit_load(self, job_metadata: "TransferJob") -> None:
-        """Load into rows in the background; each key is loaded, or fails, by itself."""
+        """Load into rows in the background. Each key succeeds or fails separately."""
         self._submit(self._store.loads, job_metadata)
 
     @guarded(tuple[JobResult, ...]())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
-        """Jobs that ended since the last call; one past its deadline ends here."""
+        """Return the jobs that ended since the last call, including those past their deadline."""
         loads = [self._loaded(outcome) for outcome in self._store.loads.take_finished()]
         return (*loads, *(self._saved(outcome) for outcome in self._store.saves.take_finished()))
 
     @guarded(None)
     def drain_jobs(self) -> None:
-        """End all jobs at once, and leave the namespace: vLLM calls it when it resets its caches,
-        and weights may have changed. Nothing that was computed before is loaded or saved again."""
+        """End all jobs at once and leave the namespace, because vLLM calls this when it resets its
+        caches and weights may have changed. Earlier KV is never loaded or saved again."""
         engine = self._engine
         if engine is not None and engine.connector is not None:
             self.reset(clean=holds_nothing(engine.manager()))
-        else:  # who has no request under way holds no block
+        else:  # without a request in progress no block is held
             self.reset(clean=self.namespace.idle)
 
     @property
     def open(self) -> bool:
-        """Whether requests may load and save: not while vLLM may hold KV of other weights."""
+        """Whether requests may load and save. False while vLLM may have KV of old weights."""
         return self.namespace.open
 
     def reset(self, *, clean: bool) -> bool:
-        """Use nothing that was stored so far; see ``TierNamespace``. Waits for no store."""
+        """Stop using everything stored so far; see ``TierNamespace``. Does not wait for a store."""
         try:
             self._store.give_up()
         finally:
@@ -251,16 +255,16 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def shutdown(self) -> None:
-        """Save what is queued within ``drain_deadline_ms``, then stop. Idempotent."""
+        """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
         if not self._closed:
             self._closed = True
             self._store.close()
 
-    # What vLLM shows.
+    # Events and metrics.
 
     @guarded(tuple[OffloadingEvent, ...]())
     def take_events(self) -> tuple[OffloadingEvent, ...]:
-        """Chunks that were saved, or found gone, where the tier reports events."""
+        """Return events of saved and missing chunks, if the tier reports events."""
         events, self._events = tuple(self._events), []
         return events
 
@@ -268,18 +272,18 @@ class ObjKVTier(SecondaryTierManager):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> "dict[str, OffloadingMetricMetadata]":
-        """Counters of tiers, by their full names."""
+        """Return the metrics of tiers by their full names."""
         return tier_metric_definitions()
 
     @guarded(None)
     def get_stats(self) -> Any:
-        """Numbers since the last call."""
+        """Return the numbers since the last call."""
         return tier_stats(self._recorder.drain())
 
     def __repr__(self) -> str:
         return f"<ObjKVTier {self.namespace.current}, {self._store!r}>"
 
-    # Within.
+    # Internal methods.
 
     def _submit(self, jobs: TierJobs, job: "TransferJob") -> None:
         entries: list[TierChunk] = []
@@ -290,8 +294,8 @@ class ObjKVTier(SecondaryTierManager):
                 assert 0 <= row < self._row_count
                 entries.append(TierChunk(key, int(row), record(key) if job.is_promotion else None))
             namespace = self.namespace.of(job.req_context.req_id)
-        except Exception:  # vLLM counts on an outcome of every job
-            logger.exception("tier job not understood job=%s", job.job_id)
+        except Exception:  # vLLM expects an outcome for every job
+            logger.exception("invalid tier job job=%s", job.job_id)
             entries = [TierChunk(key, 0) for key in job.keys]
         jobs.submit(job.job_id, namespace, entries)
 
@@ -324,16 +328,16 @@ class ObjKVTier(SecondaryTierManager):
 
 
 def _no_manager() -> None:
-    """vLLM's blocks cannot be seen from here, and its CPU memory may hold old weights' KV when the
-    device's does not: only a reset of all of it opens the tier again."""
+    """Return None: vLLM's CPU memory may have KV of old weights even if the device has none, so
+    only a reset of both resumes the tier."""
 
 
 def _rows(view: memoryview) -> tuple[int, int]:
-    """How many rows vLLM's memory has, and how long they are."""
+    """Return the number of rows in vLLM's memory, and their length."""
     shape = view.shape or ()
     if len(shape) != 2 or 0 in shape or view.itemsize != 1 or not view.c_contiguous:
         raise ConfigError(
-            f"objkv does not know this layout of vLLM's CPU memory: {shape} of {view.format!r}; is "
-            "cpu_bytes_to_use large enough for one chunk?"
+            f"objkv does not support this layout of vLLM's CPU memory, {shape} of {view.format!r}: "
+            "check that cpu_bytes_to_use is large enough for one chunk"
         )
     return shape[0], shape[1]

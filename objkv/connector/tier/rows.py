@@ -1,7 +1,7 @@
-"""Rows of vLLM's memory as payloads, and back: verified in memory of our own, then copied at once.
+"""Converts rows of vLLM's memory to payloads and back. Payloads are verified before the copy.
 
-A row is what vLLM keeps of one chunk: the bytes of all ranks and layers, in an order that is
-vLLM's own. It is one frame of one payload, named by vLLM's key.
+A row contains one chunk's bytes of all ranks and layers, in vLLM's own order. It is the single
+frame of a payload, which is named by vLLM's key.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from objkv.telemetry import Recorder
 from objkv.transfer.codec_choice import CodecChooser
 
 WHOLE = Shard(0, 1, 0, 1)
-"""A row is all there is of a chunk: no rank has a payload of its own."""
+"""The shard of every row. A row has the whole chunk, not one rank's part."""
 
 _GROUP_BYTES = 4
 _NO_PARENT = bytes(PREFIX_HASH_BYTES)
@@ -44,38 +44,38 @@ _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": 
 
 
 class RowOutcome(Enum):
-    """What became of one row."""
+    """The outcome of one row."""
 
     STORED = auto()
     LEFT = auto()
-    """Another saver has it, or has just saved it, or there is no room."""
+    """Not saved: another saver has it or has just saved it, or the quota is used up."""
     LOADED = auto()
     GONE = auto()
-    """Not stored, or nothing to rely on; the record that said otherwise is forgotten."""
+    """The payload is missing or corrupt. Its record was removed."""
     UNWANTED = auto()
-    """Its job was given up meanwhile."""
+    """Its job ended in the meantime."""
 
 
 Copy = Callable[[np.ndarray], bool]
-"""Copies a row from or to ``[row_bytes]`` uint8, which is not kept; False if its job was
-given up, and nothing was copied."""
+"""Copies a row from or to ``[row_bytes]`` uint8, which it does not keep. False if the job has ended
+and nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """What every row of this engine looks like."""
+    """The form of every row of this engine."""
 
     layers: tuple[LayerSpec, ...]
     tokens: int
-    """Of a chunk."""
+    """Tokens per chunk."""
 
     @classmethod
     def of(cls, row_bytes: int, kv_dtype: str, tokens: int) -> "RowForm":
-        """Raises ``ConfigError`` if a row is larger than a payload's frame may be."""
+        """Make the form. Raises ``ConfigError`` if a row is too large for a payload's frame."""
         if row_bytes > LAYER_BYTES_MAX:
             raise ConfigError(
-                f"a chunk of {row_bytes} bytes is more than objkv stores in one payload "
-                f"({LAYER_BYTES_MAX}): lower block_size or blocks_per_chunk"
+                f"a chunk has {row_bytes} bytes, but objkv stores at most {LAYER_BYTES_MAX} in one "
+                "payload: lower block_size or blocks_per_chunk"
             )
         dtype = _SAFETENSORS.get(kv_dtype, "U8")
         layer = LayerSpec("row", dtype, (1, 1, 1, 1))
@@ -91,14 +91,14 @@ class RowForm:
 
 
 def chunk_key(namespace: str, key: bytes) -> ChunkKey:
-    """What objkv calls vLLM's ``OffloadKey``, a block hash and four bytes of its group."""
+    """Return objkv's key for vLLM's ``OffloadKey``, which is a block hash and a 4-byte group."""
     block_hash, group = key[:-_GROUP_BYTES], key[-_GROUP_BYTES:]
     digest = hashlib.sha256(block_hash).digest()[:PREFIX_HASH_BYTES]
     return ChunkKey(namespace, digest, int.from_bytes(group, "big"), WHOLE)
 
 
 class Rows:
-    """Saves and loads single rows. Safe from many threads, each with buffers of its own; raises
+    """Saves and loads single rows. Thread-safe: each thread has its own buffers. Raises
     ``StoreError`` and ``PayloadError``."""
 
     def __init__(
@@ -106,8 +106,8 @@ class Rows:
     ) -> None:
         """
         Args:
-            codec: an id of the format, or ``auto``, which chooses by the measured link.
-            writer: names this process in payloads.
+            codec: a codec of the payload format, or ``auto``, which depends on the measured link.
+            writer: the name of this process in payloads.
         """
         self._cache = cache
         self._form = form
@@ -120,7 +120,7 @@ class Rows:
         self._buffers = local()
 
     def save(self, namespace: str, key: bytes, copy: Copy) -> RowOutcome:
-        """Store the row that ``copy`` brings: STORED, LEFT or UNWANTED."""
+        """Store the row that ``copy`` reads. Returns STORED, LEFT or UNWANTED."""
         claim = self._claim(namespace, key)
         if not self._cache.has_room():
             self._recorder.count("tier_save_over_quota")
@@ -148,7 +148,7 @@ class Rows:
         return RowOutcome.STORED
 
     def load(self, namespace: str, key: bytes, record: ShardRecord, copy: Copy) -> RowOutcome:
-        """Give ``copy`` the row, verified: LOADED, GONE or UNWANTED."""
+        """Pass the verified row to ``copy``. Returns LOADED, GONE or UNWANTED."""
         claim = self._claim(namespace, key)
         buffer = self._buffer("payload", payload_bytes_max(self._form.layers)).data
         try:
@@ -172,7 +172,7 @@ class Rows:
         return RowOutcome.LOADED
 
     def _claim(self, namespace: str, key: bytes) -> Claim:
-        # What vLLM calls a chunk says neither its parent nor its place; its hash stands for both.
+        # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
         return Claim(chunk_key(namespace, key), _NO_PARENT, 0, self._form.tokens)
 
     def _encode(
@@ -207,7 +207,7 @@ class Rows:
         return self._buffer("scratch", self._form.row_bytes).data
 
     def _buffer(self, name: str, nbytes: int) -> np.ndarray:
-        """Of this thread, kept: a fresh one would cost as much as the transfer."""
+        """Return this thread's buffer. A new one each time would cost as much as the transfer."""
         buffer: np.ndarray | None = getattr(self._buffers, name, None)
         if buffer is None:
             buffer = np.empty(nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""What a secondary tier has below vLLM's interface: stores, lookups, jobs, and vLLM's memory."""
+"""The parts of a secondary tier below vLLM's interface: stores, lookups, jobs, vLLM's memory."""
 
 import numpy as np
 
@@ -12,12 +12,12 @@ from objkv.errors import StoreError
 from objkv.telemetry import Recorder
 
 _SAVES_AT_ONCE = 4
-"""Chunks that one thread saves one after the other, after one lookup of which are stored."""
+"""Chunks that one thread saves one after another, after a single lookup for all of them."""
 
 
 class TierStore:
-    """All methods belong to the scheduler's thread, and only ``close`` waits. The constructor
-    raises ``ConfigError``."""
+    """Owns the stores, lookups and jobs of a tier. For the scheduler's thread only. Only ``close``
+    waits. The constructor raises ``ConfigError``."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class TierStore:
     ) -> None:
         """
         Args:
-            memory: ``[rows * row_bytes]`` uint8, vLLM's own: touched for jobs only, and released
-                by ``close``.
-            queue_max: chunks that wait, in either direction.
+            memory: vLLM's memory, ``[rows * row_bytes]`` uint8. Only jobs touch it, and ``close``
+                releases it.
+            queue_max: chunks that may wait per direction.
         """
         self._config, self._form = config, form
         self._memory, self._recorder = memory, recorder
@@ -52,18 +52,18 @@ class TierStore:
         self.saves = TierJobs("save", self._save, saves, recorder)
 
     def touch(self, namespace: str, keys: tuple[bytes, ...]) -> None:
-        """Chunks were used: they are to live on."""
+        """Extend the life of used chunks' records."""
         hashes = [chunk_key(namespace, key).prefix_hash for key in keys]
         ttl_s = self._config.ttl_s
         self.lookups.submit(lambda: self._index.touch(namespace, hashes, ttl_s=ttl_s))
 
     def give_up(self) -> None:
-        """End all jobs; none touches vLLM's memory any more."""
+        """End all jobs. None of them touches vLLM's memory afterwards."""
         self.loads.give_up()
         self.saves.give_up()
 
     def close(self) -> None:
-        """Save what is queued within ``drain_deadline_ms``, then stop. Idempotent."""
+        """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
         self.loads.give_up()
         self.saves.close(self._config.drain_deadline_ms / 1000)
         self.loads.close(0.0)
@@ -76,7 +76,7 @@ class TierStore:
         return f"<TierStore {self.loads!r}, {self.saves!r}, {self.lookups!r}>"
 
     def _load(self, part: JobPart) -> None:
-        """Notes what was found gone."""
+        """Load a part's chunks. Notes those that are missing or corrupt."""
         for key, row, record in part.entries:
 
             def copy(pages: np.ndarray, row: int = row) -> bool:
@@ -94,7 +94,7 @@ class TierStore:
                 part.note(key)
 
     def _save(self, part: JobPart) -> None:
-        """Notes what is stored for certain. A reader stores nothing."""
+        """Save a part's chunks. Notes those that are certainly stored. A reader saves nothing."""
         if self._config.role == "reader":
             for entry in part.entries:
                 part.finish(entry.key)
@@ -117,7 +117,7 @@ class TierStore:
                 part.finish(key)
 
     def _stored(self, part: JobPart) -> set[bytes]:
-        """What needs no saving; none where the index does not say."""
+        """Return the keys that are already stored, or none if the lookup fails."""
         keys = {entry.key: chunk_key(part.namespace, entry.key) for entry in part.entries}
         hashes = [key.prefix_hash for key in keys.values()]
         fields = sorted({key.field for key in keys.values()})
@@ -134,7 +134,7 @@ class TierStore:
         self._recorder.count("tier_save_existed", len(stored))
         return stored
 
-    # No view of vLLM's memory may outlive these two: it could not be unmapped.
+    # No view of vLLM's memory may outlive these two calls, otherwise it cannot be unmapped.
 
     def _read(self, row: int, pages: np.ndarray) -> None:
         size = self._form.row_bytes

@@ -1,9 +1,9 @@
 """Looks up the shards of a whole prompt in one round trip, at the speed of the wire.
 
-One ``HGET`` for each chunk (``HMGET`` for several fields) is sent in one go, and one regular
-expression parses the answers while more of them arrive: 0.5 us a chunk where a client's parser
-takes 10. The expression matches only answers of the usual form; any other is read by the rules of
-the protocol, one at a time.
+All commands are sent at once, one ``HGET`` per chunk (``HMGET`` for several fields). One regular
+expression parses the replies while more of them arrive: 0.5 us per chunk, compared to 10 us with a
+client's parser. It matches only replies of the usual form; others are parsed one at a time by the
+rules of the protocol.
 """
 
 import os
@@ -22,17 +22,17 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.net.resp import CLIENT_ERRORS, Pool, RespConnection, RespConnections, packed
 
 _SEND_HASHES = 256
-"""Packed and sent at once, 32 KiB for one field: the server begins with these while the next are
-packed."""
+"""Hashes packed and sent together, 32 KiB for one field: the server starts on them while the next
+are packed."""
 _AHEAD_BYTES = 524_288
-"""Sent and not answered yet, about 4,000 commands: what the server has to remember for us."""
+"""Limit of sent bytes without a reply, about 4,000 commands: the server has to buffer them."""
 _AHEAD_BYTES_TLS = 65_536
-"""Less where sending cannot be interrupted for receiving: the buffers on the way must hold it."""
+"""Lower if sending cannot be interrupted to receive: the buffers in between must hold it all."""
 _REST_BYTES_MAX = 65_536
-"""Of an answer that is not there yet as a whole; no shard is that long."""
+"""Limit of an incomplete reply; every shard is shorter."""
 _VALUE = rb"\$(?:-1|[0-9]{1,3}\r\n(%b))\r\n" % SHARD_PATTERN
 _REST = rb"|((?s:.+))"
-"""From the first place where no value is, all that follows."""
+"""Everything from the first position without a value."""
 _FAST = re.compile(_VALUE + _REST)
 _FAST_ROWS = re.compile(rb"(?:\*[0-9]+\r\n)?" + _VALUE + _REST)
 _LENGTH = re.compile(rb"-1|[0-9]{1,10}")
@@ -40,7 +40,7 @@ _HEAD = re.compile(rb"([-+:*$])([^\r\n]*)\r\n")
 
 
 class Finder:
-    """Reads fields of many chunks through connections of ``client``, which stays its owner's."""
+    """Reads fields of many chunks on connections of ``client``, which the caller still owns."""
 
     def __init__(self, client: Any) -> None:
         self._connections = RespConnections(client)
@@ -48,10 +48,10 @@ class Finder:
     def find(
         self, key: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None] | None:
-        """See ``ReadIndex``; ``key`` begins every chunk's key. No argument is empty.
+        """See ``ReadIndex``. ``key`` is the prefix of every chunk's key. No argument is empty.
 
-        None leaves the lookup to the client: a server that refused, a lost connection, a cluster
-        that has changed. Raises redis-py's exceptions.
+        Returns None if the caller must repeat the lookup through the client: the server refused,
+        the connection was lost, or the cluster changed. Raises redis-py's exceptions.
         """
         wanted = tuple(dict.fromkeys(fields))
         if not self._connections.is_cluster:
@@ -63,7 +63,7 @@ class Finder:
         return None if found is None else [found[one] for one in prefix_hashes]
 
     def close(self) -> None:
-        """Give the connections back. Idempotent."""
+        """Return the connections to the client. Idempotent."""
         self._connections.close()
 
     def _find_in_cluster(
@@ -72,7 +72,8 @@ class Finder:
         by_pool: dict[Pool | None, list[bytes]] = defaultdict(list)
         for prefix_hash in prefix_hashes:
             by_pool[self._connections.pool_of(key + prefix_hash.hex())].append(prefix_hash)
-        # In one order for all threads: each holds connections while it waits for the next pool's.
+        # The same order for all threads, because each holds connections while it waits for the next
+        # pool.
         by_pool = dict(sorted(by_pool.items(), key=lambda item: id(item[0])))
         found = self._ask(by_pool, key, fields)
         if found is None:
@@ -82,7 +83,7 @@ class Finder:
     def _ask(
         self, by_pool: Mapping[Pool | None, Sequence[bytes]], key: str, fields: tuple[str, ...]
     ) -> list[Shards | None] | None:
-        """The shards of all hashes, pool by pool; all servers work at once."""
+        """Return the shards of all hashes, pool by pool. All servers work at once."""
         connections: list[RespConnection] = []
         try:
             for pool in by_pool:
@@ -112,11 +113,11 @@ def _answered(questions: list["_Question"]) -> list[Shards | None] | None:
 
 
 class _RefusedError(Exception):
-    """The server answered with an error that the client knows what to do about."""
+    """The server returned an error that the client can handle."""
 
 
 class _Question:
-    """The commands for one server, and its answers so far."""
+    """The commands for one server, and its replies so far."""
 
     def __init__(
         self,
@@ -133,9 +134,9 @@ class _Question:
         self._refused = False
         self._rows = 0
         self._pattern = _FAST if len(fields) == 1 else _FAST_ROWS
-        # Lengths of values are not compared with the announced ones: instead, the last answer is
-        # unpredictable. If it follows exactly as many values as requested, none of them was
-        # made of a part of another, nor left behind by another command.
+        # Value lengths are not compared with the announced ones. Instead, the last reply is
+        # unpredictable. If exactly as many values as requested precede it, none of them came from a
+        # part of another value or from an earlier command.
         mark = os.urandom(8).hex().encode()
         self._mark = b"$16\r\n%b\r\n" % mark
         self._parts = _commands(key, prefix_hashes, fields, packed(b"PING", mark))
@@ -145,8 +146,8 @@ class _Question:
         self._ahead = _AHEAD_BYTES_TLS if connection.tls else _AHEAD_BYTES
 
     def push(self) -> bool:
-        """Send as much as is taken at once and as the server may have before it answers; whether
-        more is to be sent."""
+        """Send as much as the socket accepts and the server may buffer. Return whether more must be
+        sent."""
         while self._unsent:
             if self._sent - len(self._values) * self._value_bytes > self._ahead:
                 return False
@@ -158,16 +159,16 @@ class _Question:
         return False
 
     def answers(self) -> list[Shards | None]:
-        """One for each prefix hash, in order."""
+        """Return one item per prefix hash, in order."""
         rest = b""
         while rest != self._mark:
             if self.push() and not self._connection.wait_to_receive():
                 continue
             rest = self._take(rest + self._connection.receive())
             if len(rest) > _REST_BYTES_MAX or len(self._values) > self._count:
-                raise exceptions.InvalidResponse("an answer that was not asked for")
+                raise exceptions.InvalidResponse("an unexpected reply")
         if len(self._values) != self._count:
-            raise exceptions.InvalidResponse("fewer answers than questions")
+            raise exceptions.InvalidResponse("fewer replies than commands")
         self._connection.clean = True
         if self._refused:
             raise _RefusedError
@@ -177,7 +178,7 @@ class _Question:
         return [WrittenShards(self._fields, row) if any(row) else None for row in rows]
 
     def _take(self, data: bytes) -> bytes:
-        """Keep the values of all whole answers; returns what comes after them."""
+        """Keep the values of all complete replies. Return the bytes after them."""
         while data:
             found = self._pattern.findall(data)
             rest: bytes = found[-1][1]
@@ -192,12 +193,12 @@ class _Question:
 
     def _keep(self, values: list[bytes]) -> None:
         self._values += values
-        if len(self._fields) == 1:  # else a row may have come in parts
+        if len(self._fields) == 1:  # with several fields, a row may arrive in parts
             fields = self._fields
             self._found += [WrittenShards(fields, (one,)) if one else None for one in values]
 
     def _take_odd(self, data: bytes) -> int:
-        """Keep one answer of any kind; returns its length, 0 if it is not whole yet."""
+        """Keep one reply of any kind. Return its length, or 0 if it is incomplete."""
         head = _HEAD.match(data)
         if head is None:
             return 0
@@ -205,21 +206,21 @@ class _Question:
         if kind == b"*":
             self._rows += 1
             if self._rows > self._count:
-                raise exceptions.InvalidResponse("rows without an end")
-            return head.end()  # the values of a row follow
+                raise exceptions.InvalidResponse("too many rows")
+            return head.end()  # the values of the row follow
         if kind == b"$":
             if _LENGTH.fullmatch(words) is None:
-                raise exceptions.InvalidResponse("a value of no known length")
+                raise exceptions.InvalidResponse("a value of unknown length")
             end = head.end() + max(0, int(words))
             if len(data) < end + 2:
                 return 0
             if data[end : end + 2] != b"\r\n":
-                raise exceptions.InvalidResponse("a value of another length")
+                raise exceptions.InvalidResponse("a value of the wrong length")
             value = data[head.end() : end]
             self._keep([value if decode_shard(value) else b""])
             return end + 2
         if kind != b"-":
-            raise exceptions.InvalidResponse("an answer to another question")
+            raise exceptions.InvalidResponse("a reply of the wrong kind")
         # A key of another type is not objkv's and holds no chunk.
         self._refused |= not words.startswith(b"WRONGTYPE")
         self._keep([b""] * len(self._fields))
@@ -229,8 +230,8 @@ class _Question:
 def _commands(
     key: str, prefix_hashes: Sequence[bytes], fields: tuple[str, ...], last: bytes
 ) -> Iterator[bytes]:
-    """One command for each hash, some of them at a time, and ``last``. Put together by joining and
-    replacing, which takes 0.1 us a hash; all hashes are of one length."""
+    """Yield the commands for all hashes in batches, then ``last``. Joining and replacing takes 0.1
+    us per hash, and requires hashes of equal length."""
     assert set(map(len, prefix_hashes)) == {PREFIX_HASH_BYTES}
     before, after = _frame(key, fields)
     for start in range(0, len(prefix_hashes), _SEND_HASHES):
@@ -242,7 +243,7 @@ def _commands(
 
 @lru_cache(maxsize=64)
 def _frame(key: str, fields: tuple[str, ...]) -> tuple[str, str]:
-    """What stands before and after the hash in a command."""
+    """Return the parts of a command before and after the hash."""
     verb = "HGET" if len(fields) == 1 else "HMGET"
     nbytes = len(key.encode()) + 2 * PREFIX_HASH_BYTES
     before = f"*{2 + len(fields)}\r\n${len(verb)}\r\n{verb}\r\n${nbytes}\r\n{key}"

@@ -1,7 +1,7 @@
 """An index in Redis or Valkey (6.2 or newer, also clustered), shared by a fleet.
 
-Layout, commands and access rights are specified in ``docs/indexes.md``. No module commands are
-used, and every key but the one of the totals has a time to live.
+``docs/indexes.md`` specifies layout, commands and access rights. No module commands are used, and
+every key except the totals has a time to live.
 """
 
 import os
@@ -27,19 +27,19 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
-"""Changes of the totals are kept back at most this long, as long as anything is saved at all."""
+"""Maximum delay before changes of the totals are sent, while anything is being saved."""
 _TOTAL = re.compile(rb"([^:]+):(nbytes|payloads|counted)")
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 
 class PendingTotals:
-    """How much is stored: this process's share of the running totals, in one hash of Redis that all
-    processes of a fleet add to. Thread-safe.
+    """This process's share of the running totals, a single Redis hash to which all processes of a
+    fleet add. Thread-safe.
 
-    A process adds up what its own saves change, and sends it every few seconds, together with a
-    command that it sends anyway: no save waits for it, and a thousand replicas write the one key
-    some hundred times a second. What a killed process had not sent is lost until the totals are
-    counted again.
+    A process accumulates the changes from its own saves and sends them every few seconds, along
+    with a command that it sends anyway. So no save waits for it, and a thousand replicas write the
+    one key only a few hundred times per second. If a process is killed, its unsent changes are lost
+    until the totals are counted again.
     """
 
     def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +51,7 @@ class PendingTotals:
         self._process = os.getpid()
 
     def add(self, namespace: str, prefix_hash: bytes, nbytes: int, payloads: int) -> None:
-        """Count what was published (or, below zero, removed)."""
+        """Add published bytes and payloads, or subtract removed ones with negative numbers."""
         if prefix_hash == SHAPES_HASH:
             return
         with self._lock:
@@ -59,7 +59,7 @@ class PendingTotals:
             self._pending[f"{namespace}:payloads"] += payloads
 
     def take(self, *, early: bool = False) -> dict[str, int]:
-        """The changes that are due, by field; ``early`` takes them before that."""
+        """Return and clear the changes by field if they are due, or always if ``early``."""
         now = self._clock()
         with self._lock:
             self._leave_to_parent()
@@ -71,19 +71,20 @@ class PendingTotals:
         return taken
 
     def take_of(self, namespace: str) -> dict[str, int]:
-        """The changes of ``namespace``, by field: its totals are about to be replaced."""
+        """Return and clear the changes of ``namespace`` by field, because its totals are about to
+        be replaced."""
         fields = f"{namespace}:nbytes", f"{namespace}:payloads"
         with self._lock:
             self._leave_to_parent()
             return {field: self._pending.pop(field, 0) for field in fields}
 
     def commands(self, taken: Mapping[str, int]) -> list[Command]:
-        """The commands that add ``taken``."""
+        """Return the commands that add ``taken``."""
         return [("HINCRBY", self.key, field, change) for field, change in taken.items()]
 
     def put_back(self, taken: Mapping[str, int]) -> None:
-        """Keep what could not be sent. Some of it may have arrived after all: the totals then say
-        more than there is, never less."""
+        """Keep changes that could not be sent. Some may have arrived after all, so the totals can
+        end up too high, but never too low."""
         with self._lock:
             for field, change in taken.items():
                 self._pending[field] += change
@@ -95,7 +96,7 @@ class PendingTotals:
 
 
 def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:
-    """The answer to ``HGETALL`` of the totals; fields that objkv did not write are left out."""
+    """Parse the reply to ``HGETALL`` of the totals, ignoring fields that objkv did not write."""
     numbers: dict[str, dict[bytes, int]] = defaultdict(dict)
     for field, value in reply.items():
         match = _TOTAL.fullmatch(field)
@@ -110,7 +111,7 @@ def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:
 
 
 def replaced(key: str, usage: Usage) -> Command:
-    """The command that replaces a namespace's totals; it forgets one that holds nothing."""
+    """Return the command that replaces a namespace's totals, or deletes them if it is empty."""
     name = usage.namespace
     if not usage.payloads:
         return ("HDEL", key, f"{name}:nbytes", f"{name}:payloads", f"{name}:counted")
@@ -118,7 +119,7 @@ def replaced(key: str, usage: Usage) -> Command:
     return ("HSET", key, *numbers, f"{name}:counted", usage.counted_s)
 
 
-# By word where the class does not tell: inside a script, servers wrap the error's own first word.
+# By word, because servers wrap the original error inside a script's error.
 _LATER_WORDS = re.compile(
     r"\b(LOADING|MASTERDOWN|NOREPLICAS|BUSY|MISCONF|READONLY|CLUSTERDOWN|TRYAGAIN|MOVED|ASK)\b"
 )
@@ -129,7 +130,7 @@ _LATER = (
     exceptions.AskError,
     exceptions.TryAgainError,
     exceptions.ReadOnlyError,
-    # Raised while no node of a cluster can be reached; not a RedisError.
+    # Raised while no node of a cluster is reachable; not a RedisError.
     exceptions.RedisClusterException,
 )
 _LOGIN_WORDS = re.compile(r"\b(NOAUTH|WRONGPASS|DENIED)\b")
@@ -145,7 +146,7 @@ _RIGHTS_WORDS = re.compile(
 
 @contextmanager
 def translated(verb: str) -> Iterator[None]:
-    """Raise redis-py's exceptions as a ``StoreError`` that says who can act."""
+    """Raise redis-py's exceptions as a ``StoreError`` that states who can act."""
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
@@ -154,26 +155,29 @@ def translated(verb: str) -> Iterator[None]:
 
 
 def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
-    """The ``StoreError`` for ``exc``, and its words with what to fix."""
+    """Return the ``StoreError`` class for ``exc``, and its message with the fix."""
     words = str(exc) or type(exc).__name__
     chain = list(_chain(exc))
     if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
-        fix = "set redis_ca_file to the PEM file that signs the server's certificate"
+        fix = "set redis_ca_file to the PEM file of the CA that signed the server's certificate"
         return StoreDenied, f"{words}: {fix}"
     if any(isinstance(c, exceptions.NoPermissionError) for c in chain) or _RIGHTS_WORDS.search(
         words
     ):
-        fix = "give the user the rights that objkv access prints, or set role to those it has"
+        fix = (
+            "give the Redis user the ACL that `objkv access` prints, or set role to match "
+            "its rights"
+        )
         return StoreDenied, f"{words}: {fix}"
     if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
         return StoreDenied, f"{words}: check redis_username and redis_password"
     if "Cluster mode is not enabled" in words:
-        return StoreDenied, f"{words}: index_url should begin with redis:// or rediss://"
+        return StoreDenied, f"{words}: use redis:// or rediss:// in index_url"
     if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
-        fix = "raise the server's maxmemory, or let it evict: maxmemory-policy volatile-lru"
+        fix = "raise the server's maxmemory, or allow eviction with maxmemory-policy volatile-lru"
         return StoreUnavailable, f"{words}: {fix}"
     if isinstance(exc, exceptions.MovedError):
-        fix = "a cluster's index_url begins with redis+cluster:// or rediss+cluster://"
+        fix = "the server is a cluster: use redis+cluster:// or rediss+cluster:// in index_url"
         return StoreUnavailable, f"{words}: {fix}"
     if isinstance(exc, _LATER) or _LATER_WORDS.search(words):
         return StoreUnavailable, words
@@ -189,15 +193,15 @@ def _chain(exc: BaseException | None) -> Iterator[BaseException]:
 Client = redis.Redis | redis.RedisCluster
 _SCAN_KEYS = 1_000
 _FIELDS_READ_MAX = 8 * FIELDS_MAX
-"""Of the record of shapes; no fleet has so many, forgotten ones included."""
+"""Limit for the record of shapes; no fleet has that many, even with outdated ones."""
 _TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
 
 
 class RedisIndex:
-    """Implements ``PruneIndex``. Owns ``client``, which must answer bytes (no decoding).
+    """Implements ``PruneIndex``. Owns ``client``, which must return bytes (no decoding).
 
-    Every key begins with ``<prefix>:``. Deadlines are the client's own; ``clock`` (seconds since
-    the epoch) only dates touches, what expires is decided by the server.
+    Every key begins with ``<prefix>:``. Deadlines are the client's own. ``clock`` (seconds since
+    the epoch) only dates touches; the server decides when records expire.
     """
 
     def __init__(
@@ -217,7 +221,7 @@ class RedisIndex:
         return f"<RedisIndex {self._prefix}:*>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``; replicas ask for the shapes themselves, so they look at its size
+        """See ``ReadIndex``. Replicas also look up the record of shapes, whose size is checked
         first."""
         if SHAPES_HASH in prefix_hashes and not self._has_few_fields(namespace, SHAPES_HASH):
             others = [one for one in prefix_hashes if one != SHAPES_HASH]
@@ -244,7 +248,7 @@ class RedisIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """See ``ReadIndex``; reads these fields only, and checks nothing else of a record."""
+        """See ``ReadIndex``. Reads and checks only these fields of a record."""
         found = None
         if prefix_hashes and fields:
             with translated("find"):
@@ -254,7 +258,7 @@ class RedisIndex:
         return found
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``; walks all keys of the server, in batches."""
+        """See ``ReadIndex``. Walks all keys of the server in batches."""
         batch: list[bytes] = []
         for found, prefix_hash in self._keys(f"{self._prefix}:i:{namespace}:*"):
             if found != namespace:
@@ -266,16 +270,16 @@ class RedisIndex:
         yield from filter(None, self.lookup(namespace, batch))
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``; walks all keys of the server.
+        """See ``ReadIndex``. Walks all keys of the server.
 
-        There is no list of namespaces to read instead: it would be one key that every save of
-        the fleet writes, and it would go on naming what has expired.
+        A stored list of namespaces would be one key that every save of the fleet writes, and it
+        would keep naming expired namespaces.
         """
         return sorted({namespace for namespace, _ in self._keys(f"{self._prefix}:i:*")})
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``; running totals. Other processes may keep back what they changed in
-        the last seconds."""
+        """See ``ReadIndex``. Returns running totals, without recent changes that other processes
+        have not sent yet."""
         changes = self._totals.take(early=True)
         [reply] = self._flushed(changes, ("HGETALL", self._totals.key))
         if isinstance(reply, Exception):
@@ -284,7 +288,7 @@ class RedisIndex:
         return read_totals(reply)
 
     def check(self) -> None:
-        """See ``ReadIndex``; runs a script, which needs most of the rights that objkv needs."""
+        """See ``ReadIndex``. Runs a script, which needs most of the rights that objkv needs."""
         self._run("check", RELEASE, f"{self._prefix}:l:check", "nobody")
 
     def close(self) -> None:
@@ -333,7 +337,7 @@ class RedisIndex:
         return gone
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """See ``WriteIndex``; the holder's end is renewed."""
+        """See ``WriteIndex``. Extends the owner's lease."""
         return bool(self._run("lease", LEASE, f"{self._prefix}:l:{name}", owner, ttl_ms))
 
     def release(self, name: str, owner: str) -> None:
@@ -346,7 +350,7 @@ class RedisIndex:
         return bool(self._run("pin", PIN, self._chunk(namespace, prefix_hash), until_s, ttl_ms))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``; also removes what is malformed."""
+        """See ``PruneIndex``. Also removes malformed records."""
         found, nbytes, payloads = self._run("drop", DROP, self._chunk(namespace, prefix_hash))
         self._totals.add(namespace, prefix_hash, -nbytes, -payloads)
         return bool(found)
@@ -366,7 +370,7 @@ class RedisIndex:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
 
     def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> Any:
-        """The script's answer; the same round trip adds to the totals where that is due."""
+        """Return the script's reply. Due changes of the totals share its round trip."""
         known, changes = script.known(key, *args), self._totals.take()
         with translated(verb):
             run: Callable[..., object] = self._client.execute_command
@@ -381,8 +385,8 @@ class RedisIndex:
                 return run(*script.full(key, *args))
 
     def _flushed(self, changes: Mapping[str, int], *commands: Command) -> list[Any]:
-        """The answers to ``commands``; changes of the totals go before them, and are put back if
-        they fail."""
+        """Return the replies to ``commands``. Sends changes of the totals first, and puts back the
+        failed ones."""
         try:
             replies = self._pipelined([*self._totals.commands(changes), *commands])
         except StoreError:
@@ -393,20 +397,21 @@ class RedisIndex:
         return replies[len(changes) :]
 
     def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
-        """All replies, errors among them as values; one round trip, or one per cluster node."""
+        """Return all replies, with errors as values. Takes one round trip, or one per cluster
+        node."""
         if not commands:
             return []
         with translated("pipeline"), self._client.pipeline(transaction=False) as pipeline:
             queue: Callable[..., object] = pipeline.execute_command
             for command in commands:
                 # By name, because the cluster's pipeline refuses the method ``evalsha``, although
-                # scripts of one key run anywhere.
+                # scripts with one key run anywhere.
                 queue(*command, **self._where(command))
             return pipeline.execute(raise_on_error=False)
 
     def _where(self, command: Command) -> dict[str, Any]:
-        """Names the cluster node of a script's key, for which redis-py 8.1 would otherwise ask a
-        server (``COMMAND GETKEYS``), one round trip for each command of a pipeline."""
+        """Return the cluster node of a script's key. Without it redis-py 8.1 queries a server
+        (``COMMAND GETKEYS``), one round trip for each command of a pipeline."""
         if command[0] in ("EVAL", "EVALSHA") and isinstance(self._client, redis.RedisCluster):
             find: Callable[[str], object] = self._client.get_node_from_key
             node = find(str(command[3]))
@@ -426,7 +431,8 @@ class RedisIndex:
 
 
 def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
-    """The record that ``HGETALL`` answered; None for none and for one that objkv did not write."""
+    """Return the record from a reply to ``HGETALL``; None if it is missing or not written by
+    objkv."""
     if isinstance(reply, Exception):
         if str(reply).startswith("WRONGTYPE"):
             return None

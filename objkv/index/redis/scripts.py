@@ -1,8 +1,8 @@
-"""Lua that Redis runs in one piece; each script touches one key, so that clusters run it too.
+"""Lua scripts that Redis runs atomically. Each touches one key, so clusters run them too.
 
-Scripts are sent by digest; a server that does not know one gets the text with ``EVAL``, which also
-teaches it. ``redis.pcall`` answers a table where a key is of another type, not objkv's: such a key
-is treated as absent, and replaced when a chunk is published.
+Scripts are sent by digest. A server without the script gets its text with ``EVAL``, which also
+caches it. ``redis.pcall`` returns a table if a key has another type, and so is not objkv's. Such a
+key is treated as absent, and replaced when a chunk is published.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ class Script:
     sha: str = field(init=False)
 
     def __post_init__(self) -> None:
-        # SHA-1 is how Redis names scripts; nothing depends on it being hard to forge.
+        # Redis identifies scripts by SHA-1; its collision resistance does not matter here.
         digest = hashlib.sha1(self.text.encode("ascii"), usedforsecurity=False).hexdigest()
         object.__setattr__(self, "sha", digest)
 
     def known(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
-        """The command that runs it on a server that knows it."""
+        """Return the command for a server that has the script cached."""
         return ("EVALSHA", self.sha, 1, key, *args)
 
     def full(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
-        """The command that runs it anywhere."""
+        """Return the command for any server."""
         return ("EVAL", self.text, 1, key, *args)
 
 
@@ -37,7 +37,7 @@ if redis.call('HEXISTS', KEYS[1], 'pin') == 1 then
 end
 redis.call('PEXPIRE', KEYS[1], string.format('%.0f', ttl))
 """
-"""Gives the record its time to live, in ms; what is left of a pin is not shortened."""
+"""Sets the record's time to live, in ms. Does not shorten the rest of a pin."""
 _SIZE = """\
 local function size(shard) return tonumber(string.match(shard, '^%[(%d+),')) or 0 end
 """
@@ -58,8 +58,7 @@ redis.call('HSET', KEYS[1], unpack(ARGV, 2))
 {_LIVE}
 return {{nbytes, payloads}}
 """)
-"""ARGV: time to live in ms, then fields and values. Answers by how many bytes and payloads there
-are more now."""
+"""ARGV: time to live in ms, then fields and values. Returns the changes in bytes and payloads."""
 
 TOUCH = Script(f"""\
 if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
@@ -105,7 +104,7 @@ if redis.call('TYPE', KEYS[1])['ok'] == 'hash' then
 end
 return {{redis.call('DEL', KEYS[1]), nbytes, payloads}}
 """)
-"""Answers whether there was something, how many bytes, and how many payloads."""
+"""Returns whether the key existed, how many bytes, and how many payloads."""
 
 LEASE = Script("""\
 if redis.pcall('GET', KEYS[1]) == ARGV[1] then

@@ -1,7 +1,7 @@
-"""The SQLite file of an index: its tables, its access rights, its connections and its errors.
+"""The SQLite file of an index: its tables, access rights, connections and errors.
 
-The file is shared by threads and processes of one machine through WAL, which does not work on
-network file systems.
+Threads and processes of one machine share the file through WAL, which does not work on network file
+systems.
 """
 
 import os
@@ -19,8 +19,8 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.shapes import SHAPES_HASH
 from objkv.net.deadline import ends_s
 
-# Triggers add up what is stored of each namespace, in the transaction that changes it: so totals
-# are exact, also when an older objkv that still has the file open writes.
+# Triggers add up how much each namespace stores, in the transaction that changes it. So totals are
+# exact even if an older objkv that still has the file open writes.
 SCHEMA_VERSION = 2
 APPLICATION_ID = 0x6F6B7631
 """``okv1``: distinguishes an index from other SQLite files."""
@@ -52,12 +52,12 @@ CREATE INDEX leases_by_end ON leases (ends_s)
 
 
 def nbytes_of(value: str) -> str:
-    """The expression for a written shard's bytes: the number it begins with, after a bracket."""
+    """Return the SQL expression for a shard's size: the first number after the bracket."""
     return f"CAST(substr({value}, 2) AS INTEGER)"
 
 
 def _added(row: str, sign: str) -> str:
-    """The statement by which ``row``, ``old`` or ``new``, counts with ``sign``."""
+    """Return the statement that adds or subtracts (``sign``) a ``row``, ``old`` or ``new``."""
     nbytes = nbytes_of(f"{row}.value")
     return (
         f"INSERT INTO totals VALUES ({row}.namespace, {sign}{nbytes}, {sign}1) "
@@ -69,7 +69,7 @@ def _added(row: str, sign: str) -> str:
 _NO_SHAPES = f"hash <> x'{SHAPES_HASH.hex()}'"
 _VERSION_2 = (
     "ALTER TABLE chunks ADD COLUMN pinned_s INTEGER NOT NULL DEFAULT 0",
-    # Pins had no end once; nothing could set them but a program.
+    # Pins once had no end; only programs could set them.
     "UPDATE chunks SET ends_s = unixepoch() + 604800 WHERE ends_s IS NULL",
     "CREATE TABLE totals (namespace TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, "
     "payloads INTEGER NOT NULL) WITHOUT ROWID",
@@ -85,22 +85,22 @@ _VERSION_2 = (
 
 
 def create(connection: sqlite3.Connection) -> None:
-    """Make the tables of the newest version; within a transaction of the caller."""
+    """Create the tables of the newest version, within the caller's transaction."""
     _create_version_1(connection)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     upgrade(connection)
 
 
 def upgrade(connection: sqlite3.Connection) -> None:
-    """Make the tables of version 1 those of version 2; within a transaction of the caller."""
+    """Upgrade the tables from version 1 to version 2, within the caller's transaction."""
     for statement in _VERSION_2:
         connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def is_written(connection: sqlite3.Connection, version: int) -> bool:
-    """Whether the file has exactly the tables, indexes and triggers that objkv made in ``version``,
-    and no others: every publish or lookup would run a planted trigger or view."""
+    """Whether the file has exactly the tables, indexes and triggers that objkv created in
+    ``version``. Every publish or lookup would run a planted trigger or view."""
     expected = _schema_of(version)
     rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
     return len(rows) == len(expected) and frozenset(rows) == expected
@@ -129,13 +129,13 @@ _COMPANIONS = ("-wal", "-shm", "-journal")
 
 
 def prepare(path: Path) -> None:
-    """Make the file and its folder where they are missing, and refuse planted ones.
+    """Create the file and its folder if they are missing, and refuse planted ones.
 
-    The content (which prefixes are stored, how often they are looked up) is private: the file is
-    made for this user alone, or for a group if its folder is made for one
-    (``install -d -m 2770 -g GROUP FOLDER``). SQLite gives its ``-wal`` and ``-shm`` files the
-    owner, group and mode of the file. Raises ``StoreDenied`` with the fix. Users who may write to
-    the folder can still replace the file later: only world-writable folders are distrusted.
+    The content (which prefixes are stored, how often they are looked up) is private. So the file is
+    created for this user alone, or for a group if its folder is set up for one (``install -d -m
+    2770 -g GROUP FOLDER``). SQLite gives its ``-wal`` and ``-shm`` files the owner, group and mode
+    of the file. Raises ``StoreDenied`` with the fix. Users who may write to the folder can still
+    replace the file later: only world-writable folders are distrusted.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,24 +145,26 @@ def prepare(path: Path) -> None:
         _check(path, folder)
         for suffix in _COMPANIONS:
             companion = path.with_name(path.name + suffix)
-            with suppress(FileNotFoundError):  # as usual, or gone with its last user just now
+            with suppress(
+                FileNotFoundError
+            ):  # it is usually missing, or its last user just removed it
                 _check(companion, folder)
     except OSError as exc:
         raise StoreDenied(f"index {path}: {exc.strerror}: {exc.filename}") from exc
 
 
 def is_shared_by_group(folder: os.stat_result) -> bool:
-    """Whether a folder is made for a group only."""
+    """Whether a folder is accessible to its group, and to no others."""
     return folder.st_mode & 0o077 == 0o070
 
 
 def _make(path: Path, folder: os.stat_result) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(FileExistsError):  # another process just made it, or planted it: checked next
+    with suppress(FileExistsError):  # another process just created or planted it; the check follows
         fd = os.open(path, flags, _ALONE)
         try:
             if is_shared_by_group(folder):
-                os.fchmod(fd, _GROUP)  # whatever the umask says
+                os.fchmod(fd, _GROUP)  # regardless of the umask
         finally:
             os.close(fd)
 
@@ -171,24 +173,27 @@ def _check(path: Path, folder: os.stat_result) -> None:
     found = path.lstat()
     if folder.st_mode & stat.S_IWOTH and found.st_uid not in (os.geteuid(), 0):
         raise StoreDenied(
-            f"index {path}: belongs to another user, in a folder where everybody may put files: set"
-            " index_url to a file in a folder of your own"
+            f"index {path} belongs to another user and is in a world-writable folder: set "
+            "index_url to a file in your own folder"
         )
-    with suppress(FileNotFoundError):  # a link of the operator's that leads to no file yet
+    with suppress(FileNotFoundError):  # an operator's link to a file that does not exist yet
         if not stat.S_ISREG(path.stat().st_mode):
-            raise StoreDenied(f"index {path}: is no file: remove it, or set index_url to another")
+            raise StoreDenied(
+                f"index {path} is not a regular file: remove it, or set index_url to another path"
+            )
 
 
 _WAL_RETRY_S = 0.01
 _VALUE_BYTES_MAX = 16 << 20
-"""Of one row; no record comes near."""
+"""Limit for one row; every record is far smaller."""
 _CALL_S_MAX = 20.0
-"""Of computing in SQLite per call, unless the caller has less time: no index is so large."""
+"""Limit for computing in SQLite per call, unless the caller has less time. Even a large index needs
+less."""
 _OPEN_S_MAX = 600.0
-"""The same, while the tables of an older version are changed."""
-_NOT_OURS = "tables or triggers that objkv did not make"
+"""The same limit while an older version's tables are upgraded."""
+_NOT_OURS = "tables or triggers not created by objkv"
 _STEPS = 10_000
-"""Of SQLite's machine, below a millisecond, between two checks of the clock."""
+"""Instructions of SQLite's virtual machine between two checks of the clock; below a millisecond."""
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _REFUSED = {
@@ -200,9 +205,9 @@ _REFUSED = {
 
 
 class SqliteFile:
-    """Connections to one file, one per call in flight, kept for the next; safe across ``fork``.
+    """Connections to one file: one per call in flight, kept for reuse. Safe across ``fork``.
 
-    Nothing is opened before the first call. ``busy_ms`` bounds how long a call waits for another
+    Opens nothing before the first call. ``busy_ms`` bounds how long a call waits for another
     writer.
     """
 
@@ -212,14 +217,14 @@ class SqliteFile:
         self._lock = Lock()
         self._idle: list[sqlite3.Connection] = []
         self._place: tuple[int, int] | None = None
-        """Device and number of the file that the idle connections have open."""
+        """Device and inode of the file that the idle connections have open."""
         self._inherited: list[sqlite3.Connection] = []
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _abandon(this()))
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Borrow a connection; each statement sees one state of the file."""
+        """Borrow a connection. Each statement sees one state of the file."""
         with translated(self.path):
             place = self._look()
             with self._lock:
@@ -231,7 +236,7 @@ class SqliteFile:
                 _bound(connection, _CALL_S_MAX)
                 yield connection
             except BaseException:
-                # Its state is unknown: the next call gets a fresh one.
+                # Its state is unknown, so the next call gets a new one.
                 connection.close()
                 raise
             with self._lock:
@@ -261,8 +266,8 @@ class SqliteFile:
             connection.close()
 
     def _look(self) -> tuple[int, int] | None:
-        """Which file is at the path now. Connections to another one, which was removed or replaced,
-        are closed: no other process shares a file without a name."""
+        """Return the device and inode of the file that is now at the path. Closes connections to a
+        file that was removed or replaced, because no other process uses that file."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -279,17 +284,17 @@ class SqliteFile:
 
     def _open(self) -> sqlite3.Connection:
         prepare(self.path)
-        # A connection is used by one thread at a time, but not always by the same one.
+        # Only one thread uses a connection at a time, but not always the same one.
         connection = sqlite3.connect(
             self.path, timeout=self._busy_s, isolation_level=None, check_same_thread=False
         )
         try:
             _bound(connection, _OPEN_S_MAX)
-            # The file is not trusted: no functions in its schema, no values of any length.
+            # The file is not trusted: no functions in its schema, and no values above a limit.
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_BYTES_MAX)
             connection.execute("PRAGMA foreign_keys = ON")
-            # A commit lost with the power costs hits, so it is not worth an fsync.
+            # Losing a commit in a power failure costs only hits, so it is not worth an fsync.
             connection.execute("PRAGMA synchronous = NORMAL")
             self._check_schema(connection)
         except BaseException:
@@ -304,12 +309,13 @@ class SqliteFile:
             version = self._change(connection)
         if version > SCHEMA_VERSION:
             raise StoreDenied(
-                f"index {self.path} was written by a newer objkv (schema {version}, this one knows "
-                f"{SCHEMA_VERSION}): upgrade objkv, or set index_url to another file"
+                f"index {self.path} was written by a newer objkv (schema {version}, "
+                f"supported: {SCHEMA_VERSION}): upgrade objkv, or set index_url to another "
+                "file"
             )
         if _pragma(connection, "application_id") != APPLICATION_ID:
             raise StoreDenied(
-                f"{self.path} is an SQLite file, but not of objkv: set index_url to another file"
+                f"{self.path} is an SQLite file of another program: set index_url to another file"
             )
         if version < SCHEMA_VERSION:
             self._change(connection)
@@ -317,7 +323,7 @@ class SqliteFile:
             raise _damaged(self.path, _NOT_OURS)
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
-        # Switching the mode does not wait for others as other statements do, so it is repeated.
+        # Switching the mode does not wait for other users as statements do, so it is retried here.
         deadline = time.monotonic() + self._busy_s
         while True:
             try:
@@ -329,7 +335,8 @@ class SqliteFile:
             time.sleep(_WAL_RETRY_S)
 
     def _change(self, connection: sqlite3.Connection) -> int:
-        """Create or upgrade the tables, unless another process just did; the version now."""
+        """Create or upgrade the tables, unless another process just did. Return the version
+        afterwards."""
         connection.execute("BEGIN IMMEDIATE")
         try:
             version = _pragma(connection, "user_version")
@@ -358,28 +365,31 @@ def translated(path: Path) -> Iterator[None]:
         if code in _BUSY:
             raise StoreUnavailable(f"index {path} is busy: {exc}") from exc
         if code == sqlite3.SQLITE_FULL:
-            raise StoreUnavailable(f"index {path}: no space left, free some: {exc}") from exc
+            raise StoreUnavailable(
+                f"index {path}: the disk is full, free some space: {exc}"
+            ) from exc
         if code == sqlite3.SQLITE_INTERRUPT:
-            raise StoreUnavailable(f"index {path}: the time for this call is over") from exc
+            raise StoreUnavailable(f"index {path}: the call exceeded its time limit") from exc
         if code in _BROKEN:
             raise _damaged(path, exc) from exc
         if code in _REFUSED:
             raise StoreDenied(
-                f"index {path}: {exc}: this user must be able to write the file and its folder"
+                f"index {path}: {exc}: this user needs write permission on the file and its folder"
             ) from exc
         raise StoreError(f"index {path}: {exc}") from exc
 
 
 def _damaged(path: Path, what: object) -> StoreDenied:
     return StoreDenied(
-        f"index {path} is damaged or not of objkv ({what}): stop its users, delete it and its "
-        "-wal and -shm files; no KV is lost, chunks are found again once saved again"
+        f"index {path} is damaged or not an objkv index ({what}): stop all processes that use "
+        "it, then delete it and its -wal and -shm files; no KV is lost, chunks are found "
+        "again after their next save"
     )
 
 
 def _bound(connection: sqlite3.Connection, seconds: float) -> None:
-    """Interrupt computing after ``seconds``, or at the deadline of this call. Waiting for another
-    writer has its own bound."""
+    """Interrupt computing after ``seconds``, or at this call's deadline. Waiting for another writer
+    has its own limit."""
     until_s = min(time.monotonic() + seconds, ends_s())
     connection.set_progress_handler(lambda: time.monotonic() > until_s, _STEPS)
 
@@ -394,7 +404,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _abandon(file: SqliteFile | None) -> None:
-    # SQLite must not see the parent's connections again, not even to close them: they are kept.
+    # SQLite must not see the parent's connections again, not even to close them, so they are kept.
     if file is not None:
         file._inherited += file._idle
         file._idle, file._lock = [], Lock()

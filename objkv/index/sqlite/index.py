@@ -1,6 +1,6 @@
-"""An index in one SQLite file, shared by all replicas of a machine; not for network file systems.
+"""An index in one SQLite file, shared by all replicas of a machine. Not for network file systems.
 
-Expired records are invisible at once and removed in small batches by later writes.
+Expired records become invisible at once, and later writes remove them in small batches.
 """
 
 import sqlite3
@@ -15,7 +15,7 @@ from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite.file import SqliteFile, nbytes_of
 
 _HASHES_MAX = 30_000
-"""Per statement; SQLite itself allows 32,766 variables."""
+"""Limit per statement; SQLite itself allows 32,766 variables."""
 _SCAN_ROWS = 1_000
 _PURGE_ROWS = 100
 
@@ -23,8 +23,8 @@ _COLUMNS = "c.hash, c.parent, c.token_start, c.token_end, c.hits, c.touched_s, c
 _LIVE = "c.ends_s > ?"
 _JOINED = f"SELECT {_COLUMNS}, s.field, s.value FROM chunks c JOIN shards s USING (namespace, hash)"
 _FOUND = "SELECT hash, s.field, s.value FROM chunks c JOIN shards s USING (namespace, hash)"
-# Pages of whole chunks: a page of joined rows could cut a chunk's shards in two. CROSS because
-# SQLite, left to itself, looks for every hash of a page once for each chunk of it: 0.4 s a page.
+# Pages of whole chunks: a page of joined rows could split a chunk's shards. CROSS, because
+# otherwise SQLite searches every hash of a page once per chunk of the page: 0.4 s a page.
 _PAGE = f"""
 SELECT {_COLUMNS}, s.field, s.value
 FROM (SELECT * FROM chunks c WHERE namespace = ? AND hash > ? AND {_LIVE} ORDER BY hash LIMIT ?) c
@@ -63,10 +63,10 @@ WHERE leases.owner = excluded.owner OR leases.ends_s <= ?
 
 
 class SqliteIndex:
-    """Implements ``PruneIndex``. The file and its folder are created by the first call.
+    """Implements ``PruneIndex``. The first call creates the file and its folder.
 
-    ``busy_ms`` bounds how long a call waits for another process's write; ``clock`` gives seconds
-    since the epoch. Survives ``fork`` and writers killed at any moment.
+    ``busy_ms`` bounds how long a call waits for another process's write. ``clock`` returns seconds
+    since the epoch. Survives ``fork``, and writers that are killed at any moment.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SqliteIndex:
         return f"<SqliteIndex {self._file.path}>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``; one statement for up to 30,000 hashes."""
+        """See ``ReadIndex``. Uses one statement for up to 30,000 hashes."""
         found: dict[bytes, Record] = {}
         wanted = list(dict.fromkeys(prefix_hashes))
         with self._file.read() as connection:
@@ -94,7 +94,8 @@ class SqliteIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[Shards | None]:
-        """See ``ReadIndex``; one statement for up to 30,000 hashes, which reads these fields."""
+        """See ``ReadIndex``. Uses one statement for up to 30,000 hashes, which reads only these
+        fields."""
         wanted = list(dict.fromkeys(fields))
         found: dict[bytes, dict[str, ShardRecord]] = {}
         with self._file.read() as connection:
@@ -111,7 +112,7 @@ class SqliteIndex:
         return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
 
     def scan(self, namespace: str) -> Iterator[Record]:
-        """See ``ReadIndex``; in hash order, and no transaction is held between two steps."""
+        """See ``ReadIndex``. Yields in hash order, and holds no transaction between two steps."""
         after = b""
         while True:
             with self._file.read() as connection:
@@ -133,14 +134,14 @@ class SqliteIndex:
         return [str(namespace) for (namespace,) in rows]
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``; exact: expired records that are not removed yet do not count."""
+        """See ``ReadIndex``. Exact: does not count expired records that are still in the file."""
         now = self._clock()
         with self._file.read() as connection:
             rows = connection.execute(_USAGE, (now, SHAPES_HASH)).fetchall()
         return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
     def check(self) -> None:
-        """See ``ReadIndex``; proves that the file can be written as well."""
+        """See ``ReadIndex``. Also proves that the file is writable."""
         with self._file.write() as connection:
             connection.execute("DELETE FROM leases WHERE name = ''")
 
@@ -154,7 +155,7 @@ class SqliteIndex:
         now = self._clock()
         key = (chunk.namespace, chunk.prefix_hash)
         with self._file.write() as connection:
-            # What has expired must not come back with the new fields.
+            # Expired fields must not return with the new ones.
             connection.execute(
                 "DELETE FROM chunks WHERE namespace = ? AND hash = ? AND ends_s <= ?", (*key, now)
             )
@@ -198,7 +199,7 @@ class SqliteIndex:
         return removed == 1
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """See ``WriteIndex``; the holder's end is renewed."""
+        """See ``WriteIndex``. Extends the owner's lease."""
         now = self._clock()
         with self._file.write() as connection:
             taken = connection.execute(_LEASE, (name, owner, now + ttl_ms / 1000, now)).rowcount
@@ -231,7 +232,7 @@ class SqliteIndex:
         return changed == 1
 
     def set_usage(self, usage: Usage) -> None:
-        """Nothing: triggers keep the totals, in the transactions that change what is stored."""
+        """Does nothing: triggers keep exact totals."""
 
 
 def _purge(connection: sqlite3.Connection, now: float) -> None:
@@ -256,7 +257,7 @@ def _marks(values: Sequence[object]) -> str:
 
 
 def _records(rows: Iterable[tuple[Any, ...]], now: float) -> Iterator[Record]:
-    """The records of joined rows; chunks without a readable shard are left out."""
+    """Yield the records of joined rows, without chunks that have no readable shard."""
     chunks: dict[bytes, tuple[Any, ...]] = {}
     shards: dict[bytes, dict[str, ShardRecord]] = {}
     for *chunk, field, value in rows:

@@ -124,7 +124,7 @@ def namespace_audits(
                 chunk_tokens=fact.chunk_tokens if fact else None,
                 weights_epoch=fact.namespace.weights_epoch if fact and known else None,
                 is_known=known,
-                problem=fact.problem if fact else "the bulk store has no folder of it",
+                problem=fact.problem if fact else "the bulk store has no folder for it",
                 **counted,
                 tokens=one.tokens(fact.chunk_tokens if fact else None),
                 pinned=one.pinned,

@@ -259,9 +259,9 @@ class GrowthAudit:
     before: GrowthDay | None
     """All earlier days in one entry, named by the first of them."""
     bytes_per_day: float | None
-    """Average of the last 7 whole days in which the store existed; None on its first day."""
+    """Average of the last 7 complete days in which the store existed; None on its first day."""
     payloads_per_day: float | None
-    """Payloads written on the last whole day, from which the least was swept."""
+    """Payloads written on the last complete day, from which the least was swept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class CostAudit:
     prices: Prices
     storage: float
     puts: float
-    """Payloads written per month, if every day is like the last whole one."""
+    """Payloads written per month, if every day is like the last complete one."""
     gets: float | None
     """Payloads loaded from the bulk store per month, by each chunk's hits since it was saved;
     payloads with a hot copy are not counted."""

@@ -1,4 +1,4 @@
-"""Bodies of S3 requests and answers, out of and into the caller's buffers."""
+"""Bodies of S3 requests and responses, from and to the caller's buffers."""
 
 import io
 import time
@@ -9,21 +9,22 @@ from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.base import copy_bytes
 
 SLICE_BYTES = 4 << 20
-"""The deadline is checked between slices."""
+"""Bytes transferred between two checks of the deadline."""
 VALUE_BYTES_MAX = 17 << 30
-"""Of a value that is read as a whole: more than the largest payload that any reader accepts."""
+"""Limit for a value that is read as a whole. It exceeds the largest payload that any reader
+accepts."""
 
 
 class BodyLost(StoreUnavailable):
-    """A body ended early, or not in time. ``translated`` adds the key."""
+    """A body ended early or missed the deadline. ``translated`` adds the key."""
 
 
 class BufferReader(io.IOBase):
-    """A buffer as the seekable file that the client wants, sent in slices of the buffer itself.
+    """A buffer as the seekable file that the client needs, sent in slices of the buffer itself.
 
-    Not ``bytes``: the client would take a memoryview by copying it only, and Python's
-    ``sendall`` applies the socket's time-out to a ``bytes`` body as a whole, which a large payload
-    on a slow link exceeds. The buffer must stay alive and unchanged until the request is over.
+    ``bytes`` would not do: the client copies a memoryview to accept it, and Python's ``sendall``
+    applies the socket's time-out to a whole ``bytes`` body, which a large payload on a slow link
+    exceeds. The buffer must stay alive and unchanged until the request ends.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -32,26 +33,26 @@ class BufferReader(io.IOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes: the client goes back to the beginning before it repeats a request."""
+        """Return True: the client rewinds the body before it retries a request."""
         return True
 
     def tell(self) -> int:
-        """Bytes read so far."""
+        """Return the number of bytes read so far."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to ``offset`` from the beginning, from here or from the end."""
+        """Move to ``offset`` relative to the start, the current position or the end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
         self._at = max(0, base + offset)
         return self._at
 
     def read(self, size: int | None = -1, /) -> memoryview:
-        """The next ``size`` bytes as a slice of the buffer; it compares equal to ``b""`` at the
-        end, and sockets and hashes take it as they take ``bytes``."""
+        """Return the next ``size`` bytes as a slice of the buffer. At the end it equals ``b""``.
+        Sockets and hashes accept it like ``bytes``."""
         end = len(self._view) if size is None or size < 0 else self._at + size
         part = self._view[self._at : end]
         self._at += len(part)
@@ -65,17 +66,17 @@ def read_exactly(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Fill ``into`` with ``body``, botocore's StreamingBody.
+    """Fill ``into`` from ``body``, botocore's StreamingBody.
 
     ``deadline_s`` is a time of ``clock``. Raises ``BodyLost`` if the body ends early or the
-    deadline passes, and what the client raises; the caller then closes ``body``.
+    deadline passes, and the client's exceptions; the caller then closes ``body``.
 
-    Goes through urllib3, which copies each slice once more. Reading below it instead (from the
-    ``http.client`` response that it hides) made no difference beyond noise: 9-13 ms of CPU for
-    32 MiB either way, against 26 ms for ``body.read()`` (loopback, 2 cores, 2026-11-20).
+    This reads through urllib3, which copies each slice once more. Reading below it (from the hidden
+    ``http.client`` response) made no measurable difference: 9-13 ms of CPU for 32 MiB either way,
+    against 26 ms for ``body.read()`` (loopback, 2 cores, 2026-11-20).
     """
     if not into:
-        body.read()  # sees the end, so that the connection can be used again
+        body.read()  # reaches the end, so that the connection can be reused
     receive = _receiver(body)
     at = 0
     while at < len(into):
@@ -88,9 +89,9 @@ def read_exactly(
 
 
 def read_all(answer: Any, deadline_s: float, nbytes_max: int = VALUE_BYTES_MAX) -> bytes:
-    """The body of the client's ``answer``, also one whose length is not announced. Raises as
-    ``read_exactly``, and ``StoreError`` for more than ``nbytes_max``, of which nothing is kept; the
-    connection is closed then."""
+    """Return the body of the client's ``answer``, even if its length is not announced. Raises like
+    ``read_exactly``, and raises ``StoreError`` without keeping anything if the body exceeds
+    ``nbytes_max``; the connection is then closed."""
     body, nbytes, at = answer["Body"], answer.get("ContentLength"), 0
     try:
         if nbytes is not None:
@@ -107,18 +108,18 @@ def read_all(answer: Any, deadline_s: float, nbytes_max: int = VALUE_BYTES_MAX) 
                 raise BodyLost("the deadline passed in a body of unknown length")
         return b"".join(parts)
     except BaseException:
-        body.close()  # the connection still carries the rest: it cannot be used again
+        body.close()  # the connection still carries the rest, so it cannot be reused
         raise
 
 
 def _check_length(nbytes: int, nbytes_max: int) -> None:
     if nbytes > nbytes_max:
-        raise StoreError(f"the server answered {nbytes} bytes where {nbytes_max} at most are due")
+        raise StoreError(f"the server returned {nbytes} bytes, more than the limit of {nbytes_max}")
 
 
 def _receiver(body: Any) -> Callable[[memoryview], int]:
-    """Reads what has arrived, where the client shows its stream: filling a slice may take as long
-    as a server likes that sends a byte now and then."""
+    """Return a function that reads the bytes that have arrived, if the client exposes its stream.
+    Filling a whole slice could take forever with a server that sends a byte now and then."""
     read1 = getattr(getattr(body, "_raw_stream", None), "read1", None)
     if read1 is None:
         readinto: Callable[[memoryview], int] = body.readinto

@@ -1,6 +1,6 @@
-"""Opens the S3 client as the settings say, and translates what it raises.
+"""Opens the S3 client from the settings, and translates its exceptions.
 
-The client keeps credentials, signing, TLS, retries and the connection pool; no other package knows
+The client handles credentials, signing, TLS, retries and the connection pool. No other package uses
 its exceptions.
 """
 
@@ -63,39 +63,43 @@ PRIVATE_NAMES: Final = {
     "connection": ("_dns_host", "_new_conn"),
     "body": ("_raw_stream",),
 }
-"""The private names of botocore and urllib3 that this package uses, by owner. Where a version lacks
-one, requests are left to the client, or only its time-outs bound them."""
+"""The private names of botocore and urllib3 that this package uses, by owner. If a version lacks
+one, requests go through the client, or only its time-outs bound them."""
 ATTEMPTS = 3
-"""Of the client. Before them comes one that goes around its layers."""
+"""Attempts of the client. One direct attempt, which skips the client's layers, precedes them."""
 DEFAULT_REGION = "us-east-1"
-# Of the deadline: the rest is what the client waits between attempts.
+# Share of the deadline. The client waits between attempts in the rest.
 _ATTEMPTS_SHARE = 0.9
 _CONNECT_SHARE = 1 / 3
 _ATTEMPT_SHARE = 1 / 4
-"""Of the time left, at most: where that is short an attempt is cut off rather than not made."""
+"""An attempt is assumed to need at most this share of the remaining time: if little remains, it is
+started and cut short instead of skipped."""
 _ABORT_SHARE = 0.1
 _ADDRESS_S = 1.0
-"""For connecting to one address of several, at least: a packet lost is sent again after as long."""
+"""Minimum time for connecting to one of several addresses: TCP resends a lost packet after this
+time."""
 _FIX = {
-    "NoSuchBucket": "there is no such bucket: create it, or correct bulk_url",
-    "AllAccessDisabled": "the bucket is disabled: ask its owner",
-    "InvalidBucketName": "this cannot be a bucket's name: correct bulk_url",
-    "InvalidAccessKeyId": "the server does not know the access key: check s3_access_key_id "
+    "NoSuchBucket": "the bucket does not exist: create it, or correct bulk_url",
+    "AllAccessDisabled": "the bucket is disabled: contact its owner",
+    "InvalidBucketName": "the bucket name is invalid: correct bulk_url",
+    "InvalidAccessKeyId": "the access key is unknown to the server: check s3_access_key_id "
     "or the AWS credentials in use",
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key: check "
+    "SignatureDoesNotMatch": "the secret key does not match the access key: check "
     "s3_secret_access_key or the AWS credentials in use",
     "ExpiredToken": "the session token has expired: renew the AWS credentials",
-    "InvalidToken": "the session token is not valid here: renew the AWS credentials",
-    "RequestTimeTooSkewed": "this machine's clock differs from the server's by more than "
-    "15 minutes: set it (NTP)",
-    "AccessDenied": "the credentials lack a permission: give them the policy that objkv access "
-    "prints, or set role to what they may do",
+    "InvalidToken": "the session token is invalid: renew the AWS credentials",
+    "RequestTimeTooSkewed": "this machine's clock differs from the server's by more than 15 "
+    "minutes: set it (NTP)",
+    "AccessDenied": "the credentials lack a permission: attach the policy that `objkv "
+    "access` prints, or set role to match their permissions",
     "AuthorizationHeaderMalformed": "the bucket is in another region: set s3_region",
     "PermanentRedirect": "the bucket is in another region: set s3_region and s3_endpoint_url",
     "IllegalLocationConstraintException": "the bucket is in another region: set s3_region",
-    "QuotaExceeded": "the quota is used up: raise it, or remove old payloads",
-    "EntityTooLarge": "the server refuses values this large: lower s3_multipart_bytes",
-    "InvalidObjectState": "the value was moved to an archive: no lifecycle rule may do that",
+    "QuotaExceeded": "the quota is used up: raise it, or evict payloads",
+    "EntityTooLarge": "the server rejects values of this size: lower s3_multipart_bytes",
+    "InvalidObjectState": (
+        "the object was moved to an archive: remove the lifecycle rule that does this"
+    ),
 }
 _LATER = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "NoSuchUpload"}
 _BUSY = {"SlowDown", "Throttling"}
@@ -125,15 +129,15 @@ class _TlsPool(AWSHTTPSConnectionPool):
 
 
 def _first_that_connects(connection: Any, connect: Callable[[], socket.socket]) -> socket.socket:
-    """A connection to the first address of the host that accepts one, all within the time-out that
-    the client grants to each address."""
+    """Return a connection to the first address of the host that accepts one. All addresses share
+    the time-out that the client would grant to each."""
     host, timeout_s = connection._dns_host, connection.timeout
     now_s = time.monotonic()
     until_s = min(now_s + timeout_s, ends_s())
     try:
         found = socket.getaddrinfo(host, connection.port, 0, socket.SOCK_STREAM)
     except OSError:
-        return connect()  # whose error says that the name is not known
+        return connect()  # its error reports that the name does not resolve
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
     try:
         while True:
@@ -152,26 +156,27 @@ def _first_that_connects(connection: Any, connect: Callable[[], socket.socket]) 
 
 
 def keep_deadlines(client: "S3Client") -> bool:
-    """``client``, which has no connection yet, makes its connections of deadline sockets. False
-    where this version of the client hides them: then only its time-outs bound its requests."""
+    """Make ``client``, which must have no connection yet, use deadline sockets. Return False if
+    this version of the client hides the necessary names: then only its time-outs bound its
+    requests."""
     pools = {"http": _PlainPool, "https": _TlsPool}
     try:
         session: Any = client._endpoint.http_session  # type: ignore[attr-defined]
         session._manager.pool_classes_by_scheme = pools
-        session._pool_classes_by_scheme = pools  # for proxies, whose managers are made later
+        session._pool_classes_by_scheme = pools  # for proxies, whose managers are created later
     except AttributeError:
         return False
     return True
 
 
 def open_s3_client(config: Config) -> "S3Client":
-    """A thread-safe client for the settings; nothing is sent yet.
+    """Return a thread-safe client for the settings. Sends nothing yet.
 
-    A call with all its attempts ends within ``load_deadline_ms``, and within what ``begun_by``
-    says. Raises ``ConfigError``.
+    Each call, including all its attempts, ends within ``load_deadline_ms`` and the limits of
+    ``begun_by``. Raises ``ConfigError``.
     """
     if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
-        raise ConfigError(f"s3_ca_bundle: there is no file {config.s3_ca_bundle}")
+        raise ConfigError(f"s3_ca_bundle: file {config.s3_ca_bundle} does not exist")
     region = config.s3_region or (DEFAULT_REGION if config.s3_endpoint_url else None)
     try:
         client: S3Client = boto3.session.Session().client(
@@ -184,10 +189,10 @@ def open_s3_client(config: Config) -> "S3Client":
             config=_client_config(config),
         )
         keep_secret(*passwords_in(client.meta.endpoint_url))
-        if not config.allow_plaintext:  # AWS's own settings may name an endpoint as well
+        if not config.allow_plaintext:  # AWS's own settings may name an endpoint too
             refuse_clear("the endpoint", client.meta.endpoint_url)
     except (BotoCoreError, ValueError) as exc:
-        raise ConfigError(f"S3 client: {exc}") from exc
+        raise ConfigError(f"cannot create the S3 client: {exc}") from exc
     keep_deadlines(client)
     client.meta.events.register("before-send.s3", _begin_in_time)
     client.meta.events.register_first("needs-retry.s3", _repeat_in_time)
@@ -196,9 +201,9 @@ def open_s3_client(config: Config) -> "S3Client":
 
 @contextmanager
 def begun_by(last_s: float, end_s: float = math.inf) -> Iterator[None]:
-    """No attempt of a client of ``open_s3_client`` begins after ``last_s``, a time of
-    ``time.monotonic``: it raises ``StoreUnavailable``, or the error that would be retried. None
-    goes on after ``end_s``."""
+    """Start no attempt of a client of ``open_s3_client`` after ``last_s``, a time of
+    ``time.monotonic``: instead raise ``StoreUnavailable``, or the error that would have been
+    retried. Interrupt attempts at ``end_s``."""
     token = _LAST_S.set(min(last_s, _LAST_S.get()))
     try:
         with EndsBy(end_s):
@@ -208,21 +213,21 @@ def begun_by(last_s: float, end_s: float = math.inf) -> Iterator[None]:
 
 
 def attempt_s(client: "S3Client", deadline_s: float) -> float:
-    """How long one attempt of ``client`` takes at most, as part of a call of ``deadline_s``."""
+    """Return the maximum duration of one attempt of ``client`` within a call of ``deadline_s``."""
     settings: Any = client.meta.config
     return min(float(settings.connect_timeout + settings.read_timeout), deadline_s / 4)
 
 
 def _begin_in_time(**_: object) -> None:
     if time.monotonic() > _LAST_S.get():
-        raise StoreUnavailable("the deadline is too near to ask")
+        raise StoreUnavailable("too little time left before the deadline to send a request")
 
 
 def _repeat_in_time(
     response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: object
 ) -> None:
-    """Raise what went wrong if the client, which knows no deadline, might wait past it."""
-    wait_s = 2 ** (attempts - 1)  # the client's longest, after SlowDown
+    """Raise the error if the client, which has no deadline, might wait past it before a retry."""
+    wait_s = 2 ** (attempts - 1)  # the client's longest wait, after SlowDown
     if time.monotonic() + wait_s <= _LAST_S.get():
         return
     if caught_exception is not None:
@@ -241,7 +246,7 @@ def _client_config(config: Config) -> ClientConfig:
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
         max_pool_connections=config.bulk_calls_max + config.s3_ranges_max,
         tcp_keepalive=True,
-        # Payloads carry their own checksums, and many servers refuse or ignore S3's. A hash of the
+        # Payloads have their own checksums, and many servers refuse or ignore S3's. A hash of the
         # body in the signature would halve the speed of a put: see docs/decisions/0009.
         s3={"addressing_style": config.s3_addressing, "payload_signing_enabled": False},
         request_checksum_calculation="when_required",
@@ -251,26 +256,27 @@ def _client_config(config: Config) -> ClientConfig:
 
 
 def error_code(exc: ClientError) -> tuple[int, str]:
-    """HTTP status and S3's name of the error (``""`` if the answer had none)."""
+    """Return the HTTP status and S3's error code (``""`` if the response had none)."""
     status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(exc.response.get("Error", {}).get("Code", ""))
 
 
 def asks_for_later(exc: ClientError) -> bool:
-    """Whether the answer only says that the server cannot serve the request now."""
+    """Whether the server can probably serve the request later."""
     status, code = error_code(exc)
     return status == 429 or status >= 500 or code in _LATER
 
 
 def is_missing(exc: ClientError) -> bool:
-    """Whether the answer means that the key has no value; a HEAD's answer does not name why."""
+    """Whether the response means that the key does not exist. The response to a HEAD has no S3
+    code."""
     status, code = error_code(exc)
     return status == 404 and code in ("NoSuchKey", "NotFound", "404")
 
 
 @contextmanager
 def translated(verb: str, place: str) -> Iterator[None]:
-    """Raise as ``StoreError`` what the client raises inside. ``place`` is for the message."""
+    """Raise the client's exceptions as ``StoreError``. ``place`` is used in the message."""
     try:
         yield
     except ClientError as exc:
@@ -279,17 +285,19 @@ def translated(verb: str, place: str) -> Iterator[None]:
         raise StoreUnavailable(f"{verb} {place}: {exc}") from exc
     except (NoCredentialsError, PartialCredentialsError, NoAuthTokenError) as exc:
         raise StoreDenied(
-            f"{verb} {place}: {exc}: set s3_access_key_id and s3_secret_access_key, or give this "
-            "process an AWS role or profile"
+            f"{verb} {place}: {exc}: set s3_access_key_id and s3_secret_access_key, or give "
+            "this process an AWS role or profile"
         ) from exc
     except SSLError as exc:
         raise _untrusted(f"{verb} {place}", exc) from exc
     except (ConnectionError, HTTPClientError, IncompleteReadError) as exc:
         raise StoreUnavailable(f"{verb} {place}: {exc}{_connection_fix(exc)}") from exc
-    except HTTPError as exc:  # what botocore lets through while a body is read
+    except HTTPError as exc:  # botocore lets these through while a body is read
         raise StoreUnavailable(f"{verb} {place}: {exc}") from exc
     except (CredentialRetrievalError, TokenRetrievalError) as exc:
-        raise StoreUnavailable(f"{verb} {place}: no credentials for now: {exc}") from exc
+        raise StoreUnavailable(
+            f"{verb} {place}: AWS credentials are temporarily unavailable: {exc}"
+        ) from exc
     except ParamValidationError as exc:
         raise StoreDenied(f"{verb} {place}: {exc}: correct bulk_url") from exc
     except BotoCoreError as exc:
@@ -315,10 +323,10 @@ def _answered(what: str, exc: ClientError) -> StoreError:
 def _untrusted(what: str, exc: SSLError) -> StoreError:
     text = str(exc)
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        fix = "the server's certificate is not trusted: set s3_ca_bundle to the PEM file of its CA"
+        fix = "set s3_ca_bundle to the PEM file of the CA that signed the server's certificate"
         return StoreDenied(f"{what}: {fix} ({text})")
     if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER_FAILURE" in text:
-        return StoreDenied(f"{what}: the endpoint does not speak TLS: use http:// ({text})")
+        return StoreDenied(f"{what}: the endpoint does not support TLS: use http:// ({text})")
     return StoreUnavailable(f"{what}: {text}")
 
 
@@ -327,27 +335,25 @@ def _connection_fix(exc: BotoCoreError) -> str:
     if "resolve" in cause or "Name or service not known" in cause:
         return ": the host name does not resolve; check s3_endpoint_url and DNS"
     if "refused" in cause:
-        return ": nothing listens there; check s3_endpoint_url and that the server runs"
+        return ": the connection was refused; check s3_endpoint_url and that the server runs"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class CallDeadline:
-    """The deadline of one call; times of ``time.monotonic``."""
+    """The deadline of one call, in times of ``time.monotonic``."""
 
     end_s: float
     last_s: float
-    """No attempt of the client begins later."""
+    """No attempt of the client starts after this."""
     abort_s: float
-    """An upload that is not over by then is aborted, which takes time as well."""
+    """An upload that is incomplete by then is aborted, because the abort takes time too."""
 
     @classmethod
     def of(cls, deadline_s: float, attempt_s: float) -> "CallDeadline":
-        """Of a call that begins now: ``deadline_s`` seconds, or fewer where the caller has fewer.
-
-        One attempt takes up to ``attempt_s``. A call that only tests whether the server is back
-        makes one attempt.
-        """
+        """Return the deadline of a call that begins now: ``deadline_s`` seconds, or less if the
+        caller has less time. One attempt takes up to ``attempt_s``. A call that only tests whether
+        the server has recovered makes one attempt."""
         now_s = time.monotonic()
         end_s = min(now_s + deadline_s, ends_s())
         left_s = max(0.0, end_s - now_s)
@@ -356,13 +362,13 @@ class CallDeadline:
         return cls(end_s, last_s, end_s - left_s * _ABORT_SHARE)
 
     def client(self) -> AbstractContextManager[None]:
-        """The client's requests inside begin and end in time."""
+        """Bound the client's requests in this context."""
         return begun_by(self.last_s, self.end_s)
 
 
 def head(client: "S3Client", place: dict[str, Any], key: str) -> Any | None:
-    """The client's answer to HEAD of ``place``, None if there is no value; ``key`` is for the
-    message."""
+    """Return the client's response to HEAD of ``place``, or None if the key does not exist. ``key``
+    is used in the message."""
     with translated("head", key):
         try:
             return client.head_object(**place)
@@ -373,25 +379,25 @@ def head(client: "S3Client", place: dict[str, Any], key: str) -> Any | None:
 
 
 def is_absent(client: "S3Client", place: dict[str, Any], error: ClientError) -> bool:
-    """Whether ``error``, the answer to a request for ``place``, means that nothing is there; raises
-    what the client raises but ``ClientError``.
+    """Whether ``error``, the response to a request for ``place``, means that the key does not
+    exist. Raises the client's exceptions other than ``ClientError``.
 
-    S3 says 404 for a missing key to everyone who may list it. Where that right has a condition on
-    the prefix, some servers (Ceph 16.2) say 403 instead, because a get names no prefix; to those
-    that honour the condition a listing of the one key is allowed, and that decides, at the cost of
-    one more request. Directory buckets list no single keys; their sessions may see all there is, so
-    that a missing key is a 404.
+    S3 returns 404 for a missing key to anyone with permission to list. If that permission has a
+    condition on the prefix, some servers (Ceph 16.2) return 403, because a get names no prefix.
+    Servers that honour the condition allow a listing of this one key, which decides at the cost of
+    one more request. Directory buckets cannot list single keys, but their sessions may list
+    everything, so a missing key is always a 404.
     """
     if is_missing(error):
         return True
     status, code = error_code(error)
     if status != 403 or code not in ("AccessDenied", "403", "Forbidden"):
-        return False  # a HEAD's answer does not name why
+        return False  # the response to a HEAD has no S3 code
     if is_directory_bucket(place["Bucket"]):
         return False
     try:
         page = client.list_objects_v2(Bucket=place["Bucket"], Prefix=place["Key"], MaxKeys=1)
     except ClientError:
         return False
-    # Listed in order, so that the key itself would be first of all that begin with it.
+    # Listings are ordered, so the key itself would be the first of all keys that start with it.
     return all(found["Key"] != place["Key"] for found in page.get("Contents", ()))

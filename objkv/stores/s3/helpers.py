@@ -1,6 +1,6 @@
 """Threads that help callers with the pieces of large payloads.
 
-The buffer belongs to the caller: no thread touches it once the call has returned.
+The buffer belongs to the caller: no thread touches it after the call has returned.
 """
 
 import threading
@@ -10,15 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from objkv.errors import StoreUnavailable
-from objkv.stores.s3.http import HttpConnection, NoAnswer
+from objkv.stores.s3.http import HttpConnection, WireFailed
 
 _CLOSE_S = 5.0
-"""What a thread still does then ends with its call's deadline, and its result is dropped."""
+"""A thread that is still busy after this ends with its call's deadline, and its result is
+discarded."""
 
 
 class HelperPool:
-    """At most ``threads_max`` threads, started when first needed and joined by ``close``. At most
-    half of them write: reads always find some."""
+    """At most ``threads_max`` threads, started on demand and joined by ``close``. At most half of
+    them write, so reads always find free ones."""
 
     def __init__(self, threads_max: int) -> None:
         self.threads_max = threads_max
@@ -32,7 +33,7 @@ class HelperPool:
         return f"<HelperPool {self._taken}/{self.threads_max} busy>"
 
     def offer(self, job: Callable[[], None], *, writes: bool = False) -> bool:
-        """Run ``job``, which must not raise, on a free thread; False if none is free."""
+        """Run ``job``, which must not raise, on a free thread. Return False if there is none."""
         with self._changed:
             if self._is_closed or self._taken >= self.threads_max:
                 return False
@@ -43,7 +44,7 @@ class HelperPool:
                 thread = threading.Thread(target=self._run, name=name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the machine has no more
+                except RuntimeError:  # the machine has no more threads
                     return False
                 self._threads.append(thread)
             self._taken += 1
@@ -53,7 +54,7 @@ class HelperPool:
             return True
 
     def close(self) -> None:
-        """Wait for running jobs, at most ``_CLOSE_S``, and end the threads. Idempotent."""
+        """Wait at most ``_CLOSE_S`` for running jobs, and end the threads. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -73,7 +74,7 @@ class HelperPool:
             try:
                 job()
             finally:
-                del job  # it refers to the caller's buffer
+                del job  # it holds a reference to the caller's buffer
                 with self._changed:
                     self._taken -= 1
                     self._writing -= writes
@@ -81,7 +82,7 @@ class HelperPool:
 
 @dataclass(slots=True)
 class Piece:
-    """Bytes ``[start, end)`` of a buffer, those before ``at`` done."""
+    """Bytes ``[start, end)`` of a buffer; those before ``at`` are done."""
 
     start: int
     end: int
@@ -93,19 +94,19 @@ class Piece:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether all its bytes are done."""
         return self.at == self.end
 
 
 Work = Callable[[Piece, "Helper"], None]
-"""Do one piece, its connection attached to the helper before the buffer is touched. ``NoAnswer``
-leaves the piece to the caller."""
+"""Does one piece, and attaches its connection to the helper before touching the buffer.
+``WireFailed`` returns the piece to the caller."""
 
 
 class Team:
-    """The pieces of one payload, worked off by the caller and the free threads of ``pool``.
+    """The pieces of one payload, which the caller and the free threads of ``pool`` work on.
 
-    A context manager; afterwards no thread of the pool touches the payload's buffer.
+    A context manager. After it exits, no thread of the pool touches the payload's buffer.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Team:
         self._under_way = 0
         self._connections: set[HttpConnection] = set()
         self._touching: set[Helper] = set()
-        """Those that may have a view of the buffer; one that still connects has none."""
+        """Helpers that may have a view of the buffer; one that is still connecting has none."""
         self._is_over = False
         self._error: BaseException | None = None
 
@@ -139,14 +140,14 @@ class Team:
                 self._changed.wait()
 
     def take(self) -> Piece | None:
-        """A piece that was not begun yet, now the caller's; None if there is none."""
+        """Return a piece that no thread has started, for the caller to do, or None."""
         with self._changed:
             return self._pending.popleft() if self._pending else None
 
     def wait(self, deadline_s: float, on_progress: Callable[[], None]) -> None:
-        """Until no helper works on a piece; ``on_progress`` is called as they grow. Pieces that a
-        helper could not do are not ``is_done`` then. Raises what a helper raised, and
-        ``StoreUnavailable`` when the deadline passes."""
+        """Wait until no helper works on a piece, calling ``on_progress`` as pieces grow. Pieces
+        that a helper could not do are then not ``is_done``. Raises a helper's exception, and
+        ``StoreUnavailable`` if the deadline passes."""
         while True:
             with self._changed:
                 if self._error is not None:
@@ -155,12 +156,12 @@ class Team:
                     return
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise StoreUnavailable("the deadline passed while pieces were under way")
+                    raise StoreUnavailable("the deadline passed before all pieces were transferred")
                 self._changed.wait(left_s)
             on_progress()
 
     def grew(self) -> None:
-        """Called by a helper whose piece has grown."""
+        """Wake the waiting caller, because a helper's piece has grown."""
         with self._changed:
             self._changed.notify_all()
 
@@ -169,12 +170,12 @@ class Team:
         while (piece := self._begin()) is not None:
             try:
                 self._work(piece, helper)
-            except NoAnswer:
-                pass  # left to the caller
+            except WireFailed:
+                pass  # the caller does this piece
             except BaseException as exc:
                 with self._changed:
-                    self._error = self._error or exc  # raised where the caller waits
-            with self._changed:  # no exception refers to the buffer any more
+                    self._error = self._error or exc  # the waiting caller raises it
+            with self._changed:  # no exception holds a reference to the buffer now
                 self._under_way -= 1
                 self._touching.discard(helper)
                 self._changed.notify_all()
@@ -188,25 +189,25 @@ class Team:
 
 
 class Helper:
-    """One thread of the pool at work for a team. Knows its connection, so that the caller can end
-    its use."""
+    """One thread of the pool that works for a team. It records its connection, so that the caller
+    can interrupt it."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
 
     def attach(self, connection: HttpConnection) -> None:
-        """The caller may shut ``connection`` until it is released. Raises ``NoAnswer`` if the team
-        has finished."""
+        """Allow the caller to shut ``connection`` until its release. Raises ``WireFailed`` if the
+        team has finished."""
         team = self._team
         with team._changed:
             if team._is_over:
-                raise NoAnswer("the caller has finished")
+                raise WireFailed("the caller has finished")
             team._connections.add(connection)
             team._touching.add(self)
         connection.on_release = lambda: self._detach(connection)
 
     def let_go(self) -> None:
-        """The buffer is not touched until the next ``attach``."""
+        """Promise not to touch the buffer until the next ``attach``."""
         with self._team._changed:
             self._team._touching.discard(self)
             self._team._changed.notify_all()

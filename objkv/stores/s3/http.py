@@ -1,4 +1,4 @@
-"""HTTP on connections of the client's pool: one request on one connection, and its response."""
+"""HTTP on connections of the client's pool: one request and its response per connection use."""
 
 import os
 import re
@@ -18,12 +18,12 @@ from objkv.net.deadline import bound_waits, can_wait
 
 KEEP_S = 10.0
 STEP_BYTES = 512 << 10
-"""Read at once: what a core's own cache holds, so that a checksum finds it there."""
+"""Read size that fits in a core's own cache, so that a checksum still finds the bytes there."""
 SEND_BYTES = 4 << 20
 HEAD_BYTES_MAX = 64 << 10
 _LOOK_S = 0.02
-"""The longest wait of one socket call: then progress is reported, and a sender checks whether the
-server has answered already."""
+"""The longest wait of one socket call. After it, progress is reported, and a sender checks whether
+the server has already responded."""
 _HEAD_READ_BYTES = 16 << 10
 _HEADER = re.compile(
     r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r]*)",
@@ -32,23 +32,23 @@ _HEADER = re.compile(
 T = TypeVar("T")
 
 
-class NoAnswer(Exception):
-    """The short way has no response that can be used: the request is left to the client, which
-    retries, follows redirects and explains."""
+class WireFailed(Exception):
+    """The direct path has no usable response. The caller then repeats the request through the
+    client, which retries, follows redirects and explains errors."""
 
 
-class Unanswered(NoAnswer):
+class NoResponse(WireFailed):
     """The server closed the connection before it sent a byte of the response."""
 
 
 def strong_tag(etag: str) -> str:
-    """Which version of a value a response has; empty where the server does not say, or names what
-    several versions may share (``W/``)."""
+    """Return the version of the response's value; empty if the server sends none or a weak one
+    (``W/``), which several versions may share."""
     return "" if etag.startswith("W/") else etag.strip('"')
 
 
 def check_time(deadline_s: float, what: str) -> None:
-    """Raise ``StoreUnavailable`` if the deadline has passed: the client must not be tried then."""
+    """Raise ``StoreUnavailable`` if the deadline has passed, so that no fallback is tried."""
     if time.monotonic() >= deadline_s:
         raise StoreUnavailable(f"{what}: the deadline passed")
 
@@ -58,21 +58,21 @@ class _Idle:
     pool: Any
     connection: Any
     timeout_s: float
-    """What the client expects to find set."""
+    """The time-out that the client expects on its sockets."""
     poll: select.poll
     pid: int
     since_s: float
 
     def is_quiet(self) -> bool:
-        """Whether it is open, and has neither ended nor received anything unexpected."""
+        """Whether the connection is open, without unexpected input or an end of stream."""
         return self.connection.sock is not None and not self.poll.poll(0)
 
     def give_back(self) -> None:
-        """To the pool, as the client left it."""
+        """Return the connection to the pool, in the state in which the client left it."""
         if self.pid != os.getpid():
-            return  # a parent process's
+            return  # it belongs to the parent process
         places = self.pool.pool
-        # Full, if the client opened others meanwhile: the pool would say so in the log.
+        # Full if the client opened others meanwhile; the pool would then log a warning.
         has_room = places is not None and not places.full()
         if self.is_quiet() and has_room:
             self.connection.sock.settimeout(self.timeout_s)
@@ -84,11 +84,11 @@ class _Idle:
 
 
 class KeptConnections:
-    """Connections of one client's pools that stay ready between two requests. Safe from many
-    threads.
+    """Connections of one client's pools that stay ready between requests. Thread-safe.
 
-    To take one from the client's pool, prepare it, and bring it back costs as much as to sign a
-    request. A connection that was idle for ``KEEP_S`` goes back to its pool, for the client to use.
+    Taking a connection from the client's pool, preparing it and returning it costs as much as
+    signing a request. A connection that was idle for ``KEEP_S`` returns to its pool for the client
+    to use.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,8 @@ class KeptConnections:
         self._closed = Event()
 
     def take(self, pool: Any) -> Any | None:
-        """The connection of ``pool`` that was used last, or None; then for ``keep`` or the pool."""
+        """Return the most recently used connection of ``pool``, or None. The caller later passes it
+        to ``keep`` or to the pool."""
         while pool.pool is not None and (idle := self._popped()) is not None:
             if idle.pool is pool and idle.pid == os.getpid() and idle.is_quiet():
                 return idle.connection
@@ -104,7 +105,7 @@ class KeptConnections:
         return None
 
     def keep(self, pool: Any, connection: Any, timeout_s: float) -> None:
-        """Keep a connection that carries no unread bytes."""
+        """Keep a connection that has no unread bytes."""
         poll, now_s = select.poll(), time.monotonic()
         poll.register(connection.sock, select.POLLIN)
         self._idle.append(_Idle(pool, connection, timeout_s, poll, os.getpid(), now_s))
@@ -115,7 +116,7 @@ class KeptConnections:
             self.close()
 
     def close(self) -> None:
-        """Bring all back; later ones go back at once. Idempotent."""
+        """Return all connections to their pools; later ones return at once. Idempotent."""
         self._closed.set()
         while (idle := self._popped()) is not None:
             idle.give_back()
@@ -128,8 +129,8 @@ class KeptConnections:
 
 
 class HttpConnection:
-    """A connection in use for one request. ``release`` keeps it for the next one, unless part of a
-    response may still arrive over it."""
+    """A connection in use for one request. ``release`` keeps it for the next request, unless part
+    of a response may still arrive on it."""
 
     def __init__(
         self, pool: Any, connection: Any, *, timeout_s: float, kept: KeptConnections
@@ -139,47 +140,49 @@ class HttpConnection:
         self._connection = connection
         self._timeout_s = timeout_s
         self.is_used = connection.sock is not None
-        """Whether it carried a request before, so that the server may have closed it meanwhile."""
+        """Whether it carried an earlier request, so the server may have closed it meanwhile."""
         self.is_clean = False
         self._waits_in_kernel = False
         self._waits_s = -1.0
-        """The time-out that was set last, where the kernel does not wait."""
+        """The last time-out that was set, if the kernel does not wait."""
         self._is_released = False
         self.early = False
-        """Whether the response came before the whole request was sent."""
+        """Whether the response arrived before the whole request was sent."""
         self.on_release: Callable[[], None] | None = None
         """Called once, before the connection can be used for another request."""
 
     def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
-        """Connect if necessary; a connection that ``is_kept`` is ready. Raises ``NoAnswer``."""
+        """Connect if necessary. A connection that ``is_kept`` is already prepared. Raises
+        ``WireFailed``."""
         try:
             if not self.is_used:
                 self._connection.timeout = timeout_s  # as the client sets it before each request
-                self._pool._validate_conn(self._connection)  # connects where TLS is spoken
+                self._pool._validate_conn(self._connection)  # connects if the pool uses TLS
                 if self._connection.sock is None:
                     self._connection.connect()
             self._waits_in_kernel = can_wait(self.socket)
             if self._waits_in_kernel and not is_kept:
                 bound_waits(self.socket, _LOOK_S)
-        except Exception as exc:  # the client retries and says what is wrong
+        except Exception as exc:  # the client retries and explains the error
             self._connection.close()
-            raise NoAnswer(f"no connection: {exc}") from exc
+            raise WireFailed(f"no connection: {exc}") from exc
 
     @property
     def socket(self) -> socket.socket:
-        """The connection's, plain or TLS."""
+        """The connection's socket, plain or TLS."""
         found: socket.socket = self._connection.sock
         return found
 
     def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
-        """Send a request, the body in pieces of the caller's buffer. Raises ``NoAnswer``.
+        """Send a request, with the body in slices of the caller's buffer. Raises ``WireFailed``.
 
-        A server that refuses responds without waiting for the body, then closes: where calls wait
-        in the kernel, such a response is looked for before each piece, since a reset discards it.
+        A server that refuses a request responds without waiting for the body, then closes the
+        connection. If calls wait in the kernel, check for such a response before each slice,
+        because a reset would discard it.
         """
         try:
             if self._bounded(deadline_s, self.socket.send, head) != len(head):
-                raise TimeoutError("not even the head was taken")
+                raise TimeoutError("the server did not accept the head of the request")
             if body is None:
                 return
             if self._waits_in_kernel:
@@ -188,7 +191,7 @@ class HttpConnection:
             for at in range(0, len(body), SEND_BYTES):
                 self._bounded(deadline_s, self.socket.sendall, body[at : at + SEND_BYTES])
         except (OSError, ValueError) as exc:
-            raise NoAnswer(f"sending: {exc}") from exc
+            raise WireFailed(f"sending: {exc}") from exc
 
     def _send_watching(self, body: memoryview, deadline_s: float) -> None:
         poll = select.poll()
@@ -201,42 +204,43 @@ class HttpConnection:
             if not until_s:
                 until_s = self._until(deadline_s)
             elif time.monotonic() >= until_s:
-                raise TimeoutError(f"nothing taken after {at} of {len(body)} bytes")
+                raise TimeoutError(f"the server accepted no more than {at} of {len(body)} bytes")
             with suppress(BlockingIOError):
                 at += self.socket.send(body[at : at + SEND_BYTES])
                 until_s = 0.0
 
     def read_head(self, deadline_s: float) -> "HttpResponse":
-        """The response with its status and headers. Raises ``NoAnswer``, ``Unanswered`` if not one
-        byte came."""
+        """Return the response with its status and headers. Raises ``WireFailed``, or ``NoResponse``
+        if not one byte arrived."""
         raw = b""
         try:
             while b"\r\n\r\n" not in raw:
                 more = self._bounded(deadline_s, self.socket.recv, _HEAD_READ_BYTES)
                 if not more or len(raw) > HEAD_BYTES_MAX:
-                    raise ConnectionError("the head of the answer is cut short")
+                    raise ConnectionError("the head of the response is incomplete")
                 raw += more
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
             return HttpResponse(self, raw)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
-                raise Unanswered(str(exc)) from exc
-            raise NoAnswer(f"reading: {exc}") from exc
+                raise NoResponse(str(exc)) from exc
+            raise WireFailed(f"reading: {exc}") from exc
 
     def receive_into(self, into: memoryview, deadline_s: float) -> int:
-        """Fill ``into``, or its beginning with what comes in a moment; 0 at the end of stream."""
+        """Fill ``into``, or only its start with the bytes that arrive soon. Return 0 at the end of
+        stream."""
         how = (0, socket.MSG_WAITALL) if self._waits_in_kernel else ()
         return self._bounded(deadline_s, self.socket.recv_into, into, *how)
 
     def _bounded(self, deadline_s: float, call: Callable[..., T], *args: Any) -> T:
-        """The result of one call on the socket that waits neither beyond the deadline nor longer
-        than the client would. Raises TimeoutError."""
+        """Return the result of one socket call that waits neither past the deadline nor longer than
+        the client would. Raises TimeoutError."""
         if not self._waits_in_kernel:
             wait_s = min(self._timeout_s, deadline_s - time.monotonic())
             if wait_s <= 0:
                 raise TimeoutError("the deadline passed")
-            if wait_s != self._waits_s:  # a system call, for each record of TLS
+            if wait_s != self._waits_s:  # saves a system call for each TLS record
                 self.socket.settimeout(wait_s)
                 self._waits_s = wait_s
             return call(*args)
@@ -254,9 +258,11 @@ class HttpConnection:
         return min(now_s + self._timeout_s, deadline_s)
 
     def shut(self) -> None:
-        """End at once what another thread waits for on this connection; that thread releases it.
+        """End another thread's wait on this connection at once. That thread releases the
+        connection.
 
-        Not ``SSLSocket.shutdown``: it forgets that there was TLS while the other still reads.
+        ``SSLSocket.shutdown`` is unsuitable: it removes the TLS layer while the other thread still
+        reads.
         """
         self.is_clean = False
         sock = self._connection.sock
@@ -265,8 +271,8 @@ class HttpConnection:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Keep it if ``is_clean``, else close it. Only the first call counts: later another request
-        may be using it."""
+        """Keep the connection if ``is_clean``, else close it. Later calls do nothing, because
+        another request may already use it."""
         if self._is_released:
             return
         self._is_released = True
@@ -280,14 +286,14 @@ class HttpConnection:
             self._pool._put_conn(None)
 
     def _has_more(self) -> bool:
-        """Whether TLS holds unexpected bytes; the pool looks for those of the socket."""
+        """Whether TLS holds unexpected bytes; the pool checks the socket itself."""
         return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
 
 
 class HttpResponse:
-    """Status and headers of a response; a context manager that releases its connection.
+    """Status and headers of a response. A context manager that releases its connection.
 
-    Raises ValueError for a response of unknown length: it is left to the client.
+    Raises ValueError for a response of unknown length, which the client must read.
     """
 
     def __init__(self, connection: HttpConnection, raw: bytes) -> None:
@@ -297,21 +303,21 @@ class HttpResponse:
         self.status = int(code)
         found: list[tuple[str, str]] = _HEADER.findall(text)
         self.headers = {name.lower(): value.strip() for name, value in found}
-        """Those that matter, by name in lower case."""
+        """The relevant headers, by lower-case name."""
         if "transfer-encoding" in self.headers:
-            raise ValueError("an answer in chunks")
+            raise ValueError("a response in chunks")
         length = "0" if self.status == 204 else self.headers.get("content-length", "")
         if not length.isdecimal():
-            raise ValueError("an answer of unknown length")
+            raise ValueError("a response of unknown length")
         self.left = int(length)
-        """Bytes of the body that were not read yet."""
+        """Bytes of the body that are still unread."""
         self._connection = connection
         self._rest = memoryview(rest)
         self._keeps = (
             version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
         )
         if self.left < len(rest):
-            raise ValueError("more than was announced")
+            raise ValueError("more bytes than the response announced")
 
     @property
     def etag(self) -> str:
@@ -320,26 +326,23 @@ class HttpResponse:
 
     @property
     def total(self) -> int:
-        """Length of the whole value in bytes. Raises ``NoAnswer`` if the server does not say."""
+        """Length of the whole value in bytes. Raises ``WireFailed`` if it is unknown."""
         if self.status != 206:
             return int(self.headers["content-length"])
         try:
             return int(self.headers["content-range"].rpartition("/")[2])
         except (KeyError, ValueError) as exc:
-            raise NoAnswer("a range of unknown place") from exc
+            raise WireFailed("a range at an unknown position") from exc
 
     def starts_at(self, start: int) -> bool:
-        """Whether a range begins at this byte of the value."""
+        """Whether the response is a range that begins at this byte of the value."""
         return self.headers.get("content-range", "").startswith(f"bytes {start}-")
 
     def fill(
         self, into: memoryview, deadline_s: float, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Read as many bytes of the body as ``into`` has, from the socket straight into it, calling
-        ``progress`` with their number so far.
-
-        Raises ``NoAnswer``, also when the deadline passes.
-        """
+        """Fill ``into`` with bytes of the body, straight from the socket, and call ``progress``
+        with their number so far. Raises ``WireFailed``, also if the deadline passes."""
         at = min(len(self._rest), len(into))
         into[:at] = self._rest[:at]
         self._rest = self._rest[at:]
@@ -347,23 +350,23 @@ class HttpResponse:
         if at and progress is not None:
             progress(at)
         while at < len(into):
-            # Released at once: an exception that is under way would keep it alive.
+            # Release the view at once: an exception in flight would keep it alive.
             with into[at : at + STEP_BYTES] as step:
                 try:
                     got = self._connection.receive_into(step, deadline_s)
                 except (OSError, ValueError) as exc:
-                    raise NoAnswer(f"reading: {exc}") from exc
+                    raise WireFailed(f"reading: {exc}") from exc
             if not got:
-                raise NoAnswer(f"the body ended after {at} of {len(into)} bytes")
+                raise WireFailed(f"the body ended after {at} of {len(into)} bytes")
             at += got
             self.left -= got
             if progress is not None:
                 progress(at)
 
     def text(self, deadline_s: float) -> bytes:
-        """The body, if it is as short as those of errors are. Raises ``NoAnswer``."""
+        """Return the body, if it is short like an error's. Raises ``WireFailed``."""
         if self.left > HEAD_BYTES_MAX:
-            raise NoAnswer("a long body where a short one was due")
+            raise WireFailed("a long body instead of a short one")
         body = bytearray(self.left)
         self.fill(memoryview(body), deadline_s)
         return bytes(body)

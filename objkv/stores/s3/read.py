@@ -1,4 +1,4 @@
-"""Reads values into the caller's buffer: the first request, then further ranges in parallel."""
+"""Reads values into the caller's buffer: a first request, then further ranges in parallel."""
 
 import time
 from collections.abc import Iterator
@@ -14,34 +14,37 @@ from objkv.stores.base import Arrived, check_fits, copy_into
 from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all, read_exactly
 from objkv.stores.s3.client import CallDeadline, error_code, is_absent
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpResponse, NoAnswer, strong_tag
+from objkv.stores.s3.http import HttpResponse, WireFailed, strong_tag
 from objkv.stores.s3.wire import Wire
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 PROGRESS_BYTES = 512 << 10
-"""``arrived`` is called whenever so many more bytes have come: fewer than a core's cache holds."""
+"""``arrived`` is called after each of these many bytes: fewer than a core's cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """One get: of which value, from where on, and into which buffer."""
+    """One get: the value, the start position and the target buffer."""
 
     place: dict[str, Any]
-    """Bucket and key as the client wants them."""
+    """Bucket and key as the client's arguments."""
     key: str
     start: int | None
-    """In the value. None: all of it is wanted, and a value longer than the buffer is an error."""
+    """Position in the value. None requests the whole value, which must fit in the buffer."""
     buffer: memoryview
     arrived: Arrived | None
     deadline: CallDeadline
 
 
 class S3Reader:
-    """Reads on a ``Wire``. A request that fails before the first byte raises ``NoAnswer``, and the
-    client makes the get. If it breaks off later, only the missing bytes of the same version are
-    requested: once on the wire, then by the client if time is left."""
+    """Reads on a ``Wire``.
+
+    A request that fails before the first byte raises ``WireFailed``, and the caller repeats the get
+    through the client. If the response breaks off later, only the missing bytes of the same version
+    are requested: once on the wire, then by the client if time is left.
+    """
 
     def __init__(
         self, client: "S3Client", wire: Wire, pool: HelperPool, *, range_bytes: int
@@ -58,15 +61,15 @@ class S3Reader:
         start: int | None = None,
         end: int = 0,
     ) -> bytes | None:
-        """The whole value, or its non-empty range ``[start, end)``, read by the client. Raises what
-        the client raises, as ``read_by_client`` does."""
+        """Return the whole value, or its non-empty range ``[start, end)``, read by the client.
+        Raises the client's exceptions, like ``read_by_client``."""
         asked = {} if start is None else {"Range": _range(start, end)["range"]}
         with deadline.client():
             try:
                 answer = self.client.get_object(**place, **asked)
             except ClientError as exc:
                 if start is not None and error_code(exc)[0] == 416:
-                    return b""  # beyond the end, so there is a value
+                    return b""  # the range starts after the end, so the key exists
                 if is_absent(self.client, place, exc):
                     return None
                 raise
@@ -76,8 +79,9 @@ class S3Reader:
         return value if start is None or is_part else value[start:end]
 
     def read(self, get: Get) -> int | None:
-        """How many bytes were read, or None if there is no value. Raises ``NoAnswer``, and
-        ``StoreUnavailable`` for what broke off and could not be completed."""
+        """Return the number of bytes read, or None if the key does not exist. Raises
+        ``WireFailed``, and ``StoreUnavailable`` if a response broke off and could not be completed.
+        """
         size, start, end_s = len(get.buffer), get.start or 0, get.deadline.end_s
         is_split = self.pool.threads_max > 0 and size > self.range_bytes
         if is_split:
@@ -88,15 +92,15 @@ class S3Reader:
                 return None
             reading = _Reading(self, get, response, _length(get, response, size))
             if reading.is_single:
-                with suppress(NoAnswer), get.buffer[: response.left] as view:
+                with suppress(WireFailed), get.buffer[: response.left] as view:
                     response.fill(view, end_s, reading.first_grew)
             else:
                 reading.run(response)
             return reading.finish()
 
     def read_by_client(self, get: Get) -> int | None:
-        """Read by the client, which retries, follows redirects and says what is wrong. ``arrived``
-        is called at the end."""
+        """Read with the client, which retries, follows redirects and explains errors. Calls
+        ``arrived`` once, at the end."""
         if get.start is not None:
             end = get.start + len(get.buffer)
             value = self.get(get.place, get.deadline, get.start, end)
@@ -124,7 +128,7 @@ class S3Reader:
 
 @contextmanager
 def _closed_on_error(body: Any) -> Iterator[Any]:
-    """The connection of a body that was not read to its end cannot be used again."""
+    """Close ``body`` on an error: a connection with unread bytes cannot be reused."""
     try:
         yield body
     except BaseException:
@@ -133,22 +137,22 @@ def _closed_on_error(body: Any) -> Iterator[Any]:
 
 
 def _length(get: Get, response: HttpResponse, size: int) -> int:
-    """How many bytes of the value are for ``get``, whose first request was for ``size`` of them.
-    Raises ``NoAnswer`` for a response that cannot be trusted with the buffer."""
+    """Return how many bytes of the value belong to ``get``, whose first request was for ``size``
+    bytes. Raises ``WireFailed`` for a response that must not be written to the buffer."""
     start, room = get.start or 0, len(get.buffer)
     if response.status not in (200, 206) or (response.status == 200 and start):
-        raise NoAnswer(f"HTTP {response.status}")
+        raise WireFailed(f"HTTP {response.status}")
     if response.status == 206 and not (response.left <= size and response.starts_at(start)):
-        raise NoAnswer("another range than requested")
+        raise WireFailed("a different range than requested")
     nbytes = response.total - start
     if response.left > nbytes:
-        raise NoAnswer("a range that goes beyond the end")
+        raise WireFailed("a range that extends past the end")
     if response.left < min(nbytes, room) and not response.etag:
-        raise NoAnswer("ranges of an unknown version")
+        raise WireFailed("ranges of an unknown version")
     if get.start is None:
         check_fits(get.key, nbytes, get.buffer)
     elif response.status == 200 and response.left > room:
-        raise NoAnswer("a server without ranges")
+        raise WireFailed("a server without range support")
     return min(nbytes, room)
 
 
@@ -168,11 +172,11 @@ class _Reading:
 
     @property
     def is_single(self) -> bool:
-        """Whether the first response has all of it."""
+        """Whether the first response holds all of it."""
         return len(self._pieces) == 1
 
     def first_grew(self, at: int) -> None:
-        """So many bytes of the first response have arrived."""
+        """Record and report how many bytes of the first response have arrived."""
         self._first.at = at
         self._report()
 
@@ -180,18 +184,18 @@ class _Reading:
         """Read all pieces, the first from ``response``, together with free helpers."""
         get = self._get
         with Team(self._reader.pool, self._pieces[1:], self._read) as team:
-            with suppress(NoAnswer), get.buffer[: self._first.end] as view:
+            with suppress(WireFailed), get.buffer[: self._first.end] as view:
                 response.fill(view, get.deadline.end_s, self.first_grew)
             while (piece := team.take()) is not None:
                 try:
                     self._read(piece, None)
-                except NoAnswer:
+                except WireFailed:
                     continue
                 self._report()
             team.wait(get.deadline.end_s, self._report)
 
     def finish(self) -> int:
-        """Request once more what is missing, and report that all is there."""
+        """Request the missing bytes once more, and report completion."""
         for piece in self._pieces:
             if not piece.is_done:
                 self._complete(piece)
@@ -201,7 +205,7 @@ class _Reading:
         return self._nbytes
 
     def _report(self) -> None:
-        """Call ``arrived`` with the length of the complete beginning, if that has grown enough."""
+        """Call ``arrived`` with the length of the complete prefix, if it has grown enough."""
         if self._get.arrived is None:
             return
         prefix = 0
@@ -231,20 +235,20 @@ class _Reading:
         with self._reader.wire.ask("GET", get.key, extra, end_s, helper=helper) as response:
             is_right = response.left == piece.end - piece.at and response.starts_at(first)
             if response.status != 206 or not is_right:
-                raise NoAnswer(f"HTTP {response.status}")
+                raise WireFailed(f"HTTP {response.status}")
             self._check_version(response.etag)
             response.fill(get.buffer[piece.at : piece.end], end_s, grown)
 
     def _complete(self, piece: Piece) -> None:
-        """Read the rest of ``piece``, by the client if need be."""
-        with suppress(NoAnswer):
+        """Read the rest of ``piece``, through the client if necessary."""
+        with suppress(WireFailed):
             self._read(piece, None)
             return
         get = self._get
         if time.monotonic() > get.deadline.last_s:
             raise StoreUnavailable(
-                f"get_into {get.key}: broke off after {piece.at} of {self._nbytes} bytes, "
-                "too late to be completed before the deadline passed"
+                f"get_into {get.key}: the connection broke off after {piece.at} of "
+                f"{self._nbytes} bytes, too late to resume before the deadline"
             )
         asked = _range(self._start + piece.at, self._start + piece.end)["range"]
         with get.deadline.client():
@@ -253,19 +257,24 @@ class _Reading:
                 self._check_version(strong_tag(answer.get("ETag", "")))
                 if answer.get("ContentLength") != piece.end - piece.at:
                     raise StoreUnavailable(
-                        f"get_into {get.key}: broke off, and no range was served"
+                        f"get_into {get.key}: the connection broke off, and the server did "
+                        "not return the requested range"
                     )
                 read_exactly(body, get.buffer[piece.at : piece.end], get.deadline.end_s)
         piece.at = piece.end
 
     def _check_version(self, etag: str) -> None:
-        """Compared here rather than by ``If-Match``, which servers read differently
-        (Ceph 16 wants no quotes)."""
+        """Compare versions here. ``If-Match`` would do, but servers parse it differently (Ceph 16
+        expects no quotes)."""
         if not etag or etag != self._etag:
-            how = "replaced while it was read" if etag else "broke off, and no version was named"
+            how = (
+                "the value was replaced during the read"
+                if etag
+                else ("the connection broke off, and the server sent no version")
+            )
             raise StoreUnavailable(f"get_into {self._get.key}: {how}")
 
 
 def _range(start: int, end: int) -> dict[str, str]:
-    """The header that asks for bytes ``[start, end)``."""
+    """Return the header that requests bytes ``[start, end)``."""
     return {"range": f"bytes={start}-{end - 1}"}

@@ -1,8 +1,9 @@
-"""The endpoint of a bucket's values and the signatures of its requests, learnt from the client.
+"""The endpoint of a bucket's values and the signatures of its requests, both learned from the
+client.
 
-The client resolves the endpoint, finds credentials and renews them, and says what signs; what is
-spared here is building each request from its models, 0.5 ms of CPU (2 cores, 2026-11), and deriving
-the day's key for each signature.
+The client still resolves the endpoint, finds and renews credentials, and chooses the kind of
+signature. This module avoids building each request from botocore's models, 0.5 ms of CPU (2 cores,
+2026-11), and deriving the day's key for each signature.
 """
 
 import hmac
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
-"""Instead of a hash of the body, also over http: see ``docs/decisions/0009``."""
+"""Used instead of a hash of the body, also over http: see ``docs/decisions/0009``."""
 
 _SOUGHT = "objkv-sought"
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -30,22 +31,22 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 @dataclass(frozen=True, slots=True)
 class S3Endpoint:
-    """Where the values of a store are, as the client would ask for them."""
+    """The endpoint of a store's values, as the client resolves it."""
 
     url: str
     """``scheme://host:port``."""
     host: str
     path: str
-    """Ends with ``/``; escaped. A key needs no escape."""
+    """Ends with ``/``; URL-escaped. Keys need no escaping."""
     region: str
     service: str
     agent: str
 
     def signed(self, client: "S3Client", method: str, key: str, extra: dict[str, str]) -> bytes:
-        """The head of a request for ``key``, signed with the client's credentials of the moment.
+        """Return the head of a request for ``key``, signed with the client's current credentials.
 
-        ``key`` may go on with a query whose parameters are sorted and escaped. ``extra``: headers
-        by name in lower case; all of them are signed.
+        ``key`` may end with a query whose parameters are sorted and escaped. ``extra`` has headers
+        by lower-case name; all of them are signed.
         """
         signer: Any = client
         credentials = signer._request_signer.get_auth_instance(
@@ -78,7 +79,7 @@ class S3Endpoint:
         ).encode("latin-1")
 
     def can_sign(self, client: "S3Client") -> bool:
-        """Whether this version of the client shows its credentials."""
+        """Whether this version of the client exposes its credentials."""
         try:
             self.signed(client, "GET", _SOUGHT, {})
         except (AttributeError, TypeError):
@@ -88,7 +89,8 @@ class S3Endpoint:
 
 @lru_cache(maxsize=4)
 def _signing_key(secret: str, scope: str) -> bytes:
-    """Good for a day; ``scope`` is date, region, service and the signature's name."""
+    """Return the signing key, which is valid for a day. ``scope`` is date, region, service and
+    signature name."""
     key = b"AWS4" + secret.encode()
     for part in scope.split("/"):
         key = hmac.digest(key, part.encode(), "sha256")
@@ -101,7 +103,7 @@ def _timestamp(second: int) -> str:
 
 
 def _canonical(headers: dict[str, str]) -> tuple[str, str, str]:
-    """Names of the signed headers; the headers as they are signed, and as they are sent."""
+    """Return the names of the signed headers, the headers as signed, and the headers as sent."""
     names = sorted(headers)
     signed = "".join([f"{name}:{headers[name]}\n" for name in names])
     sent = "".join([f"{name}: {headers[name]}\r\n" for name in names])
@@ -109,17 +111,17 @@ def _canonical(headers: dict[str, str]) -> tuple[str, str, str]:
 
 
 def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint | None:
-    """The endpoint, read from a request that the client makes and that is not sent.
+    """Return the endpoint, read from a request that the client builds but does not send.
 
-    None if it is not signed with version 4 of the signature: such requests are left to the client.
-    Raises what the client raises, e.g. without credentials.
+    None if the client does not use signature version 4: such requests go through the client. Raises
+    the client's exceptions, for example if credentials are missing.
     """
     seen: list[Any] = []
     asking: int | None = threading.get_ident()
 
     def look(request: Any, **_: object) -> AWSResponse | None:
-        # Others use the client meanwhile, and may come here even after the end: the client's list
-        # of handlers is cached without a lock.
+        # Other threads use the client meanwhile, and may call this even after the end, because the
+        # client caches its list of handlers without a lock.
         if threading.get_ident() != asking:
             return None
         seen.append(request)
@@ -138,7 +140,7 @@ def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint | 
 
 
 class _NoBody:
-    """As much of a response as the client reads."""
+    """The methods of a response body that the client calls."""
 
     def stream(self, **_: object) -> list[bytes]:
         return []
@@ -155,7 +157,7 @@ def _read_endpoint(request: Any) -> S3Endpoint | None:
     if (
         algorithm != "AWS4-HMAC-SHA256"
         or len(scope) < 5
-        or "x-amz-s3session-token" in headers  # of S3 Express, a signature of its own
+        or "x-amz-s3session-token" in headers  # S3 Express uses a different signature
         or not parts.path.endswith(_SOUGHT)
         or parts.query
     ):

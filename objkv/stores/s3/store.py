@@ -1,8 +1,8 @@
-"""A store in a bucket of anything that speaks S3.
+"""A store in a bucket of any S3-compatible service.
 
-A get reads from the socket into the caller's buffer, large values by several ranges at once. A put
-is one conditional request, so that one of many writers wins; values above ``multipart_bytes`` go up
-in parts. What is not ordinary in either is left to the client.
+A get reads from the socket into the caller's buffer, and reads large values in several ranges at
+once. A put is one conditional request, so exactly one of many writers wins. Values above
+``multipart_bytes`` are uploaded in parts. The client handles everything unusual.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from objkv.stores.base import (
 )
 from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, head, translated
 from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.http import NoAnswer
+from objkv.stores.s3.http import WireFailed
 from objkv.stores.s3.read import Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
 from objkv.stores.s3.write import S3Writer
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
 
 class S3Store:
-    """Values as objects ``<prefix>/<key>`` of ``bucket``; closes ``client`` with itself.
+    """Values as objects ``<prefix>/<key>`` in ``bucket``. Closing the store closes ``client``.
 
-    ``If-None-Match: *`` decides among writers. Servers that refuse it, or take it and ignore it
-    (found out by repeating the first put that succeeded), get HEAD and PUT instead, counted as
-    ``s3_unconditional_puts``: two writers at one moment may then both get True. So may two
-    writers of a value above ``multipart_bytes`` on a server that ignores the condition when an
-    upload is completed (Ceph 16). A put whose answer was lost and that the client repeated
-    gets False though it wrote.
+    ``If-None-Match: *`` decides between writers. Some servers refuse it, and others accept and
+    ignore it; the store finds out by repeating its first successful put. For these servers it uses
+    HEAD and PUT instead, counted as ``s3_unconditional_puts``, and two simultaneous writers may
+    both get True. The same can happen to two writers of a value above ``multipart_bytes`` if the
+    server ignores the condition when an upload is completed (Ceph 16). A put whose response was
+    lost and that the client retried returns False although it wrote.
 
-    Values above ``range_bytes`` are read by ranges, and parts are uploaded, by the caller and up to
-    ``ranges_max`` threads of the store. ``hedge_percent_max``: see ``Hedge``. ``is_direct``: False
-    leaves every request to the client, as a directory bucket of S3 Express always does: the client
-    opens sessions there and signs with them.
+    The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
+    ranges and upload parts. For ``hedge_percent_max`` see ``Hedge``. ``is_direct=False`` sends
+    every request through the client. A directory bucket of S3 Express always does so, because the
+    client opens sessions there and signs with them.
 
-    ``deadline_s`` bounds each call, and so does ``EndsBy`` around it: no attempt is begun that may
-    take longer, and nothing goes on after it. Reads need the permission to list: without it S3
-    answers 403 instead of 404 for what is not there.
+    ``deadline_s`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts that may
+    exceed it, and nothing continues after it. Reads need permission to list: without it S3 returns
+    403 instead of 404 for a missing key.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class S3Store:
         is_direct: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
-        self._client: Any = client  # which verb is a variable here
+        self._client: Any = client  # a verb is a variable below
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/".removeprefix("/")
         self._deadline_s, self._attempt_s = deadline_s, attempt_s(client, deadline_s)
@@ -92,16 +92,16 @@ class S3Store:
 
     @property
     def conditional_puts(self) -> bool | None:
-        """Whether the server honours ``If-None-Match``; None until the first put found out."""
+        """Whether the server honours ``If-None-Match``; None before the first put."""
         return self._writer.conditional
 
     def get(self, key: str) -> bytes | None:
-        """The whole object, or None."""
+        """Return the whole object, or None."""
         with translated("get", key):
             return self._reader.get(self._place(key), self._deadline())
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Bytes ``[start, end)`` by one ranged request, or None."""
+        """Return bytes ``[start, end)`` with one ranged request, or None."""
         if end <= start:
             return None if self.head(key) is None else b""
         with translated("get_range", key):
@@ -110,21 +110,21 @@ class S3Store:
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Read from the socket into ``buffer``; more than ``range_bytes`` by ranges on several
+        """Read from the socket into ``buffer``; more than ``range_bytes`` in ranges on several
         connections. The length is checked before and after."""
         place, deadline = self._place(key), self._deadline()
-        if start is not None and not len(buffer):  # no request for a range is empty
+        if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
         get = Get(place, key, start, buffer, arrived, deadline)
         with translated("get_into", key):
-            with suppress(NoAnswer):
+            with suppress(WireFailed):
                 return self._reader.read(get)
             return self._reader.read_by_client(get)
 
     def head(self, key: str) -> Entry | None:
-        """Size and age of the object, or None. A missing bucket is None as well: the answer to a
-        HEAD does not tell one from the other."""
+        """Return size and age of the object, or None. A missing bucket also returns None, because
+        the response to a HEAD does not distinguish them."""
         place = self._place(key)
         with self._deadline().client():
             found = head(self._client, place, key)
@@ -133,9 +133,9 @@ class S3Store:
         return Entry(key, found["ContentLength"], found["LastModified"].timestamp())
 
     def scan(self, prefix: str) -> Iterator[Entry]:
-        """Entries in key order, a page of 1000 in memory; objects that are no keys are left out.
-
-        Directory buckets have no order, and list whole folders: all of the folder is looked at."""
+        """Yield entries in key order, with one page of 1000 in memory. Objects whose names are not
+        keys are omitted. Directory buckets have no order and list whole folders, so the whole
+        folder is read."""
         check_prefix(prefix)
         listed = prefix[: prefix.rfind("/") + 1] if self._is_directory else prefix
         for page in self._pages("list_objects_v2", listed):
@@ -145,7 +145,7 @@ class S3Store:
                     yield Entry(key, found["Size"], found["LastModified"].timestamp())
 
     def folders(self, folder: str) -> list[str]:
-        """A request per 1000 names."""
+        """Return the folder names, with one request per 1000 names."""
         prefix = f"{folder}/" if folder else ""
         check_prefix(prefix)
         start = len(self._prefix) + len(prefix)
@@ -157,26 +157,26 @@ class S3Store:
         return sorted(name for name in names if is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """One conditional request; see the class for servers that have none."""
+        """Make one conditional request. See the class for servers that do not support it."""
         place = self._place(key)
         with translated("put_if_absent", key), memoryview(value) as view:
             return self._writer.put_if_absent(place, key, view, self._deadline())
 
     def put(self, key: str, value: Buffer) -> None:
-        """One request, or an upload in parts."""
+        """Make one request, or upload in parts."""
         place = self._place(key)
         with translated("put", key), memoryview(value) as view:
             self._writer.put(place, key, view, self._deadline())
 
     def delete(self, key: str) -> bool:
-        """Remove the object. S3 does not tell whether there was one: always True."""
+        """Remove the object. Always returns True, because S3 does not report whether it existed."""
         place = self._place(key)
         with self._deadline().client(), translated("delete", key):
             self._client.delete_object(**place)
         return True
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Uploads in parts that were not completed. The size of each costs a request of its own."""
+        """Yield incomplete multipart uploads. Finding the size of each takes one more request."""
         for page in self._pages("list_multipart_uploads", ""):
             for found in page.get("Uploads", ()):
                 key, name = found["Key"].removeprefix(self._prefix), found["UploadId"]
@@ -186,7 +186,7 @@ class S3Store:
                     yield Unfinished(key, name, sum(sizes), found["Initiated"].timestamp())
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """Abort the upload, and free its parts."""
+        """Abort the upload and free its parts."""
         place = self._place(unfinished.key)
         with self._deadline().client(), translated("discard", unfinished.key):
             try:
@@ -198,19 +198,20 @@ class S3Store:
         return True
 
     def check(self) -> None:
-        """List one object: the answer to a listing names what is wrong, that to a HEAD does not."""
+        """List one object: the response to a listing reports the error, the response to a HEAD does
+        not."""
         where = f"s3://{self._bucket} at {self._endpoint}"
         with self._deadline().client(), translated("check", where):
             self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
 
     def close(self) -> None:
-        """End the threads; close the client and its connections."""
+        """End the threads. Close the client and its connections."""
         self._pool.close()
         self._wire.close()
         self._client.close()
 
     def _place(self, key: str) -> dict[str, Any]:
-        """Bucket and key as the client wants them."""
+        """Return bucket and key as the client's arguments."""
         check_key(key)
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
@@ -218,8 +219,8 @@ class S3Store:
         return CallDeadline.of(self._deadline_s, self._attempt_s)
 
     def _pages(self, verb: str, below: str, **options: Any) -> Iterator[dict[str, Any]]:
-        """The pages of a listing of what begins with ``below``; each request has a deadline of its
-        own."""
+        """Yield the pages of a listing of all keys that start with ``below``. Each request has its
+        own deadline."""
         start = self._prefix + below
         if verb != "list_parts":
             options["Prefix"] = start

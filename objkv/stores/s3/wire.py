@@ -1,8 +1,8 @@
-"""Requests past the client: its connections, endpoint and credentials, but none of the layers that
-build a request and copy a body.
+"""Direct requests: they use the client's connections, endpoint and credentials, but skip the layers
+that build requests and copy bodies.
 
-Whatever is out of the ordinary raises ``NoAnswer``, and the client's own call follows: it retries,
-follows redirects, and its errors say what is wrong.
+Anything unusual raises ``WireFailed``. The caller then uses the client, which retries, follows
+redirects and explains errors.
 """
 
 import select
@@ -18,8 +18,8 @@ from objkv.stores.s3.http import (
     HttpConnection,
     HttpResponse,
     KeptConnections,
-    NoAnswer,
-    Unanswered,
+    NoResponse,
+    WireFailed,
 )
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.telemetry import Recorder
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 SAMPLES = 256
 SAMPLES_MIN = 20
 LATE_MIN_S = 0.01
-"""Sooner than this nothing is late: the second request would cost more than it can win."""
+"""No response is late before this: a second request would cost more than it can win."""
 _SHARE = 0.95
 _REFRESH = 16
 _SAVED_MAX = 8.0
-"""Hedges that may have been saved up: a store that slows down must not get twice the requests."""
+"""Maximum number of unused hedges that accumulate, so that a store that slows down does not get
+twice the requests."""
 _ANSWERED_EARLY_S = 1.0
-"""How long the response of a server is awaited that stopped taking the request."""
+"""How long to wait for the response of a server that stopped reading the request."""
 _RELEARN = {301, 307, 308, 400, 401, 403}
 """Statuses after which the endpoint is looked up again: another region, other credentials."""
 
 
 class Hedge:
-    """Decides when a request that is slow to be answered is sent once more: rarely, and late
-    enough. Safe from many threads.
+    """Decides when to send a slow request a second time: rarely, and late enough. Thread-safe.
 
-    ``percent_max``: at most this percentage of requests is sent twice; 0 is none.
+    At most ``percent_max`` percent of requests are sent twice; 0 disables hedging.
     """
 
     def __init__(self, percent_max: int) -> None:
@@ -57,7 +57,7 @@ class Hedge:
         self._saved = 0.0
 
     def observe(self, first_byte_s: float) -> None:
-        """Add how long one request took from being sent to the first byte of its response."""
+        """Record the time from sending a request to the first byte of its response."""
         if not self._share:
             return
         with self._lock:
@@ -72,12 +72,12 @@ class Hedge:
                 self._late_s = max(LATE_MIN_S, ranked[int(_SHARE * (len(ranked) - 1))])
 
     def late_s(self) -> float | None:
-        """After how many seconds a response is late: slower than p95. None while too few are known,
-        or no request may be sent twice."""
+        """Return after how many seconds a response is late: slower than p95. None if there are too
+        few samples or hedging is disabled."""
         return self._late_s
 
     def take(self) -> bool:
-        """Whether one more request may be sent twice; counts it if so."""
+        """Whether another request may be sent twice now; if so, it is counted."""
         with self._lock:
             if self._saved < 1:
                 return False
@@ -86,7 +86,7 @@ class Hedge:
 
 
 class Wire:
-    """Requests for the values of a bucket under a prefix. Safe from many threads."""
+    """Requests for the values of a bucket under a prefix. Thread-safe."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Wire:
         is_direct: bool,
         recorder: Recorder,
     ) -> None:
-        """``place``: bucket and prefix."""
+        """``place`` is bucket and prefix."""
         self._client = client
         self._place = place
         self._hedge = hedge
@@ -112,16 +112,16 @@ class Wire:
 
     @property
     def is_found(self) -> bool:
-        """Whether requests go this way; nothing is sent to find out."""
+        """Whether direct requests are possible. Sends nothing."""
         return self._find() is not None
 
     def close(self) -> None:
-        """Close the connections; requests go the client's way from now on. Idempotent."""
+        """Close the connections; later requests use the client. Idempotent."""
         with self._lock:
             found, self._found = self._found, None
             self._is_missing = True
         self._kept.close()
-        if found is not None:  # closing the client only forgets them
+        if found is not None:  # closing the client does not close them
             found[1].close()
 
     def ask(
@@ -136,13 +136,13 @@ class Wire:
     ) -> HttpResponse:
         """Send one request and read the head of its response, which the caller closes.
 
-        ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called once connected and
-        attached to ``helper``, whose requests are not hedged. A connection that the server had
-        closed is replaced once. Raises ``NoAnswer``.
+        ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called after the connection is
+        made and attached to ``helper``; a helper's requests are not hedged. If the server had
+        closed the connection, it is replaced once. Raises ``WireFailed``.
         """
         found = self._find()
         if found is None:
-            raise NoAnswer("the client is needed for every request")
+            raise WireFailed("direct requests are not possible")
         endpoint, pool = found
         head = endpoint.signed(self._client, method, key, extra)
         for is_fresh in (False, True):
@@ -156,11 +156,11 @@ class Wire:
                     sent_s = time.monotonic()
                     if (
                         helper is None
-                    ):  # a helper's connection can be shut by others, who know only one
+                    ):  # other threads can shut a helper's connection, and they know of only one
                         connection = self._first_of_two(connection, pool, head, deadline_s)
                     response = connection.read_head(deadline_s)
                     self._hedge.observe(time.monotonic() - sent_s)
-            except Unanswered:
+            except NoResponse:
                 connection.release()
                 if is_fresh or not was_used:
                     raise
@@ -194,15 +194,15 @@ class Wire:
     ) -> HttpConnection:
         connect_s = min(self._connect_s, deadline_s - time.monotonic())
         if connect_s <= 0:
-            raise NoAnswer("the deadline passed")
+            raise WireFailed("the deadline passed")
         borrowed = None if is_fresh else self._kept.take(pool)
         is_kept = borrowed is not None
         if borrowed is None:
             try:
                 borrowed = pool._get_conn()
             except HTTPError as exc:
-                self._found = None  # the client has closed it
-                raise NoAnswer("no connections") from exc
+                self._found = None  # the client has closed the pool
+                raise WireFailed("no connections") from exc
         if is_fresh:
             borrowed.close()  # it connects again
         connection = HttpConnection(pool, borrowed, timeout_s=self._timeout_s, kept=self._kept)
@@ -218,7 +218,8 @@ class Wire:
     def _first_of_two(
         self, first: HttpConnection, pool: Any, head: bytes, deadline_s: float
     ) -> HttpConnection:
-        """The connection whose response begins first; a second one only if the first is late."""
+        """Return the connection whose response begins first. A second one is used only if the first
+        is late."""
         late_s = self._hedge.late_s()
         if late_s is None:
             return first
@@ -227,14 +228,14 @@ class Wire:
             return first
         try:
             second = self._borrow(pool, deadline_s)
-        except NoAnswer:
+        except WireFailed:
             return first
         self._recorder.count("s3_hedges")
         try:
             second.send(head, None, deadline_s)
             wait_s = min(self._timeout_s, deadline_s - time.monotonic())
             winner = _first_readable([first, second], wait_s)
-        except NoAnswer:
+        except WireFailed:
             winner = None
         except BaseException:
             second.release()
@@ -250,21 +251,22 @@ class Wire:
 def _put(
     connection: HttpConnection, head: bytes, body: memoryview, deadline_s: float
 ) -> HttpResponse:
-    """A server that refuses may answer and close while it is still being sent to."""
+    """Send a request with a body. A server that refuses it may respond and close the connection
+    early."""
     try:
         connection.send(head, body, deadline_s)
-    except NoAnswer as exc:
+    except WireFailed as exc:
         connection.early = True
         try:
             response = connection.read_head(min(deadline_s, time.monotonic() + _ANSWERED_EARLY_S))
-        except Unanswered:
+        except NoResponse:
             raise
-        except NoAnswer:
+        except WireFailed:
             raise exc from None
     else:
         response = connection.read_head(deadline_s)
     if connection.early and response.status < 300:
-        raise NoAnswer("taken before all of it was sent")
+        raise WireFailed("the server responded before the whole body was sent")
     return response
 
 
@@ -277,8 +279,8 @@ def _first_readable(connections: list[HttpConnection], wait_s: float) -> HttpCon
 
 
 def _pool_of(client: Any, url: str) -> Any:
-    """The client's own connections to ``url``, TLS as it wants it; None where this version of the
-    client hides them, or a proxy is between."""
+    """Return the client's own connection pool for ``url``, with its TLS settings. None if this
+    version of the client hides it, or if a proxy is in use."""
     try:
         session = client._endpoint.http_session
         if session._proxy_config.proxy_url_for(url):

@@ -1,7 +1,7 @@
-"""Writes values: small ones by one conditional request, large ones in parts uploaded in parallel.
+"""Writes values: small ones in one conditional request, large ones in parts uploaded in parallel.
 
-Both send from the caller's buffer: only what is under way is in the sockets' buffers. Servers
-without conditional requests get what comes closest to one.
+Both send straight from the caller's buffer; only bytes in flight are in the sockets' buffers.
+Servers without conditional requests get the closest substitute.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.s3.body import BufferReader
 from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code, head
 from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpResponse, NoAnswer, check_time
+from objkv.stores.s3.http import HttpResponse, WireFailed, check_time
 from objkv.stores.s3.wire import Wire
 from objkv.telemetry import Recorder
 
@@ -29,23 +29,24 @@ _CONFLICT = 409
 _REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
 
 _Complete = Callable[["Put", dict[str, Any]], bool]
-"""Completes an upload in parts, given its parameters; whether the value is this writer's now."""
+"""Completes a multipart upload with the given parameters. Returns whether this writer's value won.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One put: where to, and of what."""
+    """One put: its target and its value."""
 
     place: dict[str, Any]
-    """Bucket and key as the client wants them."""
+    """Bucket and key as the client's arguments."""
     key: str
     view: memoryview
     deadline: CallDeadline
 
 
 class S3Writer:
-    """Puts the values of one store, over ``wire`` where that is possible. Raises what the client
-    raises, and ``StoreError``."""
+    """Puts the values of one store, over ``wire`` if possible. Raises the client's exceptions and
+    ``StoreError``."""
 
     def __init__(
         self,
@@ -62,12 +63,12 @@ class S3Writer:
         self._multipart_bytes = multipart_bytes
         self._recorder = recorder
         self.conditional: bool | None = None
-        """Whether the server honours ``If-None-Match``; None until a put found out."""
+        """Whether the server honours ``If-None-Match``; None before the first put."""
 
     def put_if_absent(
         self, place: dict[str, Any], key: str, view: memoryview, deadline: CallDeadline
     ) -> bool:
-        """``place``: bucket and key as the client wants them."""
+        """``place`` is bucket and key as the client's arguments."""
         put = Put(place, key, view, deadline)
         attempt = self._upload_if_absent if self._is_large(view) else self._send_if_absent
         for _ in range(CONFLICT_TRIES):
@@ -82,28 +83,27 @@ class S3Writer:
             if self._exists(put):
                 return False
         raise StoreUnavailable(
-            f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers"
+            f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers, retry later"
         )
 
     def put(
         self, place: dict[str, Any], key: str, view: memoryview, deadline: CallDeadline
     ) -> None:
-        """Replace what is there."""
+        """Write the value, replacing an existing one."""
         put = Put(place, key, view, deadline)
         if self._is_large(view):
             self._upload(put, self._complete)
             return
         with deadline.client():
-            with suppress(NoAnswer):
+            with suppress(WireFailed):
                 self.put_directly(put, if_absent=False)
                 return
             self._send(put)
 
     def put_directly(self, put: Put, *, if_absent: bool) -> bool:
-        """One request past the client; False if ``if_absent`` and the server says that there is a
-        value.
+        """Make one request that skips the client. Return False if ``if_absent`` and the key exists.
 
-        Raises ``NoAnswer``: the server may have taken it all the same.
+        Raises ``WireFailed``, although the server may have stored the value.
         """
         extra = {"content-length": str(len(put.view))}
         if if_absent:
@@ -130,7 +130,7 @@ class S3Writer:
     def _send_if_absent(self, put: Put) -> bool:
         with put.deadline.client():
             if self.conditional:
-                with suppress(NoAnswer):
+                with suppress(WireFailed):
                     return self.put_directly(put, if_absent=True)
             if self.conditional is not False:
                 try:
@@ -150,27 +150,27 @@ class S3Writer:
             return True
 
     def _refuses_a_second(self, put: Put) -> bool | None:
-        """Whether the condition is honoured; None: the next put has to find out. The same bytes
-        once more do no harm where it is not; done once per process, since HEAD before every PUT
-        would cost a round trip each."""
+        """Whether the server honours the condition; None if the next put must find out. Repeating
+        the same bytes does no harm if it does not. Done once per process, because a HEAD before
+        every PUT would cost a round trip each."""
         try:
             self._send(put, IfNoneMatch="*")
         except ClientError as exc:
             if asks_for_later(exc) and not _is_refused(exc):
                 return None
             return error_code(exc)[0] in (_EXISTS, _CONFLICT)
-        except (BotoCoreError, StoreError):  # no answer: the value is there all the same
+        except (BotoCoreError, StoreError):  # no response, but the value was already stored
             return None
         return False
 
     def _upload_if_absent(self, put: Put) -> bool:
-        if self._exists(put):  # spares the upload; completing it decides
+        if self._exists(put):  # avoids the upload; completing it decides
             return False
         return self._upload(put, self._complete_if_absent)
 
     def _upload(self, put: Put, complete: _Complete) -> bool:
-        """Upload in parts, aborted unless ``complete`` returns True: no part may stay behind.
-        Raises what the client raises, and ``StoreUnavailable``."""
+        """Upload in parts. Abort unless ``complete`` returns True, so that no part stays behind.
+        Raises the client's exceptions and ``StoreUnavailable``."""
         deadline = put.deadline
         with deadline.client():
             created = self._client.create_multipart_upload(**put.place)
@@ -184,7 +184,7 @@ class S3Writer:
             return done
         finally:
             if not done:
-                # What went wrong before is the news; a bucket rule should expire lost uploads.
+                # The first error matters more. A bucket rule should expire lost uploads.
                 with (
                     begun_by(deadline.end_s, deadline.end_s),
                     suppress(ClientError, BotoCoreError, StoreError),
@@ -192,7 +192,7 @@ class S3Writer:
                     self._client.abort_multipart_upload(**upload)
 
     def _send_parts(self, put: Put, upload: dict[str, Any]) -> dict[int, str]:
-        """The tag of each part by its number."""
+        """Upload all parts. Return the tag of each part by its number."""
         tags: dict[int, str] = {}
         query = quote(upload["UploadId"], safe="-_.~")
         abort_s = put.deadline.abort_s
@@ -209,7 +209,7 @@ class S3Writer:
                 response.text(abort_s)
                 _check_ok(response)
                 if "etag" not in response.headers:
-                    raise NoAnswer("a part without a tag")
+                    raise WireFailed("a part without an ETag")
                 tags[piece.number] = response.headers["etag"]
             piece.at = piece.end
 
@@ -221,7 +221,7 @@ class S3Writer:
         if self._wire.is_found:
             with Team(self._pool, pieces, send, writes=True) as team:
                 while (piece := team.take()) is not None:
-                    with suppress(NoAnswer):
+                    with suppress(WireFailed):
                         send(piece, None)
                 team.wait(abort_s, lambda: None)
         for piece in pieces:
@@ -237,7 +237,7 @@ class S3Writer:
         return True
 
     def _complete_if_absent(self, put: Put, upload: dict[str, Any]) -> bool:
-        if self._exists(put):  # servers exist that ignore the condition here
+        if self._exists(put):  # some servers ignore the condition here
             return False
         if self.conditional is not False:
             try:
@@ -252,10 +252,10 @@ class S3Writer:
 
 def _check_ok(response: HttpResponse) -> None:
     if response.status != 200:
-        raise NoAnswer(f"HTTP {response.status}")
+        raise WireFailed(f"HTTP {response.status}")
 
 
 def _is_refused(exc: ClientError) -> bool:
-    """Whether the server does not know conditional writes."""
+    """Whether the server does not support conditional writes."""
     status, code = error_code(exc)
     return status == 501 or (status == 400 and code in _REFUSALS)

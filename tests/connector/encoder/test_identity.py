@@ -89,7 +89,7 @@ def test_the_mount_path_does_not_matter(folder: Path, tmp_path_factory: Any) -> 
 
 @pytest.mark.parametrize(
     ("more", "told"),
-    [({"multimodal_config": None}, "takes no images"), ({"is_encoder_decoder": True}, "decoder")],
+    [({"multimodal_config": None}, "has no image"), ({"is_encoder_decoder": True}, "decoder")],
 )
 def test_what_cannot_be_shared_is_refused_at_start(
     folder: Path, more: dict[str, Any], told: str

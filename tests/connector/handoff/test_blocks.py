@@ -115,17 +115,20 @@ def test_no_blocks_are_no_work() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda a: a | {"src_ids": [0]}, "1 blocks cannot go into 2"),
+        (lambda a: a | {"src_ids": [0]}, "1 source blocks, but 2 target"),
         (lambda a: a | {"dst_ids": [1, 1]}, "written twice"),
         (lambda a: a | {"src_ids": [0, 4]}, "blocks 0 to 3"),
         (lambda a: a | {"src_ids": [0, -1]}, "blocks 0 to 3"),
         (lambda a: a | {"dst_ids": [0, 5]}, "blocks 0 to 4"),
-        (lambda a: a | {"dst": {"m": a["dst"]["l"]}}, "not the same layers"),
-        (lambda a: a | {"dst": {**a["dst"], "m": a["dst"]["l"]}}, "not the same layers"),
-        (lambda a: a | {"dst": {"l": torch.zeros(5, 3, 2)}}, "not alike"),
-        (lambda a: a | {"dst": {"l": torch.zeros(5, 2, 3, dtype=torch.int32)}}, "cannot go into"),
+        (lambda a: a | {"dst": {"m": a["dst"]["l"]}}, "layers only in source"),
+        (
+            lambda a: a | {"dst": {**a["dst"], "m": a["dst"]["l"]}},
+            "layers only in source",
+        ),
+        (lambda a: a | {"dst": {"l": torch.zeros(5, 3, 2)}}, "differ in shape"),
+        (lambda a: a | {"dst": {"l": torch.zeros(5, 2, 3, dtype=torch.int32)}}, "cannot copy"),
         (lambda a: a | {"dst": {"l": torch.zeros(5, 2, 1).expand(5, 2, 3)}}, "share memory"),
-        (lambda a: a | {"direction": "sideways"}, "no direction"),
+        (lambda a: a | {"direction": "sideways"}, "unknown direction"),
         (lambda a: a | {"src": {"l": torch.zeros(4, 2, 3, device="meta")}}, "not on the host"),
     ],
 )

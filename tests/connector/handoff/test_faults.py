@@ -324,7 +324,7 @@ def test_why_prompts_are_left_alone_is_told_once(
         engine.receive(step(lora_requests={"a"}))
         engine.receive(step())
     told = [r.message for r in caplog.records if "ready" not in r.message]
-    assert told == ["prompts left alone reason=prompts with lora_requests are not handed over"]
+    assert told == ["prompts skipped reason=prompts with lora_requests are not handed over"]
 
 
 def test_requests_that_generate_are_neither_sent_nor_left_out(folder: Path) -> None:

@@ -146,7 +146,7 @@ def test_layers_that_share_the_kv_of_others_are_refused_in_a_pipeline() -> None:
 @pytest.mark.parametrize("naming", ["model.layers.{}.attn.{}", "model.attn"])
 def test_layers_named_another_way_are_refused_in_a_pipeline(naming: str) -> None:
     names = [naming.format(layer, 0) for layer in range(2)]
-    with pytest.raises(ConfigError, match="named alike but for one number"):
+    with pytest.raises(ConfigError, match="one pattern with one number"):
         whole_groups(engine(2, ["full_attention"] * 4), [KVCacheGroupSpec(names, FULL)])
 
 

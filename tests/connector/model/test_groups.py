@@ -99,7 +99,7 @@ def test_each_rank_holds_its_own_state() -> None:
         (STATE, {"use_kda_recoverssm": True}, "use_kda_recoverssm off"),
         (RSWASpec(**PLAIN, rswa_window=64), {}, "RSWASpec"),
         (SlidingWindowMLASpec(**PLAIN, sliding_window=64), {}, "SlidingWindowMLASpec"),
-        (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, "several of them"),
+        (MLAAttentionSpec(**PLAIN, tokens_per_state=4), {}, "several tokens"),
         (FullAttentionSpec(**PLAIN, non_causal=True), {}, "later tokens"),
         (ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=100), {}, "divisor of 100"),
         (FullAttentionSpec(**(PLAIN | {"num_kv_heads": 3})), {}, "set tensor_parallel_size"),
