@@ -53,12 +53,12 @@ in_clean() { # in_clean PROGRAM ARGUMENTS...: with nothing of this checkout, nor
     "$CLEAN/bin/$program" "$@" </dev/null)
 }
 
-expect() { # expect CODE WORDS ARGUMENTS...: the command ends with CODE and says WORDS
+expect() { # expect CODE WORDS ARGUMENTS...: the command exits with CODE and prints WORDS
   local code=0 wanted=$1 words=$2 told
   shift 2
   told=$(in_clean objkv "$@" 2>&1) || code=$?
   [ "$code" = "$wanted" ] || fail "objkv $* ended with $code, not $wanted: $told"
-  [[ "$told" == *"$words"* ]] || fail "objkv $* does not say '$words': $told"
+  [[ "$told" == *"$words"* ]] || fail "objkv $* does not print '$words': $told"
 }
 
 # What follows runs in the clean environment and leaves its sentence where something is wrong.
@@ -86,18 +86,18 @@ for command in commands:
 print(len(commands))
 '
 
-try_it() { # what a new user does first
+try_it() { # a new user's first commands
   local version=$1 told
   told=$(in_clean python -c "$IMPORTS") || fail "importing objkv"
   [ "$told" = "$version" ] || fail "objkv.__version__ is $told, the wheel $version"
   expect 0 "objkv $version" --version
   expect 0 "everything works" doctor
-  expect 0 "nothing is stored yet" ls
+  expect 0 "nothing is stored in sqlite://" ls
   expect 2 "pip install 'objkv[vllm]'" demo
   expect 2 "no such folder" ls --bulk-url file:///nowhere
   expect 0 "complete -F _objkv_completion objkv" completion bash
-  told=$(in_clean python -c "$HELPS") || fail "a command does not say how it is used"
-  say "$told commands say how they are used"
+  told=$(in_clean python -c "$HELPS") || fail "a command has no help"
+  say "all $told commands have help"
 }
 
 main() {
