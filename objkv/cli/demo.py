@@ -143,7 +143,10 @@ def demo(
     session: Session,
     fleet: Annotated[bool, typer.Option("--fleet", hidden=True)] = False,
     small: Annotated[
-        bool, typer.Option("--small", help="Use a smaller model and shorter prompts; no timing.")
+        bool,
+        typer.Option(
+            "--small", help="Use a smaller model and shorter prompts; timings mean little."
+        ),
     ] = False,
 ) -> int:
     """Show one replica reusing KV that another one computed.

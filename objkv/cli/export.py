@@ -220,4 +220,4 @@ def _show(run: Upkeep, out: Path, head: Head | None) -> None:
     run.print_findings()
     run.report_end()
     if run.pool.ending != "complete":
-        printer.line("exported files are kept; run the same command again to resume")
+        printer.line("exported files are kept; run the same command again to continue")

@@ -151,4 +151,4 @@ def _show(run: Upkeep, head: Head, new: int) -> None:
     run.print_findings()
     run.report_end()
     if run.pool.ending != "complete":
-        out.line("imported chunks are kept; run the same command again to resume")
+        out.line("imported chunks are kept; run the same command again to continue")

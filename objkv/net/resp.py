@@ -51,7 +51,7 @@ _PIECE_BYTES = 524_288
 """``arrived`` is called after each piece: its bytes are still in the cache, and the server keeps
 sending meanwhile."""
 _CRLF = b"\r\n"
-_CLOSED = "Connection closed by server."
+_CLOSED = "the server closed the connection"
 
 
 class RespConnection:
@@ -156,7 +156,7 @@ class RespConnection:
         timeout_s = self._timeout_s
         ready = poll.poll(None if timeout_s is None else 1000 * timeout_s)
         if not ready:
-            raise exceptions.TimeoutError("Timeout on the socket")
+            raise exceptions.TimeoutError("timeout on the socket")
         return ready[0][1] & ~select.POLLOUT != 0
 
     def receive(self, nbytes: int = _RECEIVE_BYTES) -> bytes:
@@ -217,8 +217,8 @@ class RespConnection:
 
 def _lost(exc: OSError) -> exceptions.RedisError:
     if isinstance(exc, TimeoutError | BlockingIOError):
-        return exceptions.TimeoutError("Timeout on the socket")
-    return exceptions.ConnectionError(f"Error on the socket: {exc}")
+        return exceptions.TimeoutError("timeout on the socket")
+    return exceptions.ConnectionError(f"error on the socket: {exc}")
 
 
 def packed(*words: bytes | int) -> bytes:

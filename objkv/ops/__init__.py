@@ -1,1 +1,1 @@
-"""Operators' verbs: inspect, check, explain. Each returns plain values and prints nothing."""
+"""The work of the commands for operators. Functions return plain values and print nothing."""

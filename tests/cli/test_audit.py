@@ -190,7 +190,7 @@ def test_an_interrupted_audit_tells_its_part_and_goes_on(
         patch.setattr(AuditWalk, "leftovers", interrupt)
         partial = run("audit", "--workers", "1")
         assert partial.code == 130
-        assert "not complete: interrupted; run the same command again to resume" in partial.out
+        assert "incomplete, interrupted: run the same command again to continue" in partial.out
         document = run("audit", "--json").document
         assert (document["ending"], document["complete"]) == ("interrupted", False)
         assert document["parts_done"] == document["parts"] - 1
@@ -211,7 +211,7 @@ def test_an_interrupt_while_figures_are_made_keeps_what_was_seen(
         patch.setattr(Audit, "report", interrupt)
         ran = run("audit", "--json")
         assert (ran.code, ran.out) == (130, "")
-        assert "progress is saved; run the same command again to resume" in ran.err
+        assert "progress is saved; run the same command again to continue" in ran.err
     document = run("audit", "--json").document
     assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
 
@@ -227,7 +227,7 @@ def test_a_server_that_fails_in_the_middle_is_3_and_the_next_run_goes_on(
     machine.fill()
     with monkeypatch.context() as patch:
         patch.setattr(AuditWalk, "leftovers", fail)
-        refused(run("audit"), "run the same command again to resume", code=3)
+        refused(run("audit"), "run the same command again to continue", code=3)
     document = run("audit", "--json").document
     assert (document["resumed"], document["totals"]["chunks"]) == (True, 3)
 
@@ -241,7 +241,7 @@ def test_no_time_is_told_and_is_not_fine(run: Run, machine: Machine) -> None:
     machine.fill()
     ran = run("audit", "--deadline-s", "0")
     assert ran.code == 1
-    assert "not complete: the deadline has passed" in ran.out
+    assert "incomplete, the deadline has passed" in ran.out
 
 
 def test_texts_are_redacted_unless_they_are_asked_for(

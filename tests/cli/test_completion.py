@@ -86,7 +86,7 @@ class Shell:
         return f"{SCRIPT['bash'].read_text()}\n{each}\n"
 
     def _zsh(self, lines: Sequence[Sequence[str]]) -> str:
-        # Stands in for zsh's own completion functions.
+        # Replaces zsh's own completion functions.
         own = (
             "compdef() { : }; compset() { : }\n"
             '_describe() { local one; for one in "${(@P)2}"; do one="${one%%:*}"; '

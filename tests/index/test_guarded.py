@@ -129,7 +129,7 @@ def test_an_open_breaker_answers_without_asking(place: Place) -> None:
         lambda: next(place.index.scan(NAMESPACE)),
         lambda: place.index.namespaces(),
     ):
-        with pytest.raises(StoreUnavailable, match="left alone"):
+        with pytest.raises(StoreUnavailable, match="circuit open"):
             call()
     assert len(place.inner.calls) == asked
     assert place.changes == [True]
@@ -141,7 +141,7 @@ def test_writes_that_are_denied_do_not_stop_reads(place: Place) -> None:
     for _ in range(3):
         with pytest.raises(StoreDenied):
             place.index.lease("x", "me", ttl_ms=1)
-    with pytest.raises(StoreUnavailable, match="left alone"):
+    with pytest.raises(StoreUnavailable, match="circuit open"):
         place.index.touch(NAMESPACE, [], ttl_s=1)
     place.inner.error = None
     assert place.index.lookup(NAMESPACE, []) == []

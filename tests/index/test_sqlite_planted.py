@@ -56,7 +56,7 @@ def plant(path: Path, *statements: str) -> None:
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_objkv_did_not_make_is_refused_with_what_to_do(path: Path, what: str) -> None:
     plant(path, *PLANTED[what])
-    with pytest.raises(StoreDenied, match=r"did not make.*delete it"):
+    with pytest.raises(StoreDenied, match=r"not created by objkv.*delete it"):
         SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
 
 
@@ -64,7 +64,7 @@ def test_so_it_is_in_a_file_of_the_first_version(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     old_file(path)
     plant(path, TRIGGER)
-    with pytest.raises(StoreDenied, match="did not make"):
+    with pytest.raises(StoreDenied, match="not created by objkv"):
         SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
     plant(path, "DROP TRIGGER planted")
     assert get(SqliteIndex(path), 1) is not None
@@ -97,7 +97,7 @@ def test_what_is_planted_while_the_file_is_open_is_interrupted_and_then_refused(
     monkeypatch.setattr(sqlite_file, "_CALL_S_MAX", 0.0)
     with pytest.raises(StoreUnavailable, match="time"):
         call(index)
-    with pytest.raises(StoreDenied, match="did not make"):
+    with pytest.raises(StoreDenied, match="not created by objkv"):
         call(index)
 
 

@@ -218,7 +218,7 @@ def test_what_is_absurdly_long_is_not_read() -> None:
     world.bulk.get = lambda path: pytest.fail("read it all")
     checked, _ = Checker(world.view, Budget(1), clock=lambda: 4e9).check(key, None)
     assert checked.verdict == "corrupt"
-    assert "where the header says" in checked.detail
+    assert "but the header states" in checked.detail
 
 
 def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:

@@ -132,7 +132,7 @@ def refused(config: Config, *calls: Callable[[RedisIndex], object]) -> None:
     index = raw(config)
     try:
         for call in calls:
-            with pytest.raises(StoreDenied, match="the rights"):
+            with pytest.raises(StoreDenied, match="the ACL"):
                 call(index)
     finally:
         index.close()

@@ -128,7 +128,7 @@ def test_a_killed_server_is_unavailable_and_found_again(
     [
         ({"s3_secret_access_key": "wrong"}, "s3_secret_access_key"),
         ({"s3_access_key_id": "nobody"}, "s3_access_key_id"),
-        ({"bucket": "no-such-bucket"}, "no such bucket"),
+        ({"bucket": "no-such-bucket"}, "the bucket does not exist"),
     ],
 )
 def test_what_the_operator_got_wrong_is_denied_with_what_to_do(

@@ -97,7 +97,7 @@ def test_buffers_of_another_length_make_a_call_of_their_own(scene: Scene) -> Non
     leader = scene.lead(lambda: scene.store.get_into("k", memoryview(short)))
     other = scene.pool.submit(scene.store.get_into, "k", memoryview(long))
     scene.gate.set()
-    with pytest.raises(StoreError, match="do not fit"):
+    with pytest.raises(StoreError, match="exceeds the buffer"):
         leader.result()
     assert other.result() == 5
 
@@ -159,7 +159,7 @@ def test_a_follower_that_gave_up_has_its_buffer_to_itself(pool: ThreadPoolExecut
     scene = Scene(pool, wait_s=0)
     leader = scene.lead(lambda: scene.store.get_into("k", memoryview(bytearray(8))))
     mine = bytearray(b"." * 8)
-    with pytest.raises(StoreUnavailable, match="no answer"):
+    with pytest.raises(StoreUnavailable, match="took longer than"):
         scene.store.get_into("k", memoryview(mine))
     scene.gate.set()
     assert leader.result() == 5

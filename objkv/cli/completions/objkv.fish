@@ -69,7 +69,7 @@ complete -c objkv -n '__objkv_at objkv audit' -l help -d 'Show this message and 
 complete -c objkv -n '__objkv_at objkv completion' -f -a 'bash zsh fish'
 complete -c objkv -n '__objkv_at objkv completion' -l help -d 'Show this message and exit.'
 
-complete -c objkv -n '__objkv_at objkv demo' -l small -d 'Use a smaller model and shorter prompts; no timing'
+complete -c objkv -n '__objkv_at objkv demo' -l small -d 'Use a smaller model and shorter prompts; timings mean little'
 complete -c objkv -n '__objkv_at objkv demo' -l bulk-url -r -f -d 'Bulk store; overrides OBJKV_BULK_URL'
 complete -c objkv -n '__objkv_at objkv demo' -l index-url -r -f -d 'Index; overrides OBJKV_INDEX_URL'
 complete -c objkv -n '__objkv_at objkv demo' -l config -r -F -d 'TOML file; overrides OBJKV_CONFIG_FILE'
@@ -312,7 +312,7 @@ complete -c objkv -n '__objkv_at objkv bench' -f -a gpu -d 'Benchmark GPU loads 
 complete -c objkv -n '__objkv_at objkv bench' -f -a all -d 'Run all benchmarks and print one report'
 complete -c objkv -n '__objkv_at objkv bench' -l help -d 'Show this message and exit.'
 
-complete -c objkv -n '__objkv_at objkv bench store' -l rounds -r -f -d 'Rounds'
+complete -c objkv -n '__objkv_at objkv bench store' -l rounds -r -f -d 'Number of rounds'
 complete -c objkv -n '__objkv_at objkv bench store' -l quick -d 'Use small sizes, to test that it works'
 complete -c objkv -n '__objkv_at objkv bench store' -l check -d 'Exit 1 if a row misses its target'
 complete -c objkv -n '__objkv_at objkv bench store' -l plot -r -F -d 'Draw the ratios as a .png or .svg file'
@@ -324,7 +324,7 @@ complete -c objkv -n '__objkv_at objkv bench store' -l json -d 'Print one JSON d
 complete -c objkv -n '__objkv_at objkv bench store' -l no-color -d 'Print without colors'
 complete -c objkv -n '__objkv_at objkv bench store' -l help -d 'Show this message and exit.'
 
-complete -c objkv -n '__objkv_at objkv bench lookup' -l rounds -r -f -d 'Rounds'
+complete -c objkv -n '__objkv_at objkv bench lookup' -l rounds -r -f -d 'Number of rounds'
 complete -c objkv -n '__objkv_at objkv bench lookup' -l quick -d 'Use small sizes, to test that it works'
 complete -c objkv -n '__objkv_at objkv bench lookup' -l check -d 'Exit 1 if a row misses its target'
 complete -c objkv -n '__objkv_at objkv bench lookup' -l plot -r -F -d 'Draw the ratios as a .png or .svg file'
@@ -335,7 +335,7 @@ complete -c objkv -n '__objkv_at objkv bench lookup' -l json -d 'Print one JSON 
 complete -c objkv -n '__objkv_at objkv bench lookup' -l no-color -d 'Print without colors'
 complete -c objkv -n '__objkv_at objkv bench lookup' -l help -d 'Show this message and exit.'
 
-complete -c objkv -n '__objkv_at objkv bench gpu' -l rounds -r -f -d 'Rounds'
+complete -c objkv -n '__objkv_at objkv bench gpu' -l rounds -r -f -d 'Number of rounds'
 complete -c objkv -n '__objkv_at objkv bench gpu' -l quick -d 'Use small sizes, to test that it works'
 complete -c objkv -n '__objkv_at objkv bench gpu' -l check -d 'Exit 1 if a row misses its target'
 complete -c objkv -n '__objkv_at objkv bench gpu' -l plot -r -F -d 'Draw the ratios as a .png or .svg file'
@@ -346,7 +346,7 @@ complete -c objkv -n '__objkv_at objkv bench gpu' -l json -d 'Print one JSON doc
 complete -c objkv -n '__objkv_at objkv bench gpu' -l no-color -d 'Print without colors'
 complete -c objkv -n '__objkv_at objkv bench gpu' -l help -d 'Show this message and exit.'
 
-complete -c objkv -n '__objkv_at objkv bench all' -l rounds -r -f -d 'Rounds'
+complete -c objkv -n '__objkv_at objkv bench all' -l rounds -r -f -d 'Number of rounds'
 complete -c objkv -n '__objkv_at objkv bench all' -l quick -d 'Use small sizes, to test that it works'
 complete -c objkv -n '__objkv_at objkv bench all' -l check -d 'Exit 1 if a row misses its target'
 complete -c objkv -n '__objkv_at objkv bench all' -l plot -r -F -d 'Draw the ratios as a .png or .svg file'
