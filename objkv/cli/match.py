@@ -68,7 +68,7 @@ def match(
         more = {"explanation": plain(why), "replicas": plain(replicas)} if why else {}
         session.out.document({**plain(report), **more})
         return FINE
-    _print(session.out, report)
+    _print(session.out, report, report.usable_tokens if why is None else why.served_tokens)
     if why is not None:
         _print_reason(session.out, why, replicas)
     return FINE
@@ -95,7 +95,8 @@ def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaCoun
             out.line(f"  {text}")
 
 
-def _print(out: Printer, report: MatchReport) -> None:
+def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:
+    """Print all chunks, and that the first ``served_tokens`` tokens would be served."""
     out.line(f"namespace {report.namespace}, model {report.model}")
     out.line()
     if report.chunks:
@@ -107,7 +108,7 @@ def _print(out: Printer, report: MatchReport) -> None:
                     f"{chunk.token_start:,}-{chunk.token_end:,}",
                     chunk.prefix_hash.hex(),
                     _stored(chunk.payloads, chunk.groups_missing),
-                    "yes" if chunk.usable else "no",
+                    "yes" if chunk.usable and chunk.token_end <= served_tokens else "no",
                     size(chunk.nbytes) if chunk.payloads else "-",
                     age(chunk.created_s),
                     chunk.hits,
@@ -121,7 +122,7 @@ def _print(out: Printer, report: MatchReport) -> None:
     if rest := report.prompt_tokens - len(report.chunks) * report.chunk_tokens:
         parts.append(f"the last {counted(rest, 'token does', 'tokens do')} not fill a chunk")
     out.line(
-        f"{report.usable_tokens:,} of {counted(report.prompt_tokens, 'token')} would be served "
+        f"{served_tokens:,} of {counted(report.prompt_tokens, 'token')} would be served "
         f"({'; '.join(parts)})"
     )
 

@@ -200,7 +200,10 @@ class Loader:
             self._recorder.count("load_given_up")
         except (PayloadError, ValueTooLong) as exc:
             logger.warning(
-                "payload refused, recomputing request=%s reason=%s", job.plan.request_id, exc
+                "payload refused, recomputing request=%s chunk=%s reason=%s",
+                job.plan.request_id,
+                job.plan.moves[index].move.prefix_hash.hex(),
+                exc,
             )
             self._recorder.count("load_corrupt")
             self._reject(job, index, corrupt=True)

@@ -146,6 +146,22 @@ def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine, prompt
     assert "why: every whole chunk of the prompt would be served" in whole.out
 
 
+def test_an_explained_match_counts_no_chunk_that_replicas_would_refuse(
+    run: Run, machine: Machine, prompt: Path
+) -> None:
+    machine.fill()
+    before = run("match", "--tokens", str(prompt), "--json").document
+    key = next(e.key for e in machine.bulk.scan("") if before["chunks"][0]["prefix_hash"] in e.key)
+    payload = bytearray(machine.bulk.get(key) or b"")
+    payload[200] ^= 1
+    machine.bulk.put(key, bytes(payload))
+    ran = run("match", "--explain", "--tokens", str(prompt))
+    assert "its payload is corrupt" in ran.out
+    assert "\n0 of " in ran.out
+    assert "yes" not in [line.split()[3] for line in ran.out.splitlines() if "L0-" in line]
+    assert "verify --all --quarantine" in ran.out
+
+
 def test_a_replica_that_cannot_be_asked_is_told_and_no_error(
     run: Run, machine: Machine, prompt: Path
 ) -> None:

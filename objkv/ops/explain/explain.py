@@ -134,7 +134,7 @@ def _spoilt(kind: str, detail: str) -> Findings:
         "corrupt",
         "its payload is corrupt, so replicas refuse it and recompute the chunk",
         [detail],
-        ["objkv verify --quarantine quarantines it; the next save replaces it"],
+        ["objkv verify --all --quarantine moves it away; the next save replaces it"],
         [],
     )
 
@@ -183,7 +183,7 @@ def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
             "corrupt",
             "its payload in the bulk store is corrupt and has no record, so no replica loads it",
             [f"{one.key}: {one.problem}" for one in corrupt],
-            ["objkv verify --quarantine quarantines it; the next save replaces it"],
+            ["objkv verify --all --quarantine moves it away; the next save replaces it"],
         )
     written = max((one.created_s or 0 for one in reports), default=0)
     age_s = max(0, int(question.clock()) - written)
