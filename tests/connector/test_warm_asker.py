@@ -114,5 +114,5 @@ def test_what_the_engine_does_not_take_is_refused_and_it_lives_on(
 def test_after_its_end_nothing_is_taken_and_the_check_says_so(asker: LlmAsker) -> None:
     asker.close()
     assert trouble(asker.begin(ASK)) == "down"
-    with pytest.raises(PrefillError, match="given up"):
+    with pytest.raises(PrefillError, match="the engine was closed"):
         asker.check()

@@ -44,13 +44,13 @@ def store() -> Iterator[S3Store]:
 
 def test_a_part_longer_than_the_range_that_was_asked_for_is_an_error(store: S3Store) -> None:
     assert store.get_range("part", 0, 9) == b"123456789"
-    with pytest.raises(StoreError, match="9 bytes where 8"):
+    with pytest.raises(StoreError, match="9 bytes, more than the limit of 8"):
         store.get_range("part", 0, 8)
 
 
 def test_a_value_longer_than_any_is_an_error(store: S3Store) -> None:
     for read in (lambda: store.get("whole"), lambda: store.get_range("whole", 0, 8)):
-        with pytest.raises(StoreError, match=f"{HUGE} bytes where"):
+        with pytest.raises(StoreError, match=f"{HUGE} bytes, more than the limit"):
             read()
 
 
@@ -62,6 +62,6 @@ def test_so_is_a_body_whose_length_nobody_announced() -> None:
     bound_s = time.monotonic() + 60
     assert read_all({"Body": Body(b"123")}, bound_s, 3) == b"123"
     body = Body(b"1234")
-    with pytest.raises(StoreError, match="4 bytes where 3"):
+    with pytest.raises(StoreError, match="4 bytes, more than the limit of 3"):
         read_all({"Body": body}, bound_s, 3)
     assert body.closed

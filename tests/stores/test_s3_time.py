@@ -73,7 +73,7 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(
 
 def test_the_client_begins_nothing_when_it_is_too_late(silent: Silent) -> None:
     client = s3_client(f"http://127.0.0.1:{silent.address[1]}")
-    with begun_by(time.monotonic()), pytest.raises(StoreUnavailable, match="too near"):
+    with begun_by(time.monotonic()), pytest.raises(StoreUnavailable, match="too little time left"):
         client.get_object(Bucket=BUCKET, Key="k")
     assert silent.connections == 0
 

@@ -289,7 +289,8 @@ class _Progress:
                 return
             self._logged = now
             done, total = self._done / 2**30, self._total / 2**30
-        logger.info("hashing all weights read_gib=%.1f of_gib=%.1f", done, total)
+            # Within the lock, so that the numbers in the log never go down.
+            logger.info("hashing all weights read_gib=%.1f of_gib=%.1f", done, total)
 
 
 def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

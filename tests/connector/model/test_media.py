@@ -61,7 +61,7 @@ def test_a_scale_for_each_head_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_what_is_no_scale_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match="no scale"):
+    with pytest.raises(ConfigError, match="not a finite positive scale"):
         read(layer(scale))
 
 
