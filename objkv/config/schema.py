@@ -164,8 +164,8 @@ class Config(BaseModel):
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last."""
     pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
-    """Pinned (page-locked) memory per worker for loads and saves. Larger payloads of another shape,
-    once one is loaded, take up to a quarter more, or twice the largest of them if that is more."""
+    """Pinned (page-locked) memory per worker for loads and saves. If a worker loads payloads of larger
+    shards than its own, it adds a quarter, or twice the largest such payload if that is more."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
