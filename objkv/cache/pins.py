@@ -123,10 +123,11 @@ def scan_pins(bulk: ReadStore, namespace: str) -> Iterator[Pin | PayloadError]:
 
 
 def read_pins(bulk: ReadStore, namespace: str) -> dict[bytes, int]:
-    """Return the end of each pinned chunk's pin by its prefix hash, including ended pins.
+    """Return the end time of each chunk's pin by prefix hash, including ended pins.
 
     Unreadable documents pin nothing; ``objkv pin --list`` reports them. Raises ``StoreDenied``
-    above the limits, because a partial result would let pinned chunks be deleted.
+    above ``_PINS_MAX`` pins or ``_CHUNKS_MAX`` chunks, because a partial result would let pinned
+    chunks be deleted.
     """
     until: dict[bytes, int] = {}
     chunks = 0

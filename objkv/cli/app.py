@@ -26,7 +26,7 @@ COMMANDS: Final = {
     "exporter": ("exporter:exporter", "Serve store and index metrics to Prometheus."),
     "ls": ("ls:ls", "List namespaces, or the prefixes stored in one."),
     "show": ("show:show", "Show the payloads of one chunk and verify every byte."),
-    "size": ("size:size", "Estimate what a fleet stores, requests and pays."),
+    "size": ("size:size", "Estimate a fleet's storage, request rate and cost."),
     "top": ("top:top", "Show live hit rates, traffic and errors of a fleet."),
     "match": ("match:match", "Show how much of a prompt is stored and would be served."),
     "export": (
@@ -39,12 +39,12 @@ COMMANDS: Final = {
     ),
     "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
     "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
-    "warm": ("warm:warm", "Compute and store prompts before users send them."),
-    "diff": ("diff:diff", "Explain why two namespaces or replicas do not share."),
+    "warm": ("warm:warm", "Compute and save prompts before users send them."),
+    "diff": ("diff:diff", "Explain why two namespaces or replicas do not share KV."),
     "verify": ("verify:verify", "Verify stored payloads and their index records."),
     "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),
     "rebuild": ("rebuild:rebuild", "Rebuild the index from the bulk store."),
-    "bench": ("bench:bench", "Benchmark objkv against what this machine and store allow."),
+    "bench": ("bench:bench", "Benchmark objkv against the limits of this machine."),
 }
 """Each subcommand's module and function, and the first sentence of its help."""
 

@@ -309,7 +309,7 @@ def audit(
         int,
         typer.Option(
             min=1,
-            help="Rows to print per table. Every kind of finding is printed.",
+            help="Maximum rows per table. The table of findings always has every kind.",
             metavar="N",
         ),
     ] = LIMIT,

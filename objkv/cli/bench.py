@@ -157,10 +157,15 @@ def _target(target: Target, unit: str) -> str:
 
 Rounds = Annotated[
     int,
-    typer.Option(min=1, max=1000, help="Number of rounds. Each round measures every side once."),
+    typer.Option(
+        min=1, max=1000, help="Number of rounds. Each measures objkv and its limits once."
+    ),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Use small sizes, to test that it works. No verdict.")
+    bool,
+    typer.Option(
+        "--quick", help="Use small sizes, to test that the benchmark runs. Prints no verdict."
+    ),
 ]
 Check = Annotated[bool, typer.Option("--check", help="Exit 1 if a row misses its target.")]
 Plot = Annotated[
@@ -169,7 +174,7 @@ Plot = Annotated[
 Work = Callable[[BenchSetting], Section]
 bench = typer.Typer(
     name="bench",
-    help="Benchmark objkv against what this machine and store allow.",
+    help="Benchmark objkv against the limits of this machine.",
     no_args_is_help=True,
 )
 

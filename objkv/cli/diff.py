@@ -36,7 +36,7 @@ def diff(
     ],
     b: Annotated[str, typer.Argument(help="The other side, given like A.", metavar="B")],
 ) -> int:
-    """Explain why two namespaces or replicas do not share."""
+    """Explain why two namespaces or replicas do not share KV."""
     if a == b == "-":
         raise ConfigError("only one of A and B can be - (standard input)")
     with session.backends() as backends:

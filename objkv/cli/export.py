@@ -68,8 +68,8 @@ def export(
 ) -> int:
     """Export chunks as plain safetensors files.
 
-    Exported files are neither compressed nor sealed. An export that was interrupted resumes when
-    the same command runs again.
+    Exported files are not compressed, signed or encrypted. An export that was interrupted resumes
+    when the same command runs again.
     """
     prompt = None
     if any(one is not None for one in (tokens, text, text_file)):

@@ -31,8 +31,8 @@ def match(
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --explain, also report the loads this replica refused and the saves it "
-            "dropped. Repeatable.",
+            help="URL of a replica. With --explain, also report the loads that it "
+            "refused and the saves that it dropped. Repeatable.",
             metavar="URL",
         ),
     ] = None,

@@ -145,7 +145,7 @@ def size(nbytes: int | None) -> str:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """``1 chunk``, ``2,000 chunks``.
+    """Return a number with its noun: ``1 chunk``, ``2,000 chunks``.
 
     >>> counted(1, "token fills", "tokens fill"), counted(2000, "chunk")
     ('1 token fills', '2,000 chunks')

@@ -91,7 +91,7 @@ def size(
     price_puts: Puts = 0.005,
     price_gets: Gets = 0.0004,
 ) -> int:
-    """Estimate what a fleet stores, requests and pays.
+    """Estimate a fleet's storage, request rate and cost.
 
     The estimate opens no connection.
     """

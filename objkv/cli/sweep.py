@@ -43,14 +43,18 @@ def sweep(
     namespace: OneNamespace = None,
     grace_s: Annotated[
         float | None,
-        typer.Option(min=0, help="Keep younger data (default: sweep_grace_s).", metavar="SECONDS"),
+        typer.Option(
+            min=0,
+            help="Keep data younger than this (default: setting sweep_grace_s).",
+            metavar="SECONDS",
+        ),
     ] = None,
     strangers: Annotated[
-        bool, typer.Option("--strangers", help="Also delete the category stranger.")
+        bool, typer.Option("--strangers", help="Let --apply delete the category stranger, too.")
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Proceed even if the index or bucket looks empty or wrong."),
+        typer.Option("--force", help="Proceed even if index and bucket do not seem to match."),
     ] = False,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Delete at most this many items.", metavar="N")

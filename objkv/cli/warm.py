@@ -221,7 +221,10 @@ _Tokenizer = Annotated[
 ]
 _Lora = Annotated[
     list[str] | None,
-    typer.Option(help="A LoRA adapter's folder or digest; repeatable.", metavar="NAME=FOLDER"),
+    typer.Option(
+        help="A LoRA adapter: its name in requests, and its folder or digest. Repeatable.",
+        metavar="NAME=FOLDER",
+    ),
 ]
 _EngineArg = Annotated[
     list[str] | None,
@@ -238,7 +241,9 @@ _ApiKey = Annotated[
 ]
 _Namespace = Annotated[
     str | None,
-    typer.Option(help="Namespace, or its start (default: found by a probe).", metavar="NS"),
+    typer.Option(
+        help="Namespace, or its start (default: found with a test request).", metavar="NS"
+    ),
 ]
 _Concurrency = Annotated[
     int | None,
@@ -249,7 +254,12 @@ _RequestS = Annotated[
     float, typer.Option(min=0.1, help="Retry a request that takes longer.", metavar="SECONDS")
 ]
 _SaveS = Annotated[
-    float, typer.Option(min=0.1, help="Time limit from answer to stored.", metavar="SECONDS")
+    float,
+    typer.Option(
+        min=0.1,
+        help="Time limit from the answer to a prompt until its KV is saved.",
+        metavar="SECONDS",
+    ),
 ]
 _GoneS = Annotated[
     float, typer.Option(min=0.0, help="Give up after this time without answers.", metavar="SECONDS")
@@ -280,7 +290,7 @@ def warm(
     gone_s: _GoneS = _USUAL.gone_s,
     bytes_max: _BytesMax = None,
 ) -> int:
-    """Compute and store prompts before users send them.
+    """Compute and save prompts before users send them.
 
     Waits until they are stored. Skips stored prompts, so an interrupted command can be repeated.
     """

@@ -61,11 +61,11 @@ class Config(BaseModel):
 
     bulk_url: str = Field(default_factory=lambda: f"file://{cache_folder() / 'chunks'}")
     """Bulk store, which holds every chunk: ``file:///path``, ``s3://bucket/prefix`` or ``memory:``.
-    A ``file`` path is taken literally, without URL escapes."""
+    A ``file`` path must be absolute, without ``~`` or URL escapes."""
     index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
     """Index: ``redis[s]://``, ``redis[s]+cluster://``, ``sqlite:///path``, ``memory:``, ``bulk:``
-    (the folder of ``bulk_url``; the default if ``bulk_url`` is a folder), or
-    ``redis[s]+sentinel://h1:26379,h2:26379/0?service=name``."""
+    (the folder of ``bulk_url`` is its own index; the default if you set ``bulk_url`` to a folder),
+    or ``redis[s]+sentinel://h1:26379,h2:26379/0?service=name``."""
 
     s3_endpoint_url: str | None = None
     """Endpoint of an S3-compatible store. Unset: ``AWS_ENDPOINT_URL_S3`` and the other AWS
@@ -90,7 +90,8 @@ class Config(BaseModel):
     """Concurrent range requests per process, not counting the first of each payload. 0: a single
     request reads a whole payload."""
     s3_hedge_percent_max: int = Field(default=5, ge=0, le=100)
-    """Hedge requests slower than p95, for at most this percentage of requests. 0: never."""
+    """A request slower than the 95th percentile is hedged, for at most this percentage of requests.
+    0: never."""
     bulk_calls_max: int = Field(default=64, ge=1)
     """Concurrent calls to the bulk store, per process."""
 
@@ -117,8 +118,8 @@ class Config(BaseModel):
     ``auto`` measures and chooses per chunk, and compresses nothing for a local store."""
     load_mode: LoadMode = "async"
     """When KV is loaded. ``async``: between steps, while other requests compute. ``layerwise``:
-    within the step, layer by layer (not with async scheduling). ``auto``: depends on how much is
-    left to compute."""
+    within the step, layer by layer; not available with vLLM's async scheduling. ``auto``: depends
+    on how much is left to compute."""
     save_decode: bool = False
     """Whether to save chunks that end in generated tokens, in addition to prompt chunks."""
     hot_payload_bytes_max: int = Field(default=1 << 20, ge=0)
@@ -130,7 +131,7 @@ class Config(BaseModel):
     """A payload that a worker loads from the bulk store this often in an hour is copied to
     Redis."""
     hot_promote_bytes_max: int = Field(default=256 << 20, ge=0)
-    """Most payload bytes that one worker promotes to Redis per hour. 0: none."""
+    """Maximum payload bytes that one worker promotes to Redis per hour. 0: none."""
     tenant: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Tenant name, a part of the identity. Tenants never share KV."""
     role: Role = "writer"
@@ -153,8 +154,8 @@ class Config(BaseModel):
     ttl_s: int = Field(default=86_400, ge=1)
     """How long an index record lives after its last save or hit."""
     quota_bytes: int = Field(default=0, ge=0)
-    """Payload bytes per tenant, over all its namespaces. 0: no quota. With the default
-    ``bulk_url``, the default is 50 GiB or a fifth of the disk, whichever is smaller."""
+    """Payload bytes per tenant, over all its namespaces. 0: no quota. If ``bulk_url`` is also
+    unset, the default is 50 GiB or a fifth of the disk, whichever is smaller."""
     quota_high_percent: int = Field(default=95, ge=1, le=100)
     """At this percentage of the quota, saves stop and ``objkv sweep`` evicts the least used
     chunks."""
@@ -164,8 +165,9 @@ class Config(BaseModel):
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last."""
     pinned_bytes_max: int = Field(default=1 << 30, ge=1 << 20)
-    """Pinned (page-locked) memory per worker for loads and saves. If a worker loads payloads of larger
-    shards than its own, it adds a quarter, or twice the largest such payload if that is more."""
+    """Pinned (page-locked) memory per worker for loads and saves. If a worker loads payloads of
+    larger shards than its own, it adds a quarter, or twice the largest such payload if that is
+    more."""
 
     lookup_deadline_ms: int = Field(default=500, ge=1)
     """A lookup that takes longer is a miss."""
@@ -203,15 +205,15 @@ class Config(BaseModel):
     """Consecutive failures that open a circuit breaker. Each store has one for reads and one for
     writes."""
     breaker_reset_ms: int = Field(default=1_000, ge=1)
-    """Longest first pause before an open circuit breaker lets one call through as a probe. Each
-    failed probe doubles the pause."""
+    """Upper limit of the first pause before an open circuit breaker lets one call through as a
+    probe. Each failed probe doubles the limit. Each pause lasts at least half of it."""
     breaker_reset_max_ms: int = Field(default=15_000, ge=1)
-    """Longest pause of an open circuit breaker. A recovered store is used again after this time at
-    the latest."""
+    """Upper limit of all pauses of an open circuit breaker. A recovered store is probed within this
+    time."""
 
     admission: AdmissionMode = "auto"
-    """Which matches are loaded. ``auto``: those that measurements show to load faster than they
-    compute. ``always``: all. ``never``: none, the replica only saves."""
+    """Which matches are loaded. ``auto``: only those that load faster than they can be recomputed,
+    by measurement. ``always``: all. ``never``: none, the replica only saves."""
     at_start: Literal["degraded", "strict"] = "degraded"
     """If a store is unreachable at start: ``degraded`` serves without it until it recovers,
     ``strict`` refuses to start."""
@@ -223,8 +225,9 @@ class Config(BaseModel):
     plaintext."""
 
     signing_keys_file: Path | None = None
-    """File of signing keys, one per line: id, tenant or ``*``, 32 bytes as hex or base64. Unsigned
-    payloads are then not loaded. Only the file's owner may have access to it."""
+    """File of signing keys, one per line with three fields: the key id; a tenant or ``*``; the key,
+    32 bytes as hex or base64. Unsigned payloads are then not loaded. Only the file's owner may have
+    access to it."""
     signing_keys_command: str | None = Field(default=None, repr=False)
     """Command that prints the content of a ``signing_keys_file``. Run once at start, without a
     shell."""

@@ -1,7 +1,8 @@
 """The identity document: everything that changes the stored bytes or their meaning.
 
-Two replicas share exactly when their documents are equal. It contains no TP, PP or rank (the shard
-has those), and nothing that only one rank has. ``docs/keyspace.md`` specifies it.
+Two replicas share KV if and only if their documents are equal. A document contains no TP size, PP
+size or rank (the shard has those), and nothing that only one rank has. ``docs/keyspace.md``
+specifies it.
 """
 
 import hashlib

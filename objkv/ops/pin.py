@@ -1,9 +1,9 @@
 """Pins: prefixes that are protected from expiry and eviction until a date.
 
-Pinning writes the document to the bulk store and then updates the index. Unpinning updates the
-index and then deletes the document. A command that stops halfway is therefore still listed, and
-running it again completes it. After each update of the index, the documents are read again; if they
-have changed, the update is repeated, so the last update reflects all documents.
+Each pin is a document in the bulk store. Pinning writes this document and then updates the index.
+Unpinning updates the index and then deletes the document. A command that stops halfway is therefore
+still listed, and running it again completes it. After each update of the index, the documents are
+read again; if they have changed, the update is repeated, so the last update reflects all documents.
 """
 
 import time

@@ -118,8 +118,9 @@ class _Share:
 
 
 class Verify:
-    """Units of checks. Counts ``ok``, ``unindexed`` and ``changed``; other verdicts are findings.
-    ``settle`` also counts ``quarantined``, ``forgotten`` and ``mended`` (repaired)."""
+    """Makes the units of work of ``objkv verify``. They count the verdicts ``ok``, ``unindexed``
+    and ``changed``; every other verdict is a finding. ``settle`` also counts ``quarantined``,
+    ``forgotten`` and ``mended`` (repaired)."""
 
     def __init__(
         self,

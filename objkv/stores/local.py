@@ -121,7 +121,7 @@ class Walks:
         self._has_logged = False
 
     def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield all files under ``folder`` whose key may start with ``prefix``, in key order: a
+        """Yield all files under ``folder`` whose key starts with ``prefix``, in key order. A
         folder sorts by its name plus ``/``.
 
         Holds one folder's listing per level in memory. Skips a folder that this user may not read,

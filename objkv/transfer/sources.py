@@ -203,8 +203,8 @@ def _whole(group: PagedGroup) -> Shard:
 
 
 def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec, ...]:
-    """Return the frames that a payload of another shard must have. All layers of a group are
-    alike."""
+    """Return the layer specs that a payload of another shard must have, derived from this rank's
+    first layer, because all layers of a group are alike."""
     shape, like = group.shape, group.layers[0]
     names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
     heads, blocks = shard.head_end - shard.head_start, shape.blocks * shape.block_size // block_size

@@ -1,4 +1,4 @@
-"""A rank's V0 paged caches, accessed by slot: one row per token, in the order of payloads.
+"""One rank's paged caches in a vLLM V0 engine, accessed by slot, with one row per token.
 
 Source of the shapes: vLLM 0.6-0.10, ``get_kv_cache_shape`` in ``attention/backends/flash_attn.py``
 and ``mla/common.py``: ``[2, num_blocks, block_size, heads, head_size]``, K and V; with MLA

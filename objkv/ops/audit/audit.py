@@ -126,7 +126,7 @@ class Audit:
         }
 
     def report(self, ending: Ending, met: Collection[str] = ()) -> AuditReport:
-        """Return the report. ``met``: sentences on parts that the walk could not read.
+        """Return the report. ``met``: a message for each part that the walk could not read.
 
         Raises ``StoreError``, ``ConfigError``.
         """

@@ -51,8 +51,9 @@ class Probe:
     def find(self, askers: Sequence[Prefiller], tokens: Sequence[int]) -> Identity:
         """Return the common identity of all endpoints.
 
-        ``tokens``: token ids of any prompt. Raises ``ConfigError`` if an endpoint saves elsewhere
-        or their namespaces differ, and ``PrefillError``.
+        ``tokens``: token ids of any prompt. Raises ``ConfigError`` if an endpoint saves
+        to other stores than this command's, or if the endpoints' namespaces differ. Raises
+        ``PrefillError`` if a request fails.
         """
         found = {asker.name: self._of(asker, tokens) for asker in askers}
         names = {identity.namespace() for identity in found.values()}

@@ -189,8 +189,8 @@ class Team:
 
 
 class Helper:
-    """One thread of the pool that works for a team. It records its connection, so that the caller
-    can interrupt it."""
+    """A pool thread while it works for a team. It registers its connection, so that the caller can
+    close the connection."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
