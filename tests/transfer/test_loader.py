@@ -102,7 +102,7 @@ def test_a_missing_payload_fails_its_chunk_and_all_later_ones_and_is_forgotten(
 
 
 def test_a_corrupt_payload_never_reaches_the_cache_and_is_replaced_by_the_next_save(
-    world: tuple[Replica, Replica, MemoryStore],
+    world: tuple[Replica, Replica, MemoryStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     writer, reader, store = world
     writer.save(range(1))
@@ -112,6 +112,7 @@ def test_a_corrupt_payload_never_reaches_the_cache_and_is_replaced_by_the_next_s
     before = reader.snapshot()
     outcome = reader.load(range(1), first_block=9)
     assert outcome.failed_blocks == {9, 10}
+    assert f" chunk={HASHES[0].hex()} reason=" in caplog.text
     assert reader.index.lookup(NAMESPACE, [HASHES[0]]) == [None]
     last = reader.paged.layers[-1]
     assert torch.equal(before[-1], reader.caches[-1]), last.name
