@@ -23,7 +23,7 @@ from objkv.config import load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.wiring import make_scheduler_side
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ChunkEntry, Shards, ShardRecord
+from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard
 from objkv.index.memory import MemoryIndex
 from objkv.index.near import NearIndex
@@ -82,9 +82,9 @@ def _loads(count: int) -> Iterator[BenchRow]:
     _store(index, geometry, side.namespace, prompt)
     times: dict[str, list[float]] = {}
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def timed(name: str, call: Callable[..., Any], *args: Any) -> Any:
         started = time.perf_counter()
-        answer = call()
+        answer = call(*args)
         times.setdefault(name, []).append(time.perf_counter() - started)
         return answer
 
@@ -93,14 +93,14 @@ def _loads(count: int) -> Iterator[BenchRow]:
         first = number * _CHUNKS * CHUNK_TOKENS // _BLOCK_TOKENS % 100_000 + 1
         blocks = [list(range(first, first + _CHUNKS * CHUNK_TOKENS // _BLOCK_TOKENS))]
         side.track(request)
-        _settle(lambda request=request: side.match(request, 0)[0] is not None)
+        _settle(side, request)
         side._requests.get(request.request_id).usable = None  # decide again, as the first match
-        matched, _ = timed("match", lambda request=request: side.match(request, 0))
+        matched, _ = timed("match", side.match, request, 0)
         assert matched == _CHUNKS * CHUNK_TOKENS, matched
-        timed("plan_load", lambda: side.plan_load(request, blocks, matched))
-        plan = timed("plan_step", lambda: side.plan_step(_output({})))
-        data = timed("pickle", lambda: pickle.dumps(plan, protocol=5))
-        timed("unpickle", lambda: pickle.loads(data))
+        timed("plan_load", side.plan_load, request, blocks, matched)
+        plan = timed("plan_step", side.plan_step, _output({}))
+        data = timed("pickle", pickle.dumps, plan, 5)
+        timed("unpickle", pickle.loads, data)
         side.finish(request, blocks)
         times.setdefault("bytes", []).append(len(data) / 1e6)
     side.close()
@@ -130,7 +130,7 @@ def _generation(steps: int) -> Iterator[BenchRow]:
             tokens = [dice.randrange(100_000) for _ in range(_GENERATED_AT + number % CHUNK_TOKENS)]
             requests.append(request := _request(f"r{number}", tokens))
             side.track(request)
-            _settle(lambda request=request: side.match(request, 0)[0] is not None)
+            _settle(side, request)
             side.plan_load(request, (), 0)
             request.num_computed_tokens = request.num_tokens
         table = [list(range(1, 1000))]
@@ -201,9 +201,9 @@ def _output(scheduled: dict[str, int], table: Any = None) -> Any:
     )
 
 
-def _settle(holds: Callable[[], bool]) -> None:
+def _settle(side: SchedulerSide, request: Request) -> None:
     until = time.monotonic() + _PATIENCE_S
-    while not holds():
+    while side.match(request, 0)[0] is None:
         assert time.monotonic() < until
         time.sleep(1e-4)
 

@@ -22,14 +22,16 @@ from objkv.stores.base import Arrived, WriteStore, check_fits
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
+from objkv.transfer.devices import open_lane
 from objkv.transfer.fetch import Cuts
-from objkv.transfer.lanes import HostBlocks, HostLane, Lane, Pages, Recast
+from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.queue import Task
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool, WideSlabs
+from tests.support.device import current_device
 
 
 def paged_group(
@@ -51,7 +53,9 @@ def paged_group(
     heads = rank.shard.head_end - rank.shard.head_start
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, heads, identity.block_size, identity.content)
+    device = current_device()
     caches = [torch.randn(shape, generator=generator).to(dtype) for _ in identity.layers]
+    caches = [cache.to(device) for cache in caches]
     blocks = stored_blocks(identity, chunk_tokens)
     paged = PagedGroup(GroupShape(identity.layers, blocks, identity.block_size, rank), caches)
     return paged, caches
@@ -66,8 +70,8 @@ def same_blocks(
     """Whether the blocks hold the same bytes, layer by layer."""
     return all(
         torch.equal(
-            a[list(left_ids)].contiguous().view(torch.uint8),
-            b[list(right_ids)].contiguous().view(torch.uint8),
+            a.cpu()[list(left_ids)].contiguous().view(torch.uint8),
+            b.cpu()[list(right_ids)].contiguous().view(torch.uint8),
         )
         for a, b in zip(left, right, strict=True)
     )
@@ -105,18 +109,19 @@ class Worker:
         codec: str = "none",
         save_queue_max: int = 64,
         wide: WideSlabs[Task] | None = None,
-        lane: Callable[[], Lane] = HostLane,
+        lane: Callable[[], Lane] | None = None,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.paged, self.cache, self.recorder = paged, cache, recorder
-        self.load_slabs = SlabPool("load", count=slabs, slab_bytes=slab_bytes, pinned=False)
-        self.save_slabs = SlabPool("save", count=slabs, slab_bytes=slab_bytes, pinned=False)
+        sizes = {"count": slabs, "slab_bytes": slab_bytes}
+        self.load_slabs = SlabPool("load", pinned=False, **sizes)
+        self.save_slabs = SlabPool("save", pinned=False, **sizes)
         self.loader = Loader(
             cache,
             {0: paged},
             self.load_slabs,
             wide=wide,
-            lane_for_thread=lane,
+            lane_for_thread=lane or (lambda: open_lane(paged.device)),
             limits=load,
             recorder=recorder,
             tracing=tracing,
@@ -135,7 +140,7 @@ class Worker:
             self.cache,
             {0: self.paged},
             self.save_slabs,
-            lane=lane or HostLane(),
+            lane=lane or open_lane(self.paged.device),
             limits=limits,
             recorder=self.recorder,
             clock=clock,
@@ -257,7 +262,7 @@ class Replica(Worker):
 
     def snapshot(self) -> list[torch.Tensor]:
         """A copy of the whole paged cache."""
-        return [cache.clone() for cache in self.caches]
+        return [cache.cpu().clone() for cache in self.caches]
 
 
 def wait_until(condition: Callable[[], bool], seconds_max: float = PATIENCE_S) -> None:
@@ -282,9 +287,13 @@ class LazyLane(HostLane):
         self._lock = Lock()
 
     def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: HostBlocks, recast: Recast | None = None
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: BlockRuns,
+        recast: Recast | None = None,
     ) -> None:
-        self._given.append(lambda: HostLane.scatter(self, pages, cache, placed, recast))
+        self._given.append(lambda: HostLane.scatter(self, pages, layers, placed, recast))
 
     def mark(self) -> "LazyMark":
         return LazyMark(self, len(self._given))
@@ -304,16 +313,16 @@ class LazyLane(HostLane):
 class LazyMark:
     def __init__(self, lane: LazyLane, number: int) -> None:
         self._lane = lane
-        self._number = number
+        self.number = number
 
     def done(self) -> bool:
-        return self._lane.has_passed(self._number)
+        return self._lane.has_passed(self.number)
 
     def wait(self) -> None:
-        self._lane.let_pass(self._number)
+        self._lane.let_pass(self.number)
 
     def hold_compute(self) -> None:
-        self._lane.let_pass(self._number)
+        self._lane.let_pass(self.number)
 
 
 class PiecewiseStore(MemoryStore):
