@@ -278,6 +278,11 @@ class LoadMoves(Sequence[LoadMove]):
         starts, ends = self._table[Row.TOKEN_START], self._table[Row.TOKEN_END]
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether any move has a part, see ``LoadMove.part``."""
+        return bool(self._parts)
+
     @cached_property
     def further(self) -> list[bool]:
         """Whether each move only adds a further payload to the blocks of the move before it."""

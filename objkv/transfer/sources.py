@@ -143,6 +143,13 @@ class PayloadLayouts:
                 self._others[key] = source
         return source
 
+    def filled(self, plan: LoadPlan) -> list[range]:
+        """Return the rank's layers that each move of a plan that was spread fills."""
+        moves = plan.moves
+        if moves.has_parts:
+            return [self.of(load).filled for load in moves]
+        return [self._own[group].filled for group in moves.groups]
+
     def spread(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan for this rank: one move per payload that it reads, and no move for a
         group without a layer on this rank."""

@@ -548,9 +548,9 @@ def is_idle(loader: Loader) -> bool:
 
 
 def replica_of(lane: LateLane, slabs: int = 8) -> Replica:
-    replica = Replica(PiecewiseStore(), MemoryIndex(), seed=1, lane=lambda: lane, slabs=slabs)
-    replica.save(range(4))
-    return replica
+    store, index = PiecewiseStore(), MemoryIndex()
+    Replica(store, index, seed=1).save(range(4))
+    return Replica(store, index, seed=1, lane=lambda: lane, slabs=slabs)
 
 
 @pytest.mark.host
