@@ -212,8 +212,8 @@ class WatchedPool(SlabPool):
 
     _pools: "list[WatchedPool]"
 
-    def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
-        super().__init__(name, count=count, slab_bytes=slab_bytes, pinned=pinned)
+    def __init__(self, name: str, *, count: int, slab_bytes: int, pin: Any = None) -> None:
+        super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin)
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
         WatchedPool._pools.append(self)
 
