@@ -1,8 +1,8 @@
 """The simulated device: PyTorch knows it as ``sim``, and objkv as any other device.
 
-``load()`` builds ``simdev.cpp`` once per checkout, which takes half a minute. Then ``torch.sim`` and
-devices such as ``torch.device("sim:0")`` exist in this process, and the functions of this module
-control them. Tests use the fixture ``sim``, which also resets everything at their end.
+``load()`` builds ``simdev.cpp`` once per checkout, which takes half a minute. Then ``torch.sim``
+and devices such as ``torch.device("sim:0")`` exist in this process, and the functions of this
+module control them. Tests use the fixture ``sim``, which also resets everything at their end.
 """
 
 import atexit
@@ -42,7 +42,7 @@ class NoCompilerError(RuntimeError):
 
 
 def library() -> Path:
-    """Return the built library, after building it if the source, PyTorch or the compiler changed.
+    """Return the built library, after building it if the source or PyTorch changed.
     Raises ``NoCompilerError``. Any number of processes can call this at the same time."""
     root = Path(torch.__file__).parent
     flags = [
@@ -178,7 +178,7 @@ class SimDriver:
         self.kernels: PageKernels = SimKernels()
         self.batch_copy: BatchCopy | None = None
 
-    def has_batch_copy(self, on: bool) -> None:
+    def use_batch_copy(self, on: bool) -> None:
         """Whether the device can copy many pieces in one call. Not by default."""
         self.batch_copy = _batch_copy if on else None
 
@@ -252,7 +252,7 @@ def reset() -> None:
     relax()
     torch.ops.simdev.settle()
     torch.ops.simdev.set_cost(0.0, 0.0, 0.0, 0.0, False)
-    DRIVER.has_batch_copy(False)
+    DRIVER.use_batch_copy(False)
     torch.ops.simdev.take_error()
     torch.ops.simdev.counts(True)
 
@@ -287,7 +287,7 @@ def counts(reset: bool = True) -> Counter[tuple[str, str]]:
         ``h2d``, ``d2h``, ``d2d``: copies that did not wait.
         ``h2d pageable``, ``h2d strided``, ``h2d blocking`` and the same of ``d2h``: copies that
             waited for the stream, because host memory was not pinned, dtypes or strides differed,
-            or the caller asked for it. Each is a ``synchronize`` as well.
+            or the caller did not pass ``non_blocking``. Each is a ``synchronize`` as well.
         ``batch copy``, ``kernel``: launches. ``event``: recorded. ``stream wait``, ``query``.
         ``synchronize``: the thread waited for the device.
         ``allocate``, ``pin``: memory from PyTorch's allocators. ``register``, ``unregister``.
@@ -309,7 +309,7 @@ def kernel_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def default_stream(device: torch.device | str | int | None = None) -> torch.Stream:
-    """Return the stream that a device has without anybody selecting one."""
+    """Return the stream that a device has by default."""
     return _Stream(stream_id=0, device_index=_device(device).index, device_type=_PRIVATE_USE_1)
 
 
