@@ -1,8 +1,9 @@
 """Fetches one span of one payload, verifies its bytes while they arrive, and copies them by a lane.
 
-Each frame is decoded when its last byte has arrived, while it is still in the CPU's cache. Only
-verified bytes are written: first the header with its claim and layers is verified, then each frame.
-A payload must be exactly as long as its header states.
+Each frame is decoded when its last byte has arrived, while it is still in the CPU's cache. A host
+lane copies it then, too. A device lane gets all frames of a span at once, because each submission
+costs launches. Only verified bytes are written: first the header with its claim and layers is
+verified, then each frame. A payload must be exactly as long as its header states.
 """
 
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, TransferError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
+from objkv.net.deadline import ends_s
 from objkv.tracing import NO_SPAN, Span, now_ns
 from objkv.transfer.job import LoadJob
-from objkv.transfer.lanes import Lane
+from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.plan import LoadMove
 from objkv.transfer.queue import FetchSpan, Task, opening_bytes, remaining, span_count
 from objkv.transfer.slabs import Slab, SlabPool
@@ -25,8 +27,8 @@ from objkv.transfer.sources import PayloadLayout
 
 _LENGTH_BYTES = 8
 _BURST_BYTES = 1 << 20
-"""Bytes of pages written between ``enter`` and ``leave``. This bounds how long closing a job waits,
-and lets small frames share the cost of the two calls."""
+"""Bytes of pages that a host lane copies between ``enter`` and ``leave``. This bounds how long
+closing a job waits, and lets small frames share the cost of the two calls."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
 
@@ -92,9 +94,9 @@ class PayloadTrace:
 class Decoder:
     """Decodes one span into the blocks of one move. Belongs to one thread.
 
-    A context manager, which holds slabs until the lane has copied everything. Raises
-    ``PayloadError`` for bytes that are not the expected payload, ``UnwantedError`` if the job no
-    longer allows writes, and ``TransferError`` if no slab is free.
+    A context manager. At its end it returns its slabs, which the pool keeps until the lane has
+    copied everything. Raises ``PayloadError`` for bytes that are not the expected payload,
+    ``UnwantedError`` if the job no longer allows writes, and ``TransferError`` if no slab is free.
     """
 
     def __init__(
@@ -114,6 +116,8 @@ class Decoder:
         self._lane, self._slabs, self._seal = lane, slabs, seal
         self._leased: list[Slab] = []
         self._placed: Any = None
+        self._decoded: list[memoryview] = []
+        self._mark: Mark | None = None
         self._scratch_at, self._busy_s = 0, 0.0
         self.trace = PayloadTrace(job, index)
         self.header = header = None if span is None else job.header(index)
@@ -125,7 +129,8 @@ class Decoder:
         """Whether the index record lists a copy in the hot store."""
         self._count = 1 if header else self._spans(record, cuts)
         self._span = span or self._opening()
-        self._layer = self._span.first  # the first one that is not in its blocks yet
+        self._layer = self._span.first  # the first one that is not decoded yet
+        self._written = self._span.first  # the first one that is not in its blocks yet
         self.seconds: float | None = None
         """The store's time for a whole payload, without decoding. None for a part of one."""
         self._started = monotonic()
@@ -140,11 +145,11 @@ class Decoder:
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self._lane.mark().wait()  # the slabs must not be reused before this
-        finally:
-            for slab in self._leased:
+        for slab in self._leased:
+            if self._mark is None:
                 slab.release()
+            else:
+                slab.release_after(self._mark)
 
     @property
     def buffer(self) -> memoryview:
@@ -173,7 +178,9 @@ class Decoder:
             until, end = self._span.start + nbytes, self._span.end
             ends = self.header.frames.ends
             while self._layer < end and ends[self._layer] <= until:
-                self._write_burst(self.header, until)
+                self._decode(self.header, until)
+                if not self._lane.per_span or self._layer == end:
+                    self._write()
         seconds = monotonic() - begun
         self._busy_s += seconds
         if begun_ns:
@@ -240,30 +247,50 @@ class Decoder:
             raise PayloadError(f"{header.nbytes} bytes, expected at most {len(payload)}")
         self.header = header
 
-    def _write_burst(self, header: Header, until: int) -> None:
+    def _decode(self, header: Header, until: int) -> None:
+        """Decode frames that are complete after the payload's first ``until`` bytes: all of them,
+        or as many as a host lane copies at once."""
+        if not self._job.wanted(self._index):
+            raise UnwantedError("the load was given up")
+        source, end, ends, nbytes = self._source, self._span.end, header.frames.ends, 0
+        while self._layer < end and ends[self._layer] <= until:
+            frame = self._layer
+            if frame in source.frames:  # other frames are layers of other ranks
+                scratch = None
+                if header.frames.codecs[frame] != "none":
+                    scratch = self._scratch(source.layer_bytes[frame])
+                self._decoded.append(frame_pages(header, frame, self._payload, scratch))
+                nbytes += source.layer_bytes[frame]
+            self._layer = frame + 1
+            if nbytes >= _BURST_BYTES and not self._lane.per_span:
+                return
+
+    def _write(self) -> None:
+        """Submit the decoded frames to the lane."""
         job, index, lane, source = self._job, self._index, self._lane, self._source
+        frames, self._decoded = self._decoded, []
+        first, self._written = self._written, self._layer
         if not job.enter(index):
             raise UnwantedError("the load was given up")
-        first, mark, written = self._layer, None, 0
-        ends, end, move = header.frames.ends, self._span.end, self._load.move
+        mark, layers = None, range(0)
         try:
-            if self._placed is None:
-                self._placed = lane.place(move.block_ids)
-            while written < _BURST_BYTES and self._layer < end and ends[self._layer] <= until:
-                frame = self._layer
-                if frame in source.frames:  # other frames are layers of other ranks
-                    scratch = None
-                    if header.frames.codecs[frame] != "none":
-                        scratch = self._scratch(source.layer_bytes[frame])
-                    pages = frame_pages(header, frame, self._payload, scratch)
-                    source.scatter(lane, frame, pages, move.first_block, self._placed)
-                    written += source.layer_bytes[frame]
-                self._layer = frame + 1  # last, because a frame that raised was not written
+            if frames:
+                if job.after is not None:
+                    lane.follow(job.after)
+                if self._placed is None:
+                    self._placed = source.place(lane, self._load.move)
+                begin = max(first, source.frames.start)
+                source.scatter(lane, begin, frames, self._load.move, self._placed)
+            layers = source.fills(range(first, self._written))
         finally:
             try:
-                mark = lane.mark()  # also after a fault: the lane may have work already
+                if frames:
+                    self._mark = mark = lane.mark()  # also after a fault: work may be submitted
+            except Exception:
+                self._leased.clear()  # nobody knows when the device has read them
+                raise
             finally:  # closing the job waits for this call
-                job.leave(index, source.fills(range(first, self._layer)), lane, mark)
+                job.leave(index, layers, lane, mark)
 
     def _scratch(self, nbytes: int) -> memoryview:
         """Return memory to decode a frame into, separate from the span's other frames."""
@@ -273,7 +300,8 @@ class Decoder:
         return memory[start : start + nbytes]
 
     def _lease(self) -> memoryview:
-        slab = self._slabs.lease()
+        job = self._job
+        slab = self._slabs.lease(ends_s(), wanted=lambda: job.wanted(self._index))
         self._leased.append(slab)
         return slab.view
 

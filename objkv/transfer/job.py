@@ -1,17 +1,23 @@
 """One load in progress: which moves succeeded or failed, and the fence around its blocks.
 
-The fence guarantees that this job writes into blocks only between ``enter`` and ``leave``, and
-never after ``close`` has returned. Blocks may therefore be reused as soon as the job is closed. No
-thread is on the network between ``enter`` and ``leave``.
+The fence guarantees that this job writes into blocks only between ``enter`` and ``leave``, and that
+no copy is left when ``poll`` or ``close`` has returned the outcome. Blocks may be reused from then
+on. No thread is on the network between ``enter`` and ``leave``.
 """
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from threading import Condition
+from time import monotonic, sleep
 
 from objkv.codec.payload import Header
 from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
+
+logger = logging.getLogger(__name__)
+_LOOK_S = 1e-3
 
 
 class LoadJob:
@@ -23,9 +29,12 @@ class LoadJob:
         filled: Sequence[range],
         deadline: float,
         clock: Callable[[], float],
+        after: Mark | None = None,
     ) -> None:
-        """``filled``: the rank's layers that each move fills."""
+        """``filled``: the rank's layers that each move fills. ``after``: a mark of the compute
+        stream that copies must follow, because earlier kernels may use these blocks."""
         self.plan = plan
+        self.after = after
         self.deadline = deadline
         """Time on ``clock``. Everything not loaded by then is a miss."""
         self.started = clock()
@@ -38,7 +47,6 @@ class LoadJob:
         self._headers: dict[int, Header] = {}
         self._filled = [(1 << r.stop) - (1 << r.start) for r in filled]
         self._written = [0] * len(plan.moves)  # one bit a layer
-        # A later mark of a lane covers all its earlier marks.
         self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
         self._last_marks: dict[Lane, Mark] = {}
         self._failed_chunk: int | None = None
@@ -83,10 +91,11 @@ class LoadJob:
         with self._changed:
             self._writing -= 1
             if mark is not None:
-                self._last_marks[lane] = mark
+                _add(self._last_marks, lane, mark)
                 for layer in layers:
                     self._written[index] |= 1 << layer
-                    self._marks.setdefault((group, layer), {})[lane] = mark
+                    if self.plan.sync:
+                        _add(self._marks.setdefault((group, layer), {}), lane, mark)
             self._wake()
 
     def opened(self, index: int, header: Header, spans_left: int) -> None:
@@ -134,7 +143,7 @@ class LoadJob:
         """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
-            return not any(self._wanted(self.plan.moves[i]) for i in self._unfinished)
+            return self._closed or not self._is_needed()
 
     def wait_over(self) -> None:
         """Block until every move that is still needed has succeeded or failed, or the deadline
@@ -157,13 +166,26 @@ class LoadJob:
                     self._fail_from(self.plan.moves[i].move.chunk)
             return list(self._marks.get((group, layer), {}).values())
 
-    def close(self) -> LoadOutcome:
+    def poll(self) -> LoadOutcome | None:
+        """Return the outcome if the load is over and none of its copies is left. Never waits. After
+        the first call on a load that is over, nothing more is written."""
+        with self._changed:
+            if not self._closed and self._is_needed():
+                return None
+            self._closed = True
+            if self._writing:
+                return None
+            for lane in [lane for lane, mark in self._last_marks.items() if mark.done()]:
+                del self._last_marks[lane]
+            return None if self._last_marks else self._outcome()
+
+    def close(self, seconds: float = math.inf) -> LoadOutcome:
         """Forbid further writes, wait for writes in progress and return the outcome.
 
-        It waits for copies, never for the network. For a load between steps it also waits until the
-        lanes' copies have finished. For a load within a step it makes the compute stream wait
-        for them instead, before anything else can touch these blocks, so the forward thread does
-        not wait for the device.
+        It never waits for the network. For a load within a step it makes the compute stream wait
+        for the lanes' copies, before anything else can touch these blocks, so the forward thread
+        does not wait for the device. For a load between steps it waits for them, for at most
+        ``seconds``.
         """
         with self._changed:
             self._closed = True
@@ -171,13 +193,17 @@ class LoadJob:
             self._changed.notify_all()
             marks, self._last_marks = self._last_marks, {}
             outcome = self._outcome()
+        end = monotonic() + seconds
         for mark in marks.values():
-            if mark.done():
-                continue
             if self.plan.sync:
-                mark.hold_compute()
-            else:
-                mark.wait()
+                if not mark.done():
+                    mark.hold_compute()
+                continue
+            while not mark.done():
+                if monotonic() >= end:
+                    logger.error("copies of loads did not finish on the device, going on")
+                    return outcome
+                sleep(_LOOK_S)
         return outcome
 
     def ended(self, outcome: LoadOutcome) -> None:
@@ -256,6 +282,9 @@ class LoadJob:
         if self._failed_chunk is None or chunk < self._failed_chunk:
             self._failed_chunk = chunk
 
+    def _is_needed(self) -> bool:
+        return any(self._wanted(self.plan.moves[i]) for i in self._unfinished)
+
     def _wanted(self, load: LoadMove) -> bool:
         if self._closed or self._clock() >= self.deadline:
             return False
@@ -274,3 +303,11 @@ class LoadJob:
             if load.move.chunk >= first
             for block in load.move.block_ids
         )
+
+
+def _add(marks: dict[Lane, Mark], lane: Lane, mark: Mark) -> None:
+    """Keep the later of two marks of a lane, which covers the earlier one. Threads that share a
+    lane may report their marks in another order."""
+    known = marks.get(lane)
+    if known is None or mark.number >= known.number:
+        marks[lane] = mark

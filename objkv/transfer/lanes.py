@@ -1,18 +1,17 @@
-"""Lanes copy pages between a slab and the paged cache, and their marks show when copies are done.
+"""Lanes copy pages between slabs and the paged cache, and their marks show when copies are done.
 
-A CUDA lane is a separate stream: its copies run concurrently with the model's kernels, ordered by
-events. A host lane copies at once. A lane belongs to one thread at a time.
+A host lane, which is here, copies at once. A device lane is a stream of its own, see
+``objkv.transfer.devices``: its copies run concurrently with the model's kernels, ordered by events.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-
-from objkv.errors import ConfigError
 
 # Recasting turns pages of one shape into pages of another, as views if possible. Pages are
 # ``[blocks, heads, block_size, content]``, with each token's content of each head contiguous, so
@@ -64,61 +63,136 @@ def deal_tokens(pages: PagesT, block_size: int) -> PagesT:
 
 
 Pages = np.ndarray[Any, np.dtype[Any]]
-"""Pages of one layer, ``[n, heads, block_size, content]``, in host memory, pinned for a CUDA
-lane."""
+"""Pages of one layer, ``[n, heads, block_size, content]`` words, in host memory, pinned for a
+device lane."""
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Integer types by size. Pages are copied as integers, because numpy has neither bf16 nor fp8, and
+torch copies fp8 by index only on some devices."""
+ARRAY_WORDS = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16}
+ARRAY_WORDS[torch.uint8] = np.uint8
+"""The same integer types in numpy."""
 _RUNS_MAX = 16
 """Up to this many runs of consecutive blocks are copied one by one. A call costs 0.4 us and lets
 other threads run in between, unlike one call for all runs."""
-_URGENT, _LEISURELY = -1, 0
-"""Priorities of CUDA streams. A step may wait for a load, but nothing waits for a save."""
+
+
+def as_words(cache: torch.Tensor) -> torch.Tensor:
+    """Return a view of ``cache`` as the largest integers that its layout allows, because index
+    kernels take time per element. The last dimension shrinks accordingly."""
+    size = cache.element_size()
+    cuts = (cache.shape[-1], cache.storage_offset(), *cache.stride()[:-1])
+    for nbytes, word in _WORDS.items():
+        fits = nbytes > size and cache.stride(-1) == 1
+        if nbytes == size or (fits and all(cut * size % nbytes == 0 for cut in cuts)):
+            return cache.view(word)
+    raise AssertionError(cache.dtype)
+
+
+class PagedLayers:
+    """Some layers of a paged cache, as lanes and kernels address them. vLLM owns the memory."""
+
+    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
+        """``caches``: ``[num_blocks, heads, block_size, content]`` integer words of each layer, in
+        any physical order."""
+        self.caches = tuple(caches)
+        self.nbytes = tuple(c[0].numel() * c.element_size() for c in self.caches)
+        """Bytes of one block of each layer."""
+        self._cuts: dict[tuple[int, int], PagedLayers] = {}
+
+    def __len__(self) -> int:
+        return len(self.caches)
+
+    def cut(self, layers: range) -> "PagedLayers":
+        """Return these layers only. The same object for the same range."""
+        key = layers.start, layers.stop
+        if key == (0, len(self.caches)):
+            return self
+        if key not in self._cuts:
+            self._cuts[key] = PagedLayers(self.caches[layers.start : layers.stop])
+        return self._cuts[key]
+
+    @cached_property
+    def runs(self) -> tuple[range, ...]:
+        """Ranges of consecutive layers with one shape, strides and dtype, which is almost always
+        all of them. Kernels take one range at a time."""
+        forms = [(c.shape, c.stride(), c.dtype) for c in self.caches]
+        starts = [at for at in range(len(forms)) if not at or forms[at] != forms[at - 1]]
+        return tuple(range(a, b) for a, b in pairwise([*starts, len(forms)]))
+
+    @cached_property
+    def has_whole_blocks(self) -> bool:
+        """Whether the bytes of each block of a layer are contiguous: HND, MLA, or one head."""
+        return all(cache[:1].is_contiguous() for cache in self.caches)
+
+    @cached_property
+    def addresses(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Address of block 0 of each layer, ``[layers]`` int64."""
+        return np.array([cache.data_ptr() for cache in self.caches], dtype=np.int64)
+
+    @cached_property
+    def pointers(self) -> torch.Tensor:
+        """The same addresses in the memory of the layers' device. The upload blocks, so it is done
+        before the first request, by the self-test."""
+        return torch.from_numpy(self.addresses).to(self.caches[0].device)
 
 
 class Mark(Protocol):
-    """A point in a lane's work."""
+    """A point in the work of a lane, or of the compute stream."""
+
+    number: int
+    """Grows within one lane. A later mark of a lane covers all its earlier ones."""
 
     def done(self) -> bool:
         """Whether all work before the mark has finished. Does not wait."""
 
     def wait(self) -> None:
-        """Block this thread until all work before the mark has finished. Releases the GIL."""
+        """Block this thread until all work before the mark has finished. Releases the GIL. Only
+        for shutdown and self-tests, because a device that hangs never returns."""
 
     def hold_compute(self) -> None:
         """Make the current compute stream wait for the mark. The calling thread does not wait."""
 
 
 class Lane(Protocol):
-    """Copies pages. Arguments must stay alive and unchanged until a later mark is done."""
+    """Copies pages. Thread-safe. Pages must stay alive and unchanged until a later mark is done."""
+
+    per_span: bool
+    """Whether to pass all layers of a span to ``scatter`` at once, because each call costs a
+    launch. If not, layers are better copied as they arrive, while they are in the CPU's cache."""
 
     def adopt_thread(self) -> None:
         """Prepare the calling thread. Each thread that uses the lane or its marks calls it once."""
 
-    def follow_compute(self) -> None:
-        """Order the lane's next work after all work submitted to the current compute stream."""
+    def mark_compute(self) -> Mark:
+        """Return a mark after all work submitted so far to the current compute stream."""
+
+    def follow(self, mark: Mark) -> None:
+        """Order the lane's next work after ``mark``."""
 
     def place(self, block_ids: Sequence[int]) -> Any:
-        """Convert ``n`` block ids for ``scatter`` and ``gather`` of this lane, so that they are
-        uploaded once for all layers. The result has length ``n`` and does not expire."""
+        """Convert ``n`` block ids for ``scatter`` and ``gather`` of this lane. The result has
+        length ``n`` and does not expire."""
 
     def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: Any, recast: Recast | None = None
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: Any,
+        recast: Recast | None = None,
     ) -> None:
-        """Write ``pages`` into ``cache`` at the placed block ids.
+        """Write ``pages`` into blocks.
 
         Args:
-            pages: an array, because making a tensor from bytes takes twice as long.
-            cache: ``[num_blocks, heads, block_size, content]``, any strides, one layer or some of
-                its heads, with the dtype of ``pages``.
+            pages: one array per layer of ``layers``, as words of its cache.
             placed: ``n`` block ids, all different, from ``place``.
             recast: turns ``pages`` into the ``n`` pages to write. If that needs a copy, the copy is
-                on the device of ``cache``. None: ``pages`` are written unchanged.
+                on the device of the caches. None: ``pages`` are written unchanged.
         """
 
-    def gather(self, cache: torch.Tensor, placed: Any, pages: Sequence[torch.Tensor]) -> None:
-        """Write ``cache`` at the placed block ids into ``pages``.
-
-        ``pages`` has one piece per chunk, ``[blocks of the chunk, heads, block_size, content]``.
-        Together they are as long as ``placed``.
-        """
+    def gather(self, layers: PagedLayers, placed: Any, pages: Sequence[torch.Tensor]) -> None:
+        """Copy blocks into ``pages``: one uint8 tensor per chunk, at least as long as the chunk,
+        which receives all its blocks of the first layer, then of the second, and so on. ``placed``
+        has the blocks of all chunks, the same number for each."""
 
     def mark(self) -> Mark:
         """Return a mark after all work submitted to the lane so far."""
@@ -126,6 +200,8 @@ class Lane(Protocol):
 
 class HostMark:
     """The mark of a host lane, whose work is done when the call returns."""
+
+    number = 0
 
     def done(self) -> bool:
         """Return True."""
@@ -141,7 +217,7 @@ class HostMark:
 _DONE = HostMark()
 
 
-class HostBlocks:
+class BlockRuns:
     """Block ids, and the runs of consecutive ids among them."""
 
     def __init__(self, block_ids: Sequence[int]) -> None:
@@ -162,18 +238,29 @@ class HostBlocks:
 class HostLane:
     """Copies within host memory, in the calling thread."""
 
+    per_span = False
+
     def adopt_thread(self) -> None:
         """Do nothing: any thread can use the lane."""
 
-    def follow_compute(self) -> None:
-        """Do nothing: on the CPU the forward pass has ended, or its thread is in this call."""
+    def mark_compute(self) -> Mark:
+        """Return a mark that is done: on the CPU the forward pass has ended, or its thread is in
+        this call."""
+        return _DONE
 
-    def place(self, block_ids: Sequence[int]) -> HostBlocks:
+    def follow(self, mark: Mark) -> None:
+        """Do nothing, see ``mark_compute``."""
+
+    def place(self, block_ids: Sequence[int]) -> BlockRuns:
         """See ``Lane.place``."""
-        return HostBlocks(block_ids)
+        return BlockRuns(block_ids)
 
     def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: HostBlocks, recast: Recast | None = None
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: BlockRuns,
+        recast: Recast | None = None,
     ) -> None:
         """See ``Lane.scatter``.
 
@@ -182,142 +269,50 @@ class HostLane:
         2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
         threads.
         """
-        array = cache.numpy()
-        if recast is not None:
-            pages = recast(pages)
-        assert len(pages) == len(placed.ids)  # otherwise a single page would be broadcast
-        if len(placed.runs) > _RUNS_MAX:
-            array[list(placed.ids)] = pages
-            return
-        for block, at, count in placed.runs:
-            if block > len(array) - count:  # slicing would silently shorten the range
-                raise IndexError(f"block {block + count - 1} of {len(array)}")
-            np.copyto(array[block : block + count], pages[at : at + count])
+        for given, cache in zip(pages, layers.caches, strict=True):
+            array = cache.numpy()
+            if recast is not None:
+                given = recast(given)
+            assert len(given) == len(placed.ids)  # otherwise a single page would be broadcast
+            if len(placed.runs) > _RUNS_MAX:
+                array[list(placed.ids)] = given
+                continue
+            for block, at, count in placed.runs:
+                if block > len(array) - count:  # slicing would silently shorten the range
+                    raise IndexError(f"block {block + count - 1} of {len(array)}")
+                np.copyto(array[block : block + count], given[at : at + count])
 
-    def gather(
-        self, cache: torch.Tensor, placed: HostBlocks, pages: Sequence[torch.Tensor]
-    ) -> None:
+    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``.
 
         Copies piece by piece in this thread. torch's ``index_select`` would use the threads that
         the model computes with and wait for them: up to a second for 128 MiB while they are busy,
         against 50 ms here (2 cores, 2026-11-21).
         """
-        source, runs = cache.numpy(), iter(placed.runs)
-        block, left = 0, 0
-        for piece in pages:
-            target, at = piece.numpy(), 0
-            while at < len(target):
-                if not left:
-                    block, _, left = next(runs)
-                    if block > len(source) - left:
-                        raise IndexError(f"block {block + left - 1} of {len(source)}")
-                count = min(left, len(target) - at)
-                np.copyto(target[at : at + count], source[block : block + count])
-                at, block, left = at + count, block + count, left - count
+        each = len(placed) // len(pages)
+        offset = 0
+        for cache, nbytes in zip(layers.caches, layers.nbytes, strict=True):
+            end = offset + each * nbytes
+            shape = (each, *cache.shape[1:])
+            pieces = [part[offset:end].view(cache.dtype).view(shape) for part in pages]
+            _gather_layer(cache.numpy(), placed, [piece.numpy() for piece in pieces])
+            offset = end
 
     def mark(self) -> Mark:
         """Return a mark that is done."""
         return _DONE
 
 
-class CudaMark:
-    """An event on a lane's stream."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        # Use a blocking event: the default spins a core that the engine may need, until the
-        # model's earlier kernels have finished.
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record(stream)
-
-    def done(self) -> bool:
-        """Whether the event has passed."""
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        """Block this thread until the event has passed."""
-        self._event.synchronize()
-
-    def hold_compute(self) -> None:
-        """Make the current stream wait for the event."""
-        torch.cuda.current_stream().wait_event(self._event)
-
-
-class CudaLane:
-    """A separate stream on ``device``, which also owns its block tables and staging memory.
-
-    ``urgent``: its copies and kernels run before those of other streams, such as the model's.
-    """
-
-    def __init__(self, device: torch.device, *, urgent: bool) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=_URGENT if urgent else _LEISURELY)
-        self._staging: torch.Tensor | None = None
-
-    def adopt_thread(self) -> None:
-        """Select the device. A new thread is on device 0, and would open a context there for every
-        other rank."""
-        torch.cuda.set_device(self._device)
-
-    def follow_compute(self) -> None:
-        """See ``Lane.follow_compute``."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def place(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """See ``Lane.place``."""
-        # A copy from unpinned memory would wait for the whole lane, and so the forward thread would
-        # wait for the model's kernels. PyTorch keeps the pinned memory until the copy is done.
-        with torch.cuda.stream(self._stream):
-            ids = torch.tensor(block_ids, dtype=torch.int64).pin_memory()
-            return ids.to(self._device, non_blocking=True)
-
-    def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: torch.Tensor, recast: Recast | None = None
-    ) -> None:
-        """See ``Lane.scatter``. One PCIe copy per layer into staging memory, then one kernel."""
-        given = torch.from_numpy(pages)
-        with torch.cuda.stream(self._stream):
-            staged = self._staged(given.shape, given.dtype)
-            staged.copy_(given, non_blocking=True)
-            cache.index_copy_(0, placed, staged if recast is None else recast(staged))
-
-    def gather(
-        self, cache: torch.Tensor, placed: torch.Tensor, pages: Sequence[torch.Tensor]
-    ) -> None:
-        """See ``Lane.gather``. One kernel copies all blocks into staging memory, then there is one
-        PCIe copy per piece."""
-        with torch.cuda.stream(self._stream):
-            staged = self._staged(torch.Size((len(placed), *cache.shape[1:])), cache.dtype)
-            torch.index_select(cache, 0, placed, out=staged)
-            at = 0
-            for piece in pages:
-                piece.copy_(staged[at : at + len(piece)], non_blocking=True)
-                at += len(piece)
-
-    def mark(self) -> Mark:
-        """Record an event after all work submitted so far."""
-        return CudaMark(self._stream)
-
-    def _staged(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return device memory of that form. Calls share it: work on a stream runs in order, so the
-        next use writes after the previous one has read."""
-        nbytes = shape.numel() * dtype.itemsize
-        if self._staging is None or self._staging.numel() < nbytes:
-            self._staging = None  # free it first, so that both need not fit at once
-            self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._staging[:nbytes].view(dtype).view(shape)
-
-
-def open_lane(device: torch.device, *, urgent: bool = False) -> Lane:
-    """Return a lane for caches on ``device``. Raises ``ConfigError`` for an unsupported device.
-
-    ``urgent``: the forward pass may wait for its copies.
-    """
-    if device.type == "cuda":
-        return CudaLane(device, urgent=urgent)
-    if device.type == "cpu":
-        return HostLane()
-    raise ConfigError(
-        f"objkv supports CUDA and CPU but not {device.type}: run the model without the objkv "
-        "connector"
-    )
+def _gather_layer(source: Pages, placed: BlockRuns, pieces: Sequence[Pages]) -> None:
+    runs = iter(placed.runs)
+    block, left = 0, 0
+    for target in pieces:
+        at = 0
+        while at < len(target):
+            if not left:
+                block, _, left = next(runs)
+                if block > len(source) - left:
+                    raise IndexError(f"block {block + left - 1} of {len(source)}")
+            count = min(left, len(target) - at)
+            np.copyto(target[at : at + count], source[block : block + count])
+            at, block, left = at + count, block + count, left - count

@@ -2,7 +2,8 @@
 
 A block is loaded only if its last byte was verified and its payload is as long as its header
 states. Any fault fails the move and all later chunks of the same plan. Nothing here raises into the
-caller's thread.
+caller's thread. No thread sleeps until a device has finished: the slabs and the outcomes of loads
+between steps are released by polling.
 """
 
 import logging
@@ -19,7 +20,7 @@ from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.fetch import Cuts, Decoder, UnwantedError, claim_of
 from objkv.transfer.job import LoadJob
-from objkv.transfer.lanes import Lane
+from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.queue import Task, TaskQueue
@@ -28,6 +29,9 @@ from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
 
+_COPIES_S = 1.0
+"""How long ``close`` waits for copies to the device, which write into blocks."""
+_LOOK_S = 2e-4
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its deadline: it then goes before others."""
 
@@ -69,7 +73,8 @@ class Loader:
         tracing: Tracing = NO_TRACING,
     ) -> None:
         """``wide``: slabs for payloads of other shapes that do not fit into ``slabs``. Without it
-        such payloads are misses."""
+        such payloads are misses. ``lane_for_thread``: returns the lane of one more thread, which
+        may be that of others, too."""
         self._cache = cache
         self._last_layers = {g: len(group.layers) - 1 for g, group in groups.items()}
         self._layouts = PayloadLayouts(groups)
@@ -83,20 +88,28 @@ class Loader:
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
         self._queue = TaskQueue(limits.queue_max, overdue_s=limits.deadline_s * _OVERDUE_SHARE)
-        self._lanes = [lane_for_thread() for _ in range(limits.threads)]
-        self._threads = [self._start_thread(i, lane) for i, lane in enumerate(self._lanes)]
+        lanes = [lane_for_thread() for _ in range(limits.threads)]
+        self._lane = lanes[0]
+        self._threads = [self._start_thread(i, lane) for i, lane in enumerate(lanes)]
 
-    def submit(self, plan: LoadPlan) -> None:
-        """Start a plan. ``take_finished`` returns its outcome. Never waits, never raises."""
+    def mark_compute(self) -> Mark:
+        """Return a mark after all work submitted so far to the current compute stream."""
+        return self._lane.mark_compute()
+
+    def submit(self, plan: LoadPlan, after: Mark | None = None) -> None:
+        """Start a plan. ``take_finished`` returns its outcome. Never waits, never raises.
+
+        ``after``: a mark from before the forward pass of this step. By default copies follow
+        everything that was submitted so far, and so the whole forward pass if it has begun.
+        """
         plan = self._layouts.spread(plan)
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
         filled = [self._layouts.of(load).filled for load in plan.moves]
-        job = LoadJob(plan, filled, deadline, self._clock)
+        after = after or self.mark_compute()  # earlier kernels may still use these blocks
+        job = LoadJob(plan, filled, deadline, self._clock, after)
         job.span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
         assert plan.request_id not in self._jobs
-        for lane in self._lanes:
-            lane.follow_compute()  # earlier kernels may still use these blocks
         self._jobs[plan.request_id] = job  # nothing raises from here on: one outcome per plan
         taken = 0 if self._is_stuck() else self._queue.add(job)
         if taken < len(plan.moves):
@@ -120,17 +133,22 @@ class Loader:
     def wait_over(self, seconds: float) -> None:
         """Block until a load between steps is over, for at most ``seconds``. For a thread with
         nothing to compute."""
-        self._over.clear()
-        if not any(job.is_over() for job in self._jobs.values() if not job.plan.sync):
-            self._over.wait(seconds)
+        end = monotonic() + seconds
+        while (left_s := end - monotonic()) > 0:
+            self._over.clear()
+            jobs = [job for job in self._jobs.values() if not job.plan.sync]
+            if any(job.poll() for job in jobs):
+                return
+            # Copies to a device end without a call, so they are polled.
+            self._over.wait(min(left_s, _LOOK_S) if any(j.is_over() for j in jobs) else left_s)
 
     def take_finished(self, *, sync: bool) -> list[LoadOutcome]:
         """Return the outcomes of plans that ended since the last call, each once.
 
         ``sync`` selects loads within the step, for which this waits up to their deadlines, or loads
-        between steps. The engine takes the two in different places.
+        between steps, for which it never waits. The engine takes the two in different places.
         """
-        outcomes = []
+        outcomes: list[LoadOutcome] = []
         for request_id, job in list(self._jobs.items()):
             if job.plan.sync != sync:
                 continue
@@ -138,9 +156,9 @@ class Loader:
                 for group, last in self._last_layers.items():
                     job.wait_layer(group, last)
                 job.wait_over()
-            elif not job.is_over():
+            outcome = job.close() if sync else job.poll()
+            if outcome is None:
                 continue
-            outcome = job.close()
             del self._jobs[request_id]
             self._count(job, outcome)
             outcomes.append(outcome)
@@ -154,7 +172,7 @@ class Loader:
         """
         self._queue.close()
         for job in self._jobs.values():
-            job.ended(job.close())
+            job.ended(job.close(_COPIES_S))
         if left := join_all(self._threads, self._limits.join_s):
             logger.warning("loads still on the network at shutdown threads=%s", ",".join(left))
 

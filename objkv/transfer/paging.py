@@ -3,20 +3,23 @@
 Source of the shape: vLLM 0.31-0.33, ``register_kv_caches``. The dimensions are blocks, heads, block
 size and content (K and V fused), in any physical order. Only whole blocks are copied: on the CPU
 the layout inside a block is private to the attention kernel.
+
+Some attention kernels divide each of vLLM's blocks into smaller ones, and vLLM registers views of
+those. If their memory allows it, they are viewed as whole blocks again. If not (HND), the group's
+pages have the kernel's block size.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
 
-import numpy as np
 import torch
 
 from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.topology import RankShard
-from objkv.transfer.lanes import Lane
+from objkv.transfer.lanes import Lane, PagedLayers, as_words
 
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
@@ -66,13 +69,6 @@ class GroupShape:
 
 NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
 """No layer is quantised."""
-_GATHER_CHUNKS_MAX = 16
-_GATHER_BYTES_MAX = 32 << 20
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Integer types by element size. Pages are copied as integers, because numpy has neither bf16 nor
-fp8, and torch copies fp8 by index only on some devices."""
-ARRAY_WORDS = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
-"""The same integer types in numpy."""
 
 
 class PagedGroup:
@@ -87,7 +83,14 @@ class PagedGroup:
     ) -> None:
         """``quantised``: layers whose element type or scales differ from their tensor's dtype."""
         assert len(caches) == len(shape.layers)
+        caches = [_whole_blocks(cache, shape.block_size) for cache in caches]
+        self.split = _split(shape, caches[0])
+        """Blocks of the kernel per block of vLLM. 1 unless it divides them in HND."""
+        if self.split > 1:
+            size = shape.block_size // self.split
+            shape = replace(shape, blocks=shape.blocks * self.split, block_size=size)
         self.shape = shape
+        """The shape in blocks of the kernel."""
         self.layers = tuple(
             _layer_spec(name, cache, shape, quantised.get(name))
             for name, cache in zip(shape.layers, caches, strict=True)
@@ -95,12 +98,13 @@ class PagedGroup:
         """The layers that a payload of this group must contain, in forward order."""
         self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
         """Decoded bytes of each layer's pages in a payload."""
-        self._caches = tuple(cache.view(_WORDS[cache.element_size()]) for cache in caches)
+        self.pages = PagedLayers([as_words(cache) for cache in caches])
+        """Each layer's ``[num_blocks, heads, block_size, content]`` as integer words."""
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
-        return self._caches[0].device
+        return self.caches[0].device
 
     @property
     def raw_bytes(self) -> int:
@@ -108,47 +112,48 @@ class PagedGroup:
         return sum(self.layer_bytes)
 
     @property
-    def gather_chunks_max(self) -> int:
-        """How many chunks to pass to ``gather_many`` at once, at least one.
-
-        One kernel gathers one layer of all of them. The lane stages that layer in device memory,
-        which vLLM has mostly taken, so there is also a bound in bytes.
-        """
-        fitting = _GATHER_BYTES_MAX // max(self.layer_bytes)
-        return max(1, min(_GATHER_CHUNKS_MAX, fitting))
-
-    @property
     def caches(self) -> tuple[torch.Tensor, ...]:
-        """Each layer's ``[num_blocks, heads, block_size, content]``, as integers of the element
-        size."""
-        return self._caches
+        """The tensors of ``pages``."""
+        return self.pages.caches
 
-    def gather_many(
+    def blocks(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return the kernel's blocks that vLLM's blocks consist of."""
+        if self.split == 1:
+            return block_ids
+        return [b * self.split + part for b in block_ids for part in range(self.split)]
+
+    def gather(
         self, lane: Lane, block_ids: Sequence[Sequence[int]], pages: Sequence[torch.Tensor]
-    ) -> list[list[memoryview]]:
-        """Write all layers of each chunk's blocks into its pages, one layer after the other.
+    ) -> None:
+        """Copy all layers of each chunk into its pages, one layer after the other.
 
         Args:
-            block_ids: the block ids of each chunk.
-            pages: per chunk ``[>= raw_bytes]`` uint8, host memory, pinned when the lane is CUDA.
-
-        Returns:
-            A view of the bytes of each chunk and layer. They are valid when a later mark is done.
+            block_ids: vLLM's blocks of each chunk.
+            pages: per chunk ``[>= raw_bytes]`` uint8 in host memory, pinned for a device lane.
+                They are complete when a later mark is done.
         """
         assert len(block_ids) == len(pages)
-        if not pages:
-            return []
-        placed = lane.place(list(chain.from_iterable(block_ids)))
-        views: list[list[memoryview]] = [[] for _ in pages]
-        offset = 0
-        for cache, layer in zip(self._caches, self.layers, strict=True):
-            pieces = [part[offset : offset + layer.nbytes] for part in pages]
-            shaped = [piece.view(cache.dtype).view(layer.shape) for piece in pieces]
-            lane.gather(cache, placed, shaped)
-            for view, piece in zip(views, pieces, strict=True):
-                view.append(piece.numpy().data)
-            offset += layer.nbytes
-        return views
+        placed = lane.place(self.blocks(list(chain.from_iterable(block_ids))))
+        lane.gather(self.pages, placed, pages)
+
+
+def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """View kernel blocks ``[n, heads, size, content]`` as blocks of ``block_size`` tokens if the
+    tokens of a block follow one another at one distance. Otherwise return ``cache``."""
+    if cache.dim() != 4:
+        return cache
+    count, heads, size, content = cache.shape
+    ratio = block_size // size
+    if ratio * size != block_size or count % ratio or cache.stride(0) != size * cache.stride(2):
+        return cache
+    strides = (cache.stride(0) * ratio, *cache.stride()[1:])
+    return cache.as_strided((count // ratio, heads, block_size, content), strides)
+
+
+def _split(shape: GroupShape, cache: torch.Tensor) -> int:
+    if cache.dim() != 4 or shape.block_size % cache.shape[2]:
+        return 1
+    return shape.block_size // int(cache.shape[2])
 
 
 def _layer_spec(
@@ -193,7 +198,6 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
         return  # too few to serve a request
     written = [blocks - 1, max(1, blocks // 2)][: blocks - 1]
     watched = sorted({b for w in written for b in (w - 1, w, w + 1) if 0 <= b < blocks})
-    lane.follow_compute()
     before = [cache[watched].clone() for cache in group.caches]
     try:
         _check(group, lane, written, watched)
@@ -203,21 +207,22 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
 
 
 def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]) -> None:
-    placed = lane.place(written)
     neighbours = [block for block in watched if block not in written]
     untouched = [cache[neighbours].cpu() for cache in group.caches]
-    patterns = [_pattern(cache, layer, len(written)) for layer, cache in enumerate(group.caches)]
-    for cache, pattern in zip(group.caches, patterns, strict=True):
-        lane.scatter(pattern.numpy(), cache, placed)
-    lane.mark().wait()
+    placed = lane.place(written)
+    nbytes = len(written) * sum(group.pages.nbytes)
+    pinned = group.device.type != "cpu"
+    given, back = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    patterns = _patterns(group.caches, given, len(written))
+    lane.follow(lane.mark_compute())
+    lane.scatter([pattern.numpy() for pattern in patterns], group.pages, placed)
+    lane.gather(group.pages, placed, [back])
+    lane.mark().wait()  # plain indexing below is on another stream
     for layer, (cache, pattern) in enumerate(zip(group.caches, patterns, strict=True)):
-        back = torch.empty_like(pattern, pin_memory=cache.is_cuda)
-        lane.gather(cache, placed, [back])
-        lane.mark().wait()
         seen = cache[written].cpu()
         beside = cache[neighbours].cpu()
         if not (
-            torch.equal(back, pattern)
+            torch.equal(back, given)
             and torch.equal(seen, pattern)
             and torch.equal(beside, untouched[layer])
         ):
@@ -229,9 +234,17 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
             )
 
 
-def _pattern(cache: torch.Tensor, layer: int, blocks: int) -> torch.Tensor:
-    """Return ``[blocks, heads, block_size, content]`` on the host, different for each layer."""
-    generator = torch.Generator().manual_seed(layer + 1)
-    bounds = torch.iinfo(cache.dtype)
-    shape = (blocks, *cache.shape[1:])
-    return torch.randint(bounds.min, bounds.max, shape, dtype=cache.dtype, generator=generator)
+def _patterns(
+    caches: Sequence[torch.Tensor], memory: torch.Tensor, blocks: int
+) -> list[torch.Tensor]:
+    """Return ``[blocks, heads, block_size, content]`` per layer, consecutive in ``memory``,
+    different for each layer."""
+    patterns, start = [], 0
+    for layer, cache in enumerate(caches):
+        shape = (blocks, *cache.shape[1:])
+        end = start + blocks * cache[0].numel() * cache.element_size()
+        piece = memory[start:end]
+        piece.random_(0, 256, generator=torch.Generator().manual_seed(layer + 1))
+        patterns.append(piece.view(cache.dtype).view(shape))
+        start = end
+    return patterns

@@ -163,7 +163,7 @@ class Saver:
         Returns (request id, chunk) of each dropped chunk. The blocks must not change until
         ``left_device`` returns True for their request, or ``fence`` was called.
         """
-        self._lane.follow_compute()
+        self._lane.follow(self._lane.mark_compute())
         dropped: set[tuple[str, int]] = set()
         taken: dict[int, list[SavedChunk]] = {}
         room = self._limits.queue_max - self._pool.waiting
@@ -185,10 +185,8 @@ class Saver:
                     room -= 1
                 else:
                     dropped.add(self._drop(plan.request_id, save, key))
-        for number, chunks in taken.items():
-            at_once = self._groups[number].gather_chunks_max
-            for start in range(0, len(chunks), at_once):
-                dropped |= self._gather(chunks[start : start + at_once])
+        for chunks in taken.values():
+            dropped |= self._gather(chunks)
         return dropped
 
     def fence(self) -> None:
@@ -248,7 +246,8 @@ class Saver:
     def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> SavedChunk | None:
         move = save.move
         assert move.first_block == 0
-        assert len(move.block_ids) == self._groups[key.group].shape.blocks
+        group = self._groups[key.group]
+        assert len(move.block_ids) * group.split == group.shape.blocks
         if self._pool.is_closed:
             return None
         try:
@@ -264,7 +263,7 @@ class Saver:
         block_ids = [c.move.move.block_ids for c in chunks]
         try:
             pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
-            group.gather_many(self._lane, block_ids, pages)
+            group.gather(self._lane, block_ids, pages)
             mark = self._lane.mark()
         except Exception:  # such as no memory for staging: a drop, as without a slab
             logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})

@@ -5,7 +5,9 @@ drop. Only the slabs for payloads of other shapes, which are few and may be huge
 """
 
 import logging
+import math
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -13,6 +15,7 @@ from typing import Generic, Self, TypeVar
 import torch
 
 from objkv.errors import TransferError
+from objkv.transfer.lanes import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,11 @@ class Slab:
         assert not self._released
         self._released = True
         self._pool.take_back(self.tensor)
+
+    def release_after(self, mark: Mark) -> None:
+        """Return the slab when the mark is done."""
+        mark.wait()
+        self.release()
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +111,7 @@ class SlabPool:
         """Whether free and leased slabs have always added up to the total."""
         return self._adds_up
 
-    def lease(self) -> Slab:
+    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = bool) -> Slab:
         """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``; never
         waits."""
         with self._lock:

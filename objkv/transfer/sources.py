@@ -5,18 +5,19 @@ divide the same tokens into other blocks. A ``PayloadLayout`` describes the fram
 must have, and maps them to the rank's pages. A payload that differs from its layout is refused.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Any
 
 import numpy as np
+import torch
 
 from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
 from objkv.keys.topology import Part, Shard, cover
-from objkv.transfer.lanes import Lane, Recast
-from objkv.transfer.paging import ARRAY_WORDS, PagedGroup
-from objkv.transfer.plan import LoadMove, LoadPlan
+from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 
 _KEPT_MAX = 1024
 """Bound of cached layouts and covers. A fleet has few shapes, but an index may contain anything."""
@@ -48,8 +49,8 @@ class PayloadLayout:
         heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
         self._room = (-1, 0)
         self._resized: dict[int, PayloadLayout] = {}
-        caches = [group.caches[layer] for layer in self.filled]
-        self._targets = caches if is_own else [cache[:, heads] for cache in caches]
+        ours = group.pages.cut(self.filled)
+        self._pages = ours if is_own else PagedLayers([c[:, heads] for c in ours.caches])
 
     def payload_bytes_max(self, tokens: int) -> int:
         """Return the largest size of a payload with ``tokens`` token ids, in any codec."""
@@ -64,29 +65,38 @@ class PayloadLayout:
         first, end = frames.start - skipped, frames.stop - skipped
         return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
 
+    def place(self, lane: Lane, move: ChunkMove) -> Any:
+        """Convert the move's block ids for ``scatter``."""
+        return lane.place(self._group.blocks(move.block_ids))
+
     def scatter(
-        self, lane: Lane, frame: int, pages: memoryview, first_block: int, placed: Any
+        self, lane: Lane, first: int, frames: Sequence[memoryview], move: ChunkMove, placed: Any
     ) -> None:
-        """Write the rank's part of one frame into its blocks.
+        """Write the rank's part of consecutive frames into the move's blocks.
 
         Args:
-            frame: one of ``frames``.
-            pages: the frame's raw, verified bytes. Must stay alive until the lane's next mark is
+            first: the first of the frames, all of which are in ``self.frames``.
+            frames: the raw, verified bytes of each. Must stay alive until the lane's next mark is
                 done.
-            first_block: index of the first block to write, in blocks of the rank's size.
-            placed: block ids to write, from ``lane.place``.
+            placed: the move's blocks, from ``place``.
         """
-        target, shape = self._targets[frame - self.frames.start], self.layers[frame].shape
-        array = np.frombuffer(pages, ARRAY_WORDS[target.dtype]).reshape(shape)
-        count = len(placed)
-        if self._recasts:
-            recast = Recast(self._heads, self._group.shape.block_size, first_block, count)
-            lane.scatter(array, target, placed, recast)
+        start = first - self.frames.start
+        layers = self._pages.cut(range(start, start + len(frames)))
+        pages = [
+            self._array(first + i, data, cache.dtype)
+            for i, (data, cache) in enumerate(zip(frames, layers.caches, strict=True))
+        ]
+        count, skipped = len(placed), move.first_block * self._group.split
+        if not self._recasts and count == len(pages[0]):
+            lane.scatter(pages, layers, placed)
             return
-        if count != shape[0]:
-            assert first_block + count <= shape[0]  # otherwise a single page would be broadcast
-            array = array[first_block : first_block + count]
-        lane.scatter(array, target, placed)
+        recast = Recast(self._heads, self._group.shape.block_size, skipped, count)
+        lane.scatter(pages, layers, placed, recast)
+
+    def _array(self, frame: int, data: memoryview, word: torch.dtype) -> Pages:
+        """Return a frame's bytes as words, ``[blocks, heads, block_size, content]``."""
+        *shape, _ = self.layers[frame].shape
+        return np.frombuffer(data, ARRAY_WORDS[word]).reshape(*shape, -1)
 
     def reading(self, found: tuple[LayerSpec, ...]) -> "PayloadLayout":
         """Return the layout of a payload whose frames are ``found``: this one, or one of another

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from objkv.transfer.lanes import HostBlocks, HostLane, Pages, Recast
+from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 
@@ -120,7 +120,7 @@ class Mark:
         self._compute.follow(self._stream, self._number)
 
 
-class Placed(HostBlocks):
+class Placed(BlockRuns):
     """Blocks with the ticket of those who have them."""
 
     def __init__(self, block_ids: Sequence[int], ticket: tuple[int, ...]) -> None:

@@ -23,7 +23,7 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.fetch import Cuts
-from objkv.transfer.lanes import HostBlocks, HostLane, Lane, Pages, Recast
+from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
@@ -282,9 +282,13 @@ class LazyLane(HostLane):
         self._lock = Lock()
 
     def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: HostBlocks, recast: Recast | None = None
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: BlockRuns,
+        recast: Recast | None = None,
     ) -> None:
-        self._given.append(lambda: HostLane.scatter(self, pages, cache, placed, recast))
+        self._given.append(lambda: HostLane.scatter(self, pages, layers, placed, recast))
 
     def mark(self) -> "LazyMark":
         return LazyMark(self, len(self._given))
@@ -304,16 +308,16 @@ class LazyLane(HostLane):
 class LazyMark:
     def __init__(self, lane: LazyLane, number: int) -> None:
         self._lane = lane
-        self._number = number
+        self.number = number
 
     def done(self) -> bool:
-        return self._lane.has_passed(self._number)
+        return self._lane.has_passed(self.number)
 
     def wait(self) -> None:
-        self._lane.let_pass(self._number)
+        self._lane.let_pass(self.number)
 
     def hold_compute(self) -> None:
-        self._lane.let_pass(self._number)
+        self._lane.let_pass(self.number)
 
 
 class PiecewiseStore(MemoryStore):

@@ -16,7 +16,7 @@ from objkv.config import Config
 from objkv.index.memory import MemoryIndex
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.lanes import HostBlocks, HostLane, Pages, Recast
+from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
 from objkv.transfer.loader import Loader
 from tests.support.paged_cache import IN_SPANS, Replica, same_blocks
 from tests.support.servers.quick_s3 import QuickS3
@@ -42,7 +42,7 @@ class WatchedLane(HostLane):
     deepest: list[str]
 
     def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: HostBlocks, recast: Recast | None = None
+        self, pages: Pages, cache: torch.Tensor, placed: BlockRuns, recast: Recast | None = None
     ) -> None:
         found = depth(sys._getframe())
         type(self).deepest = max(type(self).deepest, found, key=len)

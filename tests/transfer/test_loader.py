@@ -20,7 +20,7 @@ from objkv.stores.base import Arrived, Buffer
 from objkv.stores.memory import MemoryStore
 from objkv.testing.flaky import FlakyStore
 from objkv.transfer.fetch import Cuts
-from objkv.transfer.lanes import HostBlocks, HostLane
+from objkv.transfer.lanes import BlockRuns, HostLane
 from objkv.transfer.plan import LoadOutcome
 from tests.support.paged_cache import (
     BLOCKS,
@@ -526,7 +526,7 @@ class LateLane(HostLane):
         self.held = 0
         self.places: list[int] = []
 
-    def place(self, block_ids: Sequence[int]) -> HostBlocks:
+    def place(self, block_ids: Sequence[int]) -> BlockRuns:
         self.places.append(len(block_ids))
         return super().place(block_ids)
 

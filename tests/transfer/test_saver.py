@@ -24,7 +24,7 @@ from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
 from objkv.transfer import paging
-from objkv.transfer.lanes import HostBlocks, HostLane, HostMark
+from objkv.transfer.lanes import BlockRuns, HostLane, HostMark
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -640,10 +640,10 @@ class PassesWhenWaited(HostLane):
     """Its copies are made when somebody waits for them."""
 
     def __init__(self) -> None:
-        self.left: list[tuple[torch.Tensor, HostBlocks, Sequence[torch.Tensor]]] = []
+        self.left: list[tuple[torch.Tensor, BlockRuns, Sequence[torch.Tensor]]] = []
 
     def gather(
-        self, cache: torch.Tensor, placed: HostBlocks, pages: Sequence[torch.Tensor]
+        self, cache: torch.Tensor, placed: BlockRuns, pages: Sequence[torch.Tensor]
     ) -> None:
         self.left.append((cache, placed, pages))
 

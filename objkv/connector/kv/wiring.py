@@ -38,7 +38,7 @@ from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
-from objkv.transfer.lanes import open_lane
+from objkv.transfer.devices import open_lane
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.queue import Task

@@ -23,7 +23,7 @@ from objkv.ops.bench.gpu import GpuAnswer
 from objkv.ops.bench.harness import Timings, interleave
 from objkv.ops.bench.sample import NAMESPACE, kv_like
 from objkv.telemetry import NullRecorder
-from objkv.transfer.lanes import open_lane
+from objkv.transfer.devices import open_lane
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan

@@ -1,0 +1,382 @@
+"""Device lanes: streams that copy pages between slabs and a paged cache in device memory.
+
+One lane serves CUDA, ROCm, XPU and any other device that PyTorch has streams and events for.
+What PyTorch lacks, such as page-locking existing memory, is in the device's driver.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from objkv.errors import ConfigError
+from objkv.transfer.kernels import PageKernels, TorchKernels, triton_kernels
+from objkv.transfer.lanes import BlockRuns, HostLane, Lane, Mark, PagedLayers, Pages, Recast
+
+_URGENT, _LEISURELY = -1, 0
+"""Priorities of streams. A step may wait for a load, but nothing waits for a save."""
+_STAGING_BYTES_MAX = 32 << 20
+"""Device memory of a lane for pages that a kernel distributes. vLLM has taken most memory by then,
+and has not counted this."""
+_BATCH_BYTES_MIN = 28 << 10
+"""Smaller blocks are distributed by a kernel, because copy engines take about as long for each
+piece. Source: vLLM 0.32, ``THRESHOLD_BYTES`` in ``v1/kv_offload/cpu/swap_blocks_triton.py``,
+measured there on an H100."""
+
+BatchCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+"""Submits many copies at once to the current stream: source addresses, target addresses and sizes,
+each ``[n]`` int64 on the CPU, and whether sources may be read out of stream order."""
+
+
+class DeviceDriver(Protocol):
+    """What objkv needs of a kind of device beyond ``torch.get_device_module``."""
+
+    kernels: PageKernels
+    batch_copy: BatchCopy | None
+    """None if the device has none."""
+
+    def event(self) -> Any:
+        """Return a new event of the current device. Threads that wait for it sleep."""
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Page-lock ``memory``, a contiguous tensor on the CPU, in place. Returns a function that
+        unlocks it. Raises ``RuntimeError`` if the system refuses."""
+
+
+class CudaDriver:
+    """CUDA, and ROCm under the same names."""
+
+    def __init__(self, batch_copy: BatchCopy | None = None) -> None:
+        self.kernels: PageKernels = triton_kernels() or TorchKernels()
+        self.batch_copy = batch_copy
+
+    def event(self) -> torch.cuda.Event:
+        """See ``DeviceDriver.event``. ``torch.Event`` ignores ``blocking`` on CUDA, and its waiters
+        spin on a core that the engine may need (PyTorch 2.13)."""
+        return torch.cuda.Event(blocking=True)
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """See ``DeviceDriver.pin``. PyTorch's own pinned memory is rounded up to a power of two."""
+        runtime = torch.cuda.cudart()
+        address = memory.data_ptr()
+        error = runtime.cudaHostRegister(address, memory.nbytes, 0)
+        if error.value != 0:
+            raise RuntimeError(f"page-locking {memory.nbytes} bytes failed: {error}")
+        return lambda: runtime.cudaHostUnregister(address)
+
+
+class TorchDriver:
+    """Any other device, by PyTorch's means alone."""
+
+    batch_copy: BatchCopy | None = None
+
+    def __init__(self, device_type: str) -> None:
+        self.kernels: PageKernels = triton_kernels() or TorchKernels()
+        self._device_type = device_type
+
+    def event(self) -> torch.Event:
+        """See ``DeviceDriver.event``."""
+        return torch.Event(self._device_type)
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Leave the memory pageable: PyTorch cannot page-lock existing memory. Copies then block
+        the thread that submits them."""
+        return lambda: None
+
+
+_drivers: dict[str, DeviceDriver] = {}
+_makers: dict[str, Callable[[], DeviceDriver]] = {
+    "cuda": CudaDriver,
+    "xpu": lambda: TorchDriver("xpu"),
+}
+
+
+def driver_of(device: torch.device) -> DeviceDriver:
+    """Return the driver of a device. Raises ``ConfigError`` for an unsupported kind."""
+    kind = device.type
+    if kind not in _drivers:
+        if kind not in _makers:
+            raise ConfigError(
+                f"objkv supports CUDA, ROCm, XPU and CPU but not {kind}: run the model without the "
+                "objkv connector"
+            )
+        _drivers[kind] = _makers[kind]()
+    return _drivers[kind]
+
+
+def add_driver(device_type: str, driver: DeviceDriver) -> None:
+    """Use ``driver`` for devices of a type from now on."""
+    _drivers[device_type] = driver
+
+
+class DeviceMark:
+    """An event on a stream."""
+
+    def __init__(self, lane: "DeviceLane", event: Any, number: int) -> None:
+        self.event = event
+        self.number = number
+        self._lane = lane
+
+    def done(self) -> bool:
+        """Whether the event has passed."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Block this thread until the event has passed."""
+        self.event.synchronize()
+
+    def hold_compute(self) -> None:
+        """Make the current stream of the lane's device wait for the event."""
+        self.event.wait(self._lane.compute)
+
+
+class DeviceBlocks(BlockRuns):
+    """Block ids on the host, and on the device when a kernel needs them."""
+
+    def __init__(self, block_ids: Sequence[int], device: torch.device) -> None:
+        super().__init__(block_ids)
+        self._device = device
+        self._uploaded: torch.Tensor | None = None
+
+    def upload(self) -> torch.Tensor:
+        """Return the ids on the device, ``[n]`` int64, for work of the current stream."""
+        if self._uploaded is None:
+            # A copy from unpinned memory would block this thread until the lane has caught up.
+            # PyTorch keeps the pinned memory until the copy is done.
+            ids = torch.empty(len(self.ids), dtype=torch.int64, pin_memory=True)
+            ids.copy_(torch.tensor(self.ids, dtype=torch.int64))
+            self._uploaded = ids.to(self._device, non_blocking=True)
+        return self._uploaded
+
+
+class DeviceLane:
+    """A stream on ``device`` with its own staging memory, shared by threads.
+
+    Blocks whose bytes are contiguous are copied directly, all in one call of the driver's
+    ``batch_copy``. Others go through staging memory: one copy for all consecutive pages, and one
+    kernel that distributes or collects them, whatever the number of layers.
+
+    ``urgent``: its copies and kernels run before those of other streams, such as the model's.
+    """
+
+    per_span = True
+
+    def __init__(self, device: torch.device, driver: DeviceDriver, *, urgent: bool) -> None:
+        self.device = device
+        self._driver = driver
+        self._api = torch.get_device_module(device)
+        self.stream = self._api.Stream(device, priority=_URGENT if urgent else _LEISURELY)
+        self._lock = Lock()
+        self._staging: torch.Tensor | None = None
+        self._followed: Mark | None = None
+        self._marks = 0
+
+    @property
+    def compute(self) -> Any:
+        """The stream that the calling thread computes on."""
+        return self._api.current_stream(self.device)
+
+    def adopt_thread(self) -> None:
+        """Select the device. A new thread is on device 0, and would open a context there for every
+        other rank."""
+        self._api.set_device(self.device)
+
+    def mark_compute(self) -> Mark:
+        """See ``Lane.mark_compute``."""
+        return self._recorded(self.compute, 0)
+
+    def follow(self, mark: Mark) -> None:
+        """See ``Lane.follow``."""
+        if isinstance(mark, DeviceMark):
+            with self._lock:
+                if mark is not self._followed:
+                    mark.event.wait(self.stream)
+                    self._followed = mark
+
+    def place(self, block_ids: Sequence[int]) -> DeviceBlocks:
+        """See ``Lane.place``."""
+        return DeviceBlocks(block_ids, self.device)
+
+    def scatter(
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: DeviceBlocks,
+        recast: Recast | None = None,
+    ) -> None:
+        """See ``Lane.scatter``."""
+        assert len(pages) == len(layers)
+        _check_blocks(layers, placed)
+        cache = layers.caches[0]
+        if recast is None:
+            recast = Recast((0, cache.shape[1]), cache.shape[2], 0, len(placed))
+        assert recast.blocks == len(placed)
+        is_own = _page_shapes(pages) == _page_shapes(layers.caches)
+        with self._lock, self._api.stream(self.stream):
+            if is_own and self._copies_blocks(layers):
+                starts = np.array([given.ctypes.data for given in pages], dtype=np.int64)
+                skipped = recast.first_block * np.array(layers.nbytes, dtype=np.int64)
+                self._copy_blocks(starts + skipped, layers, placed, to_device=True)
+                return
+            for run in layers.runs:
+                for part in _fitting(run, [given.nbytes for given in pages]):
+                    given = pages[part.start : part.stop]
+                    self._distribute(given, layers.cut(part), placed, recast)
+
+    def gather(
+        self, layers: PagedLayers, placed: DeviceBlocks, pages: Sequence[torch.Tensor]
+    ) -> None:
+        """See ``Lane.gather``."""
+        _check_blocks(layers, placed)
+        each = len(placed) // len(pages)
+        with self._lock, self._api.stream(self.stream):
+            if self._copies_blocks(layers):
+                offsets = np.cumsum([0, *(each * n for n in layers.nbytes[:-1])])
+                for at, memory in enumerate(pages):
+                    chunk = BlockRuns(placed.ids[at * each : (at + 1) * each])
+                    starts = offsets + memory.data_ptr()
+                    self._copy_blocks(starts, layers, chunk, to_device=False)
+                return
+            offset = 0
+            for run in layers.runs:
+                for part in _fitting(run, [each * n for n in layers.nbytes]):
+                    offset += self._collect(layers.cut(part), placed, pages, offset)
+
+    def mark(self) -> Mark:
+        """Record an event after all work submitted so far."""
+        with self._lock:
+            self._marks += 1
+            return self._recorded(self.stream, self._marks)
+
+    def _recorded(self, stream: Any, number: int) -> DeviceMark:
+        event = self._driver.event()
+        event.record(stream)
+        return DeviceMark(self, event, number)
+
+    def _copies_blocks(self, layers: PagedLayers) -> bool:
+        return (
+            self._driver.batch_copy is not None
+            and layers.has_whole_blocks
+            and min(layers.nbytes) >= _BATCH_BYTES_MIN
+        )
+
+    def _copy_blocks(
+        self,
+        starts: np.ndarray[Any, np.dtype[np.int64]],
+        layers: PagedLayers,
+        blocks: BlockRuns,
+        *,
+        to_device: bool,
+    ) -> None:
+        """Copy whole blocks in one call. ``starts``: host address of each layer's pages."""
+        ids = np.array(blocks.ids, dtype=np.int64)
+        strides = np.array([c.stride(0) * c.element_size() for c in layers.caches], dtype=np.int64)
+        nbytes = np.array(layers.nbytes, dtype=np.int64)
+        ours = starts[:, None] + np.arange(len(ids), dtype=np.int64) * nbytes[:, None]
+        theirs = layers.addresses[:, None] + ids * strides[:, None]
+        sizes = np.broadcast_to(nbytes[:, None], ours.shape)
+        host, device, size = (torch.from_numpy(a.flatten()) for a in (ours, theirs, sizes))
+        assert self._driver.batch_copy is not None
+        if to_device:
+            # The pages in the slab are complete, so they may be read before the stream gets there.
+            self._driver.batch_copy(host, device, size, True)
+        else:
+            self._driver.batch_copy(device, host, size, False)
+
+    def _distribute(
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: DeviceBlocks,
+        recast: Recast,
+    ) -> None:
+        """Copy pages of equal layers to staging memory, and write them into blocks."""
+        cache = layers.caches[0]
+        shape = (len(pages), *pages[0].shape)
+        staged = self._staged(sum(given.nbytes for given in pages))
+        at = 0
+        for piece in _consecutive(pages):
+            staged[at : at + len(piece)].copy_(piece, non_blocking=True)
+            at += len(piece)
+        ids = placed.upload()
+        self._driver.kernels.scatter(staged.view(cache.dtype).view(shape), layers, ids, recast)
+
+    def _collect(
+        self, layers: PagedLayers, placed: DeviceBlocks, pages: Sequence[torch.Tensor], offset: int
+    ) -> int:
+        """Copy equal layers of all chunks to ``pages`` from ``offset`` on, as many chunks at once
+        as staging memory has room for. Returns the bytes of one chunk."""
+        cache, each = layers.caches[0], len(placed) // len(pages)
+        nbytes = each * sum(layers.nbytes)
+        at_once = max(1, _STAGING_BYTES_MAX // nbytes)
+        ids = placed.upload()
+        for first in range(0, len(pages), at_once):
+            targets = pages[first : first + at_once]
+            staged = self._staged(nbytes * len(targets)).view(len(targets), nbytes)
+            shape = (len(targets), len(layers), each, *cache.shape[1:])
+            chosen = ids[first * each : (first + len(targets)) * each]
+            self._driver.kernels.gather(layers, chosen, staged.view(cache.dtype).view(shape))
+            for target, source in zip(targets, staged, strict=True):
+                target[offset : offset + nbytes].copy_(source, non_blocking=True)
+        return nbytes
+
+    def _staged(self, nbytes: int) -> torch.Tensor:
+        """Return ``[nbytes]`` uint8 in device memory. Calls share it: work on a stream runs in
+        order, so the next use writes after the previous one has read."""
+        if self._staging is None or self._staging.numel() < nbytes:
+            self._staging = None  # free it first, so that both need not fit at once
+            self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._staging[:nbytes]
+
+
+def _check_blocks(layers: PagedLayers, placed: BlockRuns) -> None:
+    """Raise IndexError if a block does not exist: a kernel would write to other memory."""
+    count = min(len(cache) for cache in layers.caches)
+    if max(placed.ids) >= count:
+        raise IndexError(f"block {max(placed.ids)} of {count}")
+
+
+def _page_shapes(pages: Sequence[Pages | torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(layer.shape[1:]) for layer in pages]
+
+
+def _fitting(layers: range, nbytes: Sequence[int]) -> Iterator[range]:
+    """Divide consecutive layers so that each part fits into staging memory, at least one each.
+    ``nbytes``: bytes of every layer, by its number."""
+    start, total = layers.start, 0
+    for layer in layers:
+        if layer > start and total + nbytes[layer] > _STAGING_BYTES_MAX:
+            yield range(start, layer)
+            start, total = layer, 0
+        total += nbytes[layer]
+    yield range(start, layers.stop)
+
+
+def _consecutive(pages: Sequence[Pages]) -> Iterator[torch.Tensor]:
+    """Yield the bytes of ``pages`` in as few pieces as possible, ``[n]`` uint8, without a copy:
+    pages that follow one another in memory are one piece."""
+    start, nbytes = pages[0].ctypes.data, 0
+    for given in pages:
+        assert given.flags.c_contiguous
+        if given.ctypes.data != start + nbytes:
+            yield _bytes_at(start, nbytes)
+            start, nbytes = given.ctypes.data, 0
+        nbytes += given.nbytes
+    yield _bytes_at(start, nbytes)
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def open_lane(device: torch.device, *, urgent: bool = False) -> Lane:
+    """Return a lane for caches on ``device``. Raises ``ConfigError`` for an unsupported device.
+
+    ``urgent``: the forward pass may wait for its copies.
+    """
+    if device.type == "cpu":
+        return HostLane()
+    return DeviceLane(device, driver_of(device), urgent=urgent)
