@@ -1,14 +1,17 @@
-"""Slabs: a bounded pool of equal buffers for payloads, in pinned memory if a GPU reads them.
+"""Slabs: a bounded pool of equal buffers for payloads, page-locked if a device reads them.
 
-Leasing a slab never waits: an empty pool raises ``SlabsExhaustedError``, which becomes a miss or a
-drop. Only the slabs for payloads of other shapes, which are few and may be huge, have a queue.
+An empty pool raises ``SlabsExhaustedError``, which becomes a miss or a drop. A caller may wait, but
+only for slabs that a device is copying. The slabs for payloads of other shapes, which are few and
+may be huge, have a queue.
 """
 
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
-from threading import Lock
+from threading import Condition, Lock
+from time import monotonic
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -18,6 +21,11 @@ from objkv.errors import TransferError
 from objkv.transfer.lanes import Mark
 
 logger = logging.getLogger(__name__)
+Pin = Callable[[torch.Tensor], Callable[[], None]]
+_PAGE = 4096
+_POLL_S, _POLL_MAX_S = 3e-4, 2e-3
+"""How often a thread that needs a slab looks whether a copy has ended. A large payload takes about
+a millisecond."""
 
 T = TypeVar("T")
 
@@ -44,9 +52,10 @@ class Slab:
         self._pool.take_back(self.tensor)
 
     def release_after(self, mark: Mark) -> None:
-        """Return the slab when the mark is done."""
-        mark.wait()
-        self.release()
+        """Return the slab when ``mark`` is done, instead of ``release``. Does not wait."""
+        assert not self._released
+        self._released = True
+        self._pool.take_back(self.tensor, mark)
 
     def __enter__(self) -> Self:
         return self
@@ -68,16 +77,24 @@ class SlabPool:
     but an exception in ``release`` would break the caller's clean-up.
     """
 
-    def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
+    def __init__(self, name: str, *, count: int, slab_bytes: int, pin: Pin | None = None) -> None:
+        """``pin``: page-locks the memory, see ``DeviceDriver.pin``. It is unlocked when the pool
+        and all its slabs are gone. Raises ``RuntimeError`` or ``MemoryError`` if memory is short.
+        """
         assert count > 0
         assert slab_bytes > 0
         self._name = name
         self._total = count
         self._leased = 0
         self._slab_bytes = slab_bytes
-        self._lock = Lock()
+        self._changed = Condition()
+        self._pending: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._is_polled = False
         self._adds_up = True
-        memory = torch.empty(count * slab_bytes, dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(count * slab_bytes + _PAGE, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % _PAGE :][: count * slab_bytes]
+        if pin is not None:
+            weakref.finalize(self, pin(memory))
         # Last in, first out: the most recently used slab is leased first, and on a host without a
         # GPU unused slabs never take physical memory.
         self._free = [memory[i * slab_bytes : (i + 1) * slab_bytes] for i in range(count)]
@@ -95,26 +112,37 @@ class SlabPool:
     @property
     def free(self) -> int:
         """Number of free slabs."""
-        with self._lock:
+        with self._changed:
+            self._reclaim()
             self._check()
             return len(self._free)
 
     @property
     def leased(self) -> int:
-        """Number of leased slabs, 0 when no transfer is in flight."""
-        with self._lock:
+        """Number of slabs that are leased or that a device still copies, 0 when no transfer is in
+        flight."""
+        with self._changed:
+            self._reclaim()
             self._check()
-            return self._leased
+            return self._leased + len(self._pending)
 
     @property
     def adds_up(self) -> bool:
-        """Whether free and leased slabs have always added up to the total."""
+        """Whether the slabs have always added up to the total."""
         return self._adds_up
 
-    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = bool) -> Slab:
-        """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``; never
-        waits."""
-        with self._lock:
+    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = lambda: True) -> Slab:
+        """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``.
+
+        Args:
+            until: time of ``time.monotonic`` until which to wait for slabs that are being copied.
+                By default this never waits.
+            wanted: ends the wait if it returns False.
+        """
+        with self._changed:
+            self._reclaim()
+            if not self._free:
+                self._wait(until, wanted)
             if not self._free:
                 raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
             memory = self._free.pop()
@@ -122,19 +150,48 @@ class SlabPool:
             self._check()
         return Slab(self, memory)
 
-    def take_back(self, memory: torch.Tensor) -> None:
-        """Called by ``Slab.release`` only."""
-        with self._lock:
-            self._free.append(memory)
+    def take_back(self, memory: torch.Tensor, mark: Mark | None = None) -> None:
+        """Called by ``Slab`` only."""
+        with self._changed:
             self._leased -= 1
+            if mark is None or mark.done():
+                self._free.append(memory)
+            else:
+                self._pending.append((mark, memory))
             self._check()
+            self._changed.notify()
+
+    def _wait(self, until: float, wanted: Callable[[], bool]) -> None:
+        """Wait for a slab that is being copied. One thread polls the device for all."""
+        pause_s = _POLL_S
+        while not self._free and (self._pending or self._is_polled):
+            left_s = until - monotonic()
+            if left_s <= 0 or not wanted():
+                return
+            if self._is_polled:
+                self._changed.wait(min(left_s, _POLL_MAX_S))
+                continue
+            self._is_polled = True
+            try:
+                self._changed.wait(min(left_s, pause_s))
+            finally:
+                self._is_polled = False
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+            self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Free the slabs whose copies have ended. Copies end about in order, so the first one that
+        has not ends the search."""
+        while self._pending and self._pending[0][0].done():
+            self._free.append(self._pending.popleft()[1])
+            self._changed.notify()
 
     def __repr__(self) -> str:
         return f"<SlabPool {self._name} {self._leased}/{self._total} leased, {self._slab_bytes} B>"
 
     def _check(self) -> None:
         free, leased = len(self._free), self._leased
-        if leased >= 0 and free + leased == self._total:
+        if leased >= 0 and free + leased + len(self._pending) == self._total:
             return
         news, self._adds_up = self._adds_up, False
         if news:
@@ -148,15 +205,15 @@ class WideSlabs(Generic[T]):
     Threads never wait here; tasks do.
     """
 
-    def __init__(self, *, pairs: int, slab_bytes: int, pinned: bool) -> None:
+    def __init__(self, *, pairs: int, slab_bytes: int, pin: Pin | None = None) -> None:
         """``pairs``: how many loads may run at once. Each needs one slab for the payload and one to
-        decode into."""
+        decode into. ``pin``: see ``SlabPool``."""
         assert pairs > 0
         self._pairs = self._free = pairs
         self._entered = 0
         self._adds_up = True
         self._slab_bytes = slab_bytes
-        self._pinned = pinned
+        self._pin = pin
         self._waiting: deque[T] = deque()
         self._lock = Lock()
         self._pool: SlabPool | None = None
@@ -213,6 +270,6 @@ class WideSlabs(Generic[T]):
             count * size,
         )
         try:
-            return SlabPool("wide", count=count, slab_bytes=size, pinned=self._pinned)
+            return SlabPool("wide", count=count, slab_bytes=size, pin=self._pin)
         except (RuntimeError, MemoryError) as exc:  # torch raises these if memory is short
             raise SlabsExhaustedError(f"{self!r}: {exc}") from exc
