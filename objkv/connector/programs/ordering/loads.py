@@ -127,8 +127,7 @@ def keeps_its_slabs(rig: Rig) -> bool:
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
     _until_fetched(rig)
-    taken = rig.take_slabs(rig.load_slabs)
-    rig.wait_until(lambda: bool(rig.take_also(rig.load_slabs, taken)))
+    taken = rig.take_all_slabs(rig.load_slabs)
     rig.until_received()
     return _is_loaded(rig) and rig.give_back(taken)
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import cycle
+from random import Random
 from typing import Any, Final, Self, cast
 
 import torch
@@ -137,8 +139,10 @@ class NotInTimeError(TransferError):
 class Rig:
     """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
 
-    def __init__(self, device: torch.device, delay: Delay, setup: Setup) -> None:
+    def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
+        """``seed``: of random choices."""
         self.device, self.setup = device, setup
+        self.random = Random(seed)  # noqa: S311 - for repeatable choices
         self.is_asynchronous = device.type != "cpu"
         """Whether kernels and copies run while the calling thread goes on."""
         self._delay = delay
@@ -152,10 +156,6 @@ class Rig:
             "full", None, LAYERS, layout.heads, layout.content, layout.block_size
         )
         self.geometry = Geometry((self.group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
-        tokens = range(CHUNKS * CHUNK_TOKENS)
-        self._hashes = {
-            n: prefix_hashes(n, tokens, CHUNK_TOKENS) for n in (NAMESPACE, OTHER_NAMESPACE)
-        }
         self.caches: Pages = layout.caches(device, setup.blocks)
         self.open_worker()
         self._records: dict[int, ShardRecord] = {}
@@ -229,8 +229,8 @@ class Rig:
 
     def write(self, first: int, count: int, value: float) -> None:
         """Let a kernel write blocks: ``value`` in the first layer, one more in each further one."""
-        for number, cache in enumerate(self.caches):
-            cache[first : first + count].fill_(value + number)
+        for number, pages in enumerate(self.caches):
+            pages[first : first + count].fill_(value + number)
 
     def read(self, first: int, count: int) -> Pages:
         """Let a kernel read blocks, as attention does. The result is on the device."""
@@ -308,6 +308,14 @@ class Rig:
         """Run empty steps until the engine may free a finished request's blocks."""
         plan = StepPlan(held=frozenset({request}))
         self.wait_until(lambda: self._is_reported(plan, self._sent, request))
+
+    def is_received(self, request: str) -> bool:
+        """Whether a request's load was reported."""
+        return request in self._received
+
+    def is_sent(self, request: str) -> bool:
+        """Whether a finished request's saves were reported as out of its blocks."""
+        return request in self._sent
 
     def _is_reported(self, plan: StepPlan, reported: set[str], request: str) -> bool:
         if request not in reported:
@@ -392,7 +400,7 @@ class Rig:
         return Claim(key, move.parent_hash, move.token_start, move.token_end)
 
     def _move(self, namespace: str, chunk: int, first: int) -> ChunkMove:
-        hashes = self._hashes[namespace]
+        hashes = _hashes(namespace)
         return ChunkMove(
             chunk=chunk,
             group=0,
@@ -434,21 +442,20 @@ class Rig:
 
     # Slabs.
 
-    def take_slabs(self, pool: SlabPool) -> list[Slab]:
-        """Lease all slabs that may be reused now, and overwrite them."""
-        taken = []
-        with suppress(SlabsExhaustedError):
-            while True:
-                slab = pool.lease()
-                slab.tensor.fill_(_GARBAGE)
-                taken.append(slab)
-        return taken
+    def take_all_slabs(self, pool: SlabPool) -> list[Slab]:
+        """Lease each slab as soon as it can be reused, and overwrite it."""
+        taken: list[Slab] = []
 
-    def take_also(self, pool: SlabPool, taken: list[Slab]) -> bool:
-        """Add slabs that have become free. Returns whether there were any."""
-        more = self.take_slabs(pool)
-        taken += more
-        return bool(more)
+        def take() -> bool:
+            with suppress(SlabsExhaustedError):
+                while len(taken) < pool.total:
+                    slab = pool.lease()
+                    slab.tensor.fill_(_GARBAGE)
+                    taken.append(slab)
+            return len(taken) == pool.total
+
+        self.wait_until(take)
+        return taken
 
     def give_back(self, slabs: list[Slab]) -> bool:
         """Release slabs. Returns whether nothing was written to them since they were taken."""
@@ -467,6 +474,11 @@ class Rig:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@lru_cache
+def _hashes(namespace: str) -> Sequence[bytes]:
+    return prefix_hashes(namespace, range(CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS)
 
 
 def equal(found: Pages, expected: Pages) -> bool:

@@ -1,7 +1,5 @@
 """Scenarios of saves: what they must follow, and what must wait for them."""
 
-from time import monotonic
-
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs.ordering.rig import (
     NAMESPACE,
@@ -18,9 +16,6 @@ from objkv.transfer.plan import SavePlan
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
-_LONGER_S = (0.4, 1.6, 6.4)
-"""Delays of the device next to which the calling thread must not wait. It may use a quarter of the
-delay, because the machine may be busy."""
 _FIRST = 8
 """First block of the saved chunks."""
 _CHUNKS = range(3)
@@ -147,63 +142,10 @@ def closed(rig: Rig) -> bool:
     )
 
 
-def asleep(rig: Rig) -> bool:
-    """A cache that is unmapped while blocks are loaded and saved, and then mapped again"""
-    size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
-    rig.delay_loads(_SLOW_S)
-    load = rig.load_plan(range(4, 7), _FIRST + size, request="load")
-    rig.step(StepPlan(loads=(load,)))
-    _save_late(rig)
-    rig.worker.close()
-    rig.write(0, rig.setup.blocks, _LATER)
-    rig.synchronize()
-    is_untouched = rig.holds(rig.read(0, rig.setup.blocks), _LATER)
-    rig.open_worker()
-    rig.step(StepPlan(loads=(rig.load_plan(range(4, 7), _FIRST),)))
-    rig.until_received()
-    return is_untouched and equal(_read(rig), rig.expected(range(4, 7)))
-
-
-def does_not_wait(rig: Rig) -> bool:
-    """A thread that saves, loads and fences while compute and lanes are busy"""
-    if not rig.is_asynchronous:
-        return True
-    for attempt, seconds in enumerate(_LONGER_S):
-        plan = StepPlan(
-            loads=(rig.load_plan(range(4, 7), _FIRST + 32, request=f"r{attempt}"),),
-            saves=(rig.save_plan([attempt], _FIRST),),
-            reused=frozenset({"r"}),
-        )
-        for delay in (rig.delay_compute, rig.delay_loads, rig.delay_saves):
-            delay(seconds)
-        started = monotonic()
-        rig.step(plan)
-        rig.step(StepPlan(reused=frozenset({"r"})))
-        elapsed = monotonic() - started
-        rig.until_received(f"r{attempt}")
-        if elapsed < seconds / 4:
-            return True
-    return False
-
-
 def on_another_device(rig: Rig) -> bool:
     """A step whose thread has selected another device"""
     with rig.other_device() as has_another:
         return not has_another or is_read_before_preempted(rig)
-
-
-def needs_no_call(rig: Rig) -> bool:
-    """Steps without work, which must not call a lane"""
-    _save_late(rig)
-    rig.step(StepPlan(loads=(rig.load_plan(range(4, 7), _FIRST + 32),)))
-    rig.until_received()
-    rig.until_sent()
-    calls: list[str] = []
-    rig.on_call = calls.append
-    for _ in range(3):
-        rig.step(StepPlan())
-        rig.step(StepPlan(reused=frozenset({"other"})))
-    return not calls
 
 
 def _save_plan(rig: Rig) -> SavePlan:
@@ -242,9 +184,7 @@ def _are_stored(rig: Rig, value: float = _THEN, namespace: str = NAMESPACE) -> b
 def _slabs_are_unused(rig: Rig) -> bool:
     """Whether no copy writes to a slab that can be leased. Takes each slab as soon as it is free
     and overwrites it."""
-    taken = rig.take_slabs(rig.save_slabs)
-    while len(taken) < rig.save_slabs.total:
-        rig.wait_until(lambda: rig.take_also(rig.save_slabs, taken))
+    taken = rig.take_all_slabs(rig.save_slabs)
     rig.synchronize()
     return rig.give_back(taken)
 
@@ -264,8 +204,5 @@ SCENARIOS = (
     Scenario("slabs of failed saves", keeps_slabs_of_failures, Setup(watched=True)),
     Scenario("slabs of closed saves", keeps_slabs_of_closed, Setup(watched=True)),
     Scenario("closed during a save", closed, Setup(drain_deadline_ms=0)),
-    Scenario("asleep during transfers", asleep, Setup(drain_deadline_ms=0)),
-    Scenario("busy everywhere", does_not_wait),
     Scenario("save on another device", on_another_device),
-    Scenario("steps without work", needs_no_call, Setup(watched=True)),
 )
