@@ -43,7 +43,7 @@ _ROWS, _WIDTH = 16, 256
 _STEPS, _AREAS = 32, 6
 _BATCHES_MAX = 1
 """Batches that the device computes while the next one is launched."""
-_SHORT_S = 0.01
+_SHORT_S = 0.008
 """Longest delay in a step of random order."""
 
 
@@ -167,8 +167,9 @@ class _Storm:
     def step(self, number: int) -> None:
         """Run one step: settle what ended, then let each free area start something."""
         rig, random = self._rig, self._rig.random
-        for delay in (rig.delay_compute, rig.delay_loads, rig.delay_saves):
-            if random.random() < 1 / 2:
+        rig.delay_compute(random.uniform(0, _SHORT_S))
+        for delay in (rig.delay_loads, rig.delay_saves):
+            if random.random() < 1 / 3:
                 delay(random.uniform(0, _SHORT_S))
         self._settle()
         reused = {area: name for area, name in self._saved.items() if random.random() < 1 / 2}
