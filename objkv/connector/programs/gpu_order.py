@@ -1,6 +1,6 @@
 """Shows that loads and saves are ordered with a model's kernels on a device.
 
-``python -m objkv.connector.programs.gpu_order DEVICE [SEED]`` runs all scenarios and prints one JSON
+``python -m objkv.connector.programs.gpu_order DEVICE [SEED]`` runs all scenarios and prints a JSON
 line for each. Each makes one side of an edge between streams slow, and compares all bytes.
 """
 

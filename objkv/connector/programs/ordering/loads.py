@@ -1,5 +1,9 @@
 """Scenarios of loads: what they must follow, and what must wait for them."""
 
+from itertools import count
+from threading import Event
+from time import sleep
+
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.programs.ordering.rig import (
     LAYERS,
@@ -13,9 +17,6 @@ from objkv.connector.programs.ordering.rig import (
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
-_LONGER_S = (0.2, 0.8, 3.2)
-"""Delays of a forward pass that must not hold up a load: the machine may be too busy for the first
-ones."""
 _FIRST = 8
 """First block of the loads."""
 _CHUNKS = range(4)
@@ -33,7 +34,7 @@ def does_not_follow_forward(rig: Rig) -> bool:
     """A load that completes while the forward pass of its own step still computes"""
     if not rig.is_asynchronous:
         return True
-    for attempt, seconds in enumerate(_LONGER_S):
+    for attempt, seconds in enumerate(rig.setup.attempts_s):
         request = f"r{attempt}"
         plan = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request),))
         rig.begin(plan)
@@ -104,6 +105,23 @@ def aborted(rig: Rig) -> bool:
     return _stays_written(rig)
 
 
+def aborted_meanwhile(rig: Rig) -> bool:
+    """Blocks that have a new owner after a load was aborted while a thread queued its copies"""
+    has_entered = Event()
+
+    def linger(call: str) -> None:
+        if call == "place" and not has_entered.is_set():
+            has_entered.set()
+            sleep(_SLOW_S)
+
+    rig.on_call = linger
+    rig.step(_plan(rig))
+    rig.wait_until(has_entered.is_set)
+    rig.report(StepPlan(), {"r"})
+    rig.until_received()
+    return _stays_written(rig)
+
+
 def late(rig: Rig) -> bool:
     """Blocks that are computed instead after a load's deadline, with its copies still queued"""
     rig.delay_loads(_SLOW_S)
@@ -130,6 +148,21 @@ def keeps_its_slabs(rig: Rig) -> bool:
     taken = rig.take_all_slabs(rig.load_slabs)
     rig.until_received()
     return _is_loaded(rig) and rig.give_back(taken)
+
+
+def waits_for_the_later_mark(rig: Rig) -> bool:
+    """Two threads on one lane, of which the first to queue its copies is the last to report them"""
+    marks = count()
+
+    def linger(call: str) -> None:
+        if call == "mark" and not next(marks):
+            rig.delay_loads(_SLOW_S)
+            sleep(_SLOW_S / 2)
+
+    rig.on_call = linger
+    rig.step(_plan(rig))
+    rig.until_received()
+    return equal(_read(rig), rig.expected(_CHUNKS))
 
 
 def shares_lanes(rig: Rig) -> bool:
@@ -177,7 +210,7 @@ def goes_on_fetching(rig: Rig) -> bool:
     """Payloads that are fetched by one thread while the device is busy"""
     if not rig.is_asynchronous:
         return True
-    for attempt, seconds in enumerate(_LONGER_S):
+    for attempt, seconds in enumerate(rig.setup.attempts_s):
         request = f"r{attempt}"
         rig.delay_loads(seconds)
         behind = rig.load_lanes[0].mark()
@@ -243,21 +276,21 @@ def _has_no_failure(rig: Rig) -> bool:
 SCENARIOS = (
     Scenario("load after a kernel", follows_compute),
     Scenario("load after a kernel, whole blocks", follows_compute, Setup(layout=WHOLE)),
-    Scenario("load beside its forward pass", does_not_follow_forward),
+    Scenario("load during its forward pass", does_not_follow_forward),
     Scenario("load, then forward", is_complete_when_reported),
     Scenario("load, then forward, whole blocks", is_complete_when_reported, Setup(layout=WHOLE)),
     Scenario("layer by layer", holds_each_layer),
     Scenario("layer by layer, then the next step", holds_the_next_step),
     Scenario("layer by layer, speculating", holds_speculation),
     Scenario("load aborted", aborted),
+    Scenario("load aborted while queued", aborted_meanwhile, Setup(watched=True)),
     Scenario("load past its deadline", late, Setup(deadline_s=0.03, load_slabs=2)),
     Scenario("load refused", refused),
     Scenario("slabs of loads", keeps_its_slabs),
+    Scenario("marks of two threads", waits_for_the_later_mark, Setup(load_lanes=1, watched=True)),
     Scenario("threads on shared lanes", shares_lanes, Setup(load_threads=4)),
     Scenario("loads of two steps", follows_its_own_step),
     Scenario("closed during a load", closed),
-    Scenario(
-        "fetching beside a busy device", goes_on_fetching, Setup(load_threads=1, load_lanes=1)
-    ),
+    Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1, load_lanes=1)),
     Scenario("load on another device", on_another_device),
 )

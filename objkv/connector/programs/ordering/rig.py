@@ -109,6 +109,9 @@ class Setup:
     """See ``Rank.writes_early``."""
     watched: bool = False
     """Whether ``Rig.on_call`` is called."""
+    attempts_s: tuple[float, ...] = (0.2, 0.8, 3.2)
+    """How long the device is busy in each attempt to show that something does not wait for it. The
+    machine may be too busy for the first ones."""
     patience_s: float = 20.0
     """Bound of every wait for another thread or for the device."""
 

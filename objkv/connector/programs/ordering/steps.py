@@ -28,9 +28,8 @@ from objkv.transfer.paging import check_pages
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
-_LONGER_S = (0.4, 1.6, 6.4)
-"""Delays of the device next to which the calling thread must not wait. It may use a quarter of the
-delay, because the machine may be busy."""
+_SHARE_MAX = 1 / 4
+"""Largest part of the time in which the device is busy that the calling thread may take."""
 _SAVED, _LOADED = 8, 40
 """First blocks of saved and of loaded chunks."""
 _STORED = range(4, 7)
@@ -64,7 +63,7 @@ def does_not_wait(rig: Rig) -> bool:
     """A thread that saves, loads and fences while compute and lanes are busy"""
     if not rig.is_asynchronous:
         return True
-    for attempt, seconds in enumerate(_LONGER_S):
+    for attempt, seconds in enumerate(rig.setup.attempts_s):
         for delay in (rig.delay_compute, rig.delay_loads, rig.delay_saves):
             delay(seconds)
         saves = rig.save_plan([attempt], _SAVED)
@@ -74,7 +73,7 @@ def does_not_wait(rig: Rig) -> bool:
         rig.step(StepPlan(reused=frozenset({"r"})))
         elapsed = monotonic() - started
         rig.until_received(f"r{attempt}")
-        if elapsed < seconds / 4:
+        if elapsed < seconds * _SHARE_MAX:
             return True
     return False
 
