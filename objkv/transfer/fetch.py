@@ -275,9 +275,9 @@ class Decoder:
         mark, layers = None, range(0)
         try:
             if frames:
-                if job.after is not None:
-                    lane.follow(job.after)
                 if self._placed is None:
+                    if job.after is not None:
+                        lane.follow(job.after)
                     self._placed = source.place(lane, self._load.move)
                 begin = max(first, source.frames.start)
                 source.scatter(lane, begin, frames, self._load.move, self._placed)

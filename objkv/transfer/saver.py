@@ -189,7 +189,7 @@ class Saver:
             dropped |= self._gather(chunks)
         return dropped
 
-    def fence(self) -> None:
+    def fence(self, request_ids: Iterable[str] | None = None) -> None:
         """Make computing wait for all gathers so far. Blocks may be reused after this call."""
         if self._last_mark is not None:
             self._last_mark.hold_compute()

@@ -8,7 +8,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from threading import Lock
+from threading import Condition, Lock
+from time import monotonic
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -18,6 +19,9 @@ from objkv.errors import TransferError
 from objkv.transfer.lanes import Mark
 
 logger = logging.getLogger(__name__)
+_POLL_S, _POLL_MAX_S = 3e-4, 2e-3
+"""How often a thread that needs a slab looks whether a copy has ended. A large payload takes about
+a millisecond."""
 
 T = TypeVar("T")
 
@@ -44,9 +48,10 @@ class Slab:
         self._pool.take_back(self.tensor)
 
     def release_after(self, mark: Mark) -> None:
-        """Return the slab when the mark is done."""
-        mark.wait()
-        self.release()
+        """Return the slab when ``mark`` is done, instead of ``release``. Does not wait."""
+        assert not self._released
+        self._released = True
+        self._pool.take_back(self.tensor, mark)
 
     def __enter__(self) -> Self:
         return self
@@ -75,7 +80,9 @@ class SlabPool:
         self._total = count
         self._leased = 0
         self._slab_bytes = slab_bytes
-        self._lock = Lock()
+        self._changed = Condition()
+        self._pending: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._is_polled = False
         self._adds_up = True
         memory = torch.empty(count * slab_bytes, dtype=torch.uint8, pin_memory=pinned)
         # Last in, first out: the most recently used slab is leased first, and on a host without a
@@ -95,26 +102,37 @@ class SlabPool:
     @property
     def free(self) -> int:
         """Number of free slabs."""
-        with self._lock:
+        with self._changed:
+            self._reclaim()
             self._check()
             return len(self._free)
 
     @property
     def leased(self) -> int:
-        """Number of leased slabs, 0 when no transfer is in flight."""
-        with self._lock:
+        """Number of slabs that are leased or that a device still copies, 0 when no transfer is in
+        flight."""
+        with self._changed:
+            self._reclaim()
             self._check()
-            return self._leased
+            return self._leased + len(self._pending)
 
     @property
     def adds_up(self) -> bool:
-        """Whether free and leased slabs have always added up to the total."""
+        """Whether the slabs have always added up to the total."""
         return self._adds_up
 
-    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = bool) -> Slab:
-        """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``; never
-        waits."""
-        with self._lock:
+    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = lambda: True) -> Slab:
+        """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``.
+
+        Args:
+            until: time of ``time.monotonic`` until which to wait for slabs that are being copied.
+                By default this never waits.
+            wanted: ends the wait if it returns False.
+        """
+        with self._changed:
+            self._reclaim()
+            if not self._free:
+                self._wait(until, wanted)
             if not self._free:
                 raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
             memory = self._free.pop()
@@ -122,19 +140,48 @@ class SlabPool:
             self._check()
         return Slab(self, memory)
 
-    def take_back(self, memory: torch.Tensor) -> None:
-        """Called by ``Slab.release`` only."""
-        with self._lock:
-            self._free.append(memory)
+    def take_back(self, memory: torch.Tensor, mark: Mark | None = None) -> None:
+        """Called by ``Slab`` only."""
+        with self._changed:
             self._leased -= 1
+            if mark is None or mark.done():
+                self._free.append(memory)
+            else:
+                self._pending.append((mark, memory))
             self._check()
+            self._changed.notify()
+
+    def _wait(self, until: float, wanted: Callable[[], bool]) -> None:
+        """Wait for a slab that is being copied. One thread polls the device for all."""
+        pause_s = _POLL_S
+        while not self._free and (self._pending or self._is_polled):
+            left_s = until - monotonic()
+            if left_s <= 0 or not wanted():
+                return
+            if self._is_polled:
+                self._changed.wait(min(left_s, _POLL_MAX_S))
+                continue
+            self._is_polled = True
+            try:
+                self._changed.wait(min(left_s, pause_s))
+            finally:
+                self._is_polled = False
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+            self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Free the slabs whose copies have ended. Copies end about in order, so the first one that
+        has not ends the search."""
+        while self._pending and self._pending[0][0].done():
+            self._free.append(self._pending.popleft()[1])
+            self._changed.notify()
 
     def __repr__(self) -> str:
         return f"<SlabPool {self._name} {self._leased}/{self._total} leased, {self._slab_bytes} B>"
 
     def _check(self) -> None:
         free, leased = len(self._free), self._leased
-        if leased >= 0 and free + leased == self._total:
+        if leased >= 0 and free + leased + len(self._pending) == self._total:
             return
         news, self._adds_up = self._adds_up, False
         if news:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
+from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 
@@ -107,17 +107,17 @@ class Mark:
     """After the first ``number`` things of a stream."""
 
     def __init__(self, stream: Stream, number: int, compute: Stream) -> None:
-        self._stream, self._number, self._compute = stream, number, compute
+        self.stream, self.number, self._compute = stream, number, compute
 
     def done(self) -> bool:
         the_stage().pause("mark")
-        return self._stream.done >= self._number
+        return self.stream.done >= self.number
 
     def wait(self) -> None:
-        the_stage().wait("copies", lambda: self._stream.done >= self._number)
+        the_stage().wait("copies", lambda: self.stream.done >= self.number)
 
     def hold_compute(self) -> None:
-        self._compute.follow(self._stream, self._number)
+        self._compute.follow(self.stream, self.number)
 
 
 class Placed(BlockRuns):
@@ -133,40 +133,48 @@ class WatchedLane:
 
     def __init__(self, name: str, hands: Hands, compute: Stream, *, late: bool) -> None:
         self.stream = Stream(name, late=late)
+        self.per_span = late  # as device lanes are
         self._hands, self._compute = hands, compute
         self._lane = HostLane()
 
     def adopt_thread(self) -> None:
         pass
 
-    def follow_compute(self) -> None:
-        self.stream.follow(self._compute, self._compute.given)
+    def mark_compute(self) -> Mark:
+        return Mark(self._compute, self._compute.given, self._compute)
+
+    def follow(self, mark: Mark) -> None:
+        self.stream.follow(mark.stream, mark.number)
 
     def place(self, block_ids: Sequence[int]) -> Placed:
         return Placed(block_ids, self._hands.ticket(block_ids))
 
     def scatter(
-        self, pages: Pages, cache: torch.Tensor, placed: Placed, recast: Recast | None = None
+        self,
+        pages: Sequence[Pages],
+        layers: PagedLayers,
+        placed: Placed,
+        recast: Recast | None = None,
     ) -> None:
-        slab = WatchedPool.ticket(pages.ctypes.data)
+        slabs = [WatchedPool.ticket(given.ctypes.data) for given in pages]
 
         def copy() -> None:
             self._hands.touch("written:", placed.ids, placed.ticket)
-            if slab != WatchedPool.ticket(pages.ctypes.data):
+            if slabs != [WatchedPool.ticket(given.ctypes.data) for given in pages]:
                 self._hands.say("pages are written from a slab that somebody else has")
-            self._lane.scatter(pages, cache, placed, recast)
+            self._lane.scatter(pages, layers, placed, recast)
 
         the_stage().pause("scatter")
         self.stream.do(copy)
 
-    def gather(self, cache: torch.Tensor, placed: Placed, pages: Sequence[torch.Tensor]) -> None:
+    def gather(self, layers: PagedLayers, placed: Placed, pages: Sequence[torch.Tensor]) -> None:
         slabs = [WatchedPool.ticket(piece.data_ptr()) for piece in pages]
 
         def copy() -> None:
             self._hands.touch("read:", placed.ids, placed.ticket)
             if slabs != [WatchedPool.ticket(piece.data_ptr()) for piece in pages]:
                 self._hands.say("pages are read into a slab that somebody else has")
-            self._lane.gather(cache, placed, pages)
+            self._lane.gather(layers, placed, pages)
 
         the_stage().pause("gather")
         self.stream.do(copy)

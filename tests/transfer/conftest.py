@@ -1,14 +1,38 @@
-"""Replicas that a test of this folder opens are closed at its end."""
+"""Transfers are tested on the host and on the simulated device, whose operations come late.
+
+Replicas that a test of this folder opens are closed at its end.
+"""
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from tests.support.device import HOST, caches_on
 from tests.support.paged_cache import Worker
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests marked ``host`` bring lanes of their own, or have none."""
+    host_only = metafunc.definition.get_closest_marker("host") is not None
+    names = ["host"] if host_only else ["host", "simulated"]
+    metafunc.parametrize("device", names, indirect=True)
+
+
 @pytest.fixture(autouse=True)
-def _closing() -> Iterator[None]:
-    yield
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where the paged caches of the test are."""
+    if request.param == "host":
+        yield HOST
+    else:
+        from tests.device.simulated import random_delays
+
+        with random_delays() as simulated, caches_on(simulated):
+            yield simulated
+            _close_all()
+    _close_all()
+
+
+def _close_all() -> None:
     for worker in list(Worker.opened):
         worker.close()

@@ -642,9 +642,7 @@ class PassesWhenWaited(HostLane):
     def __init__(self) -> None:
         self.left: list[tuple[torch.Tensor, BlockRuns, Sequence[torch.Tensor]]] = []
 
-    def gather(
-        self, cache: torch.Tensor, placed: BlockRuns, pages: Sequence[torch.Tensor]
-    ) -> None:
+    def gather(self, cache: torch.Tensor, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         self.left.append((cache, placed, pages))
 
     def mark(self) -> "WaitedMark":

@@ -138,6 +138,16 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         0.33."""
         return True
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Receive the step's plan, before the forward pass. See the base class."""
+        super().bind_connector_metadata(connector_metadata)
+        self._mark_step()
+
+    @guarded(None)
+    def _mark_step(self) -> None:
+        if self._worker is not None:
+            self._worker.before_forward(self._plan())
+
     @guarded(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads. See the base class."""
@@ -168,7 +178,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Let in-flight saves read their blocks before anything overwrites them."""
         if self._worker is not None:
-            self._worker.before_reuse()
+            assert isinstance(kv_connector_metadata, StepPlan)
+            self._worker.before_reuse(kv_connector_metadata)
 
     @guarded(KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -24,6 +24,10 @@ class StepPlan(KVConnectorMetadata):
     """Finished requests whose blocks are kept until their saves have left the device."""
     idle: bool = False
     """Whether the step computes nothing while loads are in progress."""
+    reused: frozenset[str] = frozenset()
+    """Requests that this step preempts, whose saves may still read their blocks."""
+    may_reuse: bool = True
+    """Whether the next step may give blocks of running requests to others."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 _LOOKUP_AGE_MIN_S = 10.0
 """Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 _PAGE = 4096
+_LOAD_LANES = 2
+"""Streams of loads: while one distributes pages, the other copies."""
 _WIDE_SHARE = 4
 """Divisor: payloads of other shapes may take this fraction of the pinned memory in addition, or one
 pair of slabs if that is more."""
@@ -207,12 +210,14 @@ def make_worker_side(
         SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pinned=pinned)
         for name, count in (("load", pools.load_slabs), ("save", pools.save_slabs))
     ]
+    # Each lane of a device has staging memory, and more lanes do not copy faster.
+    lanes = cycle([open_lane(device, urgent=True) for _ in range(_LOAD_LANES)])
     loader = Loader(
         cache,
         groups,
         slabs[0],
         wide=plan_wide(config, groups, geometry.chunk_tokens, pinned=pinned),
-        lane_for_thread=lambda: open_lane(device, urgent=True),
+        lane_for_thread=lambda: next(lanes),
         limits=LoadLimits(
             pools.load_threads,
             config.load_queue_max,

@@ -15,6 +15,7 @@ from objkv.config import Config
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.tracing import Tracing
+from objkv.transfer.lanes import Mark
 from objkv.transfer.loader import Loader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
@@ -79,15 +80,29 @@ class WorkerSide:
         self._lost: list[LoadOutcome] = []
         self._tainted_steps = 0
         self._in_layers = self._closed = False
+        self._before_forward: Mark | None = None
+        self._drops_tokens = geometry.windowed
         self._fails_whole = geometry.windowed or len(geometry.groups) > 1
         self._pid = getpid()
 
+    def before_forward(self, plan: StepPlan) -> None:
+        """Mark the point that this step's loads follow. vLLM starts most loads when it has launched
+        the forward pass, and they must not wait for that.
+
+        Their blocks are free of earlier work at this point: vLLM frees a block only after the steps
+        that may write it, clears and copies blocks before it binds the plan, and ``before_reuse``
+        has made computing wait for saves. Source: vLLM 0.31-0.33, ``defer_block_free`` in
+        ``v1/core/sched/scheduler.py``.
+        """
+        self._before_forward = self._loader.mark_compute() if plan.loads else None
+
     def start_loads(self, plan: StepPlan) -> None:
         """Start this step's loads. Does not wait."""
+        mark, self._before_forward = self._before_forward, None
         for load in plan.loads:
             self._in_layers |= load.sync
             try:
-                self._loader.submit(load)
+                self._loader.submit(load, mark)
             except Exception:  # vLLM relies on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
                 self._lose(load)
@@ -108,13 +123,17 @@ class WorkerSide:
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
             dropped = self._saver.gather(plan.saves)
-            if self._rank.writes_early:  # this model runner reuses blocks before it preempts
-                self._saver.fence()
+            if self._rank.writes_early and plan.may_reuse:
+                self._saver.fence()  # this model runner writes to blocks before ``before_reuse``
         self._report.dropped |= dropped
 
-    def before_reuse(self) -> None:
-        """Make computing wait until saves have read their blocks, which are about to be reused."""
-        self._saver.fence()
+    def before_reuse(self, plan: StepPlan) -> None:
+        """Make computing wait until saves have read those blocks that this step may write. Others
+        stay with their requests until ``results`` has reported their saves."""
+        if self._drops_tokens:
+            self._saver.fence()  # any block may have left a window, any state may be overwritten
+        elif plan.reused:
+            self._saver.fence(plan.reused)
 
     def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
         """Return the transfers that ended, each once.
