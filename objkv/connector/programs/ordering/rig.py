@@ -41,8 +41,8 @@ from objkv.transfer.devices import DeviceLane, open_lane
 from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loader import Loader, LoadLimits
-from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.paging import PagedGroup, check_pages
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 
@@ -181,6 +181,7 @@ class Rig:
         self.pages = PagedGroup(shape, self.caches)
         self.load_lanes = [self._open_lane(urgent=True) for _ in range(setup.load_lanes)]
         self.save_lane = self._open_lane(urgent=False)
+        check_pages(self.pages, self.save_lane)
         nbytes, pinned = payload_bytes_max(self.pages.layers), self.is_asynchronous
         self.load_slabs, self.save_slabs = (
             SlabPool(name, count=count, slab_bytes=nbytes, pinned=pinned)
@@ -281,7 +282,7 @@ class Rig:
         """Begin a step: what the connector does before the forward pass is launched."""
         self._received -= {load.request_id for load in plan.loads}
         self.worker.before_reuse(plan)
-        self.worker.bind(plan)
+        self.worker.before_forward(plan)
 
     def end(self, plan: StepPlan) -> None:
         """End a step after the forward pass was launched."""
@@ -347,7 +348,7 @@ class Rig:
             )
             for at, chunk in enumerate(chunks)
         ]
-        return LoadPlan(request, NAMESPACE, tuple(moves), sync)
+        return LoadPlan(request, NAMESPACE, LoadMoves.pack(moves), sync)
 
     def save_plan(
         self, chunks: Sequence[int], first: int, *, request: str = "r", namespace: str = NAMESPACE
