@@ -7,12 +7,13 @@ scheduler, without waiting. The payload is encoded in place in the slab and sent
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic, sleep, time
 
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
+from objkv.errors import TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 from objkv.transfer.background import SavePool
@@ -76,9 +77,9 @@ logger = logging.getLogger(__name__)
 _COPIES_S = 1.0
 """How long ``close`` waits, after its bound, for copies from the device, which read blocks."""
 _LOOK_S = 0.001
-_STRANDED: list[Slab] = []
-"""Slabs that a hung device may still write into. They stay leased until the process ends, so that
-their memory is never reused."""
+_STRANDED: list[SlabPool] = []
+"""Pools with slabs that a hung device may still write into. They are kept until the process ends,
+so that their memory is never reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class SavedChunk:
     mark: Mark | None = None
     """None until the copies were submitted to the lane."""
     deadline: float = 0.0
+    clock: Callable[[], float] = monotonic
 
     def encode(self) -> tuple[memoryview, Header]:
         """See ``Save``. Waits for the copies."""
@@ -116,14 +118,18 @@ class SavedChunk:
         return self.encoder.encode(self.claim, self.move, self.slab)
 
     def release(self) -> None:
-        """See ``Save``. Waits for the copies, then returns the slab."""
-        self.wait()
-        self.slab.release()
+        """See ``Save``. The pool keeps the slab until the copies have ended."""
+        assert self.mark is not None
+        self.slab.release_after(self.mark)
 
     def wait(self) -> None:
-        """Block until the chunk's pages are in its slab."""
+        """Block until the chunk's pages are in its slab. Raises ``TransferError`` at the chunk's
+        deadline. Polls, because a device that hangs never returns from a wait."""
         assert self.mark is not None
-        self.mark.wait()
+        while not self.mark.done():
+            if self.clock() >= self.deadline:
+                raise TransferError("the device has not copied the chunk in time")
+            sleep(_LOOK_S)
 
 
 class Saver:
@@ -145,7 +151,9 @@ class Saver:
         self._limits, self._recorder, self._clock = limits, recorder, clock
         self._encoder = PayloadEncoder(groups, cache, limits)
         self._marks: dict[str, Mark] = {}
-        self._last_mark: Mark | None = None
+        """Mark of the last gather of each request, until it is done or forgotten."""
+        self._latest: Mark | None = None
+        """Mark of the last gather, until it is done."""
         self._pool: SavePool[SavedChunk] = SavePool(
             "saves",
             limits.threads,
@@ -161,9 +169,9 @@ class Saver:
         """Copy the chunks of this step's plans out of their blocks, after the forward pass.
 
         Returns (request id, chunk) of each dropped chunk. The blocks must not change until
-        ``left_device`` returns True for their request, or ``fence`` was called.
+        ``left_device`` returns True for their request, or ``fence`` was called. Without anything to
+        copy, nothing is submitted to the device.
         """
-        self._lane.follow(self._lane.mark_compute())
         dropped: set[tuple[str, int]] = set()
         taken: dict[int, list[SavedChunk]] = {}
         room = self._limits.queue_max - self._pool.waiting
@@ -185,14 +193,21 @@ class Saver:
                     room -= 1
                 else:
                     dropped.add(self._drop(plan.request_id, save, key))
+        if taken:
+            self._lane.follow(self._lane.mark_compute())
         for chunks in taken.values():
             dropped |= self._gather(chunks)
         return dropped
 
-    def fence(self, request_ids: Iterable[str] | None = None) -> None:
-        """Make computing wait for all gathers so far. Blocks may be reused after this call."""
-        if self._last_mark is not None:
-            self._last_mark.hold_compute()
+    def fence(self, request_ids: Collection[str] | None = None) -> None:
+        """Make computing wait until the chunks gathered for these requests have left their blocks,
+        which may then be reused. None: all chunks."""
+        mark = self._latest
+        if request_ids is not None:
+            marks = [self._marks[name] for name in request_ids if name in self._marks]
+            mark = max(marks, key=lambda one: one.number, default=None)
+        if mark is not None and not mark.done():
+            mark.hold_compute()
 
     def left_device(self, request_id: str) -> bool:
         """Whether every chunk gathered for the request has left its blocks."""
@@ -220,12 +235,12 @@ class Saver:
         slabs of those copies are never returned. If a put hangs, its thread keeps its slab until
         the put ends.
         """
-        end, give_up = self._clock() + drain_deadline_s, self._give_up
+        end = self._clock() + drain_deadline_s
         if not self._copies_end(end + _COPIES_S):
             logger.error("copies of saves did not finish on the device, shutting down without them")
-            give_up = self._strand
+            _STRANDED.append(self._slabs)
         left_s = max(0.0, end - self._clock())
-        self._pool.close(left_s, give_up)
+        self._pool.close(left_s, self._give_up)
 
     def __repr__(self) -> str:
         return f"<Saver {self._pool}>"
@@ -236,11 +251,11 @@ class Saver:
         Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
         timeout, so this polls.
         """
-        mark = self._last_mark
-        while mark is not None and not mark.done():
+        while self._latest is not None and not self._latest.done():
             if self._clock() >= until:
                 return False
             sleep(_LOOK_S)
+        self._latest = None
         return True
 
     def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> SavedChunk | None:
@@ -255,7 +270,7 @@ class Saver:
         except SlabsExhaustedError:
             return None
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        return SavedChunk(plan.request_id, claim, save, slab, self._encoder)
+        return SavedChunk(plan.request_id, claim, save, slab, self._encoder, clock=self._clock)
 
     def _gather(self, chunks: list[SavedChunk]) -> set[tuple[str, int]]:
         """Submit the copies of chunks of one group to the lane. Returns the dropped ones."""
@@ -267,29 +282,37 @@ class Saver:
             mark = self._lane.mark()
         except Exception:  # such as no memory for staging: a drop, as without a slab
             logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
-            self._lane.mark().wait()  # copies already submitted must not write to a reused slab
-            return self._give_up(chunks)
-        if not mark.done():
-            self._last_mark = mark
-            self._marks |= {c.request_id: mark for c in chunks}
-        for chunk in chunks:
-            chunk.mark, chunk.deadline = mark, self._clock() + self._limits.deadline_s
+            return self._lose(chunks)
+        self._record(chunks, mark)
         if self._pool.put(chunks):
             return set()
-        mark.wait()  # needs no timeout: the next forward pass waits for the device too
         return self._give_up(chunks)
+
+    def _lose(self, chunks: list[SavedChunk]) -> set[tuple[str, int]]:
+        """Give up chunks of which some copies may have been submitted."""
+        try:
+            self._record(chunks, self._lane.mark())
+        except Exception:  # nobody knows when those copies end: these slabs stay leased
+            logger.exception("slabs lost count=%d", len(chunks))
+            return {self._drop(c.request_id, c.move, c.claim.key) for c in chunks}
+        return self._give_up(chunks)
+
+    def _record(self, chunks: Iterable[SavedChunk], mark: Mark) -> None:
+        """Record the mark after the copies of these chunks, and forget marks that are done."""
+        deadline = self._clock() + self._limits.deadline_s
+        for chunk in chunks:
+            chunk.mark, chunk.deadline = mark, deadline
+        self._marks = {name: one for name, one in self._marks.items() if not one.done()}
+        if not mark.done():
+            self._latest = mark
+            self._marks |= {c.request_id: mark for c in chunks}
 
     def _give_up(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
         dropped = set()
         for c in chunks:
-            c.slab.release()
+            c.release()
             dropped.add(self._drop(c.request_id, c.move, c.claim.key))
         return dropped
-
-    def _strand(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
-        stranded = list(chunks)
-        _STRANDED.extend(c.slab for c in stranded)
-        return {self._drop(c.request_id, c.move, c.claim.key) for c in stranded}
 
     def _drop(self, request_id: str, save: SaveMove, key: ChunkKey) -> tuple[str, int]:
         self._cache.end_save(key)

@@ -1,11 +1,13 @@
-"""Slabs: a bounded pool of equal buffers for payloads, in pinned memory if a GPU reads them.
+"""Slabs: a bounded pool of equal buffers for payloads, page-locked if a device reads them.
 
-Leasing a slab never waits: an empty pool raises ``SlabsExhaustedError``, which becomes a miss or a
-drop. Only the slabs for payloads of other shapes, which are few and may be huge, have a queue.
+An empty pool raises ``SlabsExhaustedError``, which becomes a miss or a drop. A caller may wait, but
+only for slabs that a device is copying. The slabs for payloads of other shapes, which are few and
+may be huge, have a queue.
 """
 
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Lock
@@ -19,6 +21,8 @@ from objkv.errors import TransferError
 from objkv.transfer.lanes import Mark
 
 logger = logging.getLogger(__name__)
+Pin = Callable[[torch.Tensor], Callable[[], None]]
+_PAGE = 4096
 _POLL_S, _POLL_MAX_S = 3e-4, 2e-3
 """How often a thread that needs a slab looks whether a copy has ended. A large payload takes about
 a millisecond."""
@@ -73,7 +77,10 @@ class SlabPool:
     but an exception in ``release`` would break the caller's clean-up.
     """
 
-    def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
+    def __init__(self, name: str, *, count: int, slab_bytes: int, pin: Pin | None = None) -> None:
+        """``pin``: page-locks the memory, see ``DeviceDriver.pin``. It is unlocked when the pool
+        and all its slabs are gone. Raises ``RuntimeError`` or ``MemoryError`` if memory is short.
+        """
         assert count > 0
         assert slab_bytes > 0
         self._name = name
@@ -84,7 +91,10 @@ class SlabPool:
         self._pending: deque[tuple[Mark, torch.Tensor]] = deque()
         self._is_polled = False
         self._adds_up = True
-        memory = torch.empty(count * slab_bytes, dtype=torch.uint8, pin_memory=pinned)
+        memory = torch.empty(count * slab_bytes + _PAGE, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % _PAGE :][: count * slab_bytes]
+        if pin is not None:
+            weakref.finalize(self, pin(memory))
         # Last in, first out: the most recently used slab is leased first, and on a host without a
         # GPU unused slabs never take physical memory.
         self._free = [memory[i * slab_bytes : (i + 1) * slab_bytes] for i in range(count)]
@@ -195,15 +205,15 @@ class WideSlabs(Generic[T]):
     Threads never wait here; tasks do.
     """
 
-    def __init__(self, *, pairs: int, slab_bytes: int, pinned: bool) -> None:
+    def __init__(self, *, pairs: int, slab_bytes: int, pin: Pin | None = None) -> None:
         """``pairs``: how many loads may run at once. Each needs one slab for the payload and one to
-        decode into."""
+        decode into. ``pin``: see ``SlabPool``."""
         assert pairs > 0
         self._pairs = self._free = pairs
         self._entered = 0
         self._adds_up = True
         self._slab_bytes = slab_bytes
-        self._pinned = pinned
+        self._pin = pin
         self._waiting: deque[T] = deque()
         self._lock = Lock()
         self._pool: SlabPool | None = None
@@ -260,6 +270,6 @@ class WideSlabs(Generic[T]):
             count * size,
         )
         try:
-            return SlabPool("wide", count=count, slab_bytes=size, pinned=self._pinned)
+            return SlabPool("wide", count=count, slab_bytes=size, pin=self._pin)
         except (RuntimeError, MemoryError) as exc:  # torch raises these if memory is short
             raise SlabsExhaustedError(f"{self!r}: {exc}") from exc

@@ -7,6 +7,7 @@ Every copy carries tickets: whose its blocks and its slab were when it was plann
 them in other hands is what must never be.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,6 +141,9 @@ class WatchedLane:
     def adopt_thread(self) -> None:
         pass
 
+    def prepare(self, layers: PagedLayers) -> None:
+        pass
+
     def mark_compute(self) -> Mark:
         return Mark(self._compute, self._compute.given, self._compute)
 
@@ -183,25 +187,51 @@ class WatchedLane:
         return Mark(self.stream, self.stream.given, self._compute)
 
 
+class _Spoils:
+    """A mark that is done once, and then spoils a slab."""
+
+    def __init__(self, mark: Any, spoil: Callable[[], None]) -> None:
+        self.number = 0
+        self._mark, self._spoil = mark, spoil
+
+    def done(self) -> bool:
+        done = bool(self._mark.done())
+        if done:
+            self._spoil()
+        return done
+
+    def wait(self) -> None:
+        raise AssertionError("a pool polls")
+
+    def hold_compute(self) -> None:
+        raise AssertionError("a pool polls")
+
+
 class WatchedPool(SlabPool):
     """Slabs that are spoiled when they are given back, and know how often they were."""
 
     _pools: "list[WatchedPool]"
 
-    def __init__(self, name: str, *, count: int, slab_bytes: int, pinned: bool) -> None:
-        super().__init__(name, count=count, slab_bytes=slab_bytes, pinned=pinned)
+    def __init__(self, name: str, *, count: int, slab_bytes: int, pin: Any = None) -> None:
+        super().__init__(name, count=count, slab_bytes=slab_bytes, pin=pin)
         self.leases = {memory.data_ptr(): 0 for memory in self._free}
         WatchedPool._pools.append(self)
 
-    def lease(self) -> Slab:
-        slab = super().lease()
+    def lease(self, until: float = -math.inf, *, wanted: Callable[[], bool] = lambda: True) -> Slab:
+        slab = super().lease(until, wanted=wanted)
         self.leases[slab.tensor.data_ptr()] += 1
         return slab
 
-    def take_back(self, memory: torch.Tensor) -> None:
+    def take_back(self, memory: torch.Tensor, mark: Any = None) -> None:
+        if mark is None:
+            self._spoil(memory)
+            super().take_back(memory)
+        else:
+            super().take_back(memory, _Spoils(mark, lambda: self._spoil(memory)))
+
+    def _spoil(self, memory: torch.Tensor) -> None:
         np.copyto(memory.numpy(), 0xEE)
         self.leases[memory.data_ptr()] += 1
-        super().take_back(memory)
 
     @classmethod
     def begin(cls) -> "list[WatchedPool]":

@@ -31,7 +31,7 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, Save
 from objkv.transfer.queue import Task
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool, WideSlabs
-from tests.support.device import current_device
+from tests.support.device import current_device, pinning
 
 
 def paged_group(
@@ -113,9 +113,10 @@ class Worker:
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self.paged, self.cache, self.recorder = paged, cache, recorder
-        sizes = {"count": slabs, "slab_bytes": slab_bytes}
-        self.load_slabs = SlabPool("load", pinned=False, **sizes)
-        self.save_slabs = SlabPool("save", pinned=False, **sizes)
+        self.load_slabs, self.save_slabs = (
+            SlabPool(kind, count=slabs, slab_bytes=slab_bytes, pin=pinning())
+            for kind in ("load", "save")
+        )
         self.loader = Loader(
             cache,
             {0: paged},

@@ -1,9 +1,13 @@
 """Plans moves from block tables: the physical blocks that a load fills and a save reads, and the
 saves of each step."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from objkv.cache.match import stored_blocks
 from objkv.config import Config
@@ -12,7 +16,15 @@ from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain
-from objkv.transfer.plan import ChunkMove, LoadMove, SaveMove, SavePlan
+from objkv.transfer.plan import (
+    ChunkMove,
+    Kind,
+    LoadMoves,
+    RecordColumns,
+    Row,
+    SaveMove,
+    SavePlan,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +34,7 @@ BlockTable = Sequence[Sequence[int]]
 """The request's physical blocks per group, in token order. 0, the null block, stands for a block
 that a window has passed, or for a state that was not kept."""
 _NULL_BLOCK = 0
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +53,114 @@ def load_moves(
     records: Sequence[Shards | None],
     blocks: BlockTable,
     span: tuple[int, int],
-) -> Iterator[LoadMove]:
-    """Yield the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.
+) -> LoadMoves:
+    """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.
 
     Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
     allocated the blocks that tokens after ``end`` need, and null blocks for the others.
     """
     start, end = span
     size = geometry.chunk_tokens
-    held_of = [stored_blocks(identity, size) for identity in geometry.groups]
-    for chunk in range(start // size, -(-end // size)):
+    first, last = start // size, -(-end // size)
+    stored = _stored_shards(geometry, records[first:last])
+    chunks = np.arange(first, last)
+    tables, ids, ids_before = [], [], 0
+    for group, identity in enumerate(geometry.groups):
+        runs = _runs(identity, size, blocks[group], chunks, span)
+        table = np.zeros((len(Row), len(runs.starts)), np.int32)
+        table[Row.CHUNK] = first + runs.chunks
+        table[Row.KIND] = group + len(geometry.groups) * stored.patterns[runs.chunks]
+        table[Row.HASH] = runs.chunks + 1  # the parent of the first chunk precedes its hash
+        table[Row.PARENT] = runs.chunks
+        table[Row.FIRST_BLOCK] = runs.first_blocks
+        table[Row.IDS] = ids_before + runs.starts
+        table[Row.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
+        table[Row.RECORDS] = stored.starts[runs.chunks]
+        tables.append(table)
+        ids.append(runs.ids)
+        ids_before += len(runs.ids)
+    table = np.concatenate(tables, axis=1)
+    if len(tables) > 1:
+        table = table[:, np.argsort(table[Row.CHUNK], kind="stable")]
+    table[Row.TOKEN_START] = table[Row.CHUNK] * size
+    table[Row.TOKEN_END] = table[Row.TOKEN_START] + size
+    table[Row.SOURCE] = np.arange(table.shape[1])
+    used, table[Row.KIND] = np.unique(table[Row.KIND], return_inverse=True)
+    hashes = b"".join((chain.parent(first), *chain.hashes(first, last)))
+    kinds = tuple(stored.kinds[kind] for kind in used.tolist())
+    return LoadMoves(table, hashes, np.concatenate(ids), kinds=kinds, records=stored.records)
+
+
+class _StoredShards(NamedTuple):
+    """The stored shards of some chunks."""
+
+    kinds: list[Kind]
+    """For each pattern of stored shards, one kind per group."""
+    patterns: Ints
+    """The pattern of each chunk."""
+    starts: Ints
+    """Position of each chunk's first record in ``records``."""
+    records: RecordColumns
+
+
+def _stored_shards(geometry: Geometry, found: Sequence[Shards | None]) -> _StoredShards:
+    patterns = dict[tuple[str, ...], int]()
+    kinds, chosen, starts, records = list[Kind](), list[int](), list[int](), list[ShardRecord]()
+    for shards in found:
         # A chunk without any stored shard was passed by a sliding window and has no blocks.
-        shards = records[chunk] or {}
-        for group, identity in enumerate(geometry.groups):
-            # Block positions within the prompt: the payload's blocks, cut to the needed ones.
-            held_from = (chunk + 1) * size // identity.block_size - held_of[group]
-            first = max(held_from, start // identity.block_size)
-            last = min((chunk + 1) * size, end) // identity.block_size
-            for begin, run in _runs(blocks[group][first:last], first):
-                move = _move(size, chain, (chunk, group), run, begin - held_from)
-                yield LoadMove(move, _of_group(shards, group))
+        fields = () if shards is None else tuple(shards)
+        starts.append(len(records))
+        if shards is not None:
+            records += shards.values()
+        assert len(records) == starts[-1] + len(fields)
+        if (pattern := patterns.get(fields)) is None:
+            pattern = patterns[fields] = len(patterns)
+            kinds += [_kind(fields, group) for group in range(len(geometry.groups))]
+        chosen.append(pattern)
+    numbers = np.array(chosen), np.array(starts)
+    return _StoredShards(kinds, *numbers, RecordColumns.pack(records))
+
+
+def _kind(fields: tuple[str, ...], group: int) -> Kind:
+    places = tuple(i for i, field in enumerate(fields) if field.startswith(f"{group}."))
+    return Kind(group, tuple(fields[place] for place in places), places)
+
+
+class _Runs(NamedTuple):
+    """The blocks of one group that a load fills, in runs without a null block."""
+
+    chunks: Ints
+    """The chunk of each run, counted from the first loaded one."""
+    first_blocks: Ints
+    """Index of each run's first block among the blocks of its chunk's payload."""
+    starts: Ints
+    """Position of each run's first block in ``ids``."""
+    ids: Ints
+    """Physical block ids of all runs."""
+
+
+def _runs(
+    identity: GroupIdentity, size: int, blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
+) -> _Runs:
+    """``chunks``: the loaded chunks. ``span``: the loaded tokens."""
+    tokens, block_size = (chunks + 1) * size, identity.block_size
+    # Positions of blocks within the prompt: those of each chunk's payload, cut to the needed ones.
+    held_from = tokens // block_size - stored_blocks(identity, size)
+    first = np.maximum(held_from, span[0] // block_size)
+    last = np.minimum(np.minimum(tokens, span[1]) // block_size, len(blocks))
+    counts = np.maximum(last - first, 0)
+    of_chunk = np.repeat(np.arange(len(chunks)), counts)
+    place = np.arange(len(of_chunk)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    table = np.frombuffer(array("q", blocks[first[0] : last[-1]]), np.int64)
+    ids = table[place - first[0]]
+    if not ids.all():
+        held = np.flatnonzero(ids != _NULL_BLOCK)
+        of_chunk, place, ids = of_chunk[held], place[held], ids[held]
+    begins = np.ones(len(ids), np.bool_)
+    begins[1:] = (np.diff(of_chunk) != 0) | (np.diff(place) != 1)
+    starts = np.flatnonzero(begins)
+    of_chunk = of_chunk[starts]
+    return _Runs(of_chunk, place[starts] - held_from[of_chunk], starts, ids)
 
 
 def save_moves(
@@ -129,17 +230,6 @@ def _held(
     return tuple(computed.blocks[group][last - stored_blocks(identity, size) : last])
 
 
-def _runs(table: Sequence[int], first: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each run of non-null blocks with its position. ``first``: the table's position."""
-    begin = None
-    for place, block in enumerate((*table, _NULL_BLOCK)):
-        if block != _NULL_BLOCK:
-            begin = place if begin is None else begin
-        elif begin is not None:
-            yield first + begin, tuple(table[begin:place])
-            begin = None
-
-
 def _move(
     size: int,
     chain: PrefixChain,
@@ -158,11 +248,6 @@ def _move(
         first_block=first_block,
         block_ids=blocks,
     )
-
-
-def _of_group(shards: Shards, group: int) -> tuple[tuple[str, ShardRecord], ...]:
-    prefix = f"{group}."
-    return tuple((name, shards[name]) for name in shards if name.startswith(prefix))
 
 
 class BlockTrust:

@@ -122,14 +122,11 @@ class HitCounters:
 
     def planned(self, plan: LoadPlan, start: int, end: int) -> None:
         """Count a planned load of tokens ``[start, end)``."""
-        cold: set[tuple[int, int]] = set()
-        chunks: set[tuple[int, int]] = set()
-        for load in plan.moves:
-            span = (max(start, load.move.token_start), min(end, load.move.token_end))
-            chunks.add(span)
-            if not all(record.hot for _, record in load.records):
-                cold.add(span)  # a chunk is only as fast as its slowest group
-        hot = sum(last - first for first, last in chunks - cold)
+        spans, moves_hot = plan.moves.token_spans, plan.moves.hot
+        chunks = set(spans)
+        # A chunk is only as fast as its slowest group.
+        cold = {span for span, hot in zip(spans, moves_hot, strict=True) if not hot}
+        hot = sum(min(end, last) - max(start, first) for first, last in chunks - cold)
         self._recorder.count("hits")
         self._recorder.count("hit_tokens", end - start)
         self._recorder.count("hit_hot_tokens", hot)
@@ -228,7 +225,7 @@ class SchedulerSide:
         tracked.accounted = span[1]
         moves = load_moves(self._geometry, tracked.hashes.chain, usable.records, blocks, span)
         plan = LoadPlan(
-            request.request_id, tracked.namespace, tuple(moves), usable.sync, tracked.traceparent
+            request.request_id, tracked.namespace, moves, usable.sync, tracked.traceparent
         )
         self._loads[request.request_id] = plan
         self._hits.planned(plan, *span)
@@ -391,6 +388,7 @@ class SchedulerSide:
         self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
 
     def _touch(self, plan: LoadPlan) -> None:
-        hashes = list(dict.fromkeys(load.move.prefix_hash for load in plan.moves))
-        ttl_s = self._config.ttl_s
-        self._lookups.submit(lambda: self._index.touch(plan.namespace, hashes, ttl_s=ttl_s))
+        index, ttl_s = self._index, self._config.ttl_s
+        self._lookups.submit(
+            lambda: index.touch(plan.namespace, plan.moves.prefix_hashes(), ttl_s=ttl_s)
+        )

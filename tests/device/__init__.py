@@ -1,0 +1,1 @@
+"""The simulated device, and the tests that need one."""
