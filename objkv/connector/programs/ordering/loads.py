@@ -20,11 +20,14 @@ _SLOW_S = 0.1
 _FIRST = 8
 """First block of the loads."""
 _CHUNKS = range(4)
+_OWNER = 7.0
+"""What another owner writes into the blocks."""
 
 
 def follows_compute(rig: Rig) -> bool:
     """A load into blocks that an earlier kernel still writes"""
-    _let_write_late(rig, 7.0)
+    rig.delay_compute(_SLOW_S)
+    _write(rig)
     rig.step(_plan(rig))
     rig.until_received()
     return _is_loaded(rig)
@@ -107,19 +110,24 @@ def aborted(rig: Rig) -> bool:
 
 def aborted_meanwhile(rig: Rig) -> bool:
     """Blocks that have a new owner after a load was aborted while a thread queued its copies"""
-    has_entered = Event()
+    has_entered, has_left = Event(), Event()
 
     def linger(call: str) -> None:
         if call == "place" and not has_entered.is_set():
             has_entered.set()
             sleep(_SLOW_S)
+        if call == "mark":
+            has_left.set()
 
     rig.on_call = linger
     rig.step(_plan(rig))
     rig.wait_until(has_entered.is_set)
     rig.report(StepPlan(), {"r"})
     rig.until_received()
-    return _stays_written(rig)
+    _write(rig)
+    rig.wait_until(has_left.is_set)
+    rig.synchronize()
+    return rig.holds(_read(rig), _OWNER)
 
 
 def late(rig: Rig) -> bool:
@@ -189,7 +197,8 @@ def follows_its_own_step(rig: Rig) -> bool:
     size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
     earlier = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST + size, request="earlier"),))
     rig.step(earlier)
-    _let_write_late(rig, 7.0)
+    rig.delay_compute(_SLOW_S)
+    _write(rig)
     rig.step(_plan(rig))
     rig.until_received()
     rig.synchronize()
@@ -245,9 +254,9 @@ def _read(rig: Rig) -> Pages:
     return rig.read(*_blocks(rig))
 
 
-def _let_write_late(rig: Rig, value: float) -> None:
-    rig.delay_compute(_SLOW_S)
-    rig.write(*_blocks(rig), value)
+def _write(rig: Rig) -> None:
+    """Let the blocks' next owner write them."""
+    rig.write(*_blocks(rig), _OWNER)
 
 
 def _is_loaded(rig: Rig) -> bool:
@@ -258,9 +267,9 @@ def _is_loaded(rig: Rig) -> bool:
 
 def _stays_written(rig: Rig) -> bool:
     """Whether the blocks keep what their next owner writes now."""
-    rig.write(*_blocks(rig), 7.0)
+    _write(rig)
     rig.synchronize()
-    return rig.holds(_read(rig), 7.0)
+    return rig.holds(_read(rig), _OWNER)
 
 
 def _until_fetched(rig: Rig, before: float = 0.0) -> None:

@@ -37,11 +37,11 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
-from objkv.transfer.devices import DeviceLane, open_lane
+from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loader import Loader, LoadLimits
-from objkv.transfer.paging import PagedGroup, check_pages
+from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
@@ -181,10 +181,10 @@ class Rig:
         self.pages = PagedGroup(shape, self.caches)
         self.load_lanes = [self._open_lane(urgent=True) for _ in range(setup.load_lanes)]
         self.save_lane = self._open_lane(urgent=False)
-        check_pages(self.pages, self.save_lane)
-        nbytes, pinned = payload_bytes_max(self.pages.layers), self.is_asynchronous
+        self.save_lane.prepare(self.pages.pages)
+        pin = driver_of(self.device).pin if self.is_asynchronous else None
         self.load_slabs, self.save_slabs = (
-            SlabPool(name, count=count, slab_bytes=nbytes, pinned=pinned)
+            SlabPool(name, count=count, slab_bytes=payload_bytes_max(self.pages.layers), pin=pin)
             for name, count in (("load", setup.load_slabs), ("save", setup.save_slabs))
         )
         self.cache = self.open_cache("rig")
