@@ -7,8 +7,9 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.kv.planning import BlockTrust, Computed, load_moves, save_moves, states_after
+from objkv.connector.kv.planning import Computed, load_moves, save_moves, states_after
 from objkv.connector.kv.requests import TrackedRequest
+from objkv.connector.kv.saves import BlockTrust
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
