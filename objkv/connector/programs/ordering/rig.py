@@ -105,6 +105,8 @@ class Setup:
     save_threads: int = 2
     deadline_s: float = 60.0
     drain_deadline_ms: int = 60_000
+    windowed: bool = False
+    """Whether layers attend to a window, so that blocks leave running requests."""
     writes_early: bool = False
     """See ``Rank.writes_early``."""
     watched: bool = False
@@ -155,10 +157,15 @@ class Rig:
         self._received, self._sent = set[str](), set[str]()
         self._open_stores()
         layout = setup.layout
-        self.group = GroupIdentity(
-            "full", None, LAYERS, layout.heads, layout.content, layout.block_size
+        group = GroupIdentity(
+            "sliding_window" if setup.windowed else "full",
+            CHUNK_TOKENS if setup.windowed else None,
+            LAYERS,
+            layout.heads,
+            layout.content,
+            layout.block_size,
         )
-        self.geometry = Geometry((self.group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
+        self.geometry = Geometry((group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
         self.caches: Pages = layout.caches(device, setup.blocks)
         self.open_worker()
         self._records: dict[int, ShardRecord] = {}
@@ -467,6 +474,13 @@ class Rig:
         for slab in slabs:
             slab.release()
         return unchanged
+
+    def is_idle_when_closed(self) -> bool:
+        """Close the worker, as the connector does before memory is unmapped. Returns whether all
+        copies that were queued before had ended then."""
+        marks = [lane.mark() for lane in (*self.load_lanes, self.save_lane)]
+        self.worker.close()
+        return all(mark.done() for mark in marks)
 
     def close(self) -> None:
         """Stop the worker and wait for the device."""

@@ -47,14 +47,21 @@ def is_read_before_preempted(rig: Rig) -> bool:
 
 
 def is_read_in_each_step(rig: Rig) -> bool:
-    """Blocks of a preempted request whose chunks were saved in several steps"""
+    """Blocks of two preempted requests whose chunks were saved in several steps"""
     _write(rig, _THEN)
     rig.synchronize()
-    for chunk in _CHUNKS:
+    for chunk, request in zip(_CHUNKS, ("a", "b", "a"), strict=True):
         rig.delay_saves(_SLOW_S / 2)
         first = _FIRST + chunk * rig.setup.layout.chunk_blocks
-        rig.end(StepPlan(saves=(rig.save_plan([chunk], first),)))
-    rig.step(StepPlan(reused=frozenset({"r"})), lambda: _write(rig, _LATER))
+        rig.end(StepPlan(saves=(rig.save_plan([chunk], first, request=request),)))
+    rig.step(StepPlan(reused=frozenset({"a", "b"})), lambda: _write(rig, _LATER))
+    return _are_stored(rig)
+
+
+def is_read_before_window(rig: Rig) -> bool:
+    """Blocks that have left the window of their request and have a new owner in the next step"""
+    _save_late(rig)
+    rig.step(StepPlan(), lambda: _write(rig, _LATER))
     return _are_stored(rig)
 
 
@@ -135,7 +142,8 @@ def keeps_slabs_of_closed(rig: Rig) -> bool:
 def closed(rig: Rig) -> bool:
     """Slabs and blocks that have a new owner after the worker was closed during a save"""
     _save_late(rig)
-    rig.worker.close()
+    if not rig.is_idle_when_closed():
+        return False
     _write(rig, _LATER)
     return _slabs_are_unused(rig) and all(
         pages is None or rig.holds(pages, _THEN) for pages in _stored(rig, NAMESPACE)
@@ -196,6 +204,7 @@ SCENARIOS = (
     Scenario("save, then store, whole blocks", is_complete_when_stored, Setup(layout=WHOLE)),
     Scenario("save preempted", is_read_before_preempted),
     Scenario("saves of several steps preempted", is_read_in_each_step),
+    Scenario("save, then window", is_read_before_window, Setup(windowed=True)),
     Scenario("save, then zero", is_read_before_zeroed, Setup(writes_early=True)),
     Scenario("save finished", is_read_before_freed),
     Scenario("load into saved blocks", is_read_before_loaded),
