@@ -6,6 +6,7 @@ mutant lacks one edge, and the scenario that is named with it finds that.
 
 import json
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -19,8 +20,19 @@ from tests.device.mutants import MUTANTS, Edit, Mutant, delay, finds, play
 
 HOST = torch.device("cpu")
 SEEDS = (1, 2)
+
+
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 WAITS = ("synchronize", "blocking", "pageable", "strided")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """PyTorch's own threads spin while they wait for each other, on cores that streams need."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_scenarios_and_mutants_are_enough_and_named_once() -> None:

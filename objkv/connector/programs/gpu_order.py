@@ -17,9 +17,9 @@ from objkv.connector.programs.ordering import loads, saves, steps
 from objkv.connector.programs.ordering.rig import Delay, Rig, Scenario
 
 SCENARIOS: Final = (*loads.SCENARIOS, *saves.SCENARIOS, *steps.SCENARIOS)
-_MATRIX: Final = 1024
+_MATRIX: Final = 512
 _CYCLES: Final = 10_000_000
-_PRODUCTS: Final = 64
+_PRODUCTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)

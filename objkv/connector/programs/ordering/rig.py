@@ -424,12 +424,7 @@ class Rig:
         )
 
     def _content(self, chunk: int) -> Pages:
-        """Return random pages, different for each chunk and layer."""
-        pages = []
-        for number, layer in enumerate(self.pages.layers):
-            generator = torch.Generator().manual_seed(1000 * chunk + number)
-            pages.append(torch.randn(layer.shape, generator=generator).to(torch.bfloat16))
-        return pages
+        return _content(chunk, tuple(layer.shape for layer in self.pages.layers))
 
     def _record(self, chunk: int) -> ShardRecord:
         """Store a chunk if it is not stored yet, and return its index record."""
@@ -461,7 +456,7 @@ class Rig:
             with suppress(SlabsExhaustedError):
                 while len(taken) < pool.total:
                     slab = pool.lease()
-                    slab.tensor.fill_(_GARBAGE)
+                    slab.tensor.numpy().fill(_GARBAGE)
                     taken.append(slab)
             return len(taken) == pool.total
 
@@ -470,7 +465,7 @@ class Rig:
 
     def give_back(self, slabs: list[Slab]) -> bool:
         """Release slabs. Returns whether nothing was written to them since they were taken."""
-        unchanged = all(bool((slab.tensor == _GARBAGE).all()) for slab in slabs)
+        unchanged = all((slab.tensor.numpy() == _GARBAGE).all() for slab in slabs)
         for slab in slabs:
             slab.release()
         return unchanged
@@ -492,6 +487,16 @@ class Rig:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@lru_cache
+def _content(chunk: int, shapes: tuple[tuple[int, ...], ...]) -> Pages:
+    """Return random pages, different for each chunk and layer."""
+    pages = []
+    for number, shape in enumerate(shapes):
+        generator = torch.Generator().manual_seed(1000 * chunk + number)
+        pages.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
+    return pages
 
 
 @lru_cache
