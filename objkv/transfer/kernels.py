@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -82,6 +82,10 @@ _ACCESS_BYTES_MAX = 16
 """The widest load and store of one thread. Wider alignment does not help."""
 
 
+_ACTIONS = ("gather", "scatter", "recast")
+"""Recasting is scattering pages of another shape, which takes divisions."""
+
+
 class _Form(NamedTuple):
     """The layout of a layer. A constant of the compiled kernels: divisions by ``size`` and
     ``content`` become multiplications, and the compiler knows which words are adjacent, so that it
@@ -102,19 +106,16 @@ class _Form(NamedTuple):
     """Words that one program copies, a power of two."""
     align: int
     """Bytes that the addresses of all layers are multiples of."""
-
-
-class _Cache(NamedTuple):
-    """Blocks of a paged cache."""
-
-    addresses: Any
-    """Address of block 0 of each layer, ``[layers]`` int64."""
-    ids: Any
-    """``[blocks]`` int64."""
+    action: str
+    """One of ``_ACTIONS``."""
 
 
 class _Frame(NamedTuple):
-    """The shape of staged pages, and the first head and block to take, as in ``Recast``."""
+    """The shape of staged pages, and the first head and block to take, as in ``Recast``.
+
+    Kernels receive each number ``n`` as ``2 * n + 3``. Triton compiles again when a number in a
+    tuple becomes 1 or a multiple of 16, whatever ``do_not_specialize`` lists. These never do.
+    """
 
     blocks: int
     heads: int
@@ -124,13 +125,15 @@ class _Frame(NamedTuple):
 
 
 def _copy_pages(
-    staged: Any, cache: _Cache, frame: _Frame, form: tl.constexpr, action: tl.constexpr
+    staged: tl.tensor, addresses: tl.tensor, ids: tl.tensor, numbers: tl.tuple, form: tl.constexpr
 ) -> None:
     """Copy between blocks of a cache and staging memory. Grid: ``[ids * tiles, layers]``.
 
-    ``action``: "gather", "scatter", or "recast" to scatter pages of another shape. Offsets in the
+    ``addresses``: of each layer's block 0. ``numbers``: see ``_Frame``. Offsets in the
     cache and in staging memory are int64, because both can exceed 2^31 words.
     """
+    blocks = (numbers.blocks - 3) // 2
+    first_block = (numbers.first_block - 3) // 2
     tiles: tl.constexpr = (form.page + form.tile - 1) // form.tile
     index = tl.program_id(0) // tiles
     layer = tl.program_id(1)
@@ -141,24 +144,26 @@ def _copy_pages(
     token = at // form.content % form.size
     head = at // form.content // form.size
 
-    start = tl.load(cache.addresses + layer).to(staged.dtype)
-    cells = tl.multiple_of(start, form.align) + tl.load(cache.ids + index) * form.block
+    align: tl.constexpr = form.align
+    start = tl.load(addresses + layer).to(staged.dtype)
+    cells = tl.multiple_of(start, align) + tl.load(ids + index) * form.block
     cells += head.to(tl.int64) * form.head + token.to(tl.int64) * form.token
     cells += word.to(tl.int64) * form.word
 
-    if action == "recast":
-        token += (frame.first_block + index) * form.size
-        row = layer.to(tl.int64) * frame.blocks + token // frame.size
-        row = row * frame.heads + frame.first_head + head
-        words = staged + (row * frame.size + token % frame.size) * form.content + word
+    if form.action == "recast":
+        heads = (numbers.heads - 3) // 2
+        size = (numbers.size - 3) // 2
+        token += (first_block + index) * form.size
+        row = layer.to(tl.int64) * blocks + token // size
+        row = row * heads + (numbers.first_head - 3) // 2 + head
+        words = staged + (row * size + token % size) * form.content + word
     else:
         # Pages are ordered by chunk, layer and block. Only "gather" has several chunks.
-        index += frame.first_block
-        page = (index // frame.blocks).to(tl.int64) * tl.num_programs(1) + layer
-        page = page * frame.blocks + index % frame.blocks
-        words = staged + page * form.page + at
+        index += first_block
+        page = (index // blocks).to(tl.int64) * tl.num_programs(1) + layer
+        words = staged + (page * blocks + index % blocks) * form.page + at
 
-    if action == "gather":
+    if form.action == "gather":
         tl.store(words, tl.load(cells, mask=exists), mask=exists)
     else:
         tl.store(cells, tl.load(words, mask=exists), mask=exists)
@@ -172,12 +177,11 @@ class TritonKernels:
         if find_spec("triton") is None:
             raise ConfigError("Triton is not installed: install the triton package of your PyTorch")
         globals()["tl"] = import_module("triton.language")
-        # Everything that varies between calls is excluded from specialization. Otherwise Triton
-        # would compile again in the middle of a request, for example for the first count that is a
-        # multiple of 16. ``prepare`` compiles the rest.
-        varying = ["cache", "frame"]
+        # Otherwise Triton would compile again, in the middle of a request, when the ids begin at
+        # an address that is aligned differently.
+        varying = ["addresses", "ids"]
         self._copy_pages = import_module("triton").jit(_copy_pages, do_not_specialize=varying)
-        self._forms: WeakKeyDictionary[PagedLayers, _Form] = WeakKeyDictionary()
+        self._forms: WeakKeyDictionary[PagedLayers, dict[str, _Form]] = WeakKeyDictionary()
 
     def prepare(self, layers: PagedLayers) -> None:
         """See ``PageKernels.prepare``. Launches every kernel with no blocks, which runs nothing."""
@@ -188,7 +192,7 @@ class TritonKernels:
             shape = (len(part), 0, *cache.shape[1:])
             staged = torch.empty(shape, dtype=cache.dtype, device=cache.device)
             own = _Frame(0, cache.shape[1], cache.shape[2], 0, 0)
-            for action in ("gather", "scatter", "recast"):
+            for action in _ACTIONS:
                 self._launch(staged, part, ids, own, action)
 
     def scatter(
@@ -226,19 +230,20 @@ class TritonKernels:
         frame: _Frame,
         action: str,
     ) -> None:
-        form = self._forms.get(layers)
-        if form is None:
-            form = self._forms[layers] = _form_of(layers)
+        forms = self._forms.get(layers)
+        if forms is None:
+            forms = self._forms[layers] = {action: _form_of(layers, action) for action in _ACTIONS}
         assert staged.is_contiguous()
         assert staged.dtype == layers.caches[0].dtype
         assert ids.dtype == torch.int64
         assert ids.is_contiguous()
-        tiles = -(-form.page // form.tile)
-        grid = (len(ids) * tiles, len(layers))
-        self._copy_pages[grid](staged, _Cache(layers.pointers, ids), frame, form, action)
+        form = forms[action]
+        grid = (len(ids) * -(-form.page // form.tile), len(layers))
+        numbers = _Frame(*[2 * number + 3 for number in frame])
+        self._copy_pages[grid](staged, layers.pointers, ids, numbers, form)
 
 
-def _form_of(layers: PagedLayers) -> _Form:
+def _form_of(layers: PagedLayers, action: str) -> _Form:
     assert len(layers.runs) == 1
     cache = layers.caches[0]
     _, heads, size, content = cache.shape
@@ -246,7 +251,7 @@ def _form_of(layers: PagedLayers) -> _Form:
     align = int(np.gcd.reduce(layers.addresses, initial=_ACCESS_BYTES_MAX))
     tile = min(_TILE_WORDS_MAX, 1 << (page - 1).bit_length())
     block, head, token, word = cache.stride()
-    return _Form(block, head, token, word, size, content, page, tile, align)
+    return _Form(block, head, token, word, size, content, page, tile, align, action)
 
 
 def triton_kernels() -> PageKernels | None:

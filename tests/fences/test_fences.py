@@ -114,8 +114,8 @@ _poll = LoadJob.poll
 MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
     "a closed load writes on": (
         LoadJob,
-        "enter",
-        lambda self, _: setattr(self, "_writing", self._writing + 1) or True,
+        "_wanted",
+        lambda *_: True,
         "load async abort 1",
     ),
     "nobody waits for writers": (
@@ -124,7 +124,12 @@ MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
         _poll_without_writers,
         "load async abort 1",
     ),
-    "nobody waits for a load's copies": (LoadJob, "poll", _poll_without_copies, "load async abort 1"),
+    "nobody waits for a load's copies": (
+        LoadJob,
+        "poll",
+        _poll_without_copies,
+        "load async abort 1",
+    ),
     "computing does not wait for saves": (Saver, "fence", lambda *_: None, "save preempt 0"),
     "blocks are free before saves have left": (
         Saver,

@@ -22,7 +22,6 @@ from objkv.testing.flaky import FlakyStore
 from objkv.transfer.fetch import Cuts
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark
 from objkv.transfer.loader import Loader
-from objkv.transfer.plan import LoadOutcome
 from tests.support.paged_cache import (
     BLOCKS,
     HASHES,

@@ -23,7 +23,6 @@ from objkv.stores.local import LocalStore
 from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
-from objkv.transfer import paging
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark, PagedLayers
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
 from objkv.transfer.saver import _STRANDED, SaveLimits, Saver
@@ -234,7 +233,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
 
     replica = Replica(*stores(), seed=1)
     saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), clock=clock)
-    saver._last_mark = SlowMark()
+    saver._latest = SlowMark()
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert clock.now_s == (6.0 if is_told else 5.5)
