@@ -6,22 +6,31 @@ and prints the table as Markdown.
 
 import importlib
 import inspect
-import os
+import logging
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from objkv.connector.programs.gpu_order import SCENARIOS, Verdict, run_scenarios
-from objkv.connector.programs.ordering.rig import Scenario
+import torch
+
+from objkv.connector.programs.gpu_order import SCENARIOS, run_scenarios
+from objkv.connector.programs.ordering.rig import Scenario, Setup
+from tests.device import simulated
 
 PATIENCE_S = 4.0
 """For mutants that make something wait for ever."""
-ROUNDS = 3
+ROUNDS = 4
 """How often a scenario is tried against a mutant: whether a race shows is a matter of chance."""
+ATTEMPT_S = 0.3
+"""How long the device is busy where something must not wait for it."""
+DELAY_US_MAX = 500
+"""The longest random delay of an operation on a stream."""
+SHOWN_MAX = 4
+"""Scenarios in a row of the table."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +68,12 @@ class Mutant:
     """The edge that is missing."""
     found_by: str
     """The scenario that finds it, of those that do."""
-    edits: Sequence[Edit]
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for edit in self.edits:
-                stack.enter_context(edit.applied())
-            yield
+    edit: Edit
 
 
-def edit(place: str, old: str, new: str = "pass") -> Edit:
-    return Edit(place, old, new)
+def mutant(name: str, found_by: str, place: str, old: str, new: str = "pass") -> Mutant:
+    """A mutant with one edit, which by default removes the statement ``old``."""
+    return Mutant(name, found_by, Edit(place, old, new))
 
 
 _LANE = "transfer.devices:DeviceLane."
@@ -79,154 +82,380 @@ _MARK = "transfer.devices:DeviceMark."
 _FETCH = "transfer.fetch:Decoder."
 _JOB = "transfer.job:LoadJob."
 _LOADER = "transfer.loader:Loader."
+_SLABS = "transfer.slabs:SlabPool."
+_SAVER = "transfer.saver:Saver."
+_CHUNK = "transfer.saver:SavedChunk."
+_WORKER = "connector.kv.worker:WorkerSide."
 _COPIES = "connector.encoder.copies:DeviceCopies."
 
-MUTANTS = [
-    # Lanes.
-    Mutant(
-        "a lane does not follow marks", "", [edit(_LANE + "follow", "mark.event.wait(self.stream)")]
+MUTANTS = (
+    # Lanes and their marks
+    mutant(
+        "a lane does not follow marks",
+        "load after a kernel",
+        _LANE + "follow",
+        "mark.event.wait(self.stream)",
     ),
-    Mutant(
-        "a lane follows its first mark only",
-        "",
-        [edit(_LANE + "follow", "mark is not self._followed", "self._followed is None")],
+    mutant(
+        "a lane follows only its first mark",
+        "loads of two steps",
+        _LANE + "follow",
+        "mark is not self._followed",
+        "self._followed is None",
     ),
-    Mutant(
-        "the mark of computing is on the lane",
-        "",
-        [edit(_LANE + "mark_compute", "self.compute", "self.stream")],
+    mutant(
+        "the mark of computing is recorded on the lane",
+        "load after a kernel",
+        _LANE + "mark_compute",
+        "self.compute",
+        "self.stream",
     ),
-    Mutant(
-        "the mark of a lane is on the compute stream",
-        "",
-        [edit(_LANE + "mark", "self.stream", "self.compute")],
+    mutant(
+        "the mark of a lane is recorded on the compute stream",
+        "load, then forward",
+        _LANE + "mark",
+        "self.stream",
+        "self.compute",
     ),
-    Mutant("marks are not recorded", "", [edit(_LANE + "_recorded", "event.record(stream)")]),
-    Mutant("marks are always done", "", [edit(_MARK + "done", "bool(self.event.query())", "True")]),
-    Mutant(
+    mutant(
+        "marks are not recorded", "load, then forward", _LANE + "_recorded", "event.record(stream)"
+    ),
+    mutant(
+        "marks are always done",
+        "save finished",
+        _MARK + "done",
+        "bool(self.event.query())",
+        "True",
+    ),
+    mutant(
         "marks hold nothing",
-        "",
-        [edit(_MARK + "hold_compute", "self.event.wait(self._lane.compute)")],
+        "layer by layer",
+        _MARK + "hold_compute",
+        "self.event.wait(self._lane.compute)",
     ),
-    Mutant(
-        "marks hold the thread's device",
-        "",
-        [edit(_MARK + "hold_compute", "self._lane.compute", "self._lane._api.current_stream()")],
+    mutant(
+        "marks hold the thread's device instead of the lane's",
+        "save on another device",
+        _MARK + "hold_compute",
+        "self._lane.compute",
+        "self._lane._api.current_stream()",
     ),
-    Mutant(
-        "scatter on the compute stream",
-        "",
-        [edit(_LANE + "scatter", _ON_STREAM, "with self._lock:")],
+    mutant(
+        "loads scatter on the thread's stream",
+        "slabs of loads",
+        _LANE + "scatter",
+        _ON_STREAM,
+        "with self._lock:",
     ),
-    Mutant(
-        "gather on the compute stream", "", [edit(_LANE + "gather", _ON_STREAM, "with self._lock:")]
+    mutant(
+        "saves gather on the thread's stream",
+        "forward, then save",
+        _LANE + "gather",
+        _ON_STREAM,
+        "with self._lock:",
     ),
-    Mutant(
-        "threads on a lane are not kept apart",
-        "",
-        [edit(_LANE + "scatter", _ON_STREAM, "with self._api.stream(self.stream):")],
+    mutant(
+        "threads submit to one lane at the same time",
+        "threads on shared lanes",
+        _LANE + "scatter",
+        _ON_STREAM,
+        "with self._api.stream(self.stream):",
     ),
-    Mutant(
+    mutant(
         "lanes share staging memory",
-        "",
-        [edit(_LANE + "_staged", "self._staging", "DeviceLane._staging")],
+        "threads on shared lanes",
+        _LANE + "_staged",
+        "self._staging",
+        "globals().setdefault('_first', self)._staging",
     ),
-    Mutant(
-        "block ids from pageable memory",
-        "",
-        [edit("transfer.devices:DeviceBlocks.upload", "pin_memory=True", "pin_memory=False")],
+    mutant(
+        "block ids are uploaded from pageable memory",
+        "busy everywhere",
+        "transfer.devices:DeviceBlocks.upload",
+        "pin_memory=True",
+        "pin_memory=False",
     ),
-    Mutant(
-        "copies to the device block",
-        "",
-        [edit(_LANE + "_distribute", "non_blocking=True", "non_blocking=False")],
+    mutant(
+        "copies to the device block the thread",
+        "fetching during device work",
+        _LANE + "_distribute",
+        "non_blocking=True",
+        "non_blocking=False",
     ),
-    Mutant(
-        "copies to the host block",
-        "",
-        [edit(_LANE + "_collect", "non_blocking=True", "non_blocking=False")],
+    mutant(
+        "copies to the host block the thread",
+        "busy everywhere",
+        _LANE + "_collect",
+        "non_blocking=True",
+        "non_blocking=False",
     ),
-    # Loads.
-    Mutant(
-        "copies do not follow the step's mark",
-        "",
-        [edit(_FETCH + "_write", "lane.follow(job.after)")],
+    mutant(
+        "a batch reads blocks out of stream order",
+        "forward, then save, whole blocks",
+        _LANE + "_copy_blocks",
+        "device, host, size, False",
+        "device, host, size, True",
     ),
-    Mutant(
+    # Loads
+    mutant(
+        "copies do not follow the mark of their step",
+        "load after a kernel",
+        _FETCH + "_write",
+        "lane.follow(job.after)",
+    ),
+    mutant(
+        "the worker marks no step",
+        "load during its forward pass",
+        _WORKER + "before_forward",
+        "self._loader.mark_compute() if plan.loads else None",
+        "None",
+    ),
+    mutant(
         "loads follow the forward pass",
-        "",
-        [
-            edit(
-                _LOADER + "submit",
-                "after = after or self.mark_compute()",
-                "after = self.mark_compute()",
-            )
-        ],
+        "load during its forward pass",
+        _LOADER + "submit",
+        "after = after or self.mark_compute()",
+        "after = self.mark_compute()",
     ),
-    Mutant(
-        "slabs of loads are reused at once",
-        "",
-        [edit(_FETCH + "__exit__", "slab.release_after(self._mark)", "slab.release()")],
+    mutant(
+        "slabs of loads are free before their copies",
+        "slabs of loads",
+        _FETCH + "__exit__",
+        "slab.release_after(self._mark)",
+        "slab.release()",
     ),
-    Mutant("a layer holds nothing", "", [edit(_LOADER + "wait_layer", "mark.hold_compute()")]),
-    Mutant("the end of a step holds nothing", "", [edit(_JOB + "close", "mark.hold_compute()")]),
-    Mutant(
-        "loads are reported before their copies", "", [edit(_JOB + "poll", "if mark.done()]", "]")]
+    mutant(
+        "no layer holds computing",
+        "layer by layer",
+        _LOADER + "wait_layer",
+        "mark.hold_compute()",
     ),
-    Mutant(
-        "loads are reported while they write",
-        "",
-        [edit(_JOB + "poll", "if self._writing:", "if False:")],
+    mutant(
+        "the end of a step does not hold computing",
+        "layer by layer, then the next step",
+        _JOB + "close",
+        "mark.hold_compute()",
     ),
-    Mutant(
+    mutant(
+        "results are reported before the step's loads are settled",
+        "layer by layer, speculating",
+        _WORKER + "results",
+        "self._settle_step(plan)",
+    ),
+    mutant(
+        "loads are reported before their copies",
+        "load, then forward",
+        _JOB + "poll",
+        "if mark.done()]",
+        "]",
+    ),
+    mutant(
+        "loads are reported while a thread queues copies",
+        "load aborted while queued",
+        _JOB + "poll",
+        "if self._writing:",
+        "if False:",
+    ),
+    mutant(
         "closing does not wait for copies of loads",
-        "",
-        [edit(_JOB + "close", "while not mark.done():", "while False:")],
+        "closed during a load",
+        _JOB + "close",
+        "while not mark.done():",
+        "while False:",
     ),
-    Mutant(
-        "the last thread's mark counts",
-        "",
-        [edit("transfer.job:_add", "if known is None or mark.number >= known.number:", "if True:")],
+    mutant(
+        "closing does not wait for threads that queue copies",
+        "closed while queued",
+        _JOB + "close",
+        "self._wait_for(lambda: not self._writing)",
     ),
-    # Start, encoder outputs.
-    Mutant(
-        "the self-test does not wait", "", [edit("transfer.paging:_check", "lane.mark().wait()")]
+    mutant(
+        "the mark that a thread reports last counts",
+        "marks of two threads",
+        "transfer.job:_add",
+        "if known is None or mark.number >= known.number:",
+        "if True:",
     ),
-    Mutant(
-        "encoder outputs are read early",
-        "",
-        [edit(_COPIES + "to_host", "computed.wait(self._stream)")],
+    # Slabs
+    mutant(
+        "slabs are reclaimed before their copies",
+        "slabs of loads",
+        _SLABS + "_reclaim",
+        "while self._pending and self._pending[0][0].done():",
+        "while self._pending:",
     ),
-    Mutant(
-        "encoder outputs are stored early",
-        "",
-        [edit(_COPIES + "to_host", "while not copied.query():", "while False:")],
+    mutant(
+        "slabs are taken back before their copies",
+        "slabs of saves",
+        _SLABS + "take_back",
+        "if mark is None or mark.done():",
+        "if True:",
     ),
-    Mutant(
-        "memory of encoder outputs is reused",
-        "",
-        [
-            edit(
-                _COPIES + "to_device",
-                "self._staged(pages.nbytes)",
-                "vars(self).setdefault('kept', self._staged(pages.nbytes))",
-            )
-        ],
-    ),
-    Mutant(
-        "the encoder's mark is on the copying stream",
-        "",
-        [edit(_COPIES + "mark", "self._api.current_stream(self._device)", "self._stream")],
-    ),
-    # Saves.
-    Mutant(
+    # Saves
+    mutant(
         "saves do not follow the forward pass",
-        "",
-        [edit("transfer.saver:Saver.gather", "self._lane.follow(self._lane.mark_compute())")],
+        "forward, then save",
+        _SAVER + "gather",
+        "self._lane.follow(self._lane.mark_compute())",
     ),
-    Mutant(
-        "the fence holds nothing",
-        "",
-        [edit("transfer.saver:Saver.fence", "self._last_mark.hold_compute()")],
+    mutant(
+        "chunks are stored before their copies",
+        "save, then store",
+        _CHUNK + "encode",
+        "self.wait()",
     ),
-]
+    mutant(
+        "slabs of saves are free before their copies",
+        "slabs of saves",
+        _CHUNK + "release",
+        "self.slab.release_after(self.mark)",
+        "self.slab.release()",
+    ),
+    mutant(
+        "slabs of failed gathers are free before their copies",
+        "slabs of failed saves",
+        _SAVER + "_lose",
+        "self._record(chunks, self._lane.mark())",
+        "self._record(chunks, self._lane.mark_compute())",
+    ),
+    mutant(
+        "the fence does not hold computing",
+        "save preempted",
+        _SAVER + "fence",
+        "mark.hold_compute()",
+    ),
+    mutant(
+        "the fence waits for the first request only",
+        "saves of several steps preempted",
+        _SAVER + "fence",
+        "mark = max(marks,",
+        "mark = min(marks,",
+    ),
+    mutant(
+        "the fence for all requests waits for none",
+        "save, then window",
+        _SAVER + "fence",
+        "mark = self._latest",
+        "mark = None",
+    ),
+    mutant(
+        "saves are reported before their copies",
+        "save finished",
+        _SAVER + "left_device",
+        "if not mark.done():",
+        "if False:",
+    ),
+    mutant(
+        "closing does not wait for copies of saves",
+        "closed during a save",
+        _SAVER + "_copies_end",
+        "while self._latest is not None and not self._latest.done():",
+        "while False:",
+    ),
+    mutant(
+        "preempted requests are not fenced",
+        "save preempted",
+        _WORKER + "before_reuse",
+        "self._saver.fence(plan.reused)",
+    ),
+    mutant(
+        "blocks that leave a window are not fenced",
+        "save, then window",
+        _WORKER + "before_reuse",
+        "self._saver.fence()",
+    ),
+    mutant(
+        "blocks that are zeroed early are not fenced",
+        "save, then zero",
+        _WORKER + "end_forward",
+        "self._saver.fence()",
+    ),
+    # Start, and encoder outputs
+    mutant(
+        "the self-test does not wait for its copies",
+        "self-test at start",
+        "transfer.paging:_check",
+        "lane.mark().wait()",
+    ),
+    mutant(
+        "outputs are saved while they are computed",
+        "encoder outputs saved",
+        _COPIES + "to_host",
+        "computed.wait(self._stream)",
+    ),
+    mutant(
+        "outputs are stored before their copies",
+        "encoder outputs saved",
+        _COPIES + "to_host",
+        "while not copied.query():",
+        "while False:",
+    ),
+    mutant(
+        "the mark of an output is recorded on the copying stream",
+        "encoder outputs saved",
+        _COPIES + "mark",
+        "self._api.current_stream(self._device)",
+        "self._stream",
+    ),
+    mutant(
+        "memory of added outputs is reused before its copy",
+        "encoder outputs added",
+        _COPIES + "to_device",
+        "self._staged(pages.nbytes)",
+        "vars(self).setdefault('kept', self._staged(pages.nbytes))",
+    ),
+)
+
+
+def play(device: torch.device, scenario: Scenario, seed: int, setup: Setup | None = None) -> str:
+    """Run a scenario on the simulated device, whose streams are slow at random. Returns why it
+    failed, or "" if all bytes were right."""
+    setup = setup or scenario.setup
+    simulated.reset()
+    simulated.seed(seed)
+    simulated.slow(device, 0, DELAY_US_MAX)
+    simulated.DRIVER.use_batch_copy(setup.layout.contiguous)
+    scenario = replace(scenario, setup=setup)
+    (verdict,) = run_scenarios(device, scenarios=(scenario,), delay=delay, seed=seed)
+    fault = simulated.take_error()
+    simulated.reset()
+    if fault:
+        return f"the device reports: {fault}"
+    return "" if verdict.is_right else verdict.fault or "wrong bytes"
+
+
+def delay(stream: torch.Stream, seconds: float) -> None:
+    """Keep a stream of the simulated device busy."""
+    with torch.get_device_module("sim").stream(stream):
+        simulated.sleep(round(seconds * 1e6))
+
+
+def finds(scenario: Scenario, mutant: Mutant, rounds: int = ROUNDS) -> str:
+    """Run a scenario against a mutant. Returns how it failed, or "" if it never did."""
+    setup = replace(scenario.setup, patience_s=PATIENCE_S, attempts_s=(ATTEMPT_S,))
+    device = torch.device("sim:0")
+    with mutant.edit.applied():
+        for seed in range(rounds):
+            if found := play(device, scenario, seed, setup):
+                return found
+    return ""
+
+
+def main() -> int:
+    """Run every scenario against every mutant. Returns the number of mutants that none found."""
+    simulated.load()
+    logging.disable(logging.CRITICAL)
+    print("| without this edge | found by |\n| --- | --- |")
+    missed = 0
+    for one in MUTANTS:
+        names = [scenario.name for scenario in SCENARIOS if finds(scenario, one, rounds=1)]
+        if not names:
+            names = [scenario.name for scenario in SCENARIOS if finds(scenario, one)]
+        missed += not names
+        more = f" and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else ""
+        print(f"| {one.name} | {'; '.join(names[:SHOWN_MAX])}{more} |", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

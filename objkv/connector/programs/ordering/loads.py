@@ -1,5 +1,6 @@
 """Scenarios of loads: what they must follow, and what must wait for them."""
 
+from collections.abc import Callable
 from itertools import count
 from threading import Event
 from time import sleep
@@ -110,24 +111,17 @@ def aborted(rig: Rig) -> bool:
 
 def aborted_meanwhile(rig: Rig) -> bool:
     """Blocks that have a new owner after a load was aborted while a thread queued its copies"""
-    has_entered, has_left = Event(), Event()
 
-    def linger(call: str) -> None:
-        if call == "place" and not has_entered.is_set():
-            has_entered.set()
-            sleep(_SLOW_S)
-        if call == "mark":
-            has_left.set()
+    def abort() -> None:
+        rig.report(StepPlan(), {"r"})
+        rig.until_received()
 
-    rig.on_call = linger
-    rig.step(_plan(rig))
-    rig.wait_until(has_entered.is_set)
-    rig.report(StepPlan(), {"r"})
-    rig.until_received()
-    _write(rig)
-    rig.wait_until(has_left.is_set)
-    rig.synchronize()
-    return rig.holds(_read(rig), _OWNER)
+    return _stays_written_after(rig, abort)
+
+
+def closed_meanwhile(rig: Rig) -> bool:
+    """Blocks that have a new owner after the worker was closed while a thread queued copies"""
+    return _stays_written_after(rig, rig.worker.close)
 
 
 def late(rig: Rig) -> bool:
@@ -149,9 +143,9 @@ def refused(rig: Rig) -> bool:
 
 
 def keeps_its_slabs(rig: Rig) -> bool:
-    """Slabs that are overwritten as soon as they are free, while their copies are queued"""
+    """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
     rig.delay_loads(_SLOW_S)
-    rig.step(_plan(rig))
+    rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
     _until_fetched(rig)
     taken = rig.take_all_slabs(rig.load_slabs)
     rig.until_received()
@@ -207,12 +201,11 @@ def follows_its_own_step(rig: Rig) -> bool:
 
 
 def closed(rig: Rig) -> bool:
-    """Blocks and slabs that have a new owner after the worker was closed during a load"""
+    """Blocks that have a new owner after the worker was closed during a load"""
     rig.delay_loads(_SLOW_S)
     rig.step(_plan(rig))
     _until_fetched(rig)
-    rig.worker.close()
-    return _stays_written(rig)
+    return rig.is_idle_when_closed() and _stays_written(rig)
 
 
 def goes_on_fetching(rig: Rig) -> bool:
@@ -272,6 +265,29 @@ def _stays_written(rig: Rig) -> bool:
     return rig.holds(_read(rig), _OWNER)
 
 
+def _stays_written_after(rig: Rig, stop: Callable[[], object]) -> bool:
+    """Whether the blocks keep what their next owner writes after ``stop`` was called, while a
+    thread of the load stood still just before it queued copies."""
+    has_entered, has_left = Event(), Event()
+
+    def linger(call: str) -> None:
+        if call == "place" and not has_entered.is_set():
+            rig.delay_loads(_SLOW_S)
+            has_entered.set()
+            sleep(_SLOW_S / 2)
+        if call == "mark":
+            has_left.set()
+
+    rig.on_call = linger
+    rig.step(_plan(rig))
+    rig.wait_until(has_entered.is_set)
+    stop()
+    _write(rig)
+    rig.wait_until(has_left.is_set)
+    rig.synchronize()
+    return rig.holds(_read(rig), _OWNER)
+
+
 def _until_fetched(rig: Rig, before: float = 0.0) -> None:
     """Wait until all payloads were fetched, whether or not their copies have finished."""
     nbytes = len(_CHUNKS) * rig.pages.raw_bytes
@@ -300,6 +316,7 @@ SCENARIOS = (
     Scenario("threads on shared lanes", shares_lanes, Setup(load_threads=4)),
     Scenario("loads of two steps", follows_its_own_step),
     Scenario("closed during a load", closed),
+    Scenario("closed while queued", closed_meanwhile, Setup(watched=True)),
     Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1, load_lanes=1)),
     Scenario("load on another device", on_another_device),
 )

@@ -105,6 +105,8 @@ class Setup:
     save_threads: int = 2
     deadline_s: float = 60.0
     drain_deadline_ms: int = 60_000
+    windowed: bool = False
+    """Whether layers attend to a window, so that blocks leave running requests."""
     writes_early: bool = False
     """See ``Rank.writes_early``."""
     watched: bool = False
@@ -155,10 +157,15 @@ class Rig:
         self._received, self._sent = set[str](), set[str]()
         self._open_stores()
         layout = setup.layout
-        self.group = GroupIdentity(
-            "full", None, LAYERS, layout.heads, layout.content, layout.block_size
+        group = GroupIdentity(
+            "sliding_window" if setup.windowed else "full",
+            CHUNK_TOKENS if setup.windowed else None,
+            LAYERS,
+            layout.heads,
+            layout.content,
+            layout.block_size,
         )
-        self.geometry = Geometry((self.group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
+        self.geometry = Geometry((group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
         self.caches: Pages = layout.caches(device, setup.blocks)
         self.open_worker()
         self._records: dict[int, ShardRecord] = {}
@@ -417,12 +424,7 @@ class Rig:
         )
 
     def _content(self, chunk: int) -> Pages:
-        """Return random pages, different for each chunk and layer."""
-        pages = []
-        for number, layer in enumerate(self.pages.layers):
-            generator = torch.Generator().manual_seed(1000 * chunk + number)
-            pages.append(torch.randn(layer.shape, generator=generator).to(torch.bfloat16))
-        return pages
+        return _content(chunk, tuple(layer.shape for layer in self.pages.layers))
 
     def _record(self, chunk: int) -> ShardRecord:
         """Store a chunk if it is not stored yet, and return its index record."""
@@ -454,7 +456,7 @@ class Rig:
             with suppress(SlabsExhaustedError):
                 while len(taken) < pool.total:
                     slab = pool.lease()
-                    slab.tensor.fill_(_GARBAGE)
+                    slab.tensor.numpy().fill(_GARBAGE)
                     taken.append(slab)
             return len(taken) == pool.total
 
@@ -463,10 +465,17 @@ class Rig:
 
     def give_back(self, slabs: list[Slab]) -> bool:
         """Release slabs. Returns whether nothing was written to them since they were taken."""
-        unchanged = all(bool((slab.tensor == _GARBAGE).all()) for slab in slabs)
+        unchanged = all((slab.tensor.numpy() == _GARBAGE).all() for slab in slabs)
         for slab in slabs:
             slab.release()
         return unchanged
+
+    def is_idle_when_closed(self) -> bool:
+        """Close the worker, as the connector does before memory is unmapped. Returns whether all
+        copies that were queued before had ended then."""
+        marks = [lane.mark() for lane in (*self.load_lanes, self.save_lane)]
+        self.worker.close()
+        return all(mark.done() for mark in marks)
 
     def close(self) -> None:
         """Stop the worker and wait for the device."""
@@ -478,6 +487,16 @@ class Rig:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@lru_cache
+def _content(chunk: int, shapes: tuple[tuple[int, ...], ...]) -> Pages:
+    """Return random pages, different for each chunk and layer."""
+    pages = []
+    for number, shape in enumerate(shapes):
+        generator = torch.Generator().manual_seed(1000 * chunk + number)
+        pages.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
+    return pages
 
 
 @lru_cache

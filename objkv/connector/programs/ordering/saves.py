@@ -47,14 +47,21 @@ def is_read_before_preempted(rig: Rig) -> bool:
 
 
 def is_read_in_each_step(rig: Rig) -> bool:
-    """Blocks of a preempted request whose chunks were saved in several steps"""
+    """Blocks of two preempted requests whose chunks were saved in several steps"""
     _write(rig, _THEN)
     rig.synchronize()
-    for chunk in _CHUNKS:
+    for chunk, request in zip(_CHUNKS, ("a", "b", "a"), strict=True):
         rig.delay_saves(_SLOW_S / 2)
         first = _FIRST + chunk * rig.setup.layout.chunk_blocks
-        rig.end(StepPlan(saves=(rig.save_plan([chunk], first),)))
-    rig.step(StepPlan(reused=frozenset({"r"})), lambda: _write(rig, _LATER))
+        rig.end(StepPlan(saves=(rig.save_plan([chunk], first, request=request),)))
+    rig.step(StepPlan(reused=frozenset({"a", "b"})), lambda: _write(rig, _LATER))
+    return _are_stored(rig)
+
+
+def is_read_before_window(rig: Rig) -> bool:
+    """Blocks that have left the window of their request and have a new owner in the next step"""
+    _save_late(rig)
+    rig.step(StepPlan(), lambda: _write(rig, _LATER))
     return _are_stored(rig)
 
 
@@ -102,8 +109,7 @@ def keeps_new_weights_apart(rig: Rig) -> bool:
 
 def keeps_its_slabs(rig: Rig) -> bool:
     """Slabs of chunks that another replica is saving, while their copies are queued"""
-    other = rig.open_cache("other")
-    assert all(other.take_lease(rig.key(chunk)) for chunk in _CHUNKS)
+    _let_others_save(rig)
     _save_late(rig)
     return _slabs_are_unused(rig)
 
@@ -134,12 +140,9 @@ def keeps_slabs_of_closed(rig: Rig) -> bool:
 
 def closed(rig: Rig) -> bool:
     """Slabs and blocks that have a new owner after the worker was closed during a save"""
+    _let_others_save(rig)  # otherwise the worker's threads would wait for the copies
     _save_late(rig)
-    rig.worker.close()
-    _write(rig, _LATER)
-    return _slabs_are_unused(rig) and all(
-        pages is None or rig.holds(pages, _THEN) for pages in _stored(rig, NAMESPACE)
-    )
+    return rig.is_idle_when_closed() and _slabs_are_unused(rig)
 
 
 def on_another_device(rig: Rig) -> bool:
@@ -162,6 +165,12 @@ def _save_late(rig: Rig) -> None:
     rig.synchronize()
     rig.delay_saves(_SLOW_S)
     rig.step(_plan(rig))
+
+
+def _let_others_save(rig: Rig) -> None:
+    """Let another replica take the leases of the chunks."""
+    other = rig.open_cache("other")
+    assert all(other.take_lease(rig.key(chunk)) for chunk in _CHUNKS)
 
 
 def _write(rig: Rig, value: float) -> None:
@@ -196,6 +205,7 @@ SCENARIOS = (
     Scenario("save, then store, whole blocks", is_complete_when_stored, Setup(layout=WHOLE)),
     Scenario("save preempted", is_read_before_preempted),
     Scenario("saves of several steps preempted", is_read_in_each_step),
+    Scenario("save, then window", is_read_before_window, Setup(windowed=True)),
     Scenario("save, then zero", is_read_before_zeroed, Setup(writes_early=True)),
     Scenario("save finished", is_read_before_freed),
     Scenario("load into saved blocks", is_read_before_loaded),

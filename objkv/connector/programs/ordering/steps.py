@@ -49,7 +49,8 @@ _SHORT_S = 0.008
 def asleep(rig: Rig) -> bool:
     """A cache that is unmapped while blocks are loaded and saved, and then mapped again"""
     _start_both(rig, _SLOW_S)
-    rig.worker.close()
+    if not rig.is_idle_when_closed():
+        return False
     rig.write(0, rig.setup.blocks, _LATER)
     rig.synchronize()
     is_untouched = rig.holds(rig.read(0, rig.setup.blocks), _LATER)
