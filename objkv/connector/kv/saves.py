@@ -108,11 +108,14 @@ class DueSaves:
         self._valid[tracked.request.request_id] = self._entries
         heappush(self._queue, (self._growth + lacking, self._entries, tracked))
 
-    def take(self, scheduled: Mapping[str, int]) -> list[TrackedRequest]:
-        """Return the requests that may be due in a step that computes these tokens. They are not
-        examined again before they are added again."""
+    def take(self, scheduled: Mapping[str, int], total: int) -> list[TrackedRequest]:
+        """Return the requests that may be due in a step that computes these tokens, ``total`` of
+        all requests. They are not examined again before they are added again."""
         due = list[TrackedRequest]()
-        most = max(scheduled.values(), default=0)
+        # Each of them gets one token at least. Usually none gets more, and nothing is searched.
+        most = total - max(0, len(scheduled) - 1)
+        if most > _FEW_TOKENS:
+            most = max(scheduled.values())
         if most > _FEW_TOKENS:
             for name, count in scheduled.items():
                 if count > _FEW_TOKENS and (tracked := self._requests.get(name)) is not None:
@@ -162,7 +165,8 @@ class SavePlanner:
 
     def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
         """Yield the save plans of the chunks that this step completes, one per request."""
-        for tracked in self._due.take(output.num_scheduled_tokens):
+        scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+        for tracked in self._due.take(scheduled, total):
             try:
                 plan = self._plan_due(output, tracked)
             except Exception:  # only this request is not saved
