@@ -103,10 +103,12 @@ def saved(store: WriteStore) -> None:
     assert peak < 256 * 1024
 
 
+@pytest.mark.host
 def test_saving_takes_no_memory_but_the_slabs() -> None:
     saved(NullStore())
 
 
+@pytest.mark.host
 def test_saving_into_a_directory_takes_no_memory_but_the_slabs(tmp_path: Path) -> None:
     saved(LocalStore(tmp_path))
 
@@ -611,6 +613,7 @@ class UnsteadyStore(MemoryStore):
         return written
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("codec", ["none", "lz4", "blosclz4"])
 @pytest.mark.parametrize("drains", [True, False])
 def test_what_is_stored_is_what_the_blocks_held(codec: str, drains: bool) -> None:

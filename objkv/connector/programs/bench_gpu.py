@@ -23,7 +23,7 @@ from objkv.ops.bench.gpu import GpuAnswer
 from objkv.ops.bench.harness import Timings, interleave
 from objkv.ops.bench.sample import NAMESPACE, kv_like
 from objkv.telemetry import NullRecorder
-from objkv.transfer.devices import open_lane
+from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
@@ -82,7 +82,7 @@ class Rig:
             "bench",
             count=_THREADS,
             slab_bytes=payload_bytes_max(self._paged.layers),
-            pinned=self._device.type == "cuda",
+            pin=None if self._device.type == "cpu" else driver_of(self._device).pin,
         )
         return Loader(
             self._cache,
@@ -111,8 +111,8 @@ class Rig:
         def gather() -> None:
             ids = [load.move.block_ids for load in self._plan]
             pages = list(self._host.split(self._paged.raw_bytes))
-            self._lane.follow_compute()
-            self._paged.gather_many(self._lane, ids, pages)
+            self._lane.follow(self._lane.mark_compute())
+            self._paged.gather(self._lane, ids, pages)
             self._lane.mark().wait()
 
         return self._timed(gather)
