@@ -162,6 +162,14 @@ class LookupService:
         if awaited := [future for future in futures if not future.done()]:
             wait(awaited, seconds, FIRST_COMPLETED)
 
+    def wait_for(self, request_id: str, seconds: float) -> bool:
+        """Block at most ``seconds`` until the request's pending lookup finishes. Return whether it
+        has, False if none is pending. Other threads run meanwhile."""
+        memo = self._memos.get(request_id)
+        if memo is None or memo.future is None:
+            return False
+        return bool(wait((memo.future,), seconds).done)
+
     def close(self) -> None:
         """Refuse further lookups and end the threads. A job that outlasts the deadline ends by the
         index's own time-outs."""

@@ -180,7 +180,7 @@ class Decoder:
             while self._layer < end and ends[self._layer] <= until:
                 self._decode(self.header, until)
                 if not self._lane.per_span or self._layer == end:
-                    self._write()
+                    self._write()  # the first of several spans ends before ``end``, see ``end``
         seconds = monotonic() - begun
         self._busy_s += seconds
         if begun_ns:
@@ -194,6 +194,8 @@ class Decoder:
         seconds = monotonic() - self._started - self._busy_s
         self._job.came(nbytes)
         self.arrived(nbytes)
+        if self._written < self._layer:
+            self._write()
         span = self._span
         if span.number:
             if nbytes != span.nbytes:

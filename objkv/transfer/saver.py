@@ -1,19 +1,22 @@
 """Saves: the forward thread gathers finished chunks into slabs, other threads encode and store
 them.
 
-The forward thread's work is bounded and local: it leases a slab and submits copies to the lane.
-Without a free slab or room in the queue the chunk is dropped: counted and reported to the
-scheduler, without waiting. The payload is encoded in place in the slab and sent from there.
+The forward thread's work is bounded and local: it leases slabs and submits copies to the lane.
+Without a free slab or room in the queue a chunk is dropped: counted and reported to the scheduler,
+without waiting. One thread polls the device and passes chunks on when their copies have ended. The
+payload is encoded in place in the slab and sent from there.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from time import monotonic, sleep, time
 
+from objkv.background import Pool
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
-from objkv.errors import TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 from objkv.transfer.background import SavePool
@@ -76,10 +79,9 @@ class PayloadEncoder:
 logger = logging.getLogger(__name__)
 _COPIES_S = 1.0
 """How long ``close`` waits, after its bound, for copies from the device, which read blocks."""
-_LOOK_S = 0.001
-_STRANDED: list[SlabPool] = []
-"""Pools with slabs that a hung device may still write into. They are kept until the process ends,
-so that their memory is never reused."""
+_LOOK_S, _LOOK_MAX_S = 1e-3, 4e-3
+"""How often the device is polled. Gathered chunks wait for the forward pass to end, often for
+hundreds of milliseconds, and nothing waits for their saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,38 +100,33 @@ class SaveLimits:
     directory mostly come from memory, faster than any codec decodes."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SavedChunk:
-    """A chunk with a slab. Its pages are in the slab once ``mark`` is done."""
+    """A chunk with a slab. Save threads receive it when its pages are in the slab."""
 
     request_id: str
     claim: Claim
     move: SaveMove
     slab: Slab
     encoder: PayloadEncoder
-    mark: Mark | None = None
-    """None until the copies were submitted to the lane."""
-    deadline: float = 0.0
-    clock: Callable[[], float] = monotonic
+    deadline: float
 
     def encode(self) -> tuple[memoryview, Header]:
-        """See ``Save``. Waits for the copies."""
-        self.wait()
+        """See ``Save``."""
         return self.encoder.encode(self.claim, self.move, self.slab)
 
     def release(self) -> None:
-        """See ``Save``. The pool keeps the slab until the copies have ended."""
-        assert self.mark is not None
-        self.slab.release_after(self.mark)
+        """See ``Save``."""
+        self.slab.release()
 
-    def wait(self) -> None:
-        """Block until the chunk's pages are in its slab. Raises ``TransferError`` at the chunk's
-        deadline. Polls, because a device that hangs never returns from a wait."""
-        assert self.mark is not None
-        while not self.mark.done():
-            if self.clock() >= self.deadline:
-                raise TransferError("the device has not copied the chunk in time")
-            sleep(_LOOK_S)
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Chunks of one step. Their pages are in their slabs once ``mark`` is done."""
+
+    chunks: Sequence[SavedChunk]
+    mark: Mark
+    deadline: float
 
 
 class Saver:
@@ -151,9 +148,22 @@ class Saver:
         self._limits, self._recorder, self._clock = limits, recorder, clock
         self._encoder = PayloadEncoder(groups, cache, limits)
         self._marks: dict[str, Mark] = {}
-        """Mark of the last gather of each request, until it is done or forgotten."""
-        self._latest: Mark | None = None
-        """Mark of the last gather, until it is done."""
+        """Mark of the last gather of each request. Only the forward thread uses it."""
+        self._open: deque[Mark] = deque()
+        """Marks of gathers that are not known to be done, in their order."""
+        self._copying = 0
+        """Chunks that wait for the device."""
+        self._lock = Lock()
+        """Guards ``_copying``."""
+        self._gives_up = False
+        self._gathered: Pool[_Gathered] = Pool(
+            "objkv-gathered",
+            1,
+            self._hand_over,
+            failed=self._not_copied,
+            begin=lane.adopt_thread,
+            lazy=True,
+        )
         self._pool: SavePool[SavedChunk] = SavePool(
             "saves",
             limits.threads,
@@ -161,7 +171,6 @@ class Saver:
             recorder,
             late=lambda chunk: self._count_drop(chunk.claim.key),
             saved=self._saved,
-            begin=lane.adopt_thread,
             clock=clock,
         )
 
@@ -173,8 +182,10 @@ class Saver:
         copy, nothing is submitted to the device.
         """
         dropped: set[tuple[str, int]] = set()
+        if not plans:
+            return dropped
         taken: dict[int, list[SavedChunk]] = {}
-        room = self._limits.queue_max - self._pool.waiting
+        room = self._limits.queue_max - self._pool.waiting - self._copying
         is_full = not self._cache.has_room()
         for plan in plans:
             for save in plan.moves:
@@ -193,30 +204,27 @@ class Saver:
                     room -= 1
                 else:
                     dropped.add(self._drop(plan.request_id, save, key))
-        if taken:
-            self._lane.follow(self._lane.mark_compute())
-        for chunks in taken.values():
-            dropped |= self._gather(chunks)
-        return dropped
+        return dropped | self._gather(taken) if taken else dropped
 
     def fence(self, request_ids: Collection[str] | None = None) -> None:
         """Make computing wait until the chunks gathered for these requests have left their blocks,
         which may then be reused. None: all chunks."""
-        mark = self._latest
-        if request_ids is not None:
-            marks = [self._marks[name] for name in request_ids if name in self._marks]
-            mark = max(marks, key=lambda one: one.number, default=None)
-        if mark is not None and not mark.done():
-            mark.hold_compute()
+        self._poll()
+        if request_ids is None:
+            marks = list(self._open)
+        else:
+            marks = [self._marks[name] for name in request_ids if self._is_copying(name)]
+        if marks:
+            last = max(marks, key=lambda mark: mark.number)  # covers the others
+            last.hold_compute()
 
     def left_device(self, request_id: str) -> bool:
         """Whether every chunk gathered for the request has left its blocks."""
-        mark = self._marks.get(request_id)
-        if mark is None:
-            return True
-        if not mark.done():
-            return False
-        del self._marks[request_id]
+        if self._is_copying(request_id):
+            self._poll()
+            if self._is_copying(request_id):
+                return False
+        self._marks.pop(request_id, None)
         return True
 
     def forget(self, request_id: str) -> None:
@@ -226,19 +234,22 @@ class Saver:
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for all saves, for at most ``deadline_s``. Returns whether all have ended."""
-        return self._pool.drain(deadline_s)
+        end = monotonic() + deadline_s
+        return self._gathered.drain(deadline_s) and self._pool.drain(max(0.0, end - monotonic()))
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop. Remaining chunks are dropped.
 
         No block is read afterwards, unless the device still copies a second after the bound. The
-        slabs of those copies are never returned. If a put hangs, its thread keeps its slab until
-        the put ends.
+        slabs of those copies are never reused. If a put hangs, its thread keeps its slab until the
+        put ends.
         """
         end = self._clock() + drain_deadline_s
         if not self._copies_end(end + _COPIES_S):
             logger.error("copies of saves did not finish on the device, shutting down without them")
-            _STRANDED.append(self._slabs)
+            self._gives_up = True
+        self._gathered.drain(_COPIES_S)  # takes as long as one look at the device
+        self._gathered.close(give_up=self._give_up_gathered)
         left_s = max(0.0, end - self._clock())
         self._pool.close(left_s, self._give_up)
 
@@ -251,12 +262,23 @@ class Saver:
         Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
         timeout, so this polls.
         """
-        while self._latest is not None and not self._latest.done():
+        while True:
+            self._poll()
+            if not self._open:
+                return True
             if self._clock() >= until:
                 return False
             sleep(_LOOK_S)
-        self._latest = None
-        return True
+
+    def _poll(self) -> None:
+        """Forget marks that are done. They are all of one lane, so they end in order."""
+        while self._open and self._open[0].done():
+            self._open.popleft()
+
+    def _is_copying(self, request_id: str) -> bool:
+        """Whether the request's last mark was not done when the device was last polled."""
+        mark = self._marks.get(request_id)
+        return mark is not None and bool(self._open) and mark.number >= self._open[0].number
 
     def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> SavedChunk | None:
         move = save.move
@@ -270,47 +292,104 @@ class Saver:
         except SlabsExhaustedError:
             return None
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        return SavedChunk(plan.request_id, claim, save, slab, self._encoder, clock=self._clock)
-
-    def _gather(self, chunks: list[SavedChunk]) -> set[tuple[str, int]]:
-        """Submit the copies of chunks of one group to the lane. Returns the dropped ones."""
-        group = self._groups[chunks[0].claim.key.group]
-        block_ids = [c.move.move.block_ids for c in chunks]
-        try:
-            pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
-            group.gather(self._lane, block_ids, pages)
-            mark = self._lane.mark()
-        except Exception:  # such as no memory for staging: a drop, as without a slab
-            logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
-            return self._lose(chunks)
-        self._record(chunks, mark)
-        if self._pool.put(chunks):
-            return set()
-        return self._give_up(chunks)
-
-    def _lose(self, chunks: list[SavedChunk]) -> set[tuple[str, int]]:
-        """Give up chunks of which some copies may have been submitted."""
-        try:
-            self._record(chunks, self._lane.mark())
-        except Exception:  # nobody knows when those copies end: these slabs stay leased
-            logger.exception("slabs lost count=%d", len(chunks))
-            return {self._drop(c.request_id, c.move, c.claim.key) for c in chunks}
-        return self._give_up(chunks)
-
-    def _record(self, chunks: Iterable[SavedChunk], mark: Mark) -> None:
-        """Record the mark after the copies of these chunks, and forget marks that are done."""
         deadline = self._clock() + self._limits.deadline_s
-        for chunk in chunks:
-            chunk.mark, chunk.deadline = mark, deadline
-        self._marks = {name: one for name, one in self._marks.items() if not one.done()}
-        if not mark.done():
-            self._latest = mark
-            self._marks |= {c.request_id: mark for c in chunks}
+        return SavedChunk(plan.request_id, claim, save, slab, self._encoder, deadline)
 
-    def _give_up(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
+    def _gather(self, taken: Mapping[int, list[SavedChunk]]) -> set[tuple[str, int]]:
+        """Submit the copies of the chunks of each group. Returns the dropped ones."""
+        chunks = [chunk for group in taken.values() for chunk in group]
+        try:
+            failed = self._submit(taken)
+            mark = self._lane.mark()
+            is_done = mark.done()
+        except Exception:
+            logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
+            return self._strand(chunks)
+        self._poll()
+        self._marks = {r: one for r, one in self._marks.items() if self._is_copying(r)}
+        if not is_done:
+            self._open.append(mark)
+            self._marks |= {chunk.request_id: mark for chunk in chunks}
+        dropped = self._give_up(failed, mark)
+        if ready := [chunk for chunk in chunks if chunk not in failed]:
+            gathered = _Gathered(ready, mark, ready[0].deadline)
+            if not (self._pool.put(ready) if is_done else self._put(gathered)):
+                dropped |= self._give_up(ready, mark)
+        return dropped
+
+    def _submit(self, taken: Mapping[int, list[SavedChunk]]) -> list[SavedChunk]:
+        """Submit copies after what computes now. Returns the chunks of groups that failed, some of
+        whose copies may have been submitted."""
+        failed: list[SavedChunk] = []
+        self._lane.follow(self._lane.mark_compute())
+        for number, chunks in taken.items():
+            block_ids = [c.move.move.block_ids for c in chunks]
+            pages = [c.slab.tensor[self._encoder.room(c.move) :] for c in chunks]
+            try:
+                self._groups[number].gather(self._lane, block_ids, pages)
+            except Exception:  # such as no memory for staging: a drop, as without a slab
+                logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
+                failed += chunks
+        return failed
+
+    def _put(self, gathered: _Gathered) -> bool:
+        with self._lock:
+            self._copying += len(gathered.chunks)
+        if self._gathered.put([gathered]):
+            return True
+        self._copied(gathered)
+        return False
+
+    def _copied(self, gathered: _Gathered) -> None:
+        with self._lock:
+            self._copying -= len(gathered.chunks)
+
+    def _hand_over(self, gathered: _Gathered) -> None:
+        """Pass chunks on to the save threads when their copies have ended.
+
+        One thread polls for all. None waits in the driver, where a device that hangs would keep it
+        for ever.
+        """
+        pause_s = _LOOK_S
+        while not gathered.mark.done():
+            if self._gives_up or self._clock() >= gathered.deadline:
+                self._give_up_gathered([gathered])
+                return
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_MAX_S)
+        self._copied(gathered)
+        if not self._pool.put(gathered.chunks):
+            self._give_up(gathered.chunks)
+
+    def _not_copied(self, gathered: _Gathered, error: Exception) -> None:
+        """The device failed, and what it still copies is unknown."""
+        logger.error("saves dropped, the device failed", exc_info=error)
+        self._copied(gathered)
+        self._strand(gathered.chunks)
+
+    def _give_up_gathered(self, waiting: Iterable[_Gathered]) -> None:
+        for gathered in waiting:
+            self._copied(gathered)
+            self._give_up(gathered.chunks, gathered.mark)
+
+    def _give_up(
+        self, chunks: Iterable[SavedChunk], mark: Mark | None = None
+    ) -> set[tuple[str, int]]:
+        """Drop chunks. ``mark``: the end of their copies, None if they have ended."""
         dropped = set()
         for c in chunks:
-            c.release()
+            if mark is None:
+                c.slab.release()
+            else:
+                c.slab.release_after(mark)
+            dropped.add(self._drop(c.request_id, c.move, c.claim.key))
+        return dropped
+
+    def _strand(self, chunks: Iterable[SavedChunk]) -> set[tuple[str, int]]:
+        """Drop chunks whose copies may never end."""
+        dropped = set()
+        for c in chunks:
+            c.slab.strand()
             dropped.add(self._drop(c.request_id, c.move, c.claim.key))
         return dropped
 

@@ -23,4 +23,4 @@ def sim() -> Iterator[ModuleType]:
     yield simulated
     error = simulated.take_error()
     simulated.reset()
-    assert not error
+    assert not error, error

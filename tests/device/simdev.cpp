@@ -554,11 +554,13 @@ struct HostMemory final : at::HostAllocator {
     }
     return true;
   }
-  static void check_alive(const std::pair<uint8_t* const, Registered>& entry) {
+  // An owner may unlock memory while its storage is being freed: the pages are still mapped then.
+  static void check_alive(const std::pair<uint8_t* const, Registered>& entry, bool is_last = false) {
     const auto& [at, memory] = entry;
     std::vector<unsigned char> pages(memory.size / 4096 + 2);
     auto* const page = (uint8_t*)((uintptr_t)at & ~uintptr_t(4095));
-    if (memory.storage.expired() || mincore(page, at + memory.size - page, pages.data()) != 0)
+    const bool is_gone = !is_last && memory.storage.expired();
+    if (is_gone || mincore(page, at + memory.size - page, pages.data()) != 0)
       misuse(std::to_string(memory.size) + " bytes of host memory were freed while registered");
   }
   void check_all_alive() {
@@ -583,7 +585,7 @@ struct HostMemory final : at::HostAllocator {
     Lock held(lock);
     const auto found = registered.find((uint8_t*)address);
     if (found == registered.end()) refuse("not registered");
-    check_alive(*found);
+    check_alive(*found, true);
     const bool is_busy = *found->second.copies > 0;
     registered.erase(found);
     if (is_busy) refuse("unregistered while copies of it are under way");

@@ -252,7 +252,7 @@ def test_saves_make_no_streams(place: Place, api: Any, monkeypatch: pytest.Monke
 
 
 def test_a_device_that_hangs_costs_the_save(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copy may end later, but nobody else gets its memory before."""
+    """Its copy may end later, and its memory is not reused before."""
     monkeypatch.setattr(encoder_copies, "_COPY_S_MAX", 0.01)
     with started(place) as one:
         with held(copies_of(one)._stream):

@@ -187,26 +187,6 @@ class WatchedLane:
         return Mark(self.stream, self.stream.given, self._compute)
 
 
-class _Spoils:
-    """A mark that is done once, and then spoils a slab."""
-
-    def __init__(self, mark: Any, spoil: Callable[[], None]) -> None:
-        self.number = 0
-        self._mark, self._spoil = mark, spoil
-
-    def done(self) -> bool:
-        done = bool(self._mark.done())
-        if done:
-            self._spoil()
-        return done
-
-    def wait(self) -> None:
-        raise AssertionError("a pool polls")
-
-    def hold_compute(self) -> None:
-        raise AssertionError("a pool polls")
-
-
 class WatchedPool(SlabPool):
     """Slabs that are spoiled when they are given back, and know how often they were."""
 
@@ -222,16 +202,10 @@ class WatchedPool(SlabPool):
         self.leases[slab.tensor.data_ptr()] += 1
         return slab
 
-    def take_back(self, memory: torch.Tensor, mark: Any = None) -> None:
-        if mark is None:
-            self._spoil(memory)
-            super().take_back(memory)
-        else:
-            super().take_back(memory, _Spoils(mark, lambda: self._spoil(memory)))
-
-    def _spoil(self, memory: torch.Tensor) -> None:
+    def _put_back(self, memory: torch.Tensor) -> None:
         np.copyto(memory.numpy(), 0xEE)
         self.leases[memory.data_ptr()] += 1
+        super()._put_back(memory)
 
     @classmethod
     def begin(cls) -> "list[WatchedPool]":

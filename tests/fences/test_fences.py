@@ -9,7 +9,8 @@ import pytest
 from objkv.cache.chunks import ChunkCache
 from objkv.transfer.job import LoadJob
 from objkv.transfer.loader import Loader
-from objkv.transfer.saver import SavedChunk, Saver
+from objkv.transfer.saver import Saver
+from objkv.transfer.slabs import Slab
 from tests.fences import device
 from tests.fences.explorer import (
     WORLDS,
@@ -106,7 +107,12 @@ def _close_without_copies(self: Saver, seconds: float) -> None:
     self._pool.close(seconds, self._give_up)
 
 
-def _keep_slab(self: Saver, chunks: Any) -> set[tuple[str, int]]:
+def _hand_over_at_once(self: Saver, gathered: Any) -> None:
+    self._copied(gathered)
+    self._pool.put(gathered.chunks)
+
+
+def _keep_slab(self: Saver, chunks: Any, _mark: Any = None) -> set[tuple[str, int]]:
     return {self._drop(c.request_id, c.move, c.claim.key) for c in chunks}
 
 
@@ -138,9 +144,15 @@ MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
         "save finish 0",
     ),
     "slabs are free before their copies have passed": (
-        SavedChunk,
-        "release",
-        lambda self: self.slab.release(),  # without waiting for copies that are not stored
+        Slab,
+        "release_after",
+        lambda self, _: self.release(),
+        "save sleep 0",
+    ),
+    "chunks are saved before their copies have passed": (
+        Saver,
+        "_hand_over",
+        _hand_over_at_once,
         "save finish 0",
     ),
     "the end does not wait for copies": (

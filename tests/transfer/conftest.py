@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.device.fixtures import sim
 from tests.support.device import HOST, caches_on
 from tests.support.paged_cache import Worker
+
+__all__ = ["sim"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -21,14 +24,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where the paged caches of the test are."""
+    """Where the paged caches of the test are. Operations of the simulated device are late by
+    up to a millisecond."""
     if request.param == "host":
         yield HOST
     else:
-        from tests.device.simulated import random_delays
-
-        with random_delays() as simulated, caches_on(simulated):
-            yield simulated
+        sim = request.getfixturevalue("sim")
+        sim.slow("sim:0", 0, 1000)
+        with caches_on(torch.device("sim:0")):
+            yield torch.device("sim:0")
             _close_all()
     _close_all()
 

@@ -295,6 +295,7 @@ BIG = GroupIdentity(
 """Payloads of 8 MiB."""
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("kind", [MemoryStore, LocalStore])
 def test_no_large_buffer_is_allocated_by_a_load(kind: type, tmp_path: Path) -> None:
     store: WriteStore = LocalStore(tmp_path) if kind is LocalStore else MemoryStore()

@@ -25,7 +25,7 @@ from objkv.telemetry import MemoryRecorder, NullRecorder
 from objkv.testing.clock import ManualClock
 from objkv.transfer.lanes import BlockRuns, HostLane, HostMark, Mark, PagedLayers
 from objkv.transfer.plan import ChunkMove, SaveMove, SavePlan
-from objkv.transfer.saver import _STRANDED, SaveLimits, Saver
+from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.support.paged_cache import (
     CHUNK,
@@ -103,10 +103,12 @@ def saved(store: WriteStore) -> None:
     assert peak < 256 * 1024
 
 
+@pytest.mark.host
 def test_saving_takes_no_memory_but_the_slabs() -> None:
     saved(NullStore())
 
 
+@pytest.mark.host
 def test_saving_into_a_directory_takes_no_memory_but_the_slabs(tmp_path: Path) -> None:
     saved(LocalStore(tmp_path))
 
@@ -233,7 +235,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
 
     replica = Replica(*stores(), seed=1)
     saver = replica.saver_of(SaveLimits(1, 8, PATIENCE_S, "none", "w"), clock=clock)
-    saver._latest = SlowMark()
+    saver._open.append(SlowMark())
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert clock.now_s == (6.0 if is_told else 5.5)
@@ -611,6 +613,7 @@ class UnsteadyStore(MemoryStore):
         return written
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("codec", ["none", "lz4", "blosclz4"])
 @pytest.mark.parametrize("drains", [True, False])
 def test_what_is_stored_is_what_the_blocks_held(codec: str, drains: bool) -> None:
@@ -695,21 +698,21 @@ class AskedMark:
 
 
 class NobodyWaits:
-    """Stands for the threads: what is queued stays so, and is left at the end."""
-
-    waiting = 0
-    is_closed = False
-    is_shedding = False
+    """Stands for the thread that waits for copies: what is queued stays so, and is left at the
+    end."""
 
     def __init__(self, *, takes: bool) -> None:
         self.takes = takes
         self.left: list[object] = []
 
     def put(self, items: Iterable[object]) -> bool:
-        self.left += items
+        self.left += items if self.takes else []
         return self.takes
 
-    def close(self, _seconds: float, give_up: Callable[[Iterable[object]], object]) -> None:
+    def drain(self, _seconds: float) -> bool:
+        return not self.left
+
+    def close(self, *, give_up: Callable[[Iterable[object]], object]) -> None:
         give_up(self.left)
 
 
@@ -721,20 +724,17 @@ def test_no_slab_is_given_back_and_no_block_let_go_of_before_its_copies_have_pas
     """What is given up at the end may still be on its way out of its blocks, whose memory goes next
     where the engine sleeps."""
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
-    limits = SaveLimits(1, 6, PATIENCE_S, "none", "w")
-    saver = replica.saver_of(limits, lane)
-    saver.close(0.0)
-    saver._pool = NobodyWaits(takes=takes)  # type: ignore[assignment]
+    saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
+    saver._gathered = NobodyWaits(takes=takes)  # type: ignore[assignment]
     saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
     dropped = saver.gather((SavePlan("r", NAMESPACE, saves),))
     assert len(dropped) == (0 if takes else 2)
     assert lane.left
-    assert replica.save_slabs._free == replica.save_slabs._free[:2], "two are under way"
-    if takes:
-        saver.close(0.0)
-        assert not lane.left
-    wait_until(lambda: replica.save_slabs.free == 4)
+    assert len(replica.save_slabs._free) == 2, "two are under way"
+    saver.close(0.0)
     assert not lane.left
+    wait_until(lambda: replica.save_slabs.free == 4)
+    assert replica.recorder.value("save_drops") == 2
 
 
 class HangsForEver(AskedMark):
@@ -747,19 +747,17 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back() -> None
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
     lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
     saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
-    saver.close(0.0)
-    saver._pool = NobodyWaits(takes=True)  # type: ignore[assignment]
     saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
     assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
     saver.close(-10.0)  # the time to look is over
+    assert not any(thread.is_alive() for thread in saver._gathered._threads)
     assert replica.save_slabs.leased == 2
     assert replica.save_slabs.adds_up
     assert replica.recorder.value("save_drops") == 2
-    assert replica.save_slabs in _STRANDED
 
 
 @pytest.mark.host
-def test_a_save_thread_gives_a_chunk_up_that_the_device_does_not_copy_in_time() -> None:
+def test_a_chunk_that_the_device_does_not_copy_in_time_is_dropped() -> None:
     replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
     lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
     saver = replica.saver_of(SaveLimits(1, 6, 0.05, "none", "w"), lane)
@@ -767,8 +765,66 @@ def test_a_save_thread_gives_a_chunk_up_that_the_device_does_not_copy_in_time() 
     assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
     assert saver.drain(PATIENCE_S)
     assert replica.recorder.value("saves") == 0
+    assert replica.recorder.value("save_drops") == 1
     assert not saver.left_device("r")
     assert replica.save_slabs.leased == 1, "the device may still write into it"
+    saver.close(-10.0)
+
+
+@pytest.mark.host
+def test_chunks_that_the_device_copies_count_as_queued() -> None:
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=8), PassesWhenAsked()
+    lane.mark = lambda: HangsForEver(lane, 1)  # type: ignore[method-assign]
+    saver = replica.saver_of(SaveLimits(1, 3, PATIENCE_S, "none", "w"), lane)
+    for chunks, dropped in ((range(2), set()), (range(2, 4), {("r", 3)})):
+        saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in chunks)
+        assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == dropped
+    saver.close(-10.0)
+    assert saver._copying == 0
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("call", ["mark_compute", "follow", "place", "gather", "mark", "done"])
+def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even when the pool is gone: nothing shows what such a device still copies."""
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(AskedMark if call == "done" else lane, call, fail)
+    saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
+    saves = tuple(SaveMove(replica.move(c, 1), "0" * 64, None) for c in range(2))
+    assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == {("r", 0), ("r", 1)}
+    assert replica.recorder.value("save_drops") == 2
+    assert replica.save_slabs.leased == 2 or call in ("place", "gather")
+    assert replica.save_slabs.adds_up
+    monkeypatch.undo()
+    assert len(saver.gather((SavePlan("next", NAMESPACE, saves),))) == 0, "they may be tried again"
+    saver.close(PATIENCE_S)
+
+
+@pytest.mark.host
+def test_a_device_that_fails_while_it_copies_costs_drops() -> None:
+    replica, lane = Replica(MemoryStore(), MemoryIndex(), seed=1, slabs=4), PassesWhenAsked()
+
+    class FailsLater(HangsForEver):
+        def done(self) -> bool:
+            if self._asked:
+                raise RuntimeError("an illegal memory access was encountered")
+            self._asked = 1
+            return False
+
+    lane.mark = lambda: FailsLater(lane, 1)  # type: ignore[method-assign]
+    saver = replica.saver_of(SaveLimits(1, 6, PATIENCE_S, "none", "w"), lane)
+    saves = (SaveMove(replica.move(0, 1), "0" * 64, None),)
+    assert saver.gather((SavePlan("r", NAMESPACE, saves),)) == set()
+    assert saver.drain(PATIENCE_S)
+    assert replica.recorder.value("save_drops") == 1
+    assert replica.save_slabs.leased == 1
+    assert replica.save_slabs.adds_up
 
 
 @pytest.mark.host

@@ -1,17 +1,14 @@
-"""Plans moves from block tables: the physical blocks that a load fills and a save reads, and the
-saves of each step."""
+"""Plans moves from block tables: the physical blocks that a load fills and a save reads."""
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from objkv.cache.match import stored_blocks
-from objkv.config import Config
-from objkv.connector.kv.requests import RequestTracker, TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
@@ -23,12 +20,7 @@ from objkv.transfer.plan import (
     RecordColumns,
     Row,
     SaveMove,
-    SavePlan,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
 
 BlockTable = Sequence[Sequence[int]]
 """The request's physical blocks per group, in token order. 0, the null block, stands for a block
@@ -248,145 +240,3 @@ def _move(
         first_block=first_block,
         block_ids=blocks,
     )
-
-
-class BlockTrust:
-    """Decides whose blocks may be saved. For the scheduler's thread only.
-
-    A load within the step may still fail. Its outcome is known only after its step and the steps
-    scheduled in the meantime. Until then, blocks allocated in these steps may contain anything. A
-    worker sees the outcome of its own loads but not of other ranks' loads, and under vLLM's
-    ``MultiConnector`` another connector may load. Source: vLLM 0.31-0.33,
-    ``v1/core/sched/scheduler.py``, where blocks loaded within a step are in the prefix cache before
-    they are filled.
-    """
-
-    def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
-        self._steps_in_flight = steps_in_flight
-        self._ranks = ranks
-        self._step = 0
-        self._doubtful_until = 0
-        self._admitted: list[TrackedRequest] = []
-
-    def add(self, tracked: TrackedRequest) -> None:
-        """Record that vLLM allocated blocks to the request, in a step that is being scheduled."""
-        # No save has read these blocks yet. If the request ends while they are being filled, only
-        # the load keeps them, because vLLM does not expect the end of a save too.
-        tracked.saved = False
-        self._admitted.append(tracked)
-
-    def next_step(self, output: "SchedulerOutput") -> None:
-        """Record that a step was scheduled with the requests added since the previous one."""
-        admitted, self._admitted = self._admitted, []
-        self._step += 1
-        doubtful = self._ranks > 1 or any(_filled_by_another(one) for one in admitted)
-        if output.has_sync_kv_loads and doubtful:
-            self._doubtful_until = self._step + self._steps_in_flight
-        if self._step < self._doubtful_until:
-            for tracked in admitted:
-                tracked.doubtful_until = self._doubtful_until
-
-    def trusts(self, tracked: TrackedRequest) -> bool:
-        """Whether the contents of the request's blocks after this step may be saved."""
-        return self._step >= tracked.doubtful_until
-
-
-def _filled_by_another(tracked: TrackedRequest) -> bool:
-    return bool(tracked.request.num_computed_tokens > tracked.accounted)
-
-
-class SavePlanner:
-    """Plans the saves of the chunks that each step completes. For the scheduler's thread only.
-    Never waits.
-
-    Each chunk is considered once, in the step that completes it, because a window's blocks and a
-    state may be gone in the next step. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
-    ``v1/core/sched/output.py``.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        geometry: Geometry,
-        requests: RequestTracker,
-        trust: BlockTrust,
-        *,
-        loads: bool,
-    ) -> None:
-        """``loads``: whether this replica also loads, so that every prompt is looked up anyway."""
-        self._config = config
-        self._geometry = geometry
-        self._requests = requests
-        self._trust = trust
-        self._loads = loads
-
-    def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
-        """Yield the save plans of the chunks that this step completes, one per request."""
-        size, with_decode = self._geometry.chunk_tokens, self._config.save_decode
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is None or not tracked.may_save:
-                continue
-            request = tracked.request
-            # Only tokens that have ids and that the model accepted. With asynchronous scheduling
-            # and speculation, more tokens may be computed.
-            known = len(request.all_token_ids) if with_decode else request.num_prompt_tokens
-            computed = min(request.num_computed_tokens + scheduled, known) // size
-            # First the case of nearly every step, for hundreds of generating requests.
-            if computed <= tracked.planned and not tracked.again:
-                continue
-            if not self._trust.trusts(tracked):
-                continue
-            if not self._loads and not tracked.records:
-                self._requests.records(tracked)
-            again = frozenset(tracked.again)
-            chunks = self._requests.due(tracked, computed)
-            if chunks and (plan := self._plan(output, tracked, chunks, again)) is not None:
-                tracked.saved = True
-                yield plan
-
-    def _plan(
-        self,
-        output: "SchedulerOutput",
-        tracked: TrackedRequest,
-        chunks: list[int],
-        again: frozenset[int],
-    ) -> SavePlan | None:
-        request = tracked.request
-        assert tracked.hashes is not None
-        moves = save_moves(
-            self._geometry,
-            tracked.hashes.chain,
-            self._computed(output, tracked),
-            chunks,
-            keep_tokens=self._config.store_tokens,
-            is_stored=self._stored(tracked, again),
-        )
-        if not moves:
-            return None
-        return SavePlan(request.request_id, tracked.namespace, tuple(moves))
-
-    def _computed(self, output: "SchedulerOutput", tracked: TrackedRequest) -> Computed:
-        request, state = tracked.request, output.kv_connector_block_state
-        assert state is not None
-        blocks = state.get_block_ids(request.request_id)
-        assert blocks is not None
-        end = None
-        if request.request_id not in output.scheduled_spec_decode_tokens:
-            end = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
-        offered = getattr(state, "boundary_state_offloads", {})  # not every version has it
-        states = states_after(self._geometry, blocks, end, offered.get(request.request_id, ()))
-        return Computed(request.all_token_ids, blocks, states)
-
-    def _stored(self, tracked: TrackedRequest, again: frozenset[int]) -> Callable[[int, int], bool]:
-        """Return a function that reports whether a group of a chunk is stored. For chunks in
-        ``again`` the records found earlier are ignored, because their payload was missing or
-        corrupt."""
-
-        def is_stored(chunk: int, group: int) -> bool:
-            if chunk in again or chunk >= len(tracked.records):
-                return False
-            shards = tracked.records[chunk]
-            return shards is not None and self._requests.coverage.is_readable(shards, group)
-
-        return is_stored

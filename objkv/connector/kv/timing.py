@@ -139,5 +139,8 @@ class Timing:
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:
     """Return the tokens of requests that compute many at once, or 0 if others have most tokens."""
+    total = sum(scheduled)
+    if total - len(scheduled) < STEP_TOKENS_MIN - 1:  # each of them computes one at least
+        return 0
     tokens = sum(count for count in scheduled if count >= STEP_TOKENS_MIN)
-    return tokens if 2 * tokens >= sum(scheduled) else 0
+    return tokens if 2 * tokens >= total else 0

@@ -194,7 +194,7 @@ def test_the_model_waits_for_saves_before_the_runner_first_writes_for_the_next_s
     save = SaveMove(planner.move(0, 1), token_digest(TOKENS[:CHUNK]), None)
     worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
     assert bool(held) is writes_early
-    worker.before_reuse()
+    worker.before_reuse(StepPlan(reused=frozenset({"r"})))
     assert held
     worker.close()
     planner.close()
