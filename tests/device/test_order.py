@@ -20,8 +20,6 @@ from tests.device.mutants import MUTANTS, Edit, Mutant, delay, finds, play
 
 HOST = torch.device("cpu")
 SEEDS = (1, 2)
-
-
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 WAITS = ("synchronize", "blocking", "pageable", "strided")
 

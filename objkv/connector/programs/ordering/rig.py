@@ -104,6 +104,8 @@ class Setup:
     save_slabs: int = 16
     save_threads: int = 2
     deadline_s: float = 60.0
+    """Of loads."""
+    save_deadline_s: float = 600.0
     drain_deadline_ms: int = 60_000
     windowed: bool = False
     """Whether layers attend to a window, so that blocks leave running requests."""
@@ -227,12 +229,13 @@ class Rig:
         return cast("Lane", WatchedLane(lane, lambda name: self.on_call(name)))
 
     def _open_saver(self, lane: Lane) -> Saver:
+        setup = self.setup
         return Saver(
             self.cache,
             {0: self.pages},
             self.save_slabs,
             lane=lane,
-            limits=SaveLimits(self.setup.save_threads, 1024, 600.0, "none", "rig"),
+            limits=SaveLimits(setup.save_threads, 1024, setup.save_deadline_s, "none", "rig"),
             recorder=self.recorder,
         )
 

@@ -114,6 +114,12 @@ def keeps_its_slabs(rig: Rig) -> bool:
     return _slabs_are_unused(rig)
 
 
+def late(rig: Rig) -> bool:
+    """Slabs of chunks that are dropped at their deadline, while their copies are queued"""
+    _save_late(rig)
+    return _slabs_are_unused(rig)
+
+
 def keeps_slabs_of_failures(rig: Rig) -> bool:
     """Slabs of a gather that failed after its copies were queued"""
 
@@ -140,7 +146,6 @@ def keeps_slabs_of_closed(rig: Rig) -> bool:
 
 def closed(rig: Rig) -> bool:
     """Slabs and blocks that have a new owner after the worker was closed during a save"""
-    _let_others_save(rig)  # otherwise the worker's threads would wait for the copies
     _save_late(rig)
     return rig.is_idle_when_closed() and _slabs_are_unused(rig)
 
@@ -211,6 +216,7 @@ SCENARIOS = (
     Scenario("load into saved blocks", is_read_before_loaded),
     Scenario("weights updated", keeps_new_weights_apart),
     Scenario("slabs of saves", keeps_its_slabs),
+    Scenario("save past its deadline", late, Setup(save_deadline_s=0.02)),
     Scenario("slabs of failed saves", keeps_slabs_of_failures, Setup(watched=True)),
     Scenario("slabs of closed saves", keeps_slabs_of_closed, Setup(watched=True)),
     Scenario("closed during a save", closed, Setup(drain_deadline_ms=0)),
