@@ -15,8 +15,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from objkv.transfer.kernels import TorchKernels
-from objkv.transfer.lanes import PagedLayers, Recast
 from tests.device import simulated
 
 MIB = 1 << 20
@@ -110,9 +108,7 @@ def read_by_a_kernel(value: torch.Tensor) -> torch.Tensor:
 def read_in_pages(value: torch.Tensor) -> torch.Tensor:
     target = torch.empty_like(value)
     ids = torch.zeros(1, dtype=torch.int64, device=value.device)
-    torch.ops.simdev.gather_pages(
-        [value.view(1, 1, 1, -1)], ids, target.view(1, 1, 1, 1, 1, -1)
-    )
+    torch.ops.simdev.gather_pages([value.view(1, 1, 1, -1)], ids, target.view(1, 1, 1, 1, 1, -1))
     return target
 
 
@@ -553,18 +549,22 @@ def test_calls_are_counted_with_their_thread(
     worker.start()
     worker.join()
     compute.synchronize()
-    assert sim.counts(reset=False) == sim.counts() == {
-        ("event", "worker 5"): 1,
-        ("stream wait", "worker 5"): 1,
-        ("synchronize", "worker 5"): 1,
-        ("query", "worker 5"): 1,
-        ("allocate", "worker 5"): 1,
-        ("kernel", "worker 5"): 1,
-        ("pin", "worker 5"): 1,
-        ("register", "worker 5"): 1,
-        ("unregister", "worker 5"): 1,
-        ("synchronize", "MainThread"): 1,
-    }
+    assert (
+        sim.counts(reset=False)
+        == sim.counts()
+        == {
+            ("event", "worker 5"): 1,
+            ("stream wait", "worker 5"): 1,
+            ("synchronize", "worker 5"): 1,
+            ("query", "worker 5"): 1,
+            ("allocate", "worker 5"): 1,
+            ("kernel", "worker 5"): 1,
+            ("pin", "worker 5"): 1,
+            ("register", "worker 5"): 1,
+            ("unregister", "worker 5"): 1,
+            ("synchronize", "MainThread"): 1,
+        }
+    )
     assert not sim.counts()
 
 
@@ -637,9 +637,7 @@ def test_many_small_operations_take_as_long_as_the_model_says(
     assert elapsed_ms(sim, [compute], work) == pytest.approx(50, abs=10)
 
 
-def test_the_host_waits_as_long_as_the_device_takes(
-    sim: ModuleType, compute: torch.Stream
-) -> None:
+def test_the_host_waits_as_long_as_the_device_takes(sim: ModuleType, compute: torch.Stream) -> None:
     begin, end = (torch.sim.Event(enable_timing=True) for _ in range(2))
     begin.record(compute)
     sim.sleep(30_000)
