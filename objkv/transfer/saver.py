@@ -156,14 +156,7 @@ class Saver:
         self._lock = Lock()
         """Guards ``_copying``."""
         self._gives_up = False
-        self._gathered: Pool[_Gathered] = Pool(
-            "objkv-gathered",
-            1,
-            self._hand_over,
-            failed=self._not_copied,
-            begin=lane.adopt_thread,
-            lazy=True,
-        )
+        self._gathered = self._open_gathered()
         self._pool: SavePool[SavedChunk] = SavePool(
             "saves",
             limits.threads,
@@ -255,6 +248,16 @@ class Saver:
 
     def __repr__(self) -> str:
         return f"<Saver {self._pool}>"
+
+    def _open_gathered(self) -> "Pool[_Gathered]":
+        return Pool(
+            "objkv-gathered",
+            1,
+            self._hand_over,
+            failed=self._not_copied,
+            begin=self._lane.adopt_thread,
+            lazy=True,
+        )
 
     def _copies_end(self, until: float) -> bool:
         """Poll until all copies are done. Returns False if the time ``until`` comes first.

@@ -1,4 +1,4 @@
-"""The simulated device itself, before anything is tested on it: what it orders and what it does not,
+"""The simulated device itself, before anything is tested on it: what it orders and what not,
 which memory it protects, what it counts, and that its kernels compute the same as PyTorch's."""
 
 import ctypes

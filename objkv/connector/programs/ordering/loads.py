@@ -22,7 +22,7 @@ _FIRST = 8
 """First block of the loads."""
 _CHUNKS = range(4)
 _OWNER = 7.0
-"""What another owner writes into the blocks."""
+"""The value that another owner writes into the blocks."""
 
 
 def follows_compute(rig: OrderRig) -> bool:
@@ -153,7 +153,7 @@ def keeps_its_slabs(rig: OrderRig) -> bool:
 
 
 def waits_for_the_later_mark(rig: OrderRig) -> bool:
-    """Two threads on one lane, of which the first to queue its copies is the last to report them"""
+    """Two threads share a lane: the first to queue its copies is the last to report them"""
     marks = count()
 
     def linger(call: str) -> None:
