@@ -133,6 +133,10 @@ class Saver:
     """Executes save plans. Only the forward thread calls ``gather``, ``fence``, ``left_device`` and
     ``forget``."""
 
+    _copying = 0
+    """Chunks that wait for the device."""
+    _gives_up = False
+
     def __init__(
         self,
         cache: ChunkCache,
@@ -151,11 +155,8 @@ class Saver:
         """Mark of the last gather of each request. Only the forward thread uses it."""
         self._open: deque[Mark] = deque()
         """Marks of gathers that are not known to be done, in their order."""
-        self._copying = 0
-        """Chunks that wait for the device."""
         self._lock = Lock()
         """Guards ``_copying``."""
-        self._gives_up = False
         self._gathered = self._open_gathered()
         self._pool: SavePool[SavedChunk] = SavePool(
             "saves",

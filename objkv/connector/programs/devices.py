@@ -6,7 +6,6 @@ from types import ModuleType
 
 import torch
 
-from objkv.errors import ConfigError
 from objkv.ops.bench.gpu import SIMULATED, simulated_source
 from objkv.transfer.devices import driver_of
 
