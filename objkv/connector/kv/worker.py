@@ -88,9 +88,8 @@ class WorkerSide:
         """Loads between steps that were not started. They are reported with those that ended."""
         self._received, self._failed = set[str](), set[str]()
         self._tainted_steps = 0
-        self._in_layers = self._layers_failed = self._closed = False
+        self._in_layers = self._layers_failed = self._is_unmarked = self._closed = False
         self._before_forward: Mark | None = None
-        self._is_unmarked = False
         self._device = next((group.device for group in groups.values()), None)
         self._drops_tokens = geometry.windowed
         self._fails_whole = geometry.windowed or len(geometry.groups) > 1
@@ -174,7 +173,7 @@ class WorkerSide:
     def _fence(self, request_ids: Collection[str] | None = None) -> None:
         try:
             self._saver.fence(request_ids)
-        except Exception:  # otherwise saves could read what is written to their blocks next
+        except Exception:  # otherwise saves could read blocks that are overwritten
             logger.exception("saves not fenced, waiting for the device")
             if self._device is not None:
                 torch.get_device_module(self._device).synchronize(self._device)
