@@ -1,4 +1,4 @@
-"""The simulated device as a fixture. Import both by name in a conftest, so that pytest finds them."""
+"""The simulated device as a fixture. Import both by name in a conftest: pytest finds them there."""
 
 import os
 from collections.abc import Iterator
